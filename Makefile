@@ -1,0 +1,48 @@
+# One command each; every one makes the environment that it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TEST_PROCESSES ?= 2
+DEMO_FLAGS ?=
+DEMO_OUTPUT ?= demo
+
+.PHONY: demo test check bench format clean
+
+demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes on 2 cores
+	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
+
+test: $(VENV)/.dev ## all tests, in parallel
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+
+check: $(VENV)/.dev ## format, lint, strict types, import contract
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev ## ratios measured side by side in one run
+	$(BIN)/python benchmarks/bench.py
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf $(VENV) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/pyvenv.cfg:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by its exact version, so that no other package chooses a build of it.
+$(VENV)/.torch: $(VENV)/pyvenv.cfg constraints.txt
+	$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+$(VENV)/.study: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) --editable '.[study]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@
