@@ -1,0 +1,190 @@
+"""Gradient directions: who points where, from the Gram matrix of gradients or of their sketches.
+
+Legend of shapes: W workers, K numbers per gradient (or per linear sketch of it).
+
+A zero or non-finite gradient has no direction. Its cosines are NaN and every mean leaves them out.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.step import Floats
+
+ROUNDING = 1e-12
+"""Cosines closer than this to ±1 are ±1: what float64 sums of a few thousand products can lose."""
+
+
+def gram(sketches_WK: NDArray[np.floating]) -> Floats:
+    """Return all inner products ``G_ij = g_i · g_j``.
+
+    Args:
+        sketches_WK: One gradient or sketch per worker ``[W, K]``; float32 of any magnitude is
+            safe, since the products are taken in float64.
+
+    Returns:
+        Symmetric ``[W, W]``; rows and columns of workers with an infinity or NaN are NaN.
+    """
+    rows_WK: Floats = np.asarray(sketches_WK, np.float64)
+    finite_W = np.atleast_1d(np.isfinite(rows_WK).all(axis=1))
+    if not finite_W.all():
+        rows_WK = np.where(finite_W[:, None], rows_WK, 0.0)
+    gram_WW: Floats = rows_WK @ rows_WK.T
+    gram_WW[~finite_W, :] = np.nan
+    gram_WW[:, ~finite_W] = np.nan
+    return gram_WW
+
+
+def has_direction(gram_WW: Floats) -> NDArray[np.bool_]:
+    """Return for each worker ``[W]`` whether its gradient is finite and not zero."""
+    squares_W = gram_WW.diagonal()
+    return np.isfinite(squares_W) & (squares_W > 0)
+
+
+def cosines_from_gram(gram_WW: Floats) -> Floats:
+    """Return ``cos(g_i, g_j) = G_ij / sqrt(G_ii G_jj)``.
+
+    Returns:
+        Symmetric ``[W, W]`` in [-1, 1] with 1 on the diagonal. Identical gradients give exactly
+        1. Rows and columns of workers without a direction are NaN, the diagonal too.
+    """
+    norms_W = _norms(gram_WW)
+    cosines_WW = _snap(gram_WW / np.outer(norms_W, norms_W))
+    defined = np.flatnonzero(np.isfinite(norms_W))
+    cosines_WW[defined, defined] = 1.0
+    return cosines_WW
+
+
+def mean_cosine(cosines_WW: Floats) -> float:
+    """Return the mean over pairs i < j that are defined, or NaN when there are none."""
+    pairs = _defined_pairs(cosines_WW)
+    return float(np.clip(pairs.mean(), -1.0, 1.0)) if pairs.size else float("nan")
+
+
+def min_cosine(cosines_WW: Floats) -> float:
+    """Return the smallest cosine over pairs i < j that are defined, or NaN without any."""
+    pairs = _defined_pairs(cosines_WW)
+    return float(pairs.min()) if pairs.size else float("nan")
+
+
+def norm_weighted_cosine(gram_WW: Floats) -> float:
+    """Return ``Σ_{i≠j} G_ij / Σ_{i≠j} ‖g_i‖‖g_j‖``: cosines weighted by the norms' product.
+
+    Workers without a direction are left out; with fewer than two others the result is NaN.
+    """
+    defined_W = has_direction(gram_WW)
+    if defined_W.sum() < 2:
+        return float("nan")
+    kept_WW = gram_WW[np.ix_(defined_W, defined_W)].copy()
+    norms_W = np.sqrt(kept_WW.diagonal())
+    np.fill_diagonal(kept_WW, 0.0)
+    return _ratio(float(kept_WW.sum()), _sum_of_products(norms_W))
+
+
+def norm_weighted_cosine_from_mean(norms_W: Floats, mean_gradient_norm: float) -> float:
+    """Return the norm-weighted cosine without any pair, from ``W`` norms and the norm of the mean.
+
+    ``Σ_{i≠j} g_i·g_j = W²‖ḡ‖² − Σ‖g_i‖²``, so it is exact when ``ḡ`` is the exact mean.
+
+    Args:
+        norms_W: L2 norms of the local gradients ``[W]``.
+        mean_gradient_norm: L2 norm of their mean.
+
+    Returns:
+        A value in [-1, 1]; NaN when a norm is not finite or fewer than two are positive.
+    """
+    scale = float(np.max(norms_W, initial=0.0))
+    if not np.isfinite([*norms_W, mean_gradient_norm]).all() or np.sum(norms_W > 0) < 2:
+        return float("nan")
+    relative_W = norms_W / scale
+    total = len(norms_W) * mean_gradient_norm / scale
+    return _ratio(total**2 - float(np.sum(relative_W**2)), _sum_of_products(relative_W))
+
+
+def leave_one_out(gram_WW: Floats) -> Floats:
+    """Return ``cos(g_i, Σ_{j≠i} g_j)``: how far each worker points where the others point.
+
+    The sums run over workers with a direction. They leave worker i out from the start rather
+    than subtract it, so that a worker with a huge norm does not drown the others.
+
+    Returns:
+        ``[W]``; NaN for a worker without a direction, or when the others' sum vanishes.
+    """
+    norms_W = _norms(gram_WW)
+    defined_W = np.isfinite(norms_W)
+    kept_WW = np.where(defined_W[:, None] & defined_W[None, :], gram_WW, 0.0)
+    rest_squares_W = _sums_without_own(kept_WW)
+    rest_norms_W = np.nansum(norms_W) - np.where(defined_W, norms_W, 0.0)
+    vanishing_W = rest_squares_W <= ROUNDING * rest_norms_W**2
+    np.fill_diagonal(kept_WW, 0.0)
+    rest_lengths_W = np.sqrt(np.where(vanishing_W, np.nan, rest_squares_W))
+    return _snap(kept_WW.sum(axis=1) / norms_W / rest_lengths_W)
+
+
+def upper_triangle(cosines_WW: Floats) -> Floats:
+    """Return the pairs i < j row by row, ``[W(W−1)/2]``."""
+    return cosines_WW[np.triu_indices(len(cosines_WW), 1)]
+
+
+def from_upper_triangle(values: NDArray[np.floating], num_workers: int) -> Floats:
+    """Return the symmetric ``[W, W]`` matrix whose pairs i < j are ``values``, row by row.
+
+    The diagonal is 1, and NaN for a worker none of whose pairs is defined.
+
+    Raises:
+        ValueError: ``values`` are not W(W−1)/2 numbers.
+    """
+    expected = num_workers * (num_workers - 1) // 2
+    if len(values) != expected:
+        raise ValueError(
+            f"expected {expected} cosines for {num_workers} workers, got {len(values)}"
+        )
+    cosines_WW = np.full((num_workers, num_workers), np.nan)
+    cosines_WW[np.triu_indices(num_workers, 1)] = values
+    cosines_WW.T[np.triu_indices(num_workers, 1)] = values
+    some_W = np.isfinite(cosines_WW).any(axis=1) | (num_workers == 1)
+    np.fill_diagonal(cosines_WW, np.where(some_W, 1.0, np.nan))
+    return cosines_WW
+
+
+def _norms(gram_WW: Floats) -> Floats:
+    return np.sqrt(np.where(has_direction(gram_WW), gram_WW.diagonal(), np.nan))
+
+
+def _snap(cosines: Floats) -> Floats:
+    """Bring values within rounding of ±1 to ±1, and any others into [-1, 1]."""
+    near = np.abs(cosines) >= 1.0 - ROUNDING
+    return np.where(near, np.sign(cosines), cosines)
+
+
+def _defined_pairs(cosines_WW: Floats) -> Floats:
+    pairs = upper_triangle(cosines_WW)
+    return pairs[np.isfinite(pairs)]
+
+
+def _sum_of_products(norms_W: Floats) -> float:
+    """Return ``Σ_{i≠j} n_i n_j`` without cancellation."""
+    before_W = np.concatenate([[0.0], np.cumsum(norms_W)[:-1]])
+    return 2.0 * float(np.sum(norms_W * before_W))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    if denominator <= 0:
+        return float("nan")
+    return float(_snap(np.array(numerator / denominator)))
+
+
+def _sums_without_own(matrix_WW: Floats) -> Floats:
+    """Return for each i the sum of a symmetric matrix without its row and column i.
+
+    Adds the three blocks beside row and column i (above left, below right, and twice above
+    right), each a corner of a two-dimensional running sum: O(W²), and nothing is subtracted.
+    """
+    num_workers = len(matrix_WW)
+    padded = np.zeros((num_workers + 2, num_workers + 2))
+    padded[1:-1, 1:-1] = matrix_WW
+    above_left = padded.cumsum(0).cumsum(1)
+    below_right = padded[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1]
+    above_right = padded[:, ::-1].cumsum(0).cumsum(1)[:, ::-1]
+    i = np.arange(num_workers)
+    sums: Floats = above_left[i, i] + below_right[i + 2, i + 2] + 2.0 * above_right[i, i + 2]
+    return sums

@@ -1,0 +1,273 @@
+"""Who draws which samples: duplicates inside a step, and repeats over steps.
+
+A sample is an int64: an id, or a digest of its content. Legend of shapes: D draws of a step, U
+different samples in it, P different pairs of a sample and the worker that draws it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.step import Ints
+
+MAX_SHARED_PAIRS = 64
+"""Pairs of workers that :class:`SampleCounts` lists at most."""
+
+_MAX_LINKS = 1 << 14
+_PAIRS_PER_SAMPLE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCounts:
+    """What one step drew, in samples.
+
+    A worker that draws a sample twice in a step counts once, except in ``drawn`` and
+    ``repeated_in_batch``.
+
+    Attributes:
+        drawn: Samples in the global batch.
+        distinct: Different samples in the global batch.
+        new: Different samples that no earlier step drew, as far as the ledger remembers.
+        repeated_own: Draws of a sample that the same worker drew in an earlier step.
+        repeated_cross: Draws of a sample that only other workers drew in earlier steps.
+        crossing_by_rank: For each worker, how many samples crossed from one worker to a second in
+            this step with it as the first or the second. A sample crosses once; of several
+            workers that draw it then, the one of lowest rank is the second.
+        repeated_in_batch: Draws of a sample that the same worker already has in this step.
+        shared: Different samples that two or more workers drew in this step.
+        sharing_ranks: The workers that drew them.
+        shared_between: ``(rank_i, rank_j, count)`` with i < j for pairs of workers with common
+            samples; the ``MAX_SHARED_PAIRS`` with the largest counts when there are more. With
+            thousands of common draws only those between neighbours in rank are counted.
+        identical_groups: Groups of ranks whose whole batches are equal as multisets.
+    """
+
+    drawn: int
+    distinct: int
+    new: int
+    repeated_own: int
+    repeated_cross: int
+    crossing_by_rank: tuple[int, ...]
+    repeated_in_batch: int
+    shared: int
+    sharing_ranks: tuple[int, ...]
+    shared_between: tuple[tuple[int, int, int], ...]
+    identical_groups: tuple[tuple[int, ...], ...]
+
+
+class SampleLedger:
+    """Remembers which samples were drawn, and by whom.
+
+    Costs 12 bytes per different sample and 9 per pair of a sample and a worker. Who drew a sample
+    is told by 64-bit hashes: with 4 million pairs, one ledger in a million mistakes a pair.
+
+    Args:
+        capacity: Different samples to remember. Beyond it, ``distinct`` is a lower bound. Four
+            times as many pairs are remembered; beyond that, a repeat whose owners are unknown
+            counts as the worker's own: the reading that accuses nobody.
+    """
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        self._capacity = capacity
+        self._first_owners = _SortedMap(np.int32)
+        self._pairs = _SortedMap(np.int8)
+        self._pairs_complete = True
+        self._drawn = 0
+        self._exact = True
+
+    @property
+    def drawn(self) -> int:
+        """Samples drawn so far, by all workers together."""
+        return self._drawn
+
+    @property
+    def distinct(self) -> int:
+        """Different samples drawn so far; a lower bound when not :attr:`exact`."""
+        return len(self._first_owners)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the ledger remembers every sample that was drawn."""
+        return self._exact
+
+    def observe(self, step: int, samples: Sequence[Ints]) -> SampleCounts:
+        """Count the draws of one step, then remember them.
+
+        Args:
+            step: Step number; steps must come in order.
+            samples: One int64 array per worker, in rank order.
+
+        Returns:
+            The counts of this step.
+        """
+        samples_P, ranks_P, drawn = _pairs_of(samples)
+        first_P = _differs_from_previous(samples_P)
+        samples_U, sample_of_P = samples_P[first_P], np.cumsum(first_P) - 1
+        seen_U = self._first_owners.find(samples_U)[0]
+        keys_P = _pair_keys(samples_P, ranks_P)
+        seen_P = seen_U[sample_of_P]
+        own_P = self._is_own(keys_P, seen_P)
+        cross_P = seen_P & ~own_P
+        shared_P = (np.bincount(sample_of_P, minlength=len(samples_U)) > 1)[sample_of_P]
+        crossing_by_rank = self._cross(samples_P, ranks_P, cross_P, len(samples))
+        self._remember(samples_U[~seen_U], ranks_P[first_P][~seen_U], keys_P[~own_P])
+        self._drawn += drawn
+        return SampleCounts(
+            drawn=drawn,
+            distinct=len(samples_U),
+            new=int(np.sum(~seen_U)),
+            repeated_own=int(np.sum(own_P)),
+            repeated_cross=int(np.sum(cross_P)),
+            crossing_by_rank=crossing_by_rank,
+            repeated_in_batch=drawn - len(samples_P),
+            shared=int(np.sum(first_P & shared_P)),
+            sharing_ranks=tuple(np.unique(ranks_P[shared_P]).tolist()),
+            shared_between=_links(samples_P[shared_P], ranks_P[shared_P]),
+            identical_groups=identical_groups(samples),
+        )
+
+    def _cross(
+        self, samples_P: Ints, ranks_P: Ints, cross_P: NDArray[np.bool_], num_workers: int
+    ) -> tuple[int, ...]:
+        """Count crossings per worker, and mark the owners of samples that have crossed."""
+        samples_C, first_at = np.unique(samples_P[cross_P], return_index=True)
+        owners_C = self._first_owners.find(samples_C)[1]
+        fresh_C = owners_C >= 0
+        seconds = ranks_P[cross_P][first_at][fresh_C]
+        self._first_owners.replace(samples_C[fresh_C], -1 - owners_C[fresh_C])
+        takers = np.concatenate([seconds, owners_C[fresh_C]])
+        return tuple(np.bincount(takers, minlength=num_workers).tolist())
+
+    def _is_own(self, keys_P: Ints, seen_P: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        own_P = seen_P.copy()
+        if self._pairs_complete:
+            order = np.argsort(keys_P[seen_P])  # sorted questions are answered much faster
+            found = np.empty(len(order), bool)
+            found[order] = self._pairs.find(keys_P[seen_P][order])[0]
+            own_P[seen_P] = found
+        return own_P
+
+    def _remember(self, new_samples: Ints, first_owners: Ints, new_keys: Ints) -> None:
+        room = max(self._capacity - len(self._first_owners), 0)
+        self._exact = self._exact and len(new_samples) <= room
+        self._first_owners.add(new_samples[:room], first_owners[:room])
+        room = _PAIRS_PER_SAMPLE * self._capacity - len(self._pairs)
+        self._pairs_complete = self._pairs_complete and len(new_keys) <= room
+        if self._pairs_complete:
+            self._pairs.add(np.sort(new_keys), np.zeros(len(new_keys), np.int8))
+
+
+def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
+    """Return groups of two or more ranks whose batches hold the same samples equally often.
+
+    Args:
+        samples: One int64 array per worker, in rank order; empty batches are equal to none.
+
+    Returns:
+        Groups of ranks, each in order, by their first rank.
+
+    Example:
+        >>> identical_groups([np.array([1, 2]), np.array([3]), np.array([2, 1])])
+        ((0, 2),)
+    """
+    lengths = [len(batch) for batch in samples]
+    flat = np.concatenate([np.empty(0, np.int64), *samples]).astype(np.int64, copy=False)
+    batch_of = np.repeat(np.arange(len(samples)), lengths)
+    content = flat[np.lexsort((flat, batch_of))].tobytes()
+    ends = (8 * np.cumsum(lengths)).tolist()
+    groups: dict[bytes, list[int]] = {}
+    for rank, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        if length:
+            groups.setdefault(content[end - 8 * length : end], []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
+
+
+class _SortedMap:
+    """A growing map from int64 to small integers, kept in a few sorted arrays of doubling sizes."""
+
+    def __init__(self, value_type: type[np.signedinteger[Any]]) -> None:
+        self._value_type = value_type
+        self._runs: list[tuple[Ints, NDArray[Any]]] = []
+
+    def __len__(self) -> int:
+        return sum(len(keys) for keys, _ in self._runs)
+
+    def find(self, keys: Ints) -> tuple[NDArray[np.bool_], NDArray[Any]]:
+        """Return which keys are in the map, and their values; fastest when they are sorted."""
+        found = np.zeros(len(keys), bool)
+        values = np.zeros(len(keys), self._value_type)
+        for run_keys, run_values in self._runs:
+            at = np.minimum(np.searchsorted(run_keys, keys), len(run_keys) - 1)
+            here = run_keys[at] == keys
+            found |= here
+            values[here] = run_values[at[here]]
+        return found, values
+
+    def replace(self, keys: Ints, values: NDArray[Any]) -> None:
+        """Change the values of keys that are in the map."""
+        for run_keys, run_values in self._runs:
+            at = np.minimum(np.searchsorted(run_keys, keys), len(run_keys) - 1)
+            here = run_keys[at] == keys
+            run_values[at[here]] = values[here]
+
+    def add(self, keys: Ints, values: NDArray[Any]) -> None:
+        """Add sorted keys that are not in the map yet."""
+        if not len(keys):
+            return
+        self._runs.append((keys.copy(), values.astype(self._value_type)))
+        while len(self._runs) > 1 and len(self._runs[-2][0]) <= 2 * len(self._runs[-1][0]):
+            parts = zip(self._runs.pop(), self._runs.pop(), strict=True)
+            merged_keys, merged_values = (np.concatenate(part) for part in parts)
+            order = np.argsort(merged_keys, kind="stable")  # two sorted halves: merged, not sorted
+            self._runs.append((merged_keys[order], merged_values[order]))
+
+
+def _pairs_of(samples: Sequence[Ints]) -> tuple[Ints, Ints, int]:
+    """Return samples ``[P]`` and ranks ``[P]`` without repeats, in order, and the draws D."""
+    lengths = [len(batch) for batch in samples]
+    samples_D = np.concatenate([np.empty(0, np.int64), *samples]).astype(np.int64, copy=False)
+    ranks_D = np.repeat(np.arange(len(samples), dtype=np.int64), lengths)
+    order = np.argsort(samples_D, kind="stable")  # ranks are in order, and stay so
+    samples_D, ranks_D = samples_D[order], ranks_D[order]
+    first_D = _differs_from_previous(samples_D) | _differs_from_previous(ranks_D)
+    return samples_D[first_D], ranks_D[first_D], len(samples_D)
+
+
+def _differs_from_previous(values: Ints) -> NDArray[np.bool_]:
+    differs = np.ones(len(values), bool)
+    differs[1:] = values[1:] != values[:-1]
+    return differs
+
+
+def _pair_keys(samples_P: Ints, ranks_P: Ints) -> Ints:
+    """Return one 64-bit hash per pair: xor, multiply and shift, three times over."""
+    bits = samples_P.view(np.uint64) ^ (ranks_P.view(np.uint64) * np.uint64(0xD6E8FEB86659FD93))
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93):
+        bits = (bits ^ (bits >> np.uint64(32))) * np.uint64(factor)
+    keys: Ints = (bits ^ (bits >> np.uint64(32))).view(np.int64)
+    return keys
+
+
+def _links(samples_P: Ints, ranks_P: Ints) -> tuple[tuple[int, int, int], ...]:
+    """Count common samples per pair of workers, nearest neighbours first, up to a limit."""
+    links: list[Ints] = []
+    num_ranks = int(ranks_P.max(initial=0)) + 1
+    total, distance = 0, 1
+    while distance < len(samples_P) and total < _MAX_LINKS:
+        same = samples_P[distance:] == samples_P[:-distance]
+        if not same.any():
+            break
+        links.append(ranks_P[:-distance][same] * num_ranks + ranks_P[distance:][same])
+        total += int(same.sum())
+        distance += 1
+    if not links:
+        return ()
+    pairs, counts = np.unique(np.concatenate(links), return_counts=True)
+    largest = np.sort(np.argsort(-counts, kind="stable")[:MAX_SHARED_PAIRS])
+    return tuple(
+        (*divmod(int(pair), num_ranks), int(count))
+        for pair, count in zip(pairs[largest], counts[largest], strict=True)
+    )

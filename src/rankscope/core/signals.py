@@ -1,0 +1,176 @@
+"""The signal registry: the one place where a column of a run is declared.
+
+The record's schema, the payload that travels between workers, the detectors, the report and the
+exporters all read these declarations. To add a column, add a ``Signal`` here and give its value
+where the other values of the same source are given; nothing else lists columns.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Table(StrEnum):
+    """The tables of a run directory, one folder of Parquet files each."""
+
+    STEPS = "steps"
+    WORKERS = "workers"
+    MICRO = "micro"
+    SAMPLES = "samples"
+    PAIRS = "pairs"
+
+
+class DType(StrEnum):
+    """The types that a column can have."""
+
+    INT = "int64"
+    FLOAT = "float64"
+    BOOL = "bool"
+    INTS = "list<int64>"
+    FLOATS = "list<float32>"
+
+
+class Source(StrEnum):
+    """Where a value comes from, and so how it is gathered."""
+
+    KEY = "key"
+    """Names the row: step, rank, micro-batch."""
+    LOCAL = "local"
+    """Measured by each worker and sent to all others in its fixed-size payload."""
+    SEQUENCE = "sequence"
+    """Measured by each worker, of variable length: travels in the payload's sized tail."""
+    DERIVED = "derived"
+    """Computed from the gathered values, the same on every worker."""
+
+
+class Tail(StrEnum):
+    """Which direction of a signal is suspicious in a worker that differs from the others."""
+
+    NONE = "none"
+    LOW = "low"
+    HIGH = "high"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """The declaration of one column.
+
+    Attributes:
+        name: Column name, stable across releases of one schema version.
+        table: The table that holds it.
+        dtype: Its type. Undefined values are null, never a silent 0 or NaN.
+        unit: Unit of the value; empty for dimensionless ones.
+        meaning: One line in plain words, shown in docs and reports.
+        source: Where the value comes from.
+        tail: Which direction is suspicious.
+    """
+
+    name: str
+    table: Table
+    dtype: DType
+    unit: str
+    meaning: str
+    source: Source
+    tail: Tail = Tail.NONE
+
+
+def _declare(table: Table, *rows: tuple[str, DType, str, Source, Tail, str]) -> tuple[Signal, ...]:
+    return tuple(
+        Signal(name, table, dtype, unit, meaning, source, tail)
+        for name, dtype, unit, source, tail, meaning in rows
+    )
+
+
+_INT, _FLOAT, _BOOL, _INTS, _FLOATS = DType.INT, DType.FLOAT, DType.BOOL, DType.INTS, DType.FLOATS
+_KEY, _LOCAL, _SEQ, _DERIVED = Source.KEY, Source.LOCAL, Source.SEQUENCE, Source.DERIVED
+_NONE, _LOW, _HIGH, _BOTH = Tail.NONE, Tail.LOW, Tail.HIGH, Tail.BOTH
+
+# fmt: off
+SIGNALS: tuple[Signal, ...] = (
+    *_declare(
+        Table.STEPS,
+        ("step", _INT, "", _KEY, _NONE, "backward passes that synchronised gradients, from 0"),
+        ("time", _FLOAT, "s", _KEY, _NONE, "Unix time at which rank 0 gathered the step"),
+        ("observed", _BOOL, "", _KEY, _NONE, "whether gradients were measured in this step"),
+        ("loss_mean", _FLOAT, "nats/token", _DERIVED, _NONE, "mean of the workers' losses: what dashboards show"),
+        ("loss_std", _FLOAT, "nats/token", _DERIVED, _BOTH, "loss dispersion: population std over workers"),
+        ("loss_range", _FLOAT, "nats/token", _DERIVED, _BOTH, "largest minus smallest loss over workers"),
+        ("loss_std_expected", _FLOAT, "nats/token", _DERIVED, _NONE, "loss std that sampling alone would give, from the spread within workers"),
+        ("grad_norm_mean", _FLOAT, "", _DERIVED, _NONE, "mean of the workers' local gradient norms"),
+        ("grad_norm_std", _FLOAT, "", _DERIVED, _BOTH, "gradient-norm dispersion: population std over workers"),
+        ("cosine_mean", _FLOAT, "", _DERIVED, _BOTH, "gradient-direction consistency: mean cosine over pairs of workers"),
+        ("cosine_weighted", _FLOAT, "", _DERIVED, _BOTH, "mean cosine over pairs, weighted by the product of their norms"),
+        ("cosine_min", _FLOAT, "", _DERIVED, _LOW, "smallest cosine over pairs of workers"),
+        ("directions_undefined", _INT, "workers", _DERIVED, _HIGH, "workers whose gradient is zero or not finite and so has no direction"),
+        ("samples_drawn", _INT, "samples", _DERIVED, _NONE, "samples in the global batch"),
+        ("samples_distinct", _INT, "samples", _DERIVED, _LOW, "different samples in the global batch"),
+        ("overhead_seconds", _FLOAT, "s", _DERIVED, _HIGH, "time the monitor took from training: the slowest worker's"),
+    ),
+    *_declare(
+        Table.WORKERS,
+        ("step", _INT, "", _KEY, _NONE, "as in steps"),
+        ("rank", _INT, "", _KEY, _NONE, "rank of the worker in its data-parallel group"),
+        ("loss", _FLOAT, "nats/token", _LOCAL, _BOTH, "local loss per label token, before averaging"),
+        ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given"),
+        ("loss_sem", _FLOAT, "nats/token", _LOCAL, _NONE, "standard error of the local loss, from its micro-batches or samples"),
+        ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction"),
+        ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between this worker's gradient and the sum of all others'"),
+        ("nonfinite", _BOOL, "", _LOCAL, _HIGH, "whether the local loss or gradient holds an infinity or NaN"),
+        ("num_samples", _INT, "samples", _LOCAL, _NONE, "samples in the local batch"),
+        ("samples_named", _BOOL, "", _LOCAL, _NONE, "whether the training names its samples; else digests of their content stand for them"),
+        ("batch_digest", _INT, "", _LOCAL, _NONE, "digest of the set of samples in the local batch"),
+        ("lr", _FLOAT, "", _LOCAL, _BOTH, "learning rate of the optimizer's first parameter group"),
+        ("optimizer_steps", _INT, "", _LOCAL, _LOW, "calls of optimizer.step since the step before"),
+        ("step_seconds", _FLOAT, "s", _LOCAL, _HIGH, "wall time since the step before"),
+        ("overhead_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time the monitor took from this worker's training thread"),
+    ),
+    *_declare(
+        Table.MICRO,
+        ("step", _INT, "", _KEY, _NONE, "as in steps"),
+        ("rank", _INT, "", _KEY, _NONE, "as in workers"),
+        ("micro", _INT, "", _KEY, _NONE, "micro-batch inside the step, from 0"),
+        ("loss", _FLOAT, "nats/token", _SEQ, _NONE, "local loss of the micro-batch per label token"),
+        ("loss_weight", _FLOAT, "tokens", _SEQ, _NONE, "label tokens in the micro-batch"),
+    ),
+    *_declare(
+        Table.SAMPLES,
+        ("step", _INT, "", _KEY, _NONE, "as in steps"),
+        ("rank", _INT, "", _KEY, _NONE, "as in workers"),
+        ("samples", _INTS, "", _SEQ, _NONE, "one id or content digest per sample of the local batch"),
+    ),
+    *_declare(
+        Table.PAIRS,
+        ("step", _INT, "", _KEY, _NONE, "as in steps"),
+        ("cosines", _FLOATS, "", _DERIVED, _NONE, "cosines of all pairs i < j, row by row (W <= 64)"),
+    ),
+)
+# fmt: on
+
+_BY_NAME = {(signal.table, signal.name): signal for signal in SIGNALS}
+assert len(_BY_NAME) == len(SIGNALS), "a column is declared twice"
+
+
+def signals(table: Table, *sources: Source) -> tuple[Signal, ...]:
+    """Return the columns of one table in order, all or those of the given sources."""
+    return tuple(
+        signal
+        for signal in SIGNALS
+        if signal.table is table and (not sources or signal.source in sources)
+    )
+
+
+def signal(table: Table, name: str) -> Signal:
+    """Return the declaration of one column.
+
+    Raises:
+        KeyError: There is no such column.
+    """
+    return _BY_NAME[table, name]
+
+
+def schema_hash() -> int:
+    """Return a 63-bit digest of all declarations; equal on workers that can talk to each other."""
+    text = "\n".join(f"{s.table} {s.name} {s.dtype} {s.source}" for s in SIGNALS)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,87 @@
+"""What is known about one step once all workers have reported: inputs, and the derived report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MISSING_INT = np.iinfo(np.int64).min
+"""Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredStep:
+    """The raw values of one step from all W workers.
+
+    Attributes:
+        step: Step number.
+        time: Unix time in seconds.
+        observed: Whether gradients were measured.
+        workers: One array ``[W]`` per LOCAL signal of the workers table, of its declared type
+            (float64, int64 or bool); NaN or ``MISSING_INT`` where a worker had no value.
+        sketches_WK: Linear sketches of the local gradients, or None when not observed.
+        samples: One int64 array per worker: ids or content digests of its samples.
+        micro_losses: One array per worker: the loss of each of its micro-batches.
+        micro_weights: One array per worker, beside ``micro_losses``.
+    """
+
+    step: int
+    time: float
+    observed: bool
+    workers: Mapping[str, NDArray[Any]]
+    sketches_WK: NDArray[np.float32] | None
+    samples: tuple[Ints, ...]
+    micro_losses: tuple[Floats, ...] = ()
+    micro_weights: tuple[Floats, ...] = ()
+
+    @property
+    def num_workers(self) -> int:
+        """W, the number of workers."""
+        return len(self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step as the run records it: a row of ``steps``, W rows of ``workers``, and the pairs.
+
+    The columns of the steps table are attributes too: ``report.cosine_mean``. A value that is
+    undefined (say, a cosine with one worker) is NaN here and null in the record.
+
+    Attributes:
+        gathered: The values as the workers sent them.
+        values: The steps table's columns by name.
+        derived: The workers table's DERIVED columns by name, one float64 array ``[W]`` each.
+        cosines_WW: Pairwise cosines, NaN where one gradient has no direction; None when the step
+            was not observed.
+    """
+
+    gathered: GatheredStep
+    values: Mapping[str, float]
+    derived: Mapping[str, Floats] = field(default_factory=dict)
+    cosines_WW: Floats | None = None
+
+    @property
+    def step(self) -> int:
+        """Step number."""
+        return self.gathered.step
+
+    @property
+    def time(self) -> float:
+        """Unix time in seconds at which the step was gathered."""
+        return self.gathered.time
+
+    @property
+    def observed(self) -> bool:
+        """Whether gradients were measured."""
+        return self.gathered.observed
+
+    def __getattr__(self, name: str) -> float:
+        if name.startswith("_") or name == "values" or name not in self.values:
+            known = "" if name == "values" else f"; it has {', '.join(self.values)}"
+            raise AttributeError(f"a step has no value {name!r}{known}")
+        return self.values[name]

@@ -1,0 +1,94 @@
+"""From the workers' raw values to the step that the record holds."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.direction import (
+    cosines_from_gram,
+    gram,
+    has_direction,
+    leave_one_out,
+    mean_cosine,
+    min_cosine,
+    norm_weighted_cosine,
+)
+from rankscope.core.dispersion import finite_mean, population_std, value_range
+from rankscope.core.nulls import expected_std
+from rankscope.core.signals import Source, Table, signals
+from rankscope.core.step import MISSING_INT, Floats, GatheredStep, StepReport
+
+_STEPS = tuple(signal.name for signal in signals(Table.STEPS, Source.DERIVED))
+_WORKERS = tuple(signal.name for signal in signals(Table.WORKERS, Source.DERIVED))
+_NAN = float("nan")
+
+
+def summarize(gathered: GatheredStep) -> StepReport:
+    """Compute every DERIVED column of a step.
+
+    Args:
+        gathered: The values of all W workers. Workers' values that are missing or not finite are
+            left out of means and spreads.
+
+    Returns:
+        The report; equal inputs give equal reports, on every worker alike. Gradient columns are
+        NaN in a step that was not observed, sample columns where no worker named its samples.
+    """
+    directions, cosine_rest_W, cosines_WW = _directions(gathered)
+    values = {**_dispersions(gathered), **directions, **_samples(gathered)}
+    derived = {"cosine_rest": cosine_rest_W}
+    assert values.keys() == set(_STEPS), "the steps table has other derived columns"
+    assert derived.keys() == set(_WORKERS), "the workers table has other derived columns"
+    return StepReport(gathered, {name: values[name] for name in _STEPS}, derived, cosines_WW)
+
+
+def _dispersions(gathered: GatheredStep) -> dict[str, float]:
+    losses_W = gathered.workers["loss"]
+    norms_W = gathered.workers["grad_norm"]
+    overheads_W = gathered.workers["overhead_seconds"]
+    finite_overheads = overheads_W[np.isfinite(overheads_W)]
+    return {
+        "loss_mean": finite_mean(losses_W),
+        "loss_std": population_std(losses_W),
+        "loss_range": value_range(losses_W),
+        "loss_std_expected": expected_std(gathered.workers["loss_sem"]),
+        "grad_norm_mean": finite_mean(norms_W),
+        "grad_norm_std": population_std(norms_W),
+        "overhead_seconds": float(finite_overheads.max()) if finite_overheads.size else _NAN,
+    }
+
+
+def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Floats | None]:
+    """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines."""
+    names = ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined")
+    if not gathered.observed or gathered.sketches_WK is None:
+        return dict.fromkeys(names, _NAN), np.full(gathered.num_workers, _NAN), None
+    gram_WW = gram(gathered.sketches_WK)
+    cosines_WW = cosines_from_gram(gram_WW)
+    values = (
+        mean_cosine(cosines_WW),
+        norm_weighted_cosine(gram_WW),
+        min_cosine(cosines_WW),
+        float(np.sum(~has_direction(gram_WW))),
+    )
+    return dict(zip(names, values, strict=True)), leave_one_out(gram_WW), cosines_WW
+
+
+def _samples(gathered: GatheredStep) -> dict[str, float]:
+    """Return how many samples were drawn, and how many of them differ.
+
+    Some of a worker's samples may be unknown, when it drew more than a message holds. Then the
+    number of distinct ones is unknown too.
+    """
+    known = sum(len(samples) for samples in gathered.samples)
+    drawn = int(_num_samples(gathered).sum())
+    if drawn == 0:
+        return {"samples_drawn": _NAN, "samples_distinct": _NAN}
+    distinct = float(len(np.unique(np.concatenate(gathered.samples)))) if known == drawn else _NAN
+    return {"samples_drawn": float(drawn), "samples_distinct": distinct}
+
+
+def _num_samples(gathered: GatheredStep) -> NDArray[np.int64]:
+    """Return how many samples each worker drew ``[W]``: what it says, or how many it names."""
+    named_W = np.array([len(samples) for samples in gathered.samples], np.int64)
+    said_W = gathered.workers["num_samples"]
+    return np.maximum(named_W, np.where(said_W == MISSING_INT, 0, said_W))

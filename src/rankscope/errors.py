@@ -1,0 +1,50 @@
+"""The errors that rankscope shows to its users, in one tree.
+
+::
+
+    RankscopeError                 every error that is ours; the command line prints it in one line
+    ├── UsageError (ValueError)    an argument or option that cannot work
+    ├── DataError (ValueError)     a data file or record that cannot be used
+    ├── RunError (ValueError)      a run directory that cannot be read or written
+    ├── UnsupportedError           a way of training that cannot be watched (yet)
+    ├── MissingExtraError          an optional dependency that is not installed
+    ├── study.launch: StudyInterrupted, WorkerFailedError
+    └── exchange: ChannelError, PayloadError, Goodbye; these never leave the monitor's thread
+
+Each message says what was expected, what came, and what to do. None of them is ever raised into
+a training loop after ``watch`` has returned: from then on the monitor disables itself instead.
+"""
+
+
+class RankscopeError(Exception):
+    """Base of all errors that rankscope raises on purpose."""
+
+
+class UsageError(RankscopeError, ValueError):
+    """An argument or option cannot work."""
+
+
+class DataError(RankscopeError, ValueError):
+    """A data file, or a record in it, cannot be used."""
+
+
+class RunError(RankscopeError, ValueError):
+    """A run directory cannot be read or written."""
+
+
+class UnsupportedError(RankscopeError):
+    """A way of training cannot be watched."""
+
+
+class MissingExtraError(RankscopeError):
+    """An optional dependency is missing.
+
+    Args:
+        what: What needs it, as the subject of a sentence: ``"rankscope study"``.
+        extra: The extra to install: ``"study"``.
+    """
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(
+            f"{what} needs packages that are not installed: run pip install 'rankscope[{extra}]'"
+        )

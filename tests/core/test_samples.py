@@ -1,0 +1,156 @@
+"""The ledger against dictionaries and sets, and on streams whose counts are known."""
+
+from collections import Counter, defaultdict
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope.core.samples import MAX_SHARED_PAIRS, SampleLedger, identical_groups
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+streams = st.tuples(
+    st.integers(1, 4), st.one_of(st.just(st.integers(0, 12)), st.just(INT64))
+).flatmap(
+    lambda spec: st.lists(
+        st.lists(st.lists(spec[1], max_size=5), min_size=spec[0], max_size=spec[0]), max_size=12
+    )
+)
+
+
+def as_arrays(batches):
+    return [np.array(batch, np.int64) for batch in batches]
+
+
+class NaiveLedger:
+    def __init__(self):
+        self.owners = defaultdict(set)
+        self.first_owner = {}
+        self.crossed = set()
+
+    def observe(self, batches):
+        ranks_of = defaultdict(set)
+        for rank, batch in enumerate(batches):
+            for sample in batch:
+                ranks_of[sample].add(rank)
+        own = cross = 0
+        crossing = Counter()
+        for sample, ranks in ranks_of.items():
+            for rank in sorted(ranks):
+                own += rank in self.owners[sample]
+                if self.owners[sample] and rank not in self.owners[sample]:
+                    cross += 1
+                    if sample not in self.crossed:
+                        crossing.update([rank, self.first_owner[sample]])
+                        self.crossed.add(sample)
+        shared = Counter(
+            pair for ranks in ranks_of.values() for pair in combinations(sorted(ranks), 2)
+        )
+        groups = defaultdict(list)
+        for rank, batch in enumerate(batches):
+            if batch:
+                groups[tuple(sorted(batch))].append(rank)
+        counts = {
+            "drawn": sum(map(len, batches)),
+            "distinct": len(ranks_of),
+            "new": sum(not self.owners[sample] for sample in ranks_of),
+            "repeated_own": own,
+            "repeated_cross": cross,
+            "crossing_by_rank": tuple(crossing[rank] for rank in range(len(batches))),
+            "repeated_in_batch": sum(len(batch) - len(set(batch)) for batch in batches),
+            "shared": sum(len(ranks) > 1 for ranks in ranks_of.values()),
+            "sharing_ranks": tuple(sorted({r for pair in shared for r in pair})),
+            "shared_between": tuple((*pair, shared[pair]) for pair in sorted(shared)),
+            "identical_groups": tuple(tuple(g) for g in groups.values() if len(g) > 1),
+        }
+        for sample, ranks in ranks_of.items():
+            self.owners[sample] |= ranks
+            self.first_owner.setdefault(sample, min(ranks))
+        return counts
+
+
+@given(streams)
+def test_counts_agree_with_dictionaries(stream):
+    naive, ledger, drawn = NaiveLedger(), SampleLedger(), 0
+    for step, batches in enumerate(stream):
+        expected = naive.observe(batches)
+        counts = ledger.observe(step, as_arrays(batches))
+        assert {name: getattr(counts, name) for name in expected} == expected
+        drawn += expected["drawn"]
+        assert ledger.drawn == drawn
+        assert ledger.distinct == len(naive.owners)
+        assert ledger.exact
+
+
+@given(streams, st.randoms(use_true_random=False))
+def test_renaming_the_workers_renames_them_in_the_counts_only(stream, random):
+    order = list(range(len(stream[0]))) if stream else []
+    random.shuffle(order)
+    one, other = SampleLedger(), SampleLedger()
+    for step, batches in enumerate(stream):
+        a = one.observe(step, as_arrays(batches))
+        b = other.observe(step, as_arrays([batches[rank] for rank in order]))
+        for name in ("drawn", "distinct", "new", "repeated_own", "repeated_cross", "shared"):
+            assert getattr(a, name) == getattr(b, name)
+        assert sorted(order[rank] for rank in b.sharing_ranks) == list(a.sharing_ranks)
+
+
+def test_beyond_its_capacity_the_ledger_gives_a_lower_bound_and_accuses_nobody():
+    ledger = SampleLedger(capacity=100)
+    for step in range(10):
+        batch = np.arange(step * 20, step * 20 + 20)
+        ledger.observe(step, [batch[:10], batch[10:]])
+        assert ledger.exact == (step < 5)
+    assert ledger.distinct == 100
+    assert ledger.drawn == 200
+
+
+def test_repeats_whose_owner_is_forgotten_count_as_own():
+    ledger = SampleLedger(capacity=4)  # remembers 16 pairs of a sample and a worker
+    for step in range(30):
+        batches = [np.empty(0, np.int64)] * 30
+        batches[step] = np.arange(4)
+        counts = ledger.observe(step, batches)
+        expected = (0, 0) if step == 0 else (0, 4) if step < 5 else (4, 0)
+        assert (counts.repeated_own, counts.repeated_cross) == expected
+    assert ledger.exact
+
+
+def test_a_long_stream_stays_exact():
+    rng = np.random.default_rng(5)
+    ledger, seen = SampleLedger(), set()
+    for step in range(400):
+        batches = list(rng.integers(0, 3000, (8, 4)))
+        fresh = {int(x) for batch in batches for x in batch} - seen
+        assert ledger.observe(step, batches).new == len(fresh)
+        seen |= fresh
+    assert ledger.distinct == len(seen)
+
+
+def test_a_thousand_workers_with_one_batch_list_few_pairs():
+    counts = SampleLedger().observe(0, [np.arange(8)] * 1024)
+    assert counts.distinct == 8
+    assert counts.sharing_ranks == tuple(range(1024))
+    assert counts.identical_groups == (tuple(range(1024)),)
+    assert len(counts.shared_between) == MAX_SHARED_PAIRS
+    assert all(i < j and count <= 8 for i, j, count in counts.shared_between)
+
+
+@pytest.mark.parametrize(
+    ("batches", "groups"),
+    [
+        ([[1, 2], [2, 1], [1, 2, 2]], ((0, 1),)),
+        ([[], []], ()),
+        ([[7]], ()),
+        ([[1], [2], [1], [2], [3]], ((0, 2), (1, 3))),
+        ([[1, 1, 2], [1, 2, 2]], ()),
+    ],
+)
+def test_identical_batches_are_equal_as_multisets(batches, groups):
+    assert identical_groups(as_arrays(batches)) == groups
+
+
+def test_no_workers_draw_nothing():
+    assert SampleLedger().observe(0, []).drawn == 0
