@@ -1,0 +1,33 @@
+"""Copies from an accelerator to the host that do not stall the training thread."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class HostCopy:
+    """A tensor on its way to the host; started at once, waited for when it is read.
+
+    Args:
+        tensor: Any tensor; its present content is what :meth:`numpy` returns, whatever happens
+            to the tensor later on its own stream.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        self._event: torch.Event | None = None
+        if tensor.device.type == "cpu":
+            self._copy = tensor.clone()
+            return
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._event = torch.Event(device=tensor.device)
+        self._event.record()
+
+    def numpy(self) -> NDArray[np.generic]:
+        """Wait for the copy and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        array: NDArray[np.generic] = self._copy.numpy()
+        return array

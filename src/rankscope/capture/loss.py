@@ -1,0 +1,109 @@
+"""The local loss of a worker, before anything averages it.
+
+A loss arrives in units: one scalar per micro-batch, or one value per sample. Each unit carries a
+weight, the number of its label tokens. The spread between units is what later tells how much
+dispersion *between* workers sampling alone would give.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rankscope.capture.host import HostCopy
+from rankscope.errors import UsageError
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchLoss:
+    """Losses of one micro-batch ``[U]`` and, where known, their weights ``[U]``."""
+
+    values: HostCopy
+    weights: HostCopy | None
+
+
+class LossMeter:
+    """Collects the losses of one step; losses that are given win over those that are seen.
+
+    Args:
+        shifted: Whether the model predicts the next token, so that the first label of each
+            sequence is not a target.
+    """
+
+    def __init__(self, *, shifted: bool) -> None:
+        self._shifted = shifted
+        self._given: list[MicroBatchLoss] = []
+        self._seen: list[MicroBatchLoss] = []
+
+    def give(self, value: Tensor | float, weight: Tensor | float | None = None) -> None:
+        """Take the loss of a micro-batch.
+
+        Args:
+            value: A scalar, or one loss per sample ``[B]``.
+            weight: Number of label tokens, a scalar or ``[B]`` like ``value``.
+
+        Raises:
+            UsageError: Shapes other than these.
+        """
+        values = torch.as_tensor(value).detach()
+        if values.dim() > 1:
+            raise UsageError(
+                "loss() expected a scalar or one loss per sample, got shape "
+                f"{tuple(values.shape)}; reduce it over tokens first"
+            )
+        values = values.reshape(-1).to(torch.float64)
+        weights = None
+        if weight is not None:
+            weights = torch.as_tensor(weight).detach().reshape(-1).to(torch.float64)
+            if weights.shape != values.shape:
+                raise UsageError(
+                    f"loss() expected one weight per loss, got {weights.numel()} weights for "
+                    f"{values.numel()} losses"
+                )
+        copy = None if weights is None else HostCopy(weights)
+        self._given.append(MicroBatchLoss(HostCopy(values), copy))
+
+    def see(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+        """Pick the loss up from a model's output, and its label tokens from the inputs."""
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if self._given or not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        labels = kwargs.get("labels")
+        weights = self._count(labels) if isinstance(labels, Tensor) else None
+        values = HostCopy(loss.detach().reshape(1).to(torch.float64))
+        self._seen.append(MicroBatchLoss(values, None if weights is None else HostCopy(weights)))
+
+    def collect(self) -> list[MicroBatchLoss]:
+        """Return what was collected since the last call, and start again."""
+        collected = self._given or self._seen
+        self._given, self._seen = [], []
+        return collected
+
+    def _count(self, labels: Tensor) -> Tensor:
+        if self._shifted and labels.dim() > 1:
+            labels = labels[..., 1:]
+        return (labels != IGNORED_LABEL).sum().reshape(1).to(torch.float64)
+
+
+def to_arrays(
+    collected: Sequence[MicroBatchLoss],
+) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
+    """Bring collected losses to the host; waits for the device.
+
+    Returns:
+        Losses and weights in float64, one array ``[U]`` per micro-batch; unknown weights are NaN.
+    """
+    values = [micro.values.numpy().astype(np.float64) for micro in collected]
+    weights = [
+        np.full(len(value), np.nan)
+        if micro.weights is None
+        else micro.weights.numpy().astype(np.float64)
+        for micro, value in zip(collected, values, strict=True)
+    ]
+    return values, weights

@@ -1,0 +1,121 @@
+"""The background thread that gathers steps, one at a time and in order, while training goes on."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from rankscope.core.step import GatheredStep
+from rankscope.exchange.channel import Bytes, Channel, ChannelError
+from rankscope.exchange.payload import Goodbye, Layout, PayloadError, WorkerStep
+
+_IDLE_SECONDS = 1.0
+_MOST_WAITING = 1024
+
+
+class Courier:
+    """Sends this worker's steps and delivers everybody's.
+
+    The training thread only puts an item on a queue. Steps are gathered in order on every worker;
+    whether a step carries a sketch depends on its number alone, so the workers always agree on
+    the size of a message. A worker that leaves says so in the message after its last step, so
+    that nobody waits for it.
+
+    Args:
+        channel: The channel to gather on.
+        layout: Sizes of the first message.
+        every: Gradients travel with steps that are multiples of this.
+        deliver: Called in this thread with every gathered step.
+        idle: Called in this thread at least every few seconds.
+        ended: Called in this thread when the channel ends other than by :meth:`leave`.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        layout: Layout,
+        *,
+        every: int,
+        deliver: Callable[[GatheredStep], None],
+        idle: Callable[[], None],
+        ended: Callable[[Exception], None],
+    ) -> None:
+        self._channel = channel
+        self._layout = layout
+        self._every = every
+        self._deliver = deliver
+        self._idle = idle
+        self._ended = ended
+        self._queue: queue.Queue[Callable[[], WorkerStep] | None] = queue.Queue(_MOST_WAITING)
+        self._leaving = threading.Event()
+        self._next_step = 0
+        self._thread = threading.Thread(target=self._run, name="rankscope", daemon=True)
+        self._thread.start()
+
+    def send(self, prepare: Callable[[], WorkerStep]) -> None:
+        """Queue this worker's next step; returns at once.
+
+        Args:
+            prepare: Called in the courier's thread; may wait for the device.
+
+        Raises:
+            ChannelError: So many steps wait that a peer must be stuck.
+        """
+        try:
+            self._queue.put_nowait(prepare)
+        except queue.Full:
+            raise ChannelError(
+                f"{_MOST_WAITING} steps wait to be gathered: some worker no longer answers"
+            ) from None
+
+    def leave(self) -> None:
+        """Announce that no more steps follow; returns at once."""
+        if not self._leaving.is_set():
+            self._leaving.set()
+            try:
+                self._queue.put_nowait(None)
+            except queue.Full:
+                return  # the channel is stuck; the thread ends with the process
+
+    def join(self, timeout: float) -> bool:
+        """Wait until all queued steps are delivered; return whether they are."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    prepare = self._queue.get(timeout=_IDLE_SECONDS)
+                except queue.Empty:
+                    self._idle()
+                    continue
+                if prepare is None:
+                    self._say_goodbye()
+                    return
+                gathered = self._gather(prepare())
+                self._next_step = gathered.step + 1
+                self._deliver(gathered)
+                self._idle()
+        except (Goodbye, ChannelError, PayloadError) as error:
+            self._ended(error)
+        except Exception as error:
+            self._ended(error)
+            self._say_goodbye()
+
+    def _gather(self, message: WorkerStep) -> GatheredStep:
+        observed = message.step % self._every == 0
+        layout = self._layout if observed else replace(self._layout, sketch_width=0)
+        messages = self._channel.gather(layout.pack(message))
+        self._layout = self._layout_after(layout, messages)
+        return layout.unpack(messages, step=message.step, time=time.time())
+
+    def _layout_after(self, layout: Layout, messages: Bytes) -> Layout:
+        return replace(layout.grown(messages), sketch_width=self._layout.sketch_width)
+
+    def _say_goodbye(self) -> None:
+        """Release the others from waiting for us; whatever they answer, this is the end."""
+        with contextlib.suppress(Exception):
+            self._gather(WorkerStep(self._next_step, leaving=True))

@@ -1,0 +1,19 @@
+"""A run on disk: Parquet tables and JSON that any tool can read, also while they are written.
+
+::
+
+    run.json            schema version, versions, configuration, status
+    steps/*.parquet     one row per step: the last table of a step to be written, so a step that is
+                        here has all its rows in the other tables
+    workers/*.parquet   one row per step and worker
+    micro/*.parquet     one row per micro-batch, in steps with accumulation
+    samples/*.parquet   the samples of each worker's batch, where they are known
+    pairs/*.parquet     cosines of all pairs of workers, for up to 64 workers
+    findings.jsonl      events, one per line; the last one of an id wins
+"""
+
+from rankscope.record.reader import Run
+from rankscope.record.schema import SCHEMA_VERSION, arrow_schema
+from rankscope.record.writer import RunWriter
+
+__all__ = ["SCHEMA_VERSION", "Run", "RunWriter", "arrow_schema"]

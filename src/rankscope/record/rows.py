@@ -1,0 +1,80 @@
+"""The rows that one step adds to the tables of a run."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from rankscope.core.direction import upper_triangle
+from rankscope.core.signals import Source, Table, signals
+from rankscope.core.step import StepReport
+from rankscope.record.schema import Array
+
+MAX_PAIRED_WORKERS = 64
+"""Workers up to which the cosines of all pairs are recorded: 2,016 pairs, 8 kB a step."""
+
+Rows = Mapping[str, Array | list[Array]]
+"""Rows by column: an array, or for a column of lists one array per row."""
+
+
+def rows_of(report: StepReport) -> dict[Table, Rows]:
+    """Return the rows of one step by table, as copies; tables without rows are left out."""
+    rows = {
+        Table.STEPS: _step_row(report),
+        Table.WORKERS: _worker_rows(report),
+        Table.MICRO: _micro_rows(report),
+        Table.SAMPLES: _sample_rows(report),
+        Table.PAIRS: _pair_row(report),
+    }
+    return {table: table_rows for table, table_rows in rows.items() if len(table_rows["step"])}
+
+
+def _step_row(report: StepReport) -> Rows:
+    step = report.gathered
+    keys = {"step": step.step, "time": step.time, "observed": step.observed}
+    names = (signal.name for signal in signals(Table.STEPS, Source.DERIVED))
+    return {name: np.array([v]) for name, v in keys.items()} | {
+        name: np.array([report.values[name]]) for name in names
+    }
+
+
+def _worker_rows(report: StepReport) -> Rows:
+    step = report.gathered
+    rows: dict[str, Array] = {
+        "step": np.full(step.num_workers, step.step),
+        "rank": np.arange(step.num_workers),
+    }
+    for signal in signals(Table.WORKERS, Source.LOCAL, Source.DERIVED):
+        values = step.workers if signal.source is Source.LOCAL else report.derived
+        rows[signal.name] = np.array(values[signal.name])
+    return rows
+
+
+def _micro_rows(report: StepReport) -> Rows:
+    losses = report.gathered.micro_losses
+    if max(map(len, losses), default=0) < 2:
+        return {"step": np.empty(0, np.int64)}
+    lengths = [len(worker) for worker in losses]
+    return {
+        "step": np.full(sum(lengths), report.gathered.step),
+        "rank": np.repeat(np.arange(len(losses)), lengths),
+        "micro": np.concatenate([np.arange(length) for length in lengths]),
+        "loss": np.concatenate(losses),
+        "loss_weight": np.concatenate(report.gathered.micro_weights),
+    }
+
+
+def _sample_rows(report: StepReport) -> Rows:
+    samples = report.gathered.samples
+    ranks = [rank for rank, worker in enumerate(samples) if len(worker)]
+    return {
+        "step": np.full(len(ranks), report.gathered.step),
+        "rank": np.array(ranks, np.int64),
+        "samples": [np.array(samples[rank]) for rank in ranks],
+    }
+
+
+def _pair_row(report: StepReport) -> Rows:
+    cosines_WW = report.cosines_WW
+    if cosines_WW is None or not 2 <= len(cosines_WW) <= MAX_PAIRED_WORKERS:
+        return {"step": np.empty(0, np.int64)}
+    return {"step": np.array([report.gathered.step]), "cosines": [upper_triangle(cosines_WW)]}

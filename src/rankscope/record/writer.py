@@ -1,0 +1,222 @@
+"""Writing a run directory that other programs may read at any moment.
+
+Every file is written under a hidden name and then renamed over the old one, so whoever opens a
+file sees a whole one. The last Parquet part of a table grows at each flush until it is large, and
+then stays as it is: few files, and never a row twice or a gap.
+"""
+
+import json
+import platform
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+import rankscope
+from rankscope.core.finding import Finding
+from rankscope.core.signals import DType, Table, signals
+from rankscope.core.step import StepReport
+from rankscope.errors import RunError
+from rankscope.record.files import append, create_directory, replace, to_plain, write_error
+from rankscope.record.part import GrowingPart
+from rankscope.record.rows import Rows, rows_of
+from rankscope.record.schema import (
+    SCHEMA_VERSION,
+    Array,
+    arrow_schema,
+    is_list,
+    to_arrow,
+    to_arrow_lists,
+)
+
+PART_BYTES = 16 * 2**20
+"""Bytes after which a part is finished and the next one begins."""
+
+_WRITE_ORDER = (Table.SAMPLES, Table.MICRO, Table.PAIRS, Table.WORKERS, Table.STEPS)
+
+
+class RunWriter:
+    """Writes one run directory; safe to call from several threads.
+
+    ``add`` only keeps rows in memory; files are written by ``flush``, ``flush_if_due`` and
+    ``close``. After a write error the rows are kept, so that a later flush can still write them.
+
+    Args:
+        path: The directory; created with its parents. It may exist when it is empty.
+        info: What ``run.json`` says about the run: configuration, hosts, versions. Values that
+            JSON does not know (numpy, paths) are made plain, numbers that are not finite null.
+        flush_seconds: Time between two writes of ``flush_if_due``.
+
+    Raises:
+        RunError: The directory is not empty, or cannot be created or written.
+    """
+
+    def __init__(
+        self, path: str | Path, info: Mapping[str, Any], *, flush_seconds: float = 10.0
+    ) -> None:
+        self.path = Path(path)
+        self.flush_seconds = flush_seconds
+        self._parts = {table: _PartWriter(self.path / table, table) for table in _WRITE_ORDER}
+        self._rows_lock = threading.Lock()
+        self._file_lock = threading.RLock()
+        self._num_steps = 0
+        self._last_flush: float | None = None
+        self._closed = False
+        self._info = {
+            **info,
+            "schema_version": SCHEMA_VERSION,
+            "versions": {**_versions(), **info.get("versions", {})},
+            "status": "running",
+            "started": _now(),
+        }
+        create_directory(self.path)
+        self._write_info()
+
+    def add(self, report: StepReport) -> None:
+        """Append one step to all tables, in memory.
+
+        Raises:
+            RunError: The run is closed.
+        """
+        rows = rows_of(report)
+        with self._rows_lock:
+            if self._closed:
+                raise RunError(f"{self.path} is closed: no step can be added to it")
+            for table, table_rows in rows.items():
+                self._parts[table].append(table_rows)
+            self._num_steps += 1
+
+    def add_findings(self, findings: Iterable[Finding]) -> None:
+        """Append events to ``findings.jsonl`` and write them through at once.
+
+        Raises:
+            RunError: They cannot be written; the file is then as it was before.
+        """
+        lines = [json.dumps(to_plain(finding.to_json())) + "\n" for finding in findings]
+        if lines:
+            with self._file_lock:
+                append(self.path / "findings.jsonl", "".join(lines).encode())
+
+    def flush(self) -> None:
+        """Write all rows that were added so far.
+
+        Raises:
+            RunError: They cannot be written; what the files held before is untouched.
+        """
+        with self._file_lock:
+            with self._rows_lock:
+                for part in self._parts.values():
+                    part.stage()
+            for part in self._parts.values():
+                part.write()
+
+    def flush_if_due(self, now: float | None = None) -> bool:
+        """Flush when ``flush_seconds`` have passed since the last time, or when it is the first.
+
+        Args:
+            now: Seconds on any clock, the same one in every call; a monotonic one if omitted.
+
+        Returns:
+            Whether it was due.
+
+        Raises:
+            RunError: As in ``flush``.
+        """
+        now = time.monotonic() if now is None else now
+        if self._last_flush is not None and 0 <= now - self._last_flush < self.flush_seconds:
+            return False
+        self._last_flush = now
+        self.flush()
+        return True
+
+    def close(self, status: str = "complete") -> None:
+        """Flush, and say in ``run.json`` how the run ended. A second call does nothing.
+
+        Args:
+            status: ``complete``, ``interrupted``, ``failed`` or another word for the end.
+
+        Raises:
+            RunError: Something cannot be written; the run is then still open.
+        """
+        with self._file_lock:
+            if self._closed:
+                return
+            self.flush()
+            self._info |= {"status": status, "finished": _now(), "steps": self._num_steps}
+            self._write_info()
+            self._closed = True
+
+    def _write_info(self) -> None:
+        text = json.dumps(to_plain(self._info), indent=2) + "\n"
+        replace(self.path / "run.json", text.encode())
+
+
+class _PartWriter:
+    """The Parquet parts of one table: finished ones, and one that still grows.
+
+    Rows are pending (added), then staged (part of the flush under way), then written.
+    """
+
+    def __init__(self, folder: Path, table: Table) -> None:
+        self._folder = folder
+        self._signals = signals(table)
+        self._schema = arrow_schema(table)
+        self._pending: list[Rows] = []
+        self._staged: list[Rows] = []
+        self._part = GrowingPart()
+        self._number = 0
+
+    def append(self, rows: Rows) -> None:
+        """Add rows in memory."""
+        self._pending.append(rows)
+
+    def stage(self) -> None:
+        """Mark all rows added so far for the next write."""
+        self._staged += self._pending
+        self._pending = []
+
+    def write(self) -> None:
+        """Write the staged rows into the growing part; on an error they stay staged."""
+        if not self._staged:
+            return
+        try:
+            self._folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise write_error(self._folder, error) from error
+        grown = self._part.grown(self._to_arrow(self._staged))
+        replace(self._folder / f"part-{self._number:06d}.parquet", grown.content)
+        self._staged = []
+        self._part = grown
+        if grown.num_bytes >= PART_BYTES:
+            self._number += 1
+            self._part = GrowingPart()
+
+    def _to_arrow(self, blocks: list[Rows]) -> pa.Table:
+        return pa.table(
+            [_column([rows[s.name] for rows in blocks], s.dtype) for s in self._signals],
+            schema=self._schema,
+        )
+
+
+def _column(blocks: list[Array | list[Array]], dtype: DType) -> pa.Array:
+    if is_list(dtype):
+        return to_arrow_lists([cell for block in blocks for cell in block], dtype)
+    return to_arrow(np.concatenate(blocks), dtype)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "rankscope": rankscope.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "pyarrow": pa.__version__,
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,105 @@
+"""The courier over channels between threads: order, agreement, and every way to end."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from rankscope.core.step import GatheredStep
+from rankscope.exchange import Courier, Goodbye, Layout, MemoryChannel, WorkerStep
+
+
+class Worker:
+    """One simulated worker with a courier that remembers what it got."""
+
+    def __init__(self, channel: MemoryChannel, *, every: int = 1, fail_at: int = -1) -> None:
+        self.got: list[GatheredStep] = []
+        self.ended: list[Exception] = []
+        self.fail_at = fail_at
+        self.courier = Courier(
+            channel,
+            Layout(sketch_width=3),
+            every=every,
+            deliver=self.deliver,
+            idle=lambda: None,
+            ended=self.ended.append,
+        )
+
+    def deliver(self, gathered: GatheredStep) -> None:
+        if gathered.step == self.fail_at:
+            raise OSError("disk full")
+        self.got.append(gathered)
+
+
+def message(step: int, rank: int) -> WorkerStep:
+    return WorkerStep(
+        step, {"loss": 10.0 * step + rank}, np.full(3, rank, np.float32), np.arange(rank + 1)
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8])
+def test_all_workers_get_all_steps_in_order(num_workers):
+    workers = [Worker(channel, every=2) for channel in MemoryChannel.connect(num_workers)]
+    for step in range(5):
+        for rank, worker in enumerate(workers):
+            worker.courier.send(lambda step=step, rank=rank: message(step, rank))
+    for worker in workers:
+        worker.courier.leave()
+    for worker in workers:
+        assert worker.courier.join(30)
+        assert not worker.ended
+        assert [g.step for g in worker.got] == list(range(5))
+        assert [g.observed for g in worker.got] == [True, False, True, False, True]
+        assert worker.got[3].workers["loss"].tolist() == [30.0 + r for r in range(num_workers)]
+        assert [len(s) for s in worker.got[3].samples] == list(range(1, num_workers + 1))
+
+
+def test_messages_grow_while_running():
+    workers = [Worker(channel) for channel in MemoryChannel.connect(2)]
+    for step in range(3):
+        for worker in workers:
+            many = WorkerStep(step, samples=np.arange(1000))
+            worker.courier.send(lambda many=many: many)
+    for worker in workers:
+        worker.courier.leave()
+    for worker in workers:
+        assert worker.courier.join(30)
+    assert [len(g.samples[1]) for g in workers[0].got] == [64, 1000, 1000]
+
+
+def test_a_worker_that_leaves_early_is_named_to_the_others():
+    stays, leaves = (Worker(channel) for channel in MemoryChannel.connect(2))
+    for worker, rank in ((stays, 0), (leaves, 1)):
+        worker.courier.send(lambda rank=rank: message(0, rank))
+    leaves.courier.leave()
+    stays.courier.send(lambda: message(1, 0))
+    assert stays.courier.join(30)
+    assert leaves.courier.join(30)
+    assert len(stays.got) == 1
+    assert isinstance(stays.ended[0], Goodbye)
+    assert stays.ended[0].ranks == (1,)
+    assert not leaves.ended
+
+
+def test_a_worker_whose_delivery_fails_releases_the_others():
+    fails, stays = (
+        Worker(channel, fail_at=fail_at)
+        for channel, fail_at in zip(MemoryChannel.connect(2), (1, -1), strict=True)
+    )
+    for step in range(4):
+        for rank, worker in enumerate((fails, stays)):
+            worker.courier.send(lambda step=step, rank=rank: message(step, rank))
+    assert fails.courier.join(30)
+    assert stays.courier.join(30)
+    assert isinstance(fails.ended[0], OSError)
+    assert isinstance(stays.ended[0], Goodbye)
+    assert [g.step for g in stays.got] == [0, 1]
+
+
+def test_a_missing_peer_ends_the_channel_and_not_the_sender():
+    present, _absent = MemoryChannel.connect(2, timeout_seconds=0.2)
+    worker = Worker(present)
+    worker.courier.send(lambda: message(0, 0))
+    assert worker.courier.join(30)
+    assert "did not answer" in str(worker.ended[0])
+    assert threading.current_thread().is_alive()

@@ -1,0 +1,113 @@
+"""Step reports made by hand, and the rows that they must leave in a run.
+
+Values are a function of step, rank and column alone, so that a test can say what a file must hold
+without looking at how it was written.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankscope.core.signals import DType, Signal, Source, Table, signals
+from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
+
+NUMPY = {DType.INT: np.int64, DType.FLOAT: np.float64, DType.BOOL: np.bool_}
+
+
+def cell(signal: Signal, step: int, rank: int) -> Any:
+    """Return the value of one column in one row; None for every seventh or so."""
+    mark = 31 * step + 7 * rank + len(signal.name)
+    if signal.dtype is DType.BOOL:
+        return mark % 2 == 0
+    if mark % 7 == 0:
+        return None
+    if signal.dtype is DType.INT:
+        return mark * (2**40 + 1) if signal.source is Source.LOCAL else mark
+    return mark / 3
+
+
+def filled(value: Any, dtype: DType) -> Any:
+    """Return a cell as numpy holds it."""
+    if value is not None:
+        return value
+    return MISSING_INT if dtype is DType.INT else np.nan
+
+
+def local_values(step: int, num_workers: int) -> dict[str, Any]:
+    return {
+        s.name: np.array(
+            [filled(cell(s, step, rank), s.dtype) for rank in range(num_workers)], NUMPY[s.dtype]
+        )
+        for s in signals(Table.WORKERS, Source.LOCAL)
+    }
+
+
+def make_cosines(step: int, num_workers: int) -> np.ndarray:
+    """Return a symmetric matrix; in steps that 5 divides, the last worker has no direction."""
+    rng = np.random.default_rng(step)
+    cosines_WW = np.tanh(rng.normal(size=(num_workers, num_workers)))
+    cosines_WW = (cosines_WW + cosines_WW.T) / 2
+    np.fill_diagonal(cosines_WW, 1.0)
+    if step % 5 == 0:
+        cosines_WW[-1] = cosines_WW[:, -1] = np.nan
+    return cosines_WW
+
+
+def make_report(
+    step: int, num_workers: int = 4, *, micro: int = 1, observed: bool = True, samples: bool = True
+) -> StepReport:
+    """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches."""
+    ranks = range(num_workers)
+    gathered = GatheredStep(
+        step=step,
+        time=1_700_000_000.0 + step,
+        observed=observed,
+        workers=local_values(step, num_workers),
+        sketches_WK=None,
+        samples=tuple(
+            np.arange(10 * step + rank, 10 * step + rank + (3 if samples and rank != 1 else 0))
+            for rank in ranks
+        ),
+        micro_losses=tuple(np.arange(micro) + step + rank / 8 for rank in ranks),
+        micro_weights=tuple(np.arange(micro) + 100.0 * rank for rank in ranks),
+    )
+    return StepReport(
+        gathered,
+        values={
+            s.name: float(filled(cell(s, step, 0), DType.FLOAT))
+            for s in signals(Table.STEPS, Source.DERIVED)
+        },
+        derived={
+            s.name: np.array([filled(cell(s, step, rank), s.dtype) for rank in ranks])
+            for s in signals(Table.WORKERS, Source.DERIVED)
+        },
+        cosines_WW=make_cosines(step, num_workers) if observed else None,
+    )
+
+
+def expected_steps(num_steps: int) -> list[dict[str, Any]]:
+    """Return the rows of the steps table after ``num_steps`` reports."""
+    return [
+        {"step": step, "time": 1_700_000_000.0 + step, "observed": True}
+        | {s.name: cell(s, step, 0) for s in signals(Table.STEPS, Source.DERIVED)}
+        for step in range(num_steps)
+    ]
+
+
+def expected_workers(num_steps: int, num_workers: int = 4) -> list[dict[str, Any]]:
+    """Return the rows of the workers table after ``num_steps`` reports."""
+    return [
+        {"step": step, "rank": rank}
+        | {
+            s.name: cell(s, step, rank)
+            for s in signals(Table.WORKERS, Source.LOCAL, Source.DERIVED)
+        }
+        for step in range(num_steps)
+        for rank in range(num_workers)
+    ]
+
+
+def files_of(path: Path) -> list[str]:
+    """Return all files of a run, hidden ones too, as paths relative to it."""
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,242 @@
+import json
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import polars as pl
+import pytest
+
+from rankscope.errors import RunError
+from rankscope.record import RunWriter, writer
+from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
+from record.step_reports import (
+    expected_steps,
+    expected_workers,
+    files_of,
+    make_cosines,
+    make_report,
+)
+
+READERS = pytest.mark.parametrize("rows_of", [duckdb_rows, pandas_rows, polars_rows])
+
+
+@READERS
+def test_other_tools_read_every_value_after_every_flush(tmp_path, rows_of):
+    run = RunWriter(tmp_path / "run", {})
+    for step in range(5):
+        run.add(make_report(step))
+        run.flush()
+        assert rows_of(run.path, "steps") == expected_steps(step + 1)
+        assert rows_of(run.path, "workers") == expected_workers(step + 1)
+
+
+@READERS
+def test_other_tools_read_lists(tmp_path, rows_of):
+    path = write(tmp_path / "run", map(make_report, range(2))).path
+    samples = [(r["step"], r["rank"], list(r["samples"])) for r in rows_of(path, "samples")]
+    assert samples[:4] == [
+        (0, 0, [0, 1, 2]),
+        (0, 2, [2, 3, 4]),
+        (0, 3, [3, 4, 5]),
+        (1, 0, [10, 11, 12]),
+    ]
+    undefined, defined = (list(row["cosines"]) for row in rows_of(path, "pairs"))
+    assert sum(x is None or np.isnan(x) for x in undefined) == 3  # the last worker's pairs
+    matrix = make_cosines(1, 4)
+    pairs = [matrix[i, j] for i in range(4) for j in range(i + 1, 4)]
+    assert defined == [float(np.float32(x)) for x in pairs]
+
+
+def test_rows_wait_in_memory_until_a_flush(tmp_path):
+    run = RunWriter(tmp_path / "run", {})
+    run.add(make_report(0))
+    assert files_of(run.path) == ["run.json"]
+    run.flush()
+    assert files_of(run.path) == [
+        "pairs/part-000000.parquet",
+        "run.json",
+        "samples/part-000000.parquet",
+        "steps/part-000000.parquet",
+        "workers/part-000000.parquet",
+    ]
+
+
+def test_a_flush_without_new_rows_touches_no_file(tmp_path):
+    run = write(tmp_path / "run", [make_report(0)])
+    before = (run.path / "steps/part-000000.parquet").stat()
+    run.flush()
+    after = (run.path / "steps/part-000000.parquet").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_tables_without_rows_have_no_files(tmp_path):
+    report = make_report(0, observed=False, samples=False)
+    path = write(tmp_path / "run", [report]).path
+    assert {Path(file).parent.name for file in files_of(path)} == {"", "steps", "workers"}
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "recorded"), [(1, False), (2, True), (64, True), (65, False)]
+)
+def test_pairs_are_recorded_for_2_to_64_workers(tmp_path, num_workers, recorded):
+    path = write(tmp_path / "run", [make_report(1, num_workers)]).path
+    assert (path / "pairs").exists() == recorded
+    if recorded:
+        (row,) = polars_rows(path, "pairs")
+        assert len(row["cosines"]) == num_workers * (num_workers - 1) // 2
+
+
+def test_micro_batches_are_recorded_with_accumulation_only(tmp_path):
+    path = write(tmp_path / "run", [make_report(0), make_report(1, 2, micro=3)]).path
+    assert polars_rows(path, "micro") == [
+        {
+            "step": 1,
+            "rank": rank,
+            "micro": micro,
+            "loss": micro + 1 + rank / 8,
+            "loss_weight": micro + 100.0 * rank,
+        }
+        for rank in range(2)
+        for micro in range(3)
+    ]
+
+
+def test_arrays_may_be_reused_after_add(tmp_path):
+    run = RunWriter(tmp_path / "run", {})
+    report = make_report(0)
+    run.add(report)
+    for array in (*report.gathered.workers.values(), *report.gathered.samples):
+        array[...] = 0
+    run.flush()
+    assert polars_rows(run.path, "workers") == expected_workers(1)
+    assert polars_rows(run.path, "samples")[1]["samples"] == [2, 3, 4]
+
+
+def test_parts_roll_over_and_finished_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "PART_BYTES", 2_000)
+    run = RunWriter(tmp_path / "run", {})
+    inodes: dict[str, set[int]] = {}
+    for step in range(60):
+        run.add(make_report(step))
+        run.flush()
+        *finished, _growing = sorted((run.path / "workers").iterdir())
+        for file in finished:
+            inodes.setdefault(file.name, set()).add(file.stat().st_ino)
+        assert polars_rows(run.path, "workers") == expected_workers(step + 1)
+    assert 5 < len(inodes) < 60
+    assert all(len(seen) == 1 for seen in inodes.values())
+    assert [*inodes] == [f"part-{part:06d}.parquet" for part in range(len(inodes))]
+    assert polars_rows(run.path, "steps") == expected_steps(60)
+
+
+def test_a_run_between_flushes_grows_to_parts_of_16_megabytes(tmp_path):
+    run = RunWriter(tmp_path / "run", {})
+    report = make_report(0, 1024)
+    for _ in range(300):
+        run.add(report)
+        run.flush_if_due(now=0.0)
+    run.flush()
+    run.add(report)
+    run.flush()
+    first, second = sorted((run.path / "workers").iterdir())
+    assert pl.read_parquet(first).height == 300 * 1024
+    assert pl.read_parquet(second).height == 1024
+
+
+def test_steps_and_flushes_from_two_threads(tmp_path):
+    run = RunWriter(tmp_path / "run", {})
+    done = threading.Event()
+
+    def keep_flushing():
+        while not done.is_set():
+            run.flush()
+
+    thread = threading.Thread(target=keep_flushing)
+    thread.start()
+    for step in range(300):
+        run.add(make_report(step, 2))
+    done.set()
+    thread.join()
+    run.close()
+    assert polars_rows(run.path, "workers") == expected_workers(300, 2)
+    assert polars_rows(run.path, "steps") == expected_steps(300)
+
+
+# run.json, and the end of a run ---------------------------------------------------------------
+
+
+def test_run_json_says_what_the_run_is(tmp_path):
+    info = {
+        "model": Path("models/tiny"),
+        "lr": np.float32(0.5),
+        "ranks": np.arange(2),
+        "limit": float("inf"),
+        "versions": {"torch": "2.11"},
+    }
+    before = datetime.now(UTC).replace(microsecond=0)
+    path = RunWriter(tmp_path / "deep" / "run", info).path
+    written = read_info(path)
+    assert written["schema_version"] == 1
+    assert written["status"] == "running"
+    assert before <= datetime.fromisoformat(written["started"]) <= datetime.now(UTC)
+    assert {"torch", "rankscope", "numpy", "pyarrow", "python"} <= written["versions"].keys()
+    assert written["model"] == "models/tiny"
+    assert written["lr"] == 0.5
+    assert written["ranks"] == [0, 1]
+    assert written["limit"] is None
+    assert "finished" not in written
+
+
+def test_close_writes_what_is_left_and_the_status(tmp_path):
+    run = RunWriter(tmp_path / "run", {})
+    for step in range(3):
+        run.add(make_report(step))
+    run.close("interrupted")
+    run.close("complete")
+    written = read_info(run.path)
+    assert written["status"] == "interrupted"
+    assert written["steps"] == 3
+    assert datetime.fromisoformat(written["finished"]) >= datetime.fromisoformat(written["started"])
+    assert polars_rows(run.path, "steps") == expected_steps(3)
+    with pytest.raises(RunError, match="closed"):
+        run.add(make_report(3))
+
+
+def test_info_cannot_claim_another_schema_or_status(tmp_path):
+    run = RunWriter(tmp_path / "run", {"schema_version": 99, "status": "complete"})
+    assert read_info(run.path)["schema_version"] == 1
+    assert read_info(run.path)["status"] == "running"
+
+
+def test_a_flush_is_due_at_first_and_then_after_the_interval(tmp_path):
+    run = RunWriter(tmp_path / "run", {}, flush_seconds=10.0)
+    due = [run.flush_if_due(now) for now in (100.0, 109.9, 110.0, 119.0, 121.0, 5.0, 6.0)]
+    assert due == [True, False, True, False, True, True, False]
+    assert run.flush_if_due()
+
+
+# Findings --------------------------------------------------------------------------------------
+
+
+def test_findings_are_in_the_file_at_once_as_strict_json(tmp_path):
+    run = RunWriter(tmp_path / "run", {})
+    evidence = {"cosine": np.float64("nan"), "steps": np.array([1, 2]), "share": 0.5}
+    run.add_findings([make_finding("a", evidence=evidence), make_finding("b")])
+    run.add_findings([])
+    run.add_findings([make_finding("a", status="closed")])
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = (run.path / "findings.jsonl").read_text().splitlines()
+    events = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [(e["id"], e["status"]) for e in events] == [
+        ("a", "open"),
+        ("b", "open"),
+        ("a", "closed"),
+    ]
+    assert events[0]["evidence"] == {"cosine": None, "steps": [1, 2], "share": 0.5}
+    assert events[1]["explanation"].endswith("– “equal”.")
+    assert duckdb.sql(f"select count(*) from '{run.path}/findings.jsonl'").fetchall() == [(3,)]

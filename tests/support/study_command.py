@@ -1,0 +1,184 @@
+"""Runs ``rankscope study`` as a user does: a process of its own, with real workers.
+
+All tests of a session share one cache, so that the base model is trained once. Its data is a
+small file of short records, on which that takes a few seconds.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from rankscope.core.signals import Table
+from rankscope.record import Run
+from rankscope.study.builtin import generate
+
+TIMEOUT = 240.0
+Record = dict[str, str]
+Started: TypeAlias = subprocess.Popen[str]
+Ended: TypeAlias = subprocess.CompletedProcess[str]
+
+
+def short_records(count: int = 240) -> list[Record]:
+    """Return records of the built-in kind that are short, so that all is fast."""
+    rows = (row for row in generate(7) if len(row["output"]) < 30 and len(row["input"]) < 40)
+    return [row for row, _ in zip(rows, range(count), strict=False)]
+
+
+def shared_folder(base: Path) -> Path:
+    """Return the folder that all tests of a session share; make its data file once.
+
+    Args:
+        base: pytest's base directory; under xdist that of one worker, inside the common one.
+    """
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "study-command"
+    folder.mkdir(exist_ok=True)
+    data = folder / "records.json"
+    if not data.exists():
+        partial = folder / f".records-{os.getpid()}"
+        partial.write_text(json.dumps(short_records()))
+        partial.replace(data)
+    return folder
+
+
+class StudyCommand:
+    """``rankscope study`` with the session's data and cache.
+
+    Args:
+        folder: What :func:`shared_folder` returned.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "records.json"
+        self.environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "COLUMNS": "200",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def arguments(self, output: Path, options: Mapping[str, Any]) -> list[str]:
+        """Return the words behind ``rankscope``; an option of True is a flag."""
+        chosen = {"data": self.data, "workers": 2, "steps": 3, "batch_size": 2, **options}
+        words = ["study", "--output", str(output)]
+        for name, value in chosen.items():
+            words.append(f"--{name.replace('_', '-')}")
+            if value is not True:
+                words.append(str(value))
+        return words
+
+    def start(self, output: Path, *, launcher: tuple[str, ...] = (), **options: Any) -> Started:
+        """Start a study in a process group of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", *launcher, "rankscope", *self.arguments(output, options)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+            start_new_session=True,
+        )
+
+    def run(self, output: Path, *, launcher: tuple[str, ...] = (), **options: Any) -> Ended:
+        """Run a study to its end."""
+        return finish(self.start(output, launcher=launcher, **options))
+
+
+class Done:
+    """A study that has ended.
+
+    Args:
+        path: Its directory.
+        process: What is left of its process.
+    """
+
+    def __init__(self, path: Path, process: Ended) -> None:
+        self.path = path
+        self.code = process.returncode
+        self.out, self.err = process.stdout, process.stderr
+
+    def summary(self) -> list[dict[str, Any]]:
+        entries: list[dict[str, Any]] = json.loads((self.path / "summary.json").read_text())
+        return entries
+
+    def columns(self, name: str, table: Table, *names: str) -> dict[str, Any]:
+        return Run.open(self.path / "runs" / name).columns(table, *names)
+
+
+def finish(process: Started) -> Ended:
+    """Wait for the end of a process and return what it said; kill all of it when it hangs."""
+    try:
+        out, err = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        out, err = _put_down(process)
+        raise AssertionError(f"the study hangs; it said:\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait_until(condition: Callable[[], object], process: Started) -> None:
+    """Wait until a condition holds while a process runs; it must not end before."""
+    end = time.monotonic() + TIMEOUT
+    while not condition():
+        if process.poll() is not None or time.monotonic() > end:
+            out, err = _put_down(process)
+            raise AssertionError(f"the condition never held; the study said:\n{out}\n{err}")
+        time.sleep(0.02)
+
+
+def _put_down(process: Started) -> tuple[str, str]:
+    """End a process, with the workers that a launcher has put into sessions of their own."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        return process.communicate()
+
+
+def has_rows(run: Path) -> bool:
+    """Return whether some steps of a run are on disk."""
+    return any((run / "steps").glob("*.parquet"))
+
+
+def wait_until_gone(group: int) -> None:
+    """Wait until no process of a process group is left."""
+    end = time.monotonic() + TIMEOUT
+    try:
+        while time.monotonic() < end:
+            os.killpg(group, 0)
+            time.sleep(0.02)
+    except ProcessLookupError:
+        return
+    os.killpg(group, 9)
+    raise AssertionError("the study left processes behind")
+
+
+def names(folder: Path) -> list[str]:
+    """Return the sorted names in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def tables(run: Path) -> dict[Table, pa.Table]:
+    """Return what a run measured, without the columns that hold times."""
+    read = {table: Run.open(run).table(table) for table in Table}
+    return {table: rows.select(_timeless(rows.column_names)) for table, rows in read.items()}
+
+
+def _timeless(names: list[str]) -> list[str]:
+    return [name for name in names if name != "time" and not name.endswith("seconds")]
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of change of all files below a folder."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in files
+    }
