@@ -1,0 +1,61 @@
+"""See every worker of a data-parallel training job before all-reduce averages it away.
+
+::
+
+    import rankscope
+
+    scope = rankscope.watch(model, optimizer, run_dir="runs/sft")
+    for batch in loader:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    scope.close()
+
+Importing this package imports nothing heavy; torch is imported with the first name that needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rankscope.core.finding import Finding as Finding
+    from rankscope.core.finding import Severity as Severity
+    from rankscope.core.step import StepReport as StepReport
+    from rankscope.errors import RankscopeError as RankscopeError
+    from rankscope.record import Run as Run
+    from rankscope.scope import Scope as Scope
+    from rankscope.start import watch as watch
+
+_HOMES = {
+    "Finding": "rankscope.core.finding",
+    "RankscopeError": "rankscope.errors",
+    "Run": "rankscope.record",
+    "Scope": "rankscope.scope",
+    "Severity": "rankscope.core.finding",
+    "StepReport": "rankscope.core.step",
+    "watch": "rankscope.start",
+}
+
+__all__ = [
+    "Finding",
+    "RankscopeError",
+    "Run",
+    "Scope",
+    "Severity",
+    "StepReport",
+    "__version__",
+    "watch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'rankscope' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""From evidence to findings, causes and verdicts; no torch and no communication."""

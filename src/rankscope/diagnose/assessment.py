@@ -1,0 +1,120 @@
+"""The assessment of a run: one verdict in plain words, from the recorded tables and findings."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.core.dispersion import finite_mean
+from rankscope.core.finding import Finding, Severity
+from rankscope.core.nulls import dispersion_ratio
+from rankscope.core.signals import Table
+from rankscope.core.step import MISSING_INT, Floats
+from rankscope.diagnose.verdicts import Values, Verdict, judge, statements
+from rankscope.record import Run
+
+_MEANS = (
+    "loss_std",
+    "loss_range",
+    "grad_norm_std",
+    "cosine_mean",
+    "cosine_weighted",
+    "loss_std_expected",
+)
+_ENDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What a run's configuration does, and what to change.
+
+    Attributes:
+        severity: The worst that was found; None when the run is healthy.
+        headline: The verdict in one sentence.
+        statements: What the metrics say and what they cannot say, one sentence or two each.
+        recommendation: What to change.
+        values: The numbers behind it; None where a number is undefined. Means are over steps.
+    """
+
+    severity: Severity | None
+    headline: str
+    statements: tuple[str, ...]
+    recommendation: str
+    values: Mapping[str, float | int | None]
+
+
+def assess(run: Run) -> Assessment:
+    """Assess a recorded run, finished or not.
+
+    Args:
+        run: The run; its tables and its findings are read.
+
+    Returns:
+        The assessment. Dispersion is judged in words, against what sampling alone would give;
+        only findings, and exact equality of all workers, set a severity.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+    """
+    values = measure(run)
+    findings = run.findings()
+    verdict: Verdict = judge(values, findings)
+    return Assessment(
+        severity=_worst(findings, verdict.severity),
+        headline=verdict.headline,
+        statements=statements(values, findings),
+        recommendation=verdict.recommendation,
+        values=values,
+    )
+
+
+def measure(run: Run) -> Values:
+    """Return the numbers of an assessment by name, from the recorded tables.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+    """
+    names = ("loss_mean", "samples_drawn", "samples_distinct", *_MEANS)
+    columns = run.columns(Table.STEPS, *names)
+    drawn, distinct = (_known(columns[name]) for name in names[1:3])
+    losses = columns["loss_mean"]
+    measured = losses[np.isfinite(losses)]
+    ratio = dispersion_ratio(columns["loss_std"], columns["loss_std_expected"])
+    return {
+        "num_workers": run.num_workers,
+        "steps": len(losses),
+        **{name: _defined(finite_mean(columns[name])) for name in _MEANS},
+        "dispersion_ratio": _defined(ratio),
+        **_samples(run, int(drawn[np.isfinite(drawn)].sum())),
+        "effective_batch": _defined(finite_mean(distinct)),
+        "global_batch": _defined(finite_mean(drawn)),
+        "loss_first": _defined(finite_mean(measured[:_ENDS])),
+        "loss_last": _defined(finite_mean(measured[-_ENDS:])),
+    }
+
+
+def _samples(run: Run, drawn: int) -> Values:
+    """Return how many samples the whole run drew, and how many different ones."""
+    chunks = run.table(Table.SAMPLES)["samples"].chunks
+    named = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
+    samples = np.concatenate([np.empty(0, np.int64), *named])
+    return {
+        "distinct_samples": len(np.unique(samples)) if len(samples) else None,
+        "samples_drawn": drawn or None,
+        "samples_exact": len(samples) == drawn,
+    }
+
+
+def _known(column: np.ndarray) -> Floats:
+    """Return an integer column as floats, with NaN where it has no value."""
+    return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
+
+
+def _defined(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _worst(findings: tuple[Finding, ...], own: Severity | None) -> Severity | None:
+    severities = [finding.severity for finding in findings] + ([own] if own is not None else [])
+    return max(severities, default=None)

@@ -1,0 +1,162 @@
+"""Detectors of exact evidence: identical batches, and values that are not finite.
+
+Each detector watches one cause in the stream of steps and says what it has found so far.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rankscope.core.finding import Severity
+from rankscope.core.step import MISSING_INT, GatheredStep, Ints
+from rankscope.diagnose.evidence import Evidence, Groups
+from rankscope.diagnose.rules import count, name_ranks
+
+_SKIPS_IN_A_ROW = 20
+
+
+class DuplicateBatches:
+    """Whole batches that are the same on two or more workers.
+
+    Small batches can coincide by chance, so at least three different samples must coincide, in
+    one step or in consecutive steps of the same workers.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._groups: set[tuple[int, ...]] = set()
+        self._useful = num_workers
+        self._first = -1
+        self._last = -1
+        self._count = 0
+
+    def observe(self, step: int, samples: Sequence[Ints], groups: Groups) -> Evidence | None:
+        """Take the groups of workers with identical batches in one step."""
+        streaks: dict[tuple[int, ...], tuple[int, int]] = {}
+        certain: list[tuple[int, ...]] = []
+        for group in groups:
+            first, coincidences = self._streaks.get(group, (step, 0))
+            coincidences += len(np.unique(samples[group[0]]))
+            streaks[group] = first, coincidences
+            if coincidences >= 3:
+                certain.append(group)
+        self._streaks = streaks
+        if not certain:
+            return None
+        if self._count == 0:
+            self._first = min(streaks[group][0] for group in certain)
+        self._groups.update(certain)
+        self._useful = self._num_workers - sum(len(group) - 1 for group in certain)
+        self._last = step
+        self._count += 1
+        return self._evidence()
+
+    def _evidence(self) -> Evidence:
+        ranks = tuple(sorted({rank for group in self._groups for rank in group}))
+        return Evidence(
+            cause="data.duplicate_batches",
+            severity=Severity.ERROR,
+            ranks=ranks,
+            first_step=self._first,
+            last_step=self._last,
+            count=self._count,
+            fields={
+                "Ranks": name_ranks(ranks).capitalize(),
+                "steps": count(self._count, "step"),
+                "workers": self._num_workers,
+                "useful": count(self._useful, "worker"),
+            },
+            numbers={
+                "steps": self._count,
+                "groups": [list(group) for group in sorted(self._groups)[:16]],
+                "workers_with_own_batches": self._useful,
+            },
+        )
+
+
+class NonFinite:
+    """Infinities and NaN in local losses and gradients.
+
+    A gradient scaler overflows now and then on purpose, and the optimizer skips that step. So a
+    gradient alone waits for the next step, which tells whether the optimizer was called.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, str] = {}
+        self._first = -1
+        self._last = -1
+        self._count = 0
+        self._severity = Severity.NOTE
+        self._applied = False
+        self._pending = False
+        self._skips_in_a_row = 0
+
+    def observe(self, gathered: GatheredStep) -> Evidence | None:
+        """Take one step; speaks when it shows a new value or settles what an earlier one meant."""
+        settled = self._pending and self._settle(_was_skipped(gathered))
+        ranks = np.flatnonzero(gathered.workers["nonfinite"])
+        if not len(ranks):
+            self._skips_in_a_row = 0
+            return self._evidence() if settled else None
+        self._first = gathered.step if self._count == 0 else self._first
+        self._last = gathered.step
+        self._count += 1
+        in_loss = _has_bad_loss(gathered, ranks)
+        for rank in ranks.tolist():
+            self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
+        self._pending = not in_loss and _was_skipped(gathered) is not None
+        if not self._pending:
+            self._severity = Severity.ERROR
+        return self._evidence() if settled or not self._pending else None
+
+    def close(self) -> Evidence | None:
+        """Settle what waits: the last step is like those before it, otherwise taken seriously."""
+        if not self._pending:
+            return None
+        skipped_before = self._severity is Severity.NOTE and self._count > 1
+        self._settle(True if skipped_before else None)
+        return self._evidence()
+
+    def _settle(self, skipped: bool | None) -> bool:
+        self._pending = False
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        self._applied = self._applied or skipped is False
+        if not skipped or self._skips_in_a_row >= _SKIPS_IN_A_ROW:
+            self._severity = Severity.ERROR
+        return True
+
+    def _evidence(self) -> Evidence:
+        ranks = tuple(sorted(self._seen))
+        what = "loss" if "loss" in self._seen.values() else "gradient"
+        return Evidence(
+            cause="numerics.nonfinite",
+            severity=self._severity,
+            ranks=ranks,
+            first_step=self._first,
+            last_step=self._last,
+            count=self._count,
+            fields={
+                "ranks": name_ranks(ranks),
+                "steps": count(self._count, "step"),
+                "first": self._first,
+                "what": what,
+                "applied": ", and the optimizer went on" if self._applied else "",
+            },
+            numbers={"steps": self._count, "in": what},
+        )
+
+
+def _was_skipped(gathered: GatheredStep) -> bool | None:
+    """Return whether no worker called the optimizer since the step before; None if unknown."""
+    calls_W = gathered.workers["optimizer_steps"]
+    if (calls_W == MISSING_INT).any():
+        return None
+    return not calls_W.any()
+
+
+def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:
+    """Return whether these ranks' losses are not finite, in a run that measures losses."""
+    losses_W = gathered.workers["loss"]
+    measured = np.isfinite(losses_W).any() or np.isinf(losses_W).any()
+    return bool(measured and not np.isfinite(losses_W[ranks]).all())

@@ -1,0 +1,285 @@
+"""The detector of overlapping shards: different workers draw the same samples in an epoch.
+
+Equality of samples is exact evidence, but it also has innocent readings. Their probability decides
+how severe the finding is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.core.finding import Severity
+from rankscope.core.samples import SampleCounts, SampleLedger
+from rankscope.core.step import Ints
+from rankscope.diagnose.evidence import Evidence, Groups
+from rankscope.diagnose.rules import count, name_ranks
+
+SURE = 1e-3
+LIKELY = 0.05
+"""Probabilities of the innocent reading below which a finding is an error, or a warning."""
+
+_STEPS_OF_OVERLAP = 3
+_NONE = np.empty(0, np.int64)
+
+
+class OverlappingShards:
+    """Different workers that draw the same samples within an epoch.
+
+    The length of an epoch is unknown here. But in a healthy job, the first repeats come when every
+    sample has been drawn once, and after them at most the few samples that an epoch's end left
+    out are new: fewer than one global batch. More new samples than that prove an overlap within
+    an epoch.
+
+    Sampling with replacement overlaps too, on purpose; so does content that occurs several times
+    in the data. Both hit a worker's own samples in a share of at least 1/W of all repeats
+    (:class:`_ShareTest`), and neither prefers one worker (``chance_of_one_worker``). These two
+    tests may be read after every step; each is wrong with at most the probability that it states.
+
+    Workers with identical batches count as one worker here: :class:`DuplicateBatches` speaks of
+    them. When the run has drawn more different samples than the ledger remembers, new ones cannot
+    be told from old ones any more, and the detector falls silent.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._named = True
+        self._ledger = SampleLedger()
+        self._global_batch = 0
+        self._new_since = 0
+        self._first: int | None = None
+        self._known = _Account(num_workers)
+        self._pending = _Account(num_workers)
+        self._error = False
+        self._previous = _NONE
+
+    def observe(
+        self, step: int, samples: Sequence[Ints], groups: Groups, *, named: bool
+    ) -> Evidence | None:
+        """Take the samples of one step.
+
+        Args:
+            step: Step number.
+            samples: One array per worker.
+            groups: Groups of workers whose batches are identical.
+            named: Whether the training names its samples. Digests of content, which stand for
+                them otherwise, also agree when the data hold the same content twice.
+        """
+        self._named = self._named and named
+        doubles = {rank for group in groups for rank in group[1:]}
+        batches = [b[:0] if rank in doubles else b for rank, b in enumerate(samples)]
+        counts = self._ledger.observe(step, batches)
+        if not self._ledger.exact:
+            return None
+        self._global_batch = max(self._global_batch, counts.drawn)
+        self._new_since += counts.new if self._first is not None else 0
+        overlap = _Overlap.of(step, counts, batches, groups, self._near(batches))
+        if self._first is None and overlap.size:
+            self._first = step
+        self._pending.add(overlap)
+        if not counts.new:  # repeats without new samples may be the next epoch: wait
+            return None
+        news = self._pending.steps > 0
+        self._known.merge(self._pending)
+        self._pending = _Account(self._num_workers)
+        proven = self._new_since > self._global_batch and self._known.steps >= _STEPS_OF_OVERLAP
+        return self._evidence() if proven and news else None
+
+    def _near(self, batches: Sequence[Ints]) -> int:
+        """Return how many draws have the content of one in the step before.
+
+        In a file that is not shuffled, equal contents may stand beside each other.
+        """
+        if self._named:
+            return 0
+        previous, self._previous = self._previous, np.concatenate([_NONE, *batches])
+        return int(np.isin(self._previous, previous).sum())
+
+    def _severity(self) -> tuple[Severity, float]:
+        """Return severity and a bound on the probability of the innocent readings."""
+        far, close = self._known.far_apart.chance, self._known.close_by.chance
+        one_worker = self._known.chance_of_one_worker()
+        # Equal contents beside each other in a file share a step or follow closely, without fault.
+        sure = far * close if self._named else far
+        self._error = self._error or min(sure, one_worker) < SURE
+        chance = min(far * close, one_worker)
+        if self._error:
+            return Severity.ERROR, min(chance, SURE)
+        return (Severity.WARNING if chance < LIKELY else Severity.NOTE), chance
+
+    def _evidence(self) -> Evidence:
+        severity, chance = self._severity()
+        known = self._known
+        ranks = known.ranks()
+        overlaps = known.cross + known.shared
+        return Evidence(
+            cause="data.overlapping_shards",
+            severity=severity,
+            ranks=ranks,
+            first_step=known.first,
+            last_step=known.last,
+            count=overlaps,
+            fields={
+                "Ranks": name_ranks(ranks).capitalize(),
+                "overlaps": count(overlaps, "draw"),
+                "chance": f"{max(chance, 1e-12):.2g}",
+                "own": count(known.own, "draw"),
+            },
+            numbers={
+                "drawn_from_others": known.cross,
+                "drawn_from_own": known.own,
+                "shared_inside_steps": known.shared,
+                "steps": known.steps,
+                "innocent_probability": chance,
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """What one step contributes to the evidence for an overlap."""
+
+    step: int
+    drawn: int
+    workers: int
+    cross: int
+    near: (
+        int  # of the cross repeats, those that follow so closely that a file's order explains them
+    )
+    own: int
+    shared: int
+    in_batch: int
+    pairs: tuple[tuple[int, int, int], ...]
+    crossing_by_rank: tuple[int, ...]
+    groups: Groups
+
+    @property
+    def size(self) -> int:
+        return self.cross + self.shared
+
+    @classmethod
+    def of(
+        cls, step: int, counts: SampleCounts, batches: Sequence[Ints], groups: Groups, near: int
+    ) -> "_Overlap":
+        return cls(
+            step=step,
+            drawn=counts.drawn,
+            workers=sum(len(batch) > 0 for batch in batches),
+            cross=counts.repeated_cross,
+            near=min(near, counts.repeated_cross),
+            own=counts.repeated_own,
+            shared=counts.shared,
+            in_batch=counts.repeated_in_batch,
+            pairs=counts.shared_between,
+            crossing_by_rank=counts.crossing_by_rank,
+            groups=groups,
+        )
+
+
+class _Account:
+    """Sums of overlaps over steps, and which worker takes part in how many of them."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.cross = 0
+        self.own = 0
+        self.shared = 0
+        self.steps = 0
+        self.first = -1
+        self.last = -1
+        self.far_apart = _ShareTest()
+        self.close_by = _ShareTest()
+        self._links = 0
+        self._log_odds = 0.0
+        self._links_W = np.zeros(num_workers, np.int64)
+        self._alike: set[int] = set()
+
+    def add(self, overlap: _Overlap) -> None:
+        """Add one step."""
+        self.own += overlap.own + overlap.in_batch
+        if overlap.workers > 1:
+            inside = (overlap.drawn / overlap.workers - 1) / (overlap.drawn - 1)
+            self.far_apart.add(overlap.cross - overlap.near, overlap.own, 1 / overlap.workers)
+            self.close_by.add(overlap.shared, overlap.in_batch, inside)
+        if not overlap.size:
+            return
+        self.cross += overlap.cross
+        self.shared += overlap.shared
+        self.steps += 1
+        self.first = overlap.step if self.first < 0 else self.first
+        self.last = overlap.step
+        links = sum(overlap.crossing_by_rank) // 2 + sum(number for _, _, number in overlap.pairs)
+        self._links += links
+        self._log_odds += links * math.log(max(overlap.workers, 2) / 2)
+        self._links_W += np.array(overlap.crossing_by_rank, np.int64)
+        for i, j, number in overlap.pairs:
+            self._links_W[[i, j]] += number
+        for group in overlap.groups:
+            if self._links_W[group[0]]:
+                self._alike.update(group)
+
+    def merge(self, later: "_Account") -> None:
+        """Add the sums of later steps."""
+        self.cross += later.cross
+        self.own += later.own
+        self.shared += later.shared
+        self.steps += later.steps
+        self.first = later.first if self.first < 0 else self.first
+        self.last = max(self.last, later.last)
+        self.far_apart.merge(later.far_apart)
+        self.close_by.merge(later.close_by)
+        self._links += later._links
+        self._log_odds += later._log_odds
+        self._links_W += later._links_W
+        self._alike |= later._alike
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return the one worker that takes part in every overlap, or else all that do in some."""
+        in_all = self._in_all()
+        if len(in_all) == 1 and not self._alike:
+            return in_all
+        return tuple(sorted({*np.flatnonzero(self._links_W).tolist(), *self._alike}))
+
+    def chance_of_one_worker(self) -> float:
+        """Bound the probability that by chance one worker takes part in every overlap.
+
+        Each overlap concerns two workers; if any two were equally likely, a given worker would be
+        one of them with probability 2/W.
+        """
+        if not self._in_all():
+            return 1.0
+        return min(1.0, len(self._links_W) * math.exp(-self._log_odds))
+
+    def _in_all(self) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(self._links_W == self._links).tolist()) if self._links else ()
+
+
+class _ShareTest:
+    """Tests whether repeats hit a worker's own samples less often than an innocent job would.
+
+    Under the null, each repeat is an own one with probability p or more. Then the product of
+    likelihood ratios against "never", and the one against "half as often", are supermartingales
+    of mean 1, and so is their average: the chance that it ever exceeds 1/a is at most a, whenever
+    one looks.
+    """
+
+    def __init__(self) -> None:
+        self._log_never = 0.0
+        self._log_half = 0.0
+
+    def add(self, others: int, own: int, p: float) -> None:
+        """Take repeats of others' and of own samples, and the null's share p of own ones."""
+        if p > 0:
+            self._log_never += -math.inf if own else -others * math.log1p(-p)
+            self._log_half += others * math.log((1 - p / 2) / (1 - p)) - own * math.log(2)
+
+    def merge(self, later: "_ShareTest") -> None:
+        """Take what a test of later steps has taken."""
+        self._log_never += later._log_never
+        self._log_half += later._log_half
+
+    @property
+    def chance(self) -> float:
+        """Bound on the probability that the null looks like this, in [0, 1]."""
+        log_average = float(np.logaddexp(self._log_never, self._log_half)) - math.log(2)
+        return math.exp(-max(log_average, 0.0))

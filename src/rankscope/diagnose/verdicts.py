@@ -1,0 +1,289 @@
+"""The words of an assessment: headline, recommendation and statements.
+
+Dispersion is put into words against its null only. A ratio far from 1 is a reason to look, never
+a finding: what is certain comes from findings, and from exact equality.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rankscope.core.finding import Finding, Severity
+from rankscope.diagnose.rules import count, name_ranks
+
+Values = dict[str, float | int | None]
+
+NOTHING_TO_CHANGE = "Nothing to change."
+_ALIKE_LOSS = 1e-6
+_ALIKE_COSINE = 0.999
+_FEW_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Headline and recommendation, and a severity that no finding carries."""
+
+    headline: str
+    recommendation: str
+    severity: Severity | None = None
+
+
+def judge(values: Values, findings: Sequence[Finding]) -> Verdict:
+    """Return the verdict: the worst finding's, or else what the numbers allow to say."""
+    if not values["steps"]:
+        return Verdict("Nothing is recorded yet.", "Let the run take its first steps.")
+    known = [finding for finding in findings if finding.cause in _BY_CAUSE]
+    if known:
+        order = list(_BY_CAUSE)
+        worst = max(known, key=lambda f: (f.severity, -order.index(f.cause)))
+        return _BY_CAUSE[worst.cause](values, worst)
+    if findings:
+        worst = max(findings, key=lambda finding: finding.severity)
+        return Verdict(worst.explanation, worst.next_check)
+    return _without_findings(values)
+
+
+def statements(values: Values, findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Return what the metrics and the samples say, and what they cannot say."""
+    if not values["steps"]:
+        return ()
+    causes = {finding.cause for finding in findings if finding.severity > Severity.NOTE}
+    parts = (
+        _say_loss(values),
+        _say_metrics(values),
+        _say_dispersion(values),
+        _say_samples(values, causes),
+        _say_limits(values, causes),
+    )
+    return tuple(part for part in parts if part)
+
+
+# Headlines ---------------------------------------------------------------------------------
+
+
+def _nonfinite(values: Values, finding: Finding) -> Verdict:
+    ranks = name_ranks(finding.ranks)
+    if finding.severity is Severity.NOTE:
+        return Verdict(
+            f"No fault found; the optimizer skipped {count(_number(finding, 'steps'), 'step')} "
+            "whose gradient overflowed.",
+            NOTHING_TO_CHANGE,
+        )
+    return Verdict(
+        f"{ranks.capitalize()} produced infinities or NaN, first at step {finding.first_step}.",
+        f"Go back to a checkpoint before step {finding.first_step}, and look at the batch, the "
+        f"learning rate and the precision of {ranks} there.",
+    )
+
+
+def _duplicates(values: Values, finding: Finding) -> Verdict:
+    num_workers, useful = values["num_workers"], _number(finding, "workers_with_own_batches")
+    whole = len(finding.ranks) == num_workers
+    who = f"All {num_workers} workers" if whole else name_ranks(finding.ranks).capitalize()
+    work = f"{useful} workers, not {num_workers}" if useful > 1 else "one worker"
+    return Verdict(
+        f"{who} train on the same batches: the job does the work of {work}.",
+        "Give every worker a shard of its own: a DistributedSampler with the same seed and the "
+        "worker's own rank in each data loader.",
+    )
+
+
+def _overlap(values: Values, finding: Finding) -> Verdict:
+    advice = (
+        "Use one DistributedSampler seed on all workers, and the same epoch in set_epoch, so that "
+        "their shards are disjoint."
+    )
+    if finding.severity is Severity.NOTE:
+        return Verdict(
+            "Workers draw samples again within an epoch, as in sampling with replacement.",
+            f"Nothing to change if that is intended. Otherwise: {advice[0].lower()}{advice[1:]}",
+        )
+    adverb = "" if finding.severity is Severity.ERROR else "probably "
+    if len(finding.ranks) == 1:
+        rank = finding.ranks[0]
+        who = f"Rank {rank} {adverb}draws samples that belong to other workers"
+    else:
+        who = f"The workers' shards {adverb}overlap"
+    draws = _number(finding, "drawn_from_others") + _number(finding, "shared_inside_steps")
+    return Verdict(f"{who}: {count(draws, 'draw')} repeated a sample of another worker.", advice)
+
+
+_BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
+    "numerics.nonfinite": _nonfinite,
+    "data.duplicate_batches": _duplicates,
+    "data.overlapping_shards": _overlap,
+}
+
+
+def _without_findings(values: Values) -> Verdict:
+    num_workers = values["num_workers"]
+    if num_workers == 1:
+        return Verdict("One worker: there is nothing to compare it with.", NOTHING_TO_CHANGE)
+    if values["samples_drawn"] is None:
+        return _without_samples(values)
+    who = f"the {num_workers} workers train on different samples"
+    spread = _spread(values)
+    if values["effective_batch"] != values["global_batch"]:
+        return Verdict(
+            f"No fault proven: a global batch of {_short(values['global_batch'])} samples holds "
+            f"{_short(values['effective_batch'])} different ones on average.",
+            "Nothing to change if that is the padding at the end of an epoch.",
+        )
+    if spread is None:
+        return Verdict(f"Healthy: {who}.", NOTHING_TO_CHANGE)
+    if spread == "about":
+        return Verdict(
+            f"Healthy: {who}, and disagree about as much as sampling alone explains.",
+            NOTHING_TO_CHANGE,
+        )
+    return Verdict(
+        f"No fault found: {who}, but their losses lie {spread} apart than sampling alone explains.",
+        "Compare what kind of data the workers draw; nothing else here asks for a change.",
+    )
+
+
+def _without_samples(values: Values) -> Verdict:
+    if _all_alike(values):
+        return Verdict(
+            "All workers compute the same losses and gradients: they train on the same data.",
+            "Give every worker a shard of its own, and name the samples with scope.batch(ids).",
+            Severity.WARNING,
+        )
+    return Verdict(
+        "No fault found, but the samples are unknown: overlapping shards would not show.",
+        "Name the samples with scope.batch(ids), so that repeated ones can be seen.",
+    )
+
+
+# Statements --------------------------------------------------------------------------------
+
+
+def _say_loss(values: Values) -> str:
+    first, last = values["loss_first"], values["loss_last"]
+    if first is None or last is None:
+        return "No loss was measured."
+    return (
+        f"The averaged loss went from {first:.3f} to {last:.3f} over "
+        f"{count(int(_number(values, 'steps')), 'step')}. It would look as smooth whether the "
+        "workers agree or not."
+    )
+
+
+def _say_metrics(values: Values) -> str:
+    if values["num_workers"] == 1:
+        return "Dispersion and direction compare workers, so they are not defined for one."
+    parts = []
+    if values["loss_std"] is not None:
+        parts.append(
+            f"losses differ by {_short(values['loss_std'])} nats/token (std over workers, "
+            f"{_short(values['loss_range'])} from lowest to highest)"
+        )
+    if values["grad_norm_std"] is not None:
+        parts.append(f"gradient norms by {_short(values['grad_norm_std'])}")
+    if values["cosine_mean"] is not None:
+        parts.append(f"two workers' gradients have a mean cosine of {values['cosine_mean']:.3f}")
+    return f"On average over steps, {'; '.join(parts)}." if parts else ""
+
+
+def _say_dispersion(values: Values) -> str:
+    ratio, expected = values["dispersion_ratio"], values["loss_std_expected"]
+    if values["num_workers"] == 1 or values["loss_std"] is None:
+        return ""
+    if ratio is None:
+        return (
+            "How much dispersion sampling alone would give cannot be known: each worker reported "
+            "one loss per step. One loss per sample, or several micro-batches, would tell."
+        )
+    meaning = {
+        "about": "as much as different samples of the same data give",
+        "further": "more than sampling gives: the workers' data, or their state, differ in kind",
+        "closer": "less than different samples would give: the workers share data",
+    }[_spread(values) or "about"]
+    return (
+        f"Sampling alone would give a loss std of {_short(expected)}; the observed one is "
+        f"{ratio:.2f} times that, {meaning}."
+    )
+
+
+def _say_samples(values: Values, causes: set[str]) -> str:
+    if values["samples_drawn"] is None:
+        return "The samples were not identified, so repeated ones cannot be seen."
+    text = f"In the whole run, {_coverage(values)}"
+    if values["effective_batch"] is not None:
+        text += (
+            f"; a global batch of {_short(values['global_batch'])} held "
+            f"{_short(values['effective_batch'])} different ones on average"
+        )
+        if not causes and values["distinct_samples"] != values["samples_drawn"]:
+            text += "; the others are repeats in later steps, as in later epochs"
+    if not values["samples_exact"]:
+        text += ". Some samples were not recorded, so the number of different ones is a lower bound"
+    return text + "."
+
+
+def _say_limits(values: Values, causes: set[str]) -> str:
+    if values["num_workers"] == 1:
+        return ""
+    if "data.duplicate_batches" in causes:
+        return (
+            "Low dispersion with a high cosine is the mark of shared data here, not of health: "
+            "workers that read the same batches agree because they repeat each other."
+        )
+    if "data.overlapping_shards" in causes:
+        return (
+            "None of the three metrics shows this: they look as they do with disjoint shards. "
+            "Only the identity of the samples tells."
+        )
+    if values["loss_std"] == 0 and not _all_alike(values):
+        return (
+            "All workers report exactly the same loss although their gradients differ: the loss "
+            "was probably averaged before it was recorded."
+        )
+    return (
+        "The three metrics alone cannot tell disjoint shards from overlapping ones; the identity "
+        "of the samples can."
+    )
+
+
+def _coverage(values: Values) -> str:
+    drawn, distinct = values["samples_drawn"], values["distinct_samples"]
+    if drawn is None or distinct is None:
+        return "the samples are not recorded"
+    return f"{distinct:,} of the {drawn:,} samples drawn are different"
+
+
+def _spread(values: Values) -> str | None:
+    """Return whether losses lie ``closer``, ``about`` or ``further`` apart than by sampling.
+
+    The band around 1 is 40 % and three standard errors that the ratio would have for normal
+    losses, since short runs and few workers measure it badly.
+    """
+    ratio = values["dispersion_ratio"]
+    if ratio is None:
+        return None
+    degrees = _number(values, "steps") * max(_number(values, "num_workers") - 1, 1)
+    band = 1.4 + 3 / math.sqrt(2 * degrees)
+    if ratio > band:
+        return "further"
+    return "closer" if ratio < 1 / band else "about"
+
+
+def _all_alike(values: Values) -> bool:
+    cosine, spread, loss = values["cosine_mean"], values["loss_range"], values["loss_last"]
+    if cosine is None or spread is None or loss is None or _number(values, "steps") < _FEW_STEPS:
+        return False
+    return cosine >= _ALIKE_COSINE and spread <= _ALIKE_LOSS * max(1.0, abs(loss))
+
+
+def _number(source: Values | Finding, name: str) -> int:
+    value = source.evidence.get(name) if isinstance(source, Finding) else source[name]
+    return int(value or 0)
+
+
+def _short(value: float | None) -> str:
+    """Return a number with three significant digits, without an exponent where that reads well."""
+    if value is None:
+        return "an unknown amount"
+    if value == 0:
+        return "0"
+    return f"{value:,.4g}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,138 @@
+"""``rankscope.watch``: what happens once, before the first step."""
+
+import logging
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.capture import Sketcher
+from rankscope.core.signals import schema_hash
+from rankscope.errors import RankscopeError, RunError, UnsupportedError, UsageError
+from rankscope.exchange import Channel, GlooChannel, Hello
+from rankscope.record import RunWriter
+from rankscope.scope import OnFinding, Scope
+
+_log = logging.getLogger("rankscope")
+
+
+def watch(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    run_dir: str | Path,
+    every: int = 1,
+    sketch_width: int = 4093,
+    seed: int = 0,
+    on_finding: OnFinding | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    config: Mapping[str, Any] | None = None,
+    flush_seconds: float = 10.0,
+) -> Scope:
+    """Watch every worker of a data-parallel job from now on.
+
+    Every rank calls it at the same point of the program, after wrapping the model and before the
+    first forward pass. It changes neither model, nor synchronisation, nor optimizer.
+
+    Args:
+        model: The model, wrapped in ``DistributedDataParallel``.
+        optimizer: Its optimizer, for the learning rate and the count of optimizer steps.
+        run_dir: Directory that rank 0 writes. When it already holds a run (a restarted job), a
+            numbered sibling is used instead, and said.
+        every: Gradients are measured in steps that are multiples of this; losses and samples in
+            all steps.
+        sketch_width: Prime width of the gradient sketch; a pairwise cosine errs by about
+            ``1/sqrt(sketch_width)`` at most.
+        seed: Seed of the sketch's signs. It touches no random generator of the training.
+        on_finding: Called with each finding when it opens or changes, on every rank, in the
+            monitor's thread.
+        process_group: The data-parallel group; by default the model's own.
+        config: Anything JSON that describes the run; stored in ``run.json``.
+        flush_seconds: Longest time that measured values stay in memory.
+
+    Returns:
+        The running scope, also a context manager.
+
+    Raises:
+        UnsupportedError: The model is not wrapped in DDP.
+        UsageError: An option cannot work, or options differ between ranks.
+        RunError: Rank 0 cannot write ``run_dir``.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise UnsupportedError(
+            f"watch() expected a model wrapped in DistributedDataParallel, got "
+            f"{type(model).__name__}; this release watches DDP only, and wants the wrapper itself"
+        )
+    if every < 1:
+        raise UsageError(f"every must be at least 1 step, got {every}")
+    device = next(model.parameters()).device
+    sketcher = Sketcher(device, sketch_width, seed)
+    channel = GlooChannel(process_group or model.process_group)
+    options = {"every": every, "sketch_width": sketch_width, "seed": seed}
+    info = {"facts": _facts(device), "config": dict(config or {})}
+    writer = _open_run(channel, Path(run_dir), options, info, flush_seconds)
+    return Scope(
+        model, optimizer, sketcher, channel, writer=writer, every=every, on_finding=on_finding
+    )
+
+
+def _open_run(
+    channel: Channel, run_dir: Path, options: dict[str, Any], info: dict[str, Any], flush: float
+) -> RunWriter | None:
+    """Agree on options with all ranks, and open the run's directory on rank 0."""
+    facts = info.pop("facts")
+    hellos = channel.gather_hellos(Hello({"schema": schema_hash(), **options}, facts))
+    for rank, hello in enumerate(hellos):
+        if hello.agreement != hellos[0].agreement:
+            raise UsageError(
+                f"watch() expected the same options on every rank, got {hello.agreement} on rank "
+                f"{rank} and {hellos[0].agreement} on rank 0; pass equal options"
+            )
+    writer, problem = None, ""
+    if channel.rank == 0:
+        ranks = [{"rank": rank, **hello.facts} for rank, hello in enumerate(hellos)]
+        info = {
+            "num_workers": channel.num_workers,
+            "world_size": dist.get_world_size(),
+            "ranks": ranks,
+            "options": options,
+            **info,
+        }
+        try:
+            writer = RunWriter(_free_directory(run_dir), info, flush_seconds=flush)
+        except RankscopeError as error:
+            problem = str(error)
+    answers = channel.gather_hellos(Hello({}, {}, problem))
+    if answers[0].problem:
+        raise RunError(answers[0].problem)
+    return writer
+
+
+def _free_directory(run_dir: Path) -> Path:
+    """Return ``run_dir``, or its first free numbered sibling when it already holds a run."""
+    candidate, number = run_dir, 1
+    while (candidate / "run.json").exists():
+        number += 1
+        candidate = run_dir.with_name(f"{run_dir.name}-{number}")
+    if candidate != run_dir:
+        _log.warning("%s already holds a run; this one is recorded in %s", run_dir, candidate)
+    return candidate
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(device),
+        "device_name": name or platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,235 @@
+"""Assessments of recorded runs whose samples, losses and gradients are simulated."""
+
+import math
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from diagnose.streams import gathered, replicated, sharded, with_replacement
+from rankscope.core.finding import Severity
+from rankscope.core.nulls import weighted_mean_and_sem
+from rankscope.core.summarize import summarize
+from rankscope.diagnose.assessment import assess
+from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
+from rankscope.record import Run, RunWriter
+
+STEPS = 30
+
+
+def sample_loss(sample):
+    """Loss, label tokens and gradient of a sample, a function of its number alone."""
+    rng = np.random.default_rng(sample)
+    return rng.gamma(4.0, 0.5), float(rng.integers(20, 60)), rng.standard_normal(60) + 0.02
+
+
+def step_of(t, batches, *, identified=True, per_sample=True, shift=0.0):
+    losses, sems, rows = [], [], []
+    for rank, batch in enumerate(batches):
+        values, weights, gradients = zip(*map(sample_loss, batch.tolist()), strict=True)
+        mean, sem = weighted_mean_and_sem(np.array(values), np.array(weights))
+        losses.append(mean + shift * rank - 0.01 * t)
+        sems.append(sem if per_sample else math.nan)
+        rows.append(np.mean(gradients, axis=0))
+    return gathered(
+        t,
+        batches if identified else [batch[:0] for batch in batches],
+        sketches_WK=np.array(rows, np.float32),
+        loss=losses,
+        loss_sem=sems,
+        grad_norm=np.linalg.norm(rows, axis=1),
+    )
+
+
+def record(path, stream, steps=STEPS, num_workers=8, **options):
+    """Record a run with its live findings; return it and them."""
+    diagnosis = Diagnosis(num_workers)
+    writer = RunWriter(path / "run", {"num_workers": num_workers})
+    for t, batches in enumerate(islice(stream, steps)):
+        report = summarize(step_of(t, batches, **options))
+        writer.add(report)
+        writer.add_findings(diagnosis.observe(report))
+    writer.add_findings(diagnosis.close())
+    writer.close()
+    return Run.open(path / "run"), diagnosis.findings
+
+
+def test_equal_seeds_without_shards(tmp_path):
+    run, _ = record(tmp_path, replicated(4096, 4, [0] * 8))
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline == (
+        "All 8 workers train on the same batches: the job does the work of one worker."
+    )
+    assert "DistributedSampler" in found.recommendation
+    assert any("mark of shared data" in text for text in found.statements)
+    assert any("the workers share data" in text for text in found.statements)
+    assert found.values["loss_std"] == 0.0
+    assert found.values["cosine_mean"] == 1.0
+    assert found.values["dispersion_ratio"] == 0.0
+    assert (found.values["distinct_samples"], found.values["samples_drawn"]) == (120, 960)
+    assert found.values["effective_batch"] == 4.0
+
+
+def test_one_odd_worker_without_shards(tmp_path):
+    run, _ = record(tmp_path, replicated(4096, 4, [9] + [0] * 7))
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline == (
+        "Ranks 1–7 train on the same batches: the job does the work of 2 workers, not 8."
+    )
+    assert 0.7 < found.values["cosine_mean"] < 0.85
+
+
+def test_all_different_but_not_disjoint(tmp_path):
+    run, _ = record(tmp_path, replicated(2048, 4, range(8)))
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline.startswith("The workers' shards overlap:")
+    assert any("None of the three metrics" in text for text in found.statements)
+    assert found.values["distinct_samples"] < 900
+
+
+def test_healthy_shards(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4))
+    found = assess(run)
+    assert found.severity is None
+    assert found.headline == (
+        "Healthy: the 8 workers train on different samples, and disagree about as much as "
+        "sampling alone explains."
+    )
+    assert found.recommendation == "Nothing to change."
+    assert 0.7 < found.values["dispersion_ratio"] < 1.4
+    assert found.values["distinct_samples"] == found.values["samples_drawn"] == 960
+    assert found.values["samples_exact"] is True
+
+
+def test_shards_by_different_seeds(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4, seeds=list(range(8))))
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert "overlap" in found.headline
+    assert "seed" in found.recommendation
+    assert 0.7 < found.values["dispersion_ratio"] < 1.4
+
+
+def test_one_shard_by_a_different_seed(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4, seeds=[5] + [0] * 7), steps=90)
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline.startswith("Rank 0 draws samples that belong to other workers:")
+
+
+def test_sampling_with_replacement_needs_no_change(tmp_path):
+    run, _ = record(tmp_path, with_replacement(800, 8, 4), steps=60)
+    found = assess(run)
+    assert found.severity is Severity.NOTE
+    assert "with replacement" in found.headline
+    assert "Nothing to change if that is intended" in found.recommendation
+
+
+def test_values_are_those_of_the_recorded_steps(tmp_path):
+    stream = list(islice(sharded(4096, 8, 4), STEPS))
+    run, _ = record(tmp_path, iter(stream))
+    reports = [summarize(step_of(t, batches)) for t, batches in enumerate(stream)]
+    values = assess(run).values
+    means = {"loss_std", "loss_range", "grad_norm_std", "cosine_mean", "cosine_weighted"}
+    for name in (*means, "loss_std_expected"):
+        assert values[name] == pytest.approx(np.mean([getattr(r, name) for r in reports]))
+    assert values["loss_first"] == pytest.approx(np.mean([r.loss_mean for r in reports[:5]]))
+    assert values["loss_last"] == pytest.approx(np.mean([r.loss_mean for r in reports[-5:]]))
+    observed = math.fsum(r.loss_std**2 for r in reports)
+    expected = math.fsum(r.loss_std_expected**2 for r in reports)
+    assert values["dispersion_ratio"] == pytest.approx(math.sqrt(observed / expected))
+    assert (values["steps"], values["num_workers"]) == (STEPS, 8)
+
+
+def test_workers_whose_data_differ_in_kind_are_put_into_words_only(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), shift=1.0)
+    found = assess(run)
+    assert found.severity is None
+    assert "lie further apart than sampling alone explains" in found.headline
+    assert any("more than sampling gives" in text for text in found.statements)
+
+
+def test_without_a_spread_inside_workers_no_null_is_claimed(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), per_sample=False)
+    found = assess(run)
+    assert found.values["dispersion_ratio"] is None
+    assert found.values["loss_std_expected"] is None
+    assert found.headline == "Healthy: the 8 workers train on different samples."
+    assert any("cannot be known" in text for text in found.statements)
+
+
+def test_without_sample_identity_only_exact_agreement_is_said(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), identified=False)
+    found = assess(run)
+    assert found.severity is None
+    assert "samples are unknown" in found.headline
+    assert found.values["samples_drawn"] is None
+    assert found.values["distinct_samples"] is None
+    (tmp_path / "equal").mkdir()
+    run, _ = record(tmp_path / "equal", replicated(4096, 4, [0] * 8), identified=False)
+    found = assess(run)
+    assert found.severity is Severity.WARNING
+    assert "the same losses and gradients" in found.headline
+
+
+def test_one_worker_has_nothing_to_compare(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 1, 4), num_workers=1)
+    found = assess(run)
+    assert found.severity is None
+    assert "nothing to compare" in found.headline
+    assert found.values["cosine_mean"] is None
+
+
+def test_a_run_without_steps(tmp_path):
+    run, _ = record(tmp_path, iter([]))
+    found = assess(run)
+    assert found.severity is None
+    assert found.statements == ()
+    assert "Nothing is recorded" in found.headline
+
+
+def test_two_steps_of_equal_single_samples_are_not_called_healthy(tmp_path):
+    run, _ = record(tmp_path, replicated(4096, 1, [0] * 8), steps=2)
+    found = assess(run)
+    assert found.severity is None
+    assert "No fault proven" in found.headline
+
+
+def test_statements_are_sentences_without_holes(tmp_path):
+    streams = [
+        sharded(4096, 8, 4),
+        replicated(900, 4, [0] * 8),
+        replicated(900, 4, [1] + [0] * 7),
+        replicated(900, 4, range(8)),
+        with_replacement(900, 8, 4),
+    ]
+    for i, stream in enumerate(streams):
+        (tmp_path / str(i)).mkdir()
+        run, findings = record(tmp_path / str(i), stream)
+        found = assess(run)
+        texts = [found.headline, found.recommendation, *found.statements]
+        texts += [text for f in findings for text in (f.explanation, f.next_check)]
+        for text in texts:
+            assert text[0].isupper()
+            assert text.endswith(".")
+            assert ".." not in text
+            assert not any(hole in text for hole in ("None,", "None.", "nan ", "{", "}", "  "))
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        lambda: sharded(517, 8, 4),
+        lambda: replicated(300, 4, [0] * 8),
+        lambda: replicated(300, 4, [1] + [0] * 7),
+        lambda: replicated(300, 4, range(8)),
+        lambda: with_replacement(300, 8, 4),
+    ],
+)
+def test_a_record_gives_the_same_findings_as_the_live_run(tmp_path, stream):
+    run, live = record(tmp_path, stream(), steps=60)
+    assert diagnose_run(run) == live
+    assert run.findings() == live

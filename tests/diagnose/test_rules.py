@@ -1,0 +1,42 @@
+"""The table of causes, and the words for ranks."""
+
+import pytest
+
+from rankscope.core.finding import Severity
+from rankscope.diagnose.rules import RULES, count, describe, name_ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0 and 1"),
+        (range(8), "ranks 0–7"),
+        ([0, 2, 5, 6, 7], "ranks 0, 2 and 5–7"),
+        ([4, 5, 9], "ranks 4, 5 and 9"),
+        (range(0, 40, 2), "ranks 0, 2, 4, 6, 8, 10 and 14 others"),
+        ([0, 2, 4, 6, 8, 10, 12], "ranks 0, 2, 4, 6, 8, 10 and 1 other"),
+        ([7, 7, 7], "rank 7"),
+    ],
+)
+def test_ranks_are_named_in_runs_and_long_lists_are_cut(ranks, words):
+    assert name_ranks(ranks) == words
+
+
+def test_counts_agree_with_their_nouns():
+    assert count(1, "step") == "1 step"
+    assert count(0, "step") == "0 steps"
+    assert count(1200, "entry", "entries") == "1,200 entries"
+
+
+@pytest.mark.parametrize("cause", RULES)
+def test_every_cause_has_a_title_and_advice_that_is_a_sentence(cause):
+    assert RULES[cause].title[0].isupper()
+    for advice in RULES[cause].advice.values():
+        assert advice.explanation.endswith(".")
+        assert advice.next_check.endswith(".")
+
+
+def test_a_field_that_is_missing_is_an_error():
+    with pytest.raises(KeyError):
+        describe("data.duplicate_batches", Severity.ERROR, {})

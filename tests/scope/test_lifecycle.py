@@ -1,0 +1,314 @@
+"""Starting, pausing, ending, and every way in which the monitor may fail beside real training."""
+
+import contextlib
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import rankscope
+from rankscope import Run
+from rankscope.core.signals import Table
+from rankscope.errors import UnsupportedError
+from support.models import make_batch, make_model
+from support.ranks import RankError, run_ranks
+
+
+class Loop:
+    """A small training on one rank, and the warnings that the monitor logs beside it."""
+
+    def __init__(self, rank: int, run_dir: str, **options: Any) -> None:
+        self.rank = rank
+        self.warnings: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.warnings.append(record.getMessage())
+        logger = logging.getLogger("rankscope")
+        logger.handlers, logger.propagate = [handler], False
+        self.model = make_model()
+        self.ddp = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
+        self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
+
+    def step(self, step: int, *, optimize: bool = True, rank: int | None = None) -> None:
+        batch = make_batch(self.rank if rank is None else rank, step)
+        self.ddp(**batch)["loss"].backward()
+        if optimize:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def skipped_optimizer_step(rank, run_dir):
+    loop = Loop(rank, run_dir)
+    for step in range(5):
+        loop.step(step, optimize=not (rank == 1 and step == 2))
+    loop.scope.close()
+    return loop.warnings
+
+
+def test_a_rank_that_skips_its_optimizer_step_does_not_shift_the_channel(tmp_path):
+    assert run_ranks(skipped_optimizer_step, 2, str(tmp_path / "run")) == [[], []]
+    run = Run.open(tmp_path / "run")
+    steps, counts = run.per_worker("optimizer_steps")
+    assert steps.tolist() == list(range(5))
+    assert counts.tolist() == [[1, 1], [1, 1], [1, 0], [1, 1], [1, 1]]
+    assert run.status == "complete"
+    _, rates = run.per_worker("lr")
+    assert (rates == 0.1).all()
+
+
+def evaluate_and_pause(rank, run_dir):
+    loop = Loop(rank, run_dir, every=2)
+    for step in range(8):
+        if step in (2, 6):
+            (loop.scope.pause if step == 2 else loop.scope.resume)()
+        loop.step(step)
+        loop.ddp.eval()
+        loop.ddp(**make_batch(rank, 99))
+        loop.ddp.train()
+        with torch.no_grad():
+            loop.ddp(**make_batch(rank, 98))
+    loop.scope.close()
+    latest = loop.scope.latest
+    return latest.step, latest.observed, latest.loss_mean, hasattr(latest, "nothing")
+
+
+def test_sampling_pausing_and_evaluation(tmp_path):
+    latest = run_ranks(evaluate_and_pause, 2, str(tmp_path / "run"))
+    run = Run.open(tmp_path / "run")
+    columns = run.columns(Table.STEPS, "step", "observed", "loss_mean", "samples_drawn")
+    assert latest == [(7, False, columns["loss_mean"][7], False)] * 2
+    assert columns["step"].tolist() == list(range(8))
+    assert columns["observed"].tolist() == [True, *[False] * 5, True, False]
+    assert np.isfinite(columns["loss_mean"]).all()
+    assert (columns["samples_drawn"] == 6).all()  # evaluation batches are not counted
+    assert not run.columns(Table.WORKERS, "samples_named")["samples_named"].any()
+
+
+def named_samples(rank, run_dir):
+    loop = Loop(rank, run_dir)
+    for step in range(4):
+        for micro in range(2):
+            loop.scope.batch([100 * step + 10 * micro + rank, f"{step} {micro} {rank}"])
+            batch = make_batch(rank, 10 * step + micro)
+            with loop.ddp.no_sync() if micro == 0 else contextlib.nullcontext():
+                loss = loop.ddp(**batch)["loss"]
+                loss.backward()
+            loop.scope.loss(10.0 * step + micro + rank, weight=3)
+        loop.optimizer.step()
+    loop.scope.close()
+    return loop.warnings
+
+
+def test_samples_and_losses_that_are_given_belong_to_their_step(tmp_path):
+    """Ids come before the forward pass, losses here after the backward pass."""
+    assert run_ranks(named_samples, 2, str(tmp_path / "run")) == [[], []]
+    run = Run.open(tmp_path / "run")
+    assert run.columns(Table.WORKERS, "samples_named")["samples_named"].all()
+    columns = run.columns(Table.SAMPLES, "step", "rank", "samples")
+    for step, rank, samples in zip(*columns.values(), strict=True):
+        assert samples[[0, 2]].tolist() == [100 * step + rank, 100 * step + 10 + rank]
+    assert len(columns["step"]) == 8
+    _, losses = run.per_worker("loss")
+    assert losses.tolist() == [[10 * t + 0.5, 10 * t + 1.5] for t in range(4)]
+    drawn = run.columns(Table.STEPS, "samples_drawn", "samples_distinct")
+    assert drawn["samples_drawn"].tolist() == drawn["samples_distinct"].tolist() == [8] * 4
+
+
+def failing_hook(rank, run_dir, kind):
+    loop = Loop(rank, run_dir)
+    for step in range(6):
+        if rank == 1 and step == 3:
+            if kind == "hook":
+                loop.scope._tap._sketcher.measure = None
+            elif kind == "user":
+                loop.scope.loss(torch.ones(3, 3))
+            elif kind == "close":
+                loop.scope.close(timeout=0.5)
+        if rank == 0 and step == 3 and kind == "disk":
+            loop.scope._writer.add = None
+        loop.step(step)
+    loop.scope.close()
+    parameters = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+    return loop.warnings, parameters.numpy()
+
+
+@pytest.mark.parametrize("kind", ["none", "hook", "user", "close", "disk"])
+def test_a_failure_of_the_monitor_leaves_training_alone_and_is_told_once(tmp_path, kind):
+    results = run_ranks(failing_hook, 2, str(tmp_path / "run"), kind)
+    plain = run_ranks(failing_hook, 2, str(tmp_path / "plain"), "none")
+    for (warnings, parameters), (_, expected) in zip(results, plain, strict=True):
+        np.testing.assert_array_equal(parameters, expected)
+        assert len(warnings) <= 1
+    run = Run.open(tmp_path / "run")
+    told = sum(len(warnings) for warnings, _ in results)
+    assert told == {"none": 0, "close": 1}.get(kind, 2)
+    assert run.status == ("complete" if kind == "none" else "incomplete")
+    rows = run.table(Table.STEPS).num_rows
+    expected_rows = {"none": (6, 6), "disk": (0, 3)}.get(kind, (2, 3))
+    assert expected_rows[0] <= rows <= expected_rows[1]
+    if kind in ("hook", "user", "close"):
+        assert "ranks [1] stopped monitoring at step" in results[0][0][0]
+
+
+def dying_rank(rank, run_dir):
+    loop = Loop(rank, run_dir)
+    for step in range(100):
+        if rank == 1 and step == 3:
+            raise RuntimeError("out of memory")
+        loop.step(step)
+
+
+def test_a_rank_that_dies_is_not_held_back(tmp_path):
+    with pytest.raises(RankError, match=r"raised"):
+        run_ranks(dying_rank, 2, str(tmp_path / "run"), timeout=60)
+    assert Run.open(tmp_path / "run").num_workers == 2
+
+
+def interrupted(rank, run_dir):
+    loop = Loop(rank, run_dir)
+    with contextlib.suppress(KeyboardInterrupt), loop.scope:
+        for step in range(10):
+            loop.step(step)
+            if step == 4:
+                raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_is_incomplete(tmp_path):
+    run_ranks(interrupted, 2, str(tmp_path / "run"))
+    run = Run.open(tmp_path / "run")
+    assert run.status == "incomplete"
+    assert run.table(Table.STEPS).num_rows == 5
+
+
+def start_problems(rank, folder):
+    problems = []
+    ddp = DistributedDataParallel(make_model())
+    for run_dir, options in (
+        (f"{folder}/file/run", {}),
+        (f"{folder}/run", {"every": 1 + rank}),
+        (f"{folder}/run", {"every": 0}),
+        (f"{folder}/run", {"sketch_width": 100}),
+    ):
+        try:
+            rankscope.watch(ddp, run_dir=run_dir, **options)
+        except rankscope.RankscopeError as error:
+            problems.append(str(error))
+    return problems
+
+
+def test_what_cannot_work_is_said_at_once_on_every_rank(tmp_path):
+    (tmp_path / "file").touch()
+    for problems in run_ranks(start_problems, 2, str(tmp_path)):
+        assert len(problems) == 4
+        assert "file" in problems[0]
+        assert "same options on every rank" in problems[1]
+        assert "every must be at least 1" in problems[2]
+        assert "prime" in problems[3]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_not_wrapped_is_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"wrapped in DistributedDataParallel, got TinyLM"):
+        rankscope.watch(make_model(), run_dir=tmp_path / "run")
+
+
+def restarted(rank, run_dir):
+    warnings = []
+    for _ in range(3):
+        loop = Loop(rank, run_dir)
+        loop.step(0)
+        loop.scope.close()
+        warnings += loop.warnings
+    return warnings
+
+
+def test_a_restarted_job_is_recorded_beside_the_first(tmp_path):
+    warnings, others = run_ranks(restarted, 2, str(tmp_path / "run"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2", "run-3"]
+    assert len(warnings) == 2
+    assert "already holds a run" in warnings[0]
+    assert others == []
+
+
+def same_batches(rank, run_dir):
+    findings = []
+    loop = Loop(rank, run_dir, on_finding=findings.append)
+    for step in range(6):
+        loop.step(step, rank=0 if rank in (0, 2) else rank)
+    loop.scope.close()
+    return [(f.cause, f.ranks, f.first_step) for f in findings], len(loop.scope.findings)
+
+
+def test_workers_that_share_their_batches_are_found_on_every_rank(tmp_path):
+    for findings, count in run_ranks(same_batches, 3, str(tmp_path / "run")):
+        assert findings[0] == ("data.duplicate_batches", (0, 2), 0)
+        assert count == 1
+    [finding] = Run.open(tmp_path / "run").findings()
+    assert finding.ranks == (0, 2)
+
+
+def raising_callback(rank, run_dir):
+    def on_finding(finding):
+        raise ValueError("user's bug")
+
+    loop = Loop(rank, run_dir, on_finding=on_finding)
+    for step in range(4):
+        loop.step(step, rank=0)
+    loop.scope.close()
+    return loop.warnings
+
+
+def test_a_callback_that_raises_changes_nothing(tmp_path):
+    for warnings in run_ranks(raising_callback, 2, str(tmp_path / "run")):
+        assert all("on_finding raised" in warning for warning in warnings)
+    assert Run.open(tmp_path / "run").status == "complete"
+
+
+class SharedCheckpointed(torch.nn.Module):
+    """A parameter used in two reentrant checkpoints: its hook fires several times a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(6, 6)
+        self.shared = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return x.square().mean()
+
+
+def reentrant(rank, run_dir):
+    ddp = DistributedDataParallel(SharedCheckpointed())
+    ddp._set_static_graph()
+    norms = []
+    with rankscope.watch(ddp, run_dir=run_dir) as scope:
+        for step in range(4):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            alone = SharedCheckpointed()
+            alone.load_state_dict(ddp.module.state_dict())
+            alone(x).backward()
+            norms.append(
+                float(sum(p.grad.double().square().sum() for p in alone.parameters())) ** 0.5
+            )
+            loss = ddp(x)
+            scope.loss(loss)
+            loss.backward()
+            ddp.zero_grad()
+    return norms
+
+
+def test_reentrant_checkpoints_are_measured_right_or_not_at_all(tmp_path):
+    norms = run_ranks(reentrant, 2, str(tmp_path / "run"))
+    run = Run.open(tmp_path / "run")
+    observed = run.columns(Table.STEPS, "observed")["observed"].astype(bool)
+    _, recorded = run.per_worker("grad_norm")
+    assert len(observed) == 4
+    assert observed[1:].all()
+    np.testing.assert_allclose(recorded[observed], np.array(norms).T[observed], rtol=1e-6)

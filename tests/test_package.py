@@ -1,0 +1,57 @@
+"""The face of the package: its names, what an import costs, and the example that it ships."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rankscope
+from rankscope import Run
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_public_names():
+    assert rankscope.__all__ == [
+        "Finding",
+        "RankscopeError",
+        "Run",
+        "Scope",
+        "Severity",
+        "StepReport",
+        "__version__",
+        "watch",
+    ]
+    for name in rankscope.__all__:
+        assert getattr(rankscope, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = rankscope.nothing
+
+
+def test_an_import_brings_nothing_heavy():
+    code = "import sys, rankscope; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("flags", "causes", "code"),
+    [([], [], 0), (["--forget-sampler"], ["data.duplicate_batches"], 1)],
+    ids=["healthy", "forgotten sampler"],
+)
+def test_the_two_lines_of_the_example(tmp_path, flags, causes, code):
+    run_dir = tmp_path / "run"
+    script = [str(ROOT / "examples" / "ddp_two_lines.py"), "--run-dir", str(run_dir), *flags]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    subprocess.run([*launcher, *script, "--steps", "40"], check=True, capture_output=True)
+    run = Run.open(run_dir)
+    assert run.status == "complete"
+    assert [finding.cause for finding in run.findings()] == causes
+    command = [sys.executable, "-m", "rankscope", "report", str(run_dir), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert json.loads(ended.stdout)
+    assert (run_dir / "report.html").exists()
