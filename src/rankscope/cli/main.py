@@ -1,0 +1,78 @@
+"""The ``rankscope`` command: its subcommands, and how errors are shown."""
+
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import rankscope
+from rankscope.cli.report import report
+from rankscope.cli.study import study
+from rankscope.errors import RankscopeError
+
+BAD_INPUT = 2
+FAILED = 3
+INTERRUPTED = 130
+
+NAME = "rankscope"
+
+_CommandLineError: Any = typer.BadParameter.__mro__[1]
+"""The error of a command line that cannot be read, from the copy of click that typer uses."""
+
+app = typer.Typer(
+    name=NAME,
+    help="See every worker of a data-parallel training job before all-reduce averages it away.",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(study)
+app.command()(report)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"rankscope {rankscope.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    """See every worker of a data-parallel training job before all-reduce averages it away."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def run() -> None:
+    """Run the command line; our own errors become one line and an exit code."""
+    try:
+        code = app(standalone_mode=False, prog_name=NAME)
+    except RankscopeError as error:
+        _say(str(error))
+        code = _exit_code(error)
+    except _CommandLineError as error:
+        command = error.ctx.command_path if error.ctx else NAME
+        _say(f"{error.format_message().rstrip('.')}; see {command} --help")
+        code = BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    sys.exit(code or 0)
+
+
+def _say(message: str) -> None:
+    line = Text.assemble(("rankscope: ", "bold red"), " ".join(message.split()))
+    Console(stderr=True).print(line, soft_wrap=True)
+
+
+def _exit_code(error: RankscopeError) -> int:
+    name = type(error).__name__
+    return {"StudyInterrupted": INTERRUPTED, "WorkerFailedError": FAILED}.get(name, BAD_INPUT)

@@ -1,0 +1,246 @@
+"""The verdict in the terminal: what is wrong first, then what to do, then the numbers.
+
+Text from records is printed as it is: never read as markup, and without control characters that
+could move the cursor.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+from rich.table import Table as Grid
+from rich.text import Text
+
+from rankscope.core.finding import Finding
+from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.rules import count
+from rankscope.record import Run
+from rankscope.web.study_words import (
+    Entry,
+    Study,
+    headline_of,
+    open_study,
+    why_heading,
+    why_they_differ,
+)
+from rankscope.web.words import (
+    cause_title,
+    number,
+    ranks_in_words,
+    steps_in_words,
+    tiles,
+    title_of,
+    whole,
+)
+
+NARROW = 76
+"""Columns below which notes go on lines of their own."""
+WIDE = 104
+"""Columns from which the study's table shows everything."""
+
+LONGEST = 112
+"""Columns of the longest line."""
+MARGIN = 2
+
+_LOOK = {
+    "healthy": ("●", "green"),
+    "note": ("○", "blue"),
+    "warning": ("▲", "yellow"),
+    "error": ("◆", "red"),
+}
+
+
+def render_run(run: Run, assessment: Assessment, console: Console) -> None:
+    """Print the verdict of a run.
+
+    Raises:
+        RunError: The findings cannot be read.
+    """
+    severity = str(assessment.severity or "healthy")
+    title = title_of(run.info, run.path)
+    console.print()
+    _show(console, _verdict(severity, assessment.headline, title))
+    console.print()
+    _show(console, _labelled("What to do", assessment.recommendation))
+    found = sorted(run.findings(), key=lambda item: (-item.severity, item.first_step))
+    if found:
+        _heading(console, "Findings")
+    for finding in found:
+        _show(console, _finding(finding, run.num_workers))
+        console.print()
+    _heading(console, _run_line(run, assessment), space=not found)
+    _show(console, _numbers(assessment, narrow=console.width < NARROW))
+    if assessment.statements:
+        _heading(console, "What the measurements say")
+        _points(console, assessment.statements)
+    console.print()
+
+
+def render_study(study_dir: Path, console: Console) -> None:
+    """Print the verdict of a study: its configurations side by side, and why they differ.
+
+    Raises:
+        RunError: The directory is not a study.
+    """
+    study = open_study(study_dir)
+    severity, headline = headline_of(study.entries)
+    console.print()
+    _show(console, _verdict(severity, headline, study.name))
+    _show(console, _plain(study.caption, "dim"))
+    console.print()
+    _show(console, _study_table(study, console.width))
+    for entries in _alike(study.entries):
+        if entries[0].severity != "healthy":
+            console.print()
+            _show(console, _entry(entries))
+    _heading(console, why_heading(study.entries))
+    for heading, words in why_they_differ(study.entries):
+        _show(console, _labelled(heading, words))
+        console.print()
+
+
+def _verdict(severity: str, headline: str, title: str) -> Text:
+    sign, colour = _LOOK[severity]
+    return Text.assemble(
+        (f"{sign} {severity.upper()}", f"bold {colour}"),
+        ("  ", ""),
+        _plain(title, "dim"),
+        "\n",
+        _plain(headline, "bold"),
+    )
+
+
+def _finding(finding: Finding, num_workers: int) -> Text:
+    sign, colour = _LOOK[str(finding.severity)]
+    where = f"{ranks_in_words(finding.ranks, num_workers)} · {steps_in_words(finding)}"
+    return Text.assemble(
+        (f"{sign} {finding.severity}", f"bold {colour}"),
+        "  ",
+        _plain(cause_title(finding.cause), "bold"),
+        "  ",
+        _plain(finding.cause, "dim"),
+        "\n",
+        _plain(where, colour),
+        "\n",
+        _plain(finding.explanation),
+        "\n",
+        ("Check next: ", "bold"),
+        _plain(finding.next_check),
+    )
+
+
+def _run_line(run: Run, assessment: Assessment) -> str:
+    steps = assessment.values.get("steps")
+    parts = [
+        count(run.num_workers, "worker"),
+        count(int(steps), "step") if steps is not None else "",
+        str(run.info.get("model") or ""),
+        "" if run.status == "complete" else run.status,
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _numbers(assessment: Assessment, *, narrow: bool) -> RenderableType:
+    grid = Grid.grid(padding=(0, 2))
+    for _ in range(2 if narrow else 3):
+        grid.add_column()
+    for tile in tiles(assessment.values):
+        cells = [_plain(tile["label"]), _plain(tile["value"], "bold")]
+        note = _plain(tile["note"], "dim")
+        grid.add_row(*cells, *(() if narrow else (note,)))
+        if narrow:
+            grid.add_row("", note)
+    return grid
+
+
+def _study_table(study: Study, width: int) -> RenderableType:
+    table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    columns = _columns(width)
+    for name in columns:
+        left = name in {"Setting", "Verdict"}
+        table.add_column(name, justify="left" if left else "right", no_wrap=not left)
+    for entry in study.entries:
+        cells = _cells(entry)
+        table.add_row(*(cells[name] for name in columns))
+    return table
+
+
+def _columns(width: int) -> list[str]:
+    columns = ["Setting", "Verdict", "Loss std", "Norm std", "Cosine", "Different", "Drawn"]
+    if width < NARROW:
+        return [name for name in columns if name not in {"Norm std", "Drawn"}]
+    return [*columns, "Loss std/expected", "Loss"] if width >= WIDE else columns
+
+
+def _cells(entry: Entry) -> dict[str, Text]:
+    sign, colour = _LOOK[entry.severity]
+    first, last = entry.number("loss_first"), entry.number("loss_last")
+    return {
+        "Setting": _plain(entry.name),
+        "Verdict": Text(f"{sign} {entry.severity}", style=colour),
+        "Loss std": Text(number(entry.number("loss_std"))),
+        "Loss std/expected": Text(number(entry.number("dispersion_ratio"), 2)),
+        "Norm std": Text(number(entry.number("grad_norm_std"))),
+        "Cosine": Text(number(entry.number("cosine_mean"))),
+        "Different": Text(whole(entry.number("distinct_samples"))),
+        "Drawn": Text(whole(entry.number("samples_drawn"))),
+        "Loss": Text(f"{number(first, 2)} → {number(last, 2)}"),
+    }
+
+
+def _alike(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Group the entries that say the same, so that each thing is said once."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        said = (entry.severity, entry.text("headline"), entry.text("recommendation"))
+        groups.setdefault(said, []).append(entry)
+    return list(groups.values())
+
+
+def _entry(entries: Sequence[Entry]) -> Text:
+    entry = entries[0]
+    sign, colour = _LOOK[entry.severity]
+    return Text.assemble(
+        (f"{sign} ", colour),
+        _plain("; ".join(member.name for member in entries), "bold"),
+        "  ",
+        _plain(entry.text("headline")),
+        "\n",
+        ("What to do: ", "bold"),
+        _plain(entry.text("recommendation")),
+    )
+
+
+def _labelled(label: str, words: str) -> Text:
+    return Text.assemble((f"{label}: ", "bold"), _plain(words))
+
+
+def _heading(console: Console, words: str, *, space: bool = True) -> None:
+    if space:
+        console.print()
+    _show(console, _plain(words, "bold underline"))
+
+
+def _points(console: Console, sentences: Sequence[str]) -> None:
+    grid = Grid.grid(padding=(0, 1))
+    grid.add_column(width=1)
+    grid.add_column()
+    for sentence in sentences:
+        grid.add_row("·", _plain(sentence))
+    _show(console, grid)
+
+
+def _show(console: Console, content: RenderableType) -> None:
+    """Print with a margin, in lines that are not too long to read and end where the text does."""
+    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
+    for line in console.render_lines(content, options, pad=False):
+        console.print(Segments([Segment(" " * MARGIN), *line, Segment.line()]), end="")
+
+
+def _plain(words: str, style: str = "") -> Text:
+    return Text(_without_controls(words), style=style)
+
+
+def _without_controls(words: Iterable[str]) -> str:
+    return "".join(sign if sign.isprintable() else " " for sign in words)

@@ -1,0 +1,153 @@
+"""What a study is asked to do: settings, readings, options."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rankscope.errors import UsageError
+
+MAX_SEED = 2**31 - 1
+"""Far below what random generators take, so that a worker's own seed fits too."""
+
+
+class Reading(StrEnum):
+    """How workers get their samples; the paper's text admits both."""
+
+    SHARDED = "sharded"
+    """Each worker draws from its own shard (``DistributedSampler``)."""
+    REPLICATED = "replicated"
+    """Each worker draws from the whole set: equal seeds mean equal batches."""
+
+
+class Setting(StrEnum):
+    """The paper's three seed settings."""
+
+    S1_1 = "s1-1"
+    """All workers share the seed."""
+    S1_2 = "s1-2"
+    """Worker 0 has another seed."""
+    S1_3 = "s1-3"
+    """Every worker has its own seed."""
+
+    def seed_of(self, rank: int, seed: int) -> int:
+        """Return the seed of one worker's random generators and sample order."""
+        if self is Setting.S1_1:
+            return seed
+        if self is Setting.S1_2:
+            return seed + 1000 if rank == 0 else seed
+        return seed + 1000 * (rank + 1)
+
+
+class Precision(StrEnum):
+    """Arithmetic of forward and backward passes; parameters stay in fp32."""
+
+    AUTO = "auto"
+    """bf16 on an accelerator, fp32 on a CPU."""
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """One training of a study: a reading and a setting."""
+
+    reading: Reading
+    setting: Setting
+
+    @property
+    def name(self) -> str:
+        """Name of its run directory: ``sharded-s1-1``."""
+        return f"{self.reading}-{self.setting}"
+
+
+@dataclass(frozen=True, slots=True)
+class StudyConfig:
+    """All options of a study; the same options and seed give the same numbers.
+
+    Attributes:
+        data: ``builtin``, a JSON or JSONL file in Alpaca's format, or a Hugging Face data set.
+        model: ``tiny``, ``pangu-1b``, or a Hugging Face name or directory.
+        weights: Directory of published weights for ``pangu-1b``; empty for random ones.
+        workers: W, the number of workers.
+        steps: Optimizer steps per combination.
+        batch_size: Samples per worker and micro-batch.
+        accumulation: Micro-batches per step.
+        readings: Readings to try.
+        settings: Settings to try.
+        seed: Seed of everything.
+        limit: First N records of the data; None for all.
+        max_length: Longest sample in tokens.
+        learning_rate: AdamW's learning rate; 0 for the model's default.
+        precision: Arithmetic of forward and backward passes.
+        save_all: Save the models of all combinations, not of the sharded reading alone.
+    """
+
+    data: str = "builtin"
+    model: str = "tiny"
+    weights: str = ""
+    workers: int = 8
+    steps: int = 30
+    batch_size: int = 4
+    accumulation: int = 1
+    readings: tuple[Reading, ...] = (Reading.SHARDED, Reading.REPLICATED)
+    settings: tuple[Setting, ...] = (Setting.S1_1, Setting.S1_2, Setting.S1_3)
+    seed: int = 0
+    limit: int | None = None
+    max_length: int = 1024
+    learning_rate: float = 0.0
+    precision: Precision = Precision.AUTO
+    save_all: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "steps", "batch_size", "accumulation"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.max_length < 2:
+            raise UsageError(f"--max-length must be at least 2 tokens, got {self.max_length}")
+        if not 0 <= self.learning_rate < math.inf:
+            raise UsageError(f"--learning-rate must be a positive number, got {self.learning_rate}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise UsageError(f"--seed must be between 0 and {MAX_SEED}, got {self.seed}")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"--limit must be at least 1 record, got {self.limit}")
+        if self.weights and self.model != "pangu-1b":
+            raise UsageError(
+                f"--weights loads into --model pangu-1b only, got --model {self.model}; "
+                "give the directory as --model instead"
+            )
+        if self.weights and not Path(self.weights).is_dir():
+            raise UsageError(f"--weights expected a directory, got {self.weights}")
+
+    @property
+    def combinations(self) -> Iterator[Combination]:
+        """All trainings, in order."""
+        for reading in self.readings:
+            for setting in self.settings:
+                yield Combination(reading, setting)
+
+    @property
+    def effective_learning_rate(self) -> float:
+        """The learning rate that is used."""
+        return self.learning_rate or (5e-4 if self.model == "tiny" else 2e-5)
+
+    def saves(self, combination: Combination) -> bool:
+        """Whether the model of a combination is saved."""
+        return self.save_all or combination.reading is Reading.SHARDED
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as plain JSON values."""
+        return {**asdict(self), "readings": list(self.readings), "settings": list(self.settings)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "StudyConfig":
+        """Read what :meth:`to_json` wrote."""
+        known = {field.name: values[field.name] for field in fields(cls)}
+        known["readings"] = tuple(Reading(name) for name in values["readings"])
+        known["settings"] = tuple(Setting(name) for name in values["settings"])
+        known["precision"] = Precision(values["precision"])
+        return cls(**known)

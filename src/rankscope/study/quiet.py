@@ -1,0 +1,54 @@
+"""Hugging Face's libraries without the notices that our users cannot act on."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rankscope.errors import MissingExtraError
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Silence the download library, which reports each attempt to reach an absent network."""
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        hub.setLevel(level)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence progress bars and notices of transformers, and of the library it downloads with.
+
+    Raises:
+        MissingExtraError: ``transformers`` is not installed.
+    """
+    try:
+        from transformers.utils import logging as transformers_logging
+    except ImportError as error:
+        raise MissingExtraError("rankscope study", "study") from error
+    library: Any = transformers_logging  # its functions have no types
+    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    try:
+        with quiet_hub():
+            yield
+    finally:
+        library.set_verbosity(level)
+        if bars:
+            library.enable_progress_bar()
+
+
+def reason(error: BaseException, limit: int = 200) -> str:
+    """Return why a library failed, in part of a line: the first sentences of its message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if len(text) <= limit:
+        return text.rstrip(".")
+    cut = text[:limit]
+    sentence, dot, _ = cut.rpartition(". ")
+    return sentence if dot else cut.rpartition(" ")[0] + " …"

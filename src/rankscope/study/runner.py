@@ -1,0 +1,292 @@
+"""Runs a whole study: prepares, launches the workers, and writes what they found."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from rankscope.errors import DataError, MissingExtraError, RankscopeError, RunError, UsageError
+from rankscope.record import Run
+from rankscope.study import worker
+from rankscope.study.config import Combination, StudyConfig
+from rankscope.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
+from rankscope.study.prepare import Prepared, prepare, scratch_directory
+from rankscope.study.summary import (
+    Entry,
+    summarize_run,
+    write_model_card,
+    write_summary,
+    write_whole,
+)
+
+STUDY_FILE = "study.json"
+PARTS = ("runs", "models", "figures", "report.html", "summary.json", "summary.md", "error.log")
+"""What else a study leaves in its directory."""
+
+T = TypeVar("T")
+
+
+def run_study(
+    config: StudyConfig, output: Path, *, resume: bool = False, overwrite: bool = False
+) -> list[Entry] | None:
+    """Fine-tune under every combination and summarise; the entries of ``summary.json``.
+
+    Starts its own workers on this machine, or is one of them when an outer ``torchrun`` started
+    this process; all but rank 0 then return None.
+
+    Args:
+        config: What to do.
+        output: The study's directory.
+        resume: Continue a study with the same options; finished trainings are kept.
+        overwrite: Remove a study that is there.
+
+    Raises:
+        UsageError: Options that cannot work; the directory is taken.
+        DataError: The data cannot be used.
+        RunError: The directory cannot be written.
+        MissingExtraError: A package of the extra ``study`` is missing.
+        StudyInterrupted: A signal asked to stop.
+        WorkerFailedError: A worker failed.
+    """
+    _require_extra()
+    if resume and overwrite:
+        raise UsageError("--resume keeps a study and --overwrite removes it; give one of them")
+    run = _run_inside if inside_torchrun() else _run_here
+    try:
+        with stopping_once():
+            return run(config, output, resume=resume, overwrite=overwrite)
+    except KeyboardInterrupt as error:
+        if inside_torchrun() and os.environ["RANK"] != "0":
+            raise SystemExit(130) from error  # rank 0 says it for all
+        raise StudyInterrupted(_how_to_go_on(output)) from error
+    except OSError as error:
+        raise _unwritable(output, error) from error
+
+
+def _run_here(config: StudyConfig, output: Path, *, resume: bool, overwrite: bool) -> list[Entry]:
+    """Start the workers on this machine."""
+    todo = _check(config, output, resume=resume, overwrite=overwrite)
+    if todo:
+        with scratch_directory() as folder:
+            prepared = prepare(config, Path(folder))
+            _begin(config, output, prepared, todo, overwrite=overwrite)
+            launch(
+                worker.main,
+                config.workers,
+                config,
+                output,
+                prepared,
+                todo,
+                error_log=output / "error.log",
+            )
+    return _finish(config, output)
+
+
+def _run_inside(
+    config: StudyConfig, output: Path, *, resume: bool, overwrite: bool
+) -> list[Entry] | None:
+    """Be one of the workers that an outer ``torchrun`` started."""
+    device = worker.join_process_group()
+    try:
+        first = dist.get_rank() == 0
+        _together(partial(_check_ranks, config), here=first)
+        check = partial(_check, config, output, resume=resume, overwrite=overwrite)
+        answer = [_together(check, here=first)]
+        dist.broadcast_object_list(answer)
+        todo = answer[0]
+        if todo:
+            with scratch_directory() as folder:
+                prepared = _prepare_on_each_machine(config, Path(folder))
+                begin = partial(_begin, config, output, prepared, todo, overwrite=overwrite)
+                _together(begin, here=first)
+                worker.run_combinations(config, output, prepared, todo, device)
+        return _finish(config, output) if first else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_ranks(config: StudyConfig) -> None:
+    if dist.get_world_size() != config.workers:
+        raise UsageError(
+            f"torchrun started {dist.get_world_size()} ranks, the study has --workers "
+            f"{config.workers}; make them equal"
+        )
+
+
+def _prepare_on_each_machine(config: StudyConfig, folder: Path) -> Prepared:
+    """Prepare on the first rank of each machine before the others, which find the base cached."""
+    early = os.environ["LOCAL_RANK"] == "0"
+    first = _together(partial(prepare, config, folder), here=early)
+    other = _together(partial(prepare, config, folder), here=not early)
+    prepared = first or other
+    assert prepared is not None, "every rank has prepared, early or late"
+    return prepared
+
+
+def _together(work: Callable[[], T], *, here: bool) -> T | None:
+    """Work on the ranks that are meant to; when one of them cannot, all ranks end alike.
+
+    Every rank calls it. Rank 0 raises the error, so that it is shown once.
+    """
+    result, problem = None, ""
+    if here:
+        try:
+            result = work()
+        except (RankscopeError, OSError) as error:
+            problem = str(error)
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    problem = next(filter(None, problems), "")
+    if problem and dist.get_rank() == 0:
+        raise UsageError(problem)
+    if problem:
+        raise SystemExit(2)
+    return result
+
+
+def _require_extra() -> None:
+    try:
+        import tokenizers  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("rankscope study", "study") from error
+
+
+def _how_to_go_on(output: Path) -> str:
+    if (output / STUDY_FILE).exists():
+        return f"Interrupted. What was measured is in {output}; continue with --resume."
+    return "Interrupted before the first training; nothing was written."
+
+
+def _unwritable(output: Path, error: OSError) -> RunError:
+    return RunError(
+        f"{error.filename or output} cannot be written ({error.strerror or error}); make room, or "
+        "choose another --output"
+    )
+
+
+def _check(
+    config: StudyConfig, output: Path, *, resume: bool, overwrite: bool
+) -> list[Combination]:
+    """Make sure that the directory may be written; return the trainings that are left to do.
+
+    Nothing is written or removed yet: data or model may turn out to be unusable.
+    """
+    taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    ours = (output / STUDY_FILE).exists()
+    if taken and overwrite and not ours:
+        raise UsageError(f"{output} is not a study, so it is not overwritten; choose another")
+    if taken and not overwrite and not (resume and ours):
+        hint = "use --resume or --overwrite" if ours else "choose another directory"
+        raise UsageError(f"{output} exists already; {hint}")
+    _check_writable(output)
+    if not taken or overwrite:
+        return list(config.combinations)
+    _check_same(config, output)
+    return [c for c in config.combinations if not _is_complete(config, output, c)]
+
+
+def _check_writable(output: Path) -> None:
+    folder = output
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise RunError(f"{output} cannot be written ({folder} is a file); choose another --output")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RunError(
+            f"{output} cannot be written (no permission to write in {folder}); choose another "
+            "--output, or change the permission"
+        )
+
+
+def _check_same(config: StudyConfig, output: Path) -> None:
+    before = _read_study(output)["config"]
+    now = config.to_json()
+    for name in now:
+        if now[name] != before.get(name):
+            option = "--" + {"readings": "reading"}.get(name, name).replace("_", "-")
+            raise UsageError(
+                f"--resume needs the options that the study began with: {option} was "
+                f"{_shown(before.get(name))} and is {_shown(now[name])}; use --overwrite or "
+                "another --output"
+            )
+
+
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+def _read_study(output: Path) -> dict[str, Any]:
+    try:
+        study = json.loads((output / STUDY_FILE).read_text(encoding="utf-8"))
+    except ValueError:
+        study = None
+    if not isinstance(study, dict) or not isinstance(study.get("config"), dict):
+        raise DataError(f"{output / STUDY_FILE} is damaged; use --overwrite or another --output")
+    return study
+
+
+def _is_complete(config: StudyConfig, output: Path, combination: Combination) -> bool:
+    path = output / "runs" / combination.name
+    if not Run.is_run(path):
+        return False
+    run = Run.open(path)
+    saved = not config.saves(combination) or (output / "models" / combination.name).is_dir()
+    return run.status == "complete" and run.info.get("steps") == config.steps and saved
+
+
+def _begin(
+    config: StudyConfig,
+    output: Path,
+    prepared: Prepared,
+    todo: Sequence[Combination],
+    *,
+    overwrite: bool,
+) -> None:
+    """Write what the study is, and clear what is left of trainings that did not finish."""
+    if overwrite:
+        for name in PARTS:
+            _remove(output / name)
+    elif (output / STUDY_FILE).exists():
+        _check_same_data(prepared, output)
+    (output / "models").mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"config": config.to_json(), **prepared.facts}, indent=2)
+    write_whole(output / STUDY_FILE, text + "\n")
+    for combination in todo:
+        _remove(output / "runs" / combination.name)
+    for partial_model in (output / "models").glob(".*.partial-*"):
+        _remove(partial_model)
+    _remove(output / "error.log")
+
+
+def _check_same_data(prepared: Prepared, output: Path) -> None:
+    before = _read_study(output)
+    for name, what in {"data_digest": "data", "num_parameters": "model"}.items():
+        if prepared.facts[name] != before.get(name):
+            raise UsageError(
+                f"--resume needs the {what} that the study began with, and its content has "
+                "changed since; use --overwrite or another --output"
+            )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _finish(config: StudyConfig, output: Path) -> list[Entry]:
+    entries = []
+    for combination in config.combinations:
+        entry = summarize_run(output, combination, config)
+        if config.saves(combination):
+            write_model_card(output / "models" / combination.name, entry, config)
+        entries.append(entry)
+    write_summary(output, entries)
+    return entries

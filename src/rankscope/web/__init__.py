@@ -1,0 +1,63 @@
+"""Pages and figures over records: one self-contained HTML file per run or study, PNG figures.
+
+They need the extra ``web``; importing this package does not.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rankscope.errors import MissingExtraError
+from rankscope.record import Run
+
+_EXTRA = ("altair", "jinja2", "markupsafe", "vl_convert")
+
+__all__ = ["write_figures", "write_report", "write_study_report"]
+
+
+def write_report(run: Run, path: Path | None = None) -> Path:
+    """Write a run's page, by default ``report.html`` in its directory, and return its path.
+
+    Raises:
+        MissingExtraError: The extra ``web`` is not installed.
+        RunError: A table cannot be read, or the file cannot be written.
+    """
+    with _needs_extra("report.html"):
+        from rankscope.web.page import write_run_page
+    return write_run_page(run, path)
+
+
+def write_study_report(study_dir: Path, path: Path | None = None) -> Path:
+    """Write a study's page, by default ``report.html`` in its directory, and return its path.
+
+    Raises:
+        MissingExtraError: The extra ``web`` is not installed.
+        RunError: The study or a run of it cannot be read, or the file cannot be written.
+    """
+    with _needs_extra("report.html"):
+        from rankscope.web.study_page import write_study_page
+    return write_study_page(Path(study_dir), path)
+
+
+def write_figures(study_dir: Path) -> list[Path]:
+    """Write a study's PNG files into its directory ``figures`` and return their paths.
+
+    They are ``averaged-loss.png``, ``metrics.png`` and ``cosine-heatmap.png``.
+
+    Raises:
+        MissingExtraError: The extra ``web`` is not installed.
+        RunError: The study or a run of it cannot be read, or a file cannot be written.
+    """
+    with _needs_extra("a study's figures"):
+        from rankscope.web.study_page import write_study_figures
+    return write_study_figures(Path(study_dir))
+
+
+@contextmanager
+def _needs_extra(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in _EXTRA:
+            raise MissingExtraError(what, "web") from error
+        raise

@@ -1,0 +1,165 @@
+r"""One HTML file that needs nothing else: template, style, scripts, figures and their data.
+
+The file carries a content security policy that lets a browser run these scripts only, by their
+digests, and open no connection at all. Names from a run pass through Jinja's escaping, or through
+JSON in which ``<`` is written ``\u003c``; so they can never become markup.
+"""
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import jinja2
+import vl_convert
+from markupsafe import Markup
+
+from rankscope.errors import RunError
+from rankscope.web import theme, words
+from rankscope.web.parts import Tables
+
+_TEMPLATES = Path(__file__).parent / "templates"
+Spec = dict[str, Any]
+
+
+def vegalite_version() -> str:
+    """Return the Vega-Lite version that Altair writes, as vl-convert names it: ``"6.1"``."""
+    return ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+
+
+def spec_of(chart: alt.TopLevelMixin) -> Spec:
+    """Return a chart as a Vega-Lite specification, without data and configuration."""
+    spec: Spec = chart.to_dict()
+    spec.pop("$schema", None)
+    spec.pop("config", None)
+    return spec
+
+
+def png_of(chart: alt.TopLevelMixin, tables: Tables, *, scale: float = 2.0) -> bytes:
+    """Return a chart in the light mode as PNG; ``scale`` is pixels per unit of its size."""
+    png: bytes = vl_convert.vegalite_to_png(
+        {**spec_of(chart), "datasets": tables.rows},
+        vl_version=vegalite_version(),
+        scale=scale,
+        config={**theme.config(theme.LIGHT), "padding": 24},
+        allowed_base_urls=[],
+    )
+    return png
+
+
+def render(
+    template: str, context: Mapping[str, Any], figures: Mapping[str, Spec], tables: Tables
+) -> str:
+    """Return the page.
+
+    Args:
+        template: File name under ``templates``.
+        context: What the template shows.
+        figures: Vega-Lite specifications by the name that the template places them under.
+        tables: The data of these figures.
+    """
+    scripts = [_script(_bundle()), _script(_source("page.js"))]
+    page: str = (
+        _environment()
+        .get_template(template)
+        .render(
+            **context,
+            style=Markup(_source("style.css")),
+            scripts=[Markup(script) for script in scripts],
+            script_digests=[_digest(script) for script in scripts],
+            figures=_json({"specs": figures, "datasets": _columns(tables), "configs": _configs()}),
+        )
+    )
+    return page
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file whole: a reader sees the old one or the new one.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    return write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> Path:
+    """Write a file whole: a reader sees the old one or the new one.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}; "
+            "make the directory writable or name another file"
+        ) from error
+    return path
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = words.number
+    environment.filters["whole"] = words.whole
+    return environment
+
+
+@functools.cache
+def _bundle() -> str:
+    snippet = "window.vegaEmbed = vegaEmbed;"
+    bundle: str = vl_convert.javascript_bundle(snippet, vl_version=vegalite_version())
+    return bundle
+
+
+def _source(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _script(source: str) -> str:
+    return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _configs() -> dict[str, Any]:
+    return {"light": theme.config(theme.LIGHT), "dark": theme.config(theme.DARK)}
+
+
+def _columns(tables: Tables) -> dict[str, dict[str, list[Any]]]:
+    """Return the data by columns, a third of the size of rows; the page's script turns it back."""
+    return {
+        name: {field: [row[field] for row in rows] for field in (rows[0] if rows else ())}
+        for name, rows in tables.rows.items()
+    }
+
+
+def _json(value: Any) -> Markup:
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    for sign, code in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
+        text = text.replace(sign, code)
+    return Markup(text)

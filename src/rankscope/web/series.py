@@ -1,0 +1,201 @@
+"""From a run's arrays to the few rows that a figure draws.
+
+Long runs are thinned in bins of steps, and each bin keeps its lowest and its highest value: a
+spike of a single step stays visible at any length. Rows are lists of plain dictionaries; an
+undefined value becomes None, which figures leave blank.
+
+Shapes: T steps, W workers.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Row = dict[str, Any]
+
+MAX_BINS = 220
+"""Bins of one curve: about one per two pixels of the widest figure."""
+MAX_LINES = 48
+"""Workers that a figure draws as lines of their own."""
+MAX_POINTS = 9_000
+"""Points of all workers' lines in one figure."""
+MAX_CELLS = 160_000
+"""Cells of all frames of one heatmap."""
+MAX_SAMPLES = 30_000_000
+"""Sample identities that are counted for the coverage figure (240 MB)."""
+
+
+def extremes(values_T: Floats, num_bins: int = MAX_BINS) -> Ints:
+    """Return the indices that keep the shape of a curve: lowest and highest of every bin.
+
+    Args:
+        values_T: The curve, NaN where undefined.
+        num_bins: Bins of equal width; at most twice as many indices come back, plus two.
+
+    Returns:
+        Increasing indices into ``values_T``, the first and last included; all of them if there
+        are at most ``2 * num_bins``.
+    """
+    length = len(values_T)
+    if length <= 2 * num_bins:
+        return np.arange(length)
+    edges = np.linspace(0, length, num_bins + 1).astype(np.int64)
+    keep = {0, length - 1}
+    for start, stop in itertools.pairwise(edges):
+        part = values_T[start:stop]
+        known = np.flatnonzero(np.isfinite(part))
+        if known.size:
+            keep.add(int(start + known[part[known].argmin()]))
+            keep.add(int(start + known[part[known].argmax()]))
+    return np.array(sorted(keep), dtype=np.int64)
+
+
+def curve(steps_T: Ints, values_T: Floats, num_bins: int = MAX_BINS) -> list[Row]:
+    """Return rows ``{step, value}`` of one curve, thinned with its extremes kept."""
+    kept = extremes(values_T, num_bins)
+    return _rows(step=steps_T[kept], value=values_T[kept])
+
+
+def band(steps_T: Ints, values_TW: Floats, num_bins: int = MAX_BINS) -> list[Row]:
+    """Return rows ``{step, low, high}``: the workers' range; of all steps of a bin when thinned.
+
+    Steps in which no worker has a value are None.
+    """
+    low_T = _over_workers(np.fmin, values_TW)
+    high_T = _over_workers(np.fmax, values_TW)
+    length = len(steps_T)
+    if length > 2 * num_bins:
+        starts = np.linspace(0, length, num_bins, endpoint=False).astype(np.int64)
+        low_T = np.fmin.reduceat(low_T, starts)
+        high_T = np.fmax.reduceat(high_T, starts)
+        steps_T = steps_T[starts]
+    return _rows(step=steps_T, low=low_T, high=high_T)
+
+
+def _over_workers(reduce: np.ufunc, values_TW: Floats) -> Floats:
+    finite_TW = np.where(np.isfinite(values_TW), values_TW, np.nan)
+    result: Floats = reduce.reduce(finite_TW, axis=1, initial=np.nan)
+    return result
+
+
+def chosen_workers(values_TW: Floats, named: Iterable[int] = ()) -> list[int]:
+    """Return the ranks to draw: all, or those that matter most and an even sample of the rest.
+
+    With more than ``MAX_LINES`` workers these are the workers that a finding names, those with
+    the largest mean distance from the median worker, and evenly spaced others.
+    """
+    num_workers = values_TW.shape[1]
+    if num_workers <= MAX_LINES:
+        return list(range(num_workers))
+    known = np.isfinite(values_TW)
+    parts = [row[finite] for row, finite in zip(values_TW, known, strict=True)]
+    centre_T1 = np.array([[np.median(part) if part.size else 0.0] for part in parts])
+    distance_TW = np.where(known, np.abs(np.where(known, values_TW, 0.0) - centre_T1), 0.0)
+    distance_W = distance_TW.sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+    chosen = dict.fromkeys([rank for rank in named if 0 <= rank < num_workers][: MAX_LINES // 2])
+    chosen |= dict.fromkeys(np.argsort(-distance_W, kind="stable")[: MAX_LINES // 4].tolist())
+    others = [rank for rank in range(num_workers) if rank not in chosen]
+    even = np.linspace(0, len(others) - 1, MAX_LINES - len(chosen)).astype(int)
+    return sorted([*chosen, *(others[index] for index in even)])
+
+
+def deviations(values_TW: Floats) -> list[Row]:
+    """Return rows ``{rank, value, low, high}``: how far each worker lies from the step's mean.
+
+    ``value`` is the mean over steps, ``low`` and ``high`` are one standard error below and above
+    it. Workers without a value have no row; with a single step the error is unknown and None.
+    """
+    known = np.isfinite(values_TW)
+    counts_T = known.sum(axis=1)
+    sums_T = np.where(known, values_TW, 0.0).sum(axis=1)
+    means_T = np.divide(sums_T, counts_T, out=np.zeros(len(sums_T)), where=counts_T > 0)
+    rows = []
+    for rank, finite_T in enumerate(known.T):
+        apart = values_TW[finite_T, rank] - means_T[finite_T]
+        if not apart.size:
+            continue
+        middle = float(apart.mean())
+        error = float(apart.std(ddof=1) / np.sqrt(apart.size)) if apart.size > 1 else np.nan
+        ends = {"low": _plain(middle - error), "high": _plain(middle + error)}
+        rows.append({"rank": rank, "value": _plain(middle), **ends})
+    return rows
+
+
+def lines(steps_T: Ints, values_TW: Floats, ranks: Sequence[int]) -> list[Row]:
+    """Return rows ``{step, rank, value}`` of the given workers, each thinned on its own."""
+    num_bins = max(20, min(MAX_BINS, MAX_POINTS // (2 * max(len(ranks), 1))))
+    rows: list[Row] = []
+    for rank in ranks:
+        kept = extremes(values_TW[:, rank], num_bins)
+        points = _rows(step=steps_T[kept], value=values_TW[kept, rank])
+        rows.extend({"step": p["step"], "rank": rank, "value": p["value"]} for p in points)
+    return rows
+
+
+def frames(steps_T: Ints, cosines_TWW: Floats) -> tuple[list[str], list[Row]]:
+    """Return a heatmap's frames: the mean over the run first, then single steps.
+
+    Args:
+        steps_T: Steps in which gradients were observed.
+        cosines_TWW: Pairwise cosines of these steps, NaN where undefined.
+
+    Returns:
+        A label per frame, and rows ``{frame, cosines}`` whose flat list has W² values row by row,
+        None where undefined. Steps are thinned to ``MAX_CELLS`` cells in all.
+    """
+    length, num_workers = cosines_TWW.shape[:2]
+    most = int(np.clip(MAX_CELLS // max(num_workers**2, 1), 8, 400))
+    kept = np.unique(np.linspace(0, max(length - 1, 0), min(length, most)).astype(np.int64))
+    known = np.isfinite(cosines_TWW)
+    counts = known.sum(axis=0)
+    sums = np.where(known, cosines_TWW, 0.0).sum(axis=0)
+    mean = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
+    labels = [f"mean of {length:,} steps", *(f"step {step:,}" for step in steps_T[kept])]
+    stack = [mean, *cosines_TWW[kept]]
+    return labels, [
+        {"frame": index, "cosines": [_plain(v, 3) for v in frame.ravel()]}
+        for index, frame in enumerate(stack)
+    ]
+
+
+def coverage(steps_R: Ints, samples_R: Sequence[Ints], num_bins: int = MAX_BINS) -> list[Row]:
+    """Return rows ``{step, drawn, distinct}``: samples so far, and different ones among them.
+
+    Args:
+        steps_R: Step of each of R rows of the samples table, in increasing order.
+        samples_R: The identities of the samples in each row.
+        num_bins: About as many rows come back.
+    """
+    sizes_R = np.array([len(samples) for samples in samples_R], dtype=np.int64)
+    if not sizes_R.sum() or sizes_R.sum() > MAX_SAMPLES:
+        return []
+    steps_N = np.repeat(steps_R, sizes_R)
+    _, first = np.unique(np.concatenate(list(samples_R)), return_index=True)
+    is_new_N = np.zeros(len(steps_N), dtype=np.int64)
+    is_new_N[first] = 1
+    steps_T, last = np.unique(steps_N[::-1], return_index=True)
+    ends = len(steps_N) - 1 - last
+    distinct_T = np.cumsum(is_new_N)[ends]
+    kept = np.unique(np.linspace(0, len(steps_T) - 1, 2 * num_bins).astype(np.int64))
+    return _rows(step=steps_T[kept], drawn=(ends + 1)[kept], distinct=distinct_T[kept])
+
+
+def _rows(**columns: NDArray[Any]) -> list[Row]:
+    names = list(columns)
+    lists = [[_plain(value) for value in column] for column in columns.values()]
+    return [dict(zip(names, values, strict=True)) for values in zip(*lists, strict=True)]
+
+
+def _plain(value: Any, digits: int = 6) -> float | int | None:
+    """Return a JSON number of few digits, or None for NaN and infinities."""
+    if isinstance(value, np.integer | int):
+        return int(value)
+    if not np.isfinite(value):
+        return None
+    short = float(f"{float(value):.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short

@@ -1,0 +1,185 @@
+"""Numbers and records in words, for the page and the terminal alike. Needs no extra package."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankscope.core.finding import Finding
+from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.rules import RULES, name_ranks
+
+UNKNOWN = "–"
+Values = Mapping[str, Any]
+
+
+def missing(value: Any) -> bool:
+    """Tell whether a value is undefined: None, NaN or ``MISSING_INT``."""
+    return value is None or value == MISSING_INT or bool(value != value)
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """Return a number as it is read: ``0.253``, ``1,024``, ``2.1e-07``, or a dash if undefined.
+
+    Below 1e-9 it is zero: what rounding leaves of equal float64 values.
+    """
+    if missing(value):
+        return UNKNOWN
+    if isinstance(value, int | np.integer):
+        return f"{int(value):,}"
+    size = abs(float(value))
+    if size < 1e-9 or 1e-3 <= size < 1e3:
+        return f"{float(value):.{digits}f}"
+    return f"{float(value):,.0f}" if 1e3 <= size < 1e7 else f"{float(value):.1e}"
+
+
+def whole(value: Any) -> str:
+    """Return a value as a whole number: ``960``, or a dash if undefined."""
+    return UNKNOWN if missing(value) else f"{round(value):,}"
+
+
+def ranks_in_words(ranks: Sequence[int], num_workers: int) -> str:
+    """Return ranks as words: ``rank 3``, ``ranks 0 and 2–5``, ``all 8 workers``."""
+    if not ranks:
+        return "the whole run"
+    if len(set(ranks)) == num_workers > 1:
+        return f"all {num_workers:,} workers"
+    return name_ranks(ranks)
+
+
+def steps_in_words(finding: Finding) -> str:
+    """Return when a finding showed: ``step 4`` or ``steps 4 to 119``."""
+    if finding.first_step == finding.last_step:
+        return f"step {finding.first_step:,}"
+    return f"steps {finding.first_step:,} to {finding.last_step:,}"
+
+
+def ratio_in_words(values: Values) -> str:
+    """Return the loss dispersion against its null: ``1.02 × what sampling explains``."""
+    ratio: Any = values.get("dispersion_ratio")
+    expected = values.get("loss_std_expected")
+    if missing(ratio) or missing(expected):
+        return "what sampling alone explains is not known"
+    return f"{float(ratio):.2f} × the {number(expected)} that sampling explains"
+
+
+def coverage_in_words(values: Values) -> str:
+    """Return how many of the drawn samples were different, in percent."""
+    distinct: Any = values.get("distinct_samples")
+    drawn: Any = values.get("samples_drawn")
+    if missing(distinct) or missing(drawn) or not drawn:
+        return "samples were not identified"
+    least = "" if values.get("samples_exact", True) else "at least "
+    return f"of {number(int(drawn))} drawn, {least}{100 * distinct / drawn:.0f} %"
+
+
+def tiles(values: Values) -> list[dict[str, str]]:
+    """Return the key numbers of a run: label, value, note, and the share of a full bar if any."""
+    first, last = values.get("loss_first"), values.get("loss_last")
+    batch: Any = values.get("effective_batch")
+    batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
+    cells = (
+        ("Averaged loss", f"{number(first, 2)} → {number(last, 2)}", "nats per token"),
+        ("Loss dispersion", number(values.get("loss_std")), ratio_in_words(values)),
+        (
+            "Gradient-norm dispersion",
+            number(values.get("grad_norm_std")),
+            "std over workers, before the reduction",
+        ),
+        (
+            "Mean cosine",
+            number(values.get("cosine_mean")),
+            f"norm-weighted {number(values.get('cosine_weighted'))}",
+        ),
+        (
+            "Different samples",
+            number(values.get("distinct_samples")),
+            "; ".join(part for part in (coverage_in_words(values), batch_note) if part),
+        ),
+    )
+    return [{"label": label, "value": value, "note": note} for label, value, note in cells]
+
+
+def finding_view(finding: Finding, num_workers: int) -> dict[str, Any]:
+    """Return what the page shows of a finding."""
+    return {
+        "severity": str(finding.severity),
+        "title": cause_title(finding.cause),
+        "cause": finding.cause,
+        "ranks": ranks_in_words(finding.ranks, num_workers),
+        "steps": steps_in_words(finding),
+        "explanation": finding.explanation,
+        "next_check": finding.next_check,
+        "groups": ", ".join(finding.groups),
+        "evidence": [(name.replace("_", " "), _shown(v)) for name, v in finding.evidence.items()],
+    }
+
+
+def cause_title(cause: str) -> str:
+    """Return the title of a cause; one that this release does not know is shown by its name."""
+    return RULES[cause].title if cause in RULES else cause
+
+
+def title_of(info: Values, path: Path | str) -> str:
+    """Return the name of a run: the one it was given, or its directory's."""
+    return str(info.get("name") or Path(path).resolve().name)
+
+
+def facts(
+    info: Values, status: str, timing: Mapping[str, float], num_workers: int, num_steps: int
+) -> list[tuple[str, str]]:
+    """Return what is known about a run besides its measurements, as label and words."""
+    versions = info.get("versions")
+    listed = versions if isinstance(versions, dict) else {}
+    rows = [
+        ("Workers", f"{num_workers:,}"),
+        ("Steps", f"{num_steps:,}"),
+        ("Status", status),
+        *((label, _shown(info.get(key))) for label, key in _FACTS),
+        ("Overhead", _overhead(timing)),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in listed.items())),
+    ]
+    return [(label, words) for label, words in rows if words and words != UNKNOWN]
+
+
+_FACTS = (
+    ("Model", "model"),
+    ("Data", "data"),
+    ("Setting", "setting"),
+    ("Reading", "reading"),
+    ("Batch size per worker", "batch_size"),
+    ("Accumulation", "accumulation"),
+    ("Learning rate", "lr"),
+    ("Precision", "precision"),
+    ("Seed", "seed"),
+    ("Started", "started"),
+    ("Finished", "finished"),
+    ("Backend", "backend"),
+)
+
+
+def _overhead(timing: Mapping[str, float]) -> str:
+    overhead, step = timing.get("overhead"), timing.get("step")
+    if overhead is None:
+        return UNKNOWN
+    share = f", {100 * overhead / step:.1f} % of the step" if step else ""
+    return f"{1e3 * overhead:.2g} ms per step{share} (medians, slowest worker)"
+
+
+def _shown(value: Any) -> str:
+    """Return any JSON value in one short line."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        shown = ", ".join(_shown(item) for item in value[:12])
+        return f"{shown}, … ({len(value)} in all)" if len(value) > 12 else shown
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(item)}" for name, item in list(value.items())[:12])
+    return str(value)

@@ -1,0 +1,195 @@
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import typer
+
+from rankscope.cli import main
+from rankscope.errors import DataError, MissingExtraError, RunError, UnsupportedError, UsageError
+from rankscope.study.config import StudyConfig
+from rankscope.study.launch import StudyInterrupted, WorkerFailedError
+
+STUDY = {
+    "--accumulation",
+    "--batch-size",
+    "--data",
+    "--json",
+    "--learning-rate",
+    "--limit",
+    "--max-length",
+    "--model",
+    "--output",
+    "--overwrite",
+    "--precision",
+    "--reading",
+    "--resume",
+    "--save-all",
+    "--seed",
+    "--settings",
+    "--steps",
+    "--weights",
+    "--workers",
+}
+REPORT = {"--fail-on", "--html", "--json", "--no-html", "--output"}
+HELP = {"--help", "-h"}
+
+
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str, str]:
+    """Run the command in this process; its exit code, output and errors."""
+    monkeypatch.setattr(sys, "argv", ["rankscope", *words])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert isinstance(ended.value.code, int)
+    return (ended.value.code, *capsys.readouterr())
+
+
+def options_of(command: str | None) -> set[str]:
+    found = typer.main.get_command(main.app)
+    if command:
+        found = found.commands[command]  # type: ignore[attr-defined]
+    context = found.make_context("rankscope", [], resilient_parsing=True)
+    parameters = found.get_params(context)
+    return {
+        name
+        for parameter in parameters
+        for name in (*parameter.opts, *parameter.secondary_opts)
+        if name.startswith("-")
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [(None, {"--version"}), ("study", STUDY), ("report", REPORT)]
+)
+def test_the_options_are_frozen(command: str | None, options: set[str]) -> None:
+    assert options_of(command) - HELP == options
+
+
+def test_the_commands_are_frozen() -> None:
+    assert set(typer.main.get_command(main.app).commands) == {"study", "report"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("command", "options"), [("study", STUDY), ("report", REPORT)])
+def test_help_names_every_option_and_the_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    options: set[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, err = call(monkeypatch, capsys, command, "--help")
+    assert (code, err) == (0, "")
+    assert f"Usage: rankscope {command}" in out
+    assert all(option in out for option in options | {"--help"})
+    assert "Exit code: 0" in out
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_help_of_the_command_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    code, out, err = call(monkeypatch, capsys, *words)
+    assert (code, err) == (0, "")
+    assert "Usage: rankscope [OPTIONS] COMMAND" in out
+    assert "study " in out
+    assert "report " in out
+
+
+def test_help_states_the_learning_rates_that_are_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = call(monkeypatch, capsys, "study", "--help")
+    words = re.search(r"\((\S+) for tiny, else (\S+)\)", " ".join(out.split()))
+    assert words
+    stated = [float(word) for word in words.groups()]
+    assert stated == [
+        StudyConfig().effective_learning_rate,
+        StudyConfig(model="other").effective_learning_rate,
+    ]
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = (0, f"rankscope {version('rankscope')}\n", "")
+    assert call(monkeypatch, capsys, "--version") == expected
+
+
+def test_as_a_module() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "rankscope", "--version"], capture_output=True, text=True, check=True
+    )
+    assert process.stdout == f"rankscope {version('rankscope')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["studi"], "No such command 'studi'"),
+        (["study", "--stepz", "3"], "No such option: --stepz"),
+        (["study", "--steps", "many"], "Invalid value for '--steps'"),
+        (["study", "--limit", "1.5"], "Invalid value for '--limit'"),
+        (["study", "--learning-rate", "fast"], "Invalid value for '--learning-rate'"),
+        (["study", "--reading", "both-of-them"], "Invalid value for '--reading'"),
+        (["study", "--precision", "fp8"], "Invalid value for '--precision'"),
+        (["report"], "Missing argument"),
+        (["report", "x", "--fail-on", "never"], "Invalid value for '--fail-on'"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    code, out, err = call(monkeypatch, capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"rankscope: {message}")
+    assert err.endswith("--help\n")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("[bold]a\nb[/]"), 2),
+        (DataError("x"), 2),
+        (RunError("x"), 2),
+        (UnsupportedError("x"), 2),
+        (MissingExtraError("rankscope study", "study"), 2),
+        (WorkerFailedError("x"), 3),
+        (StudyInterrupted("x"), 130),
+    ],
+)
+def test_errors_of_ours_are_one_plain_line_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", fail)
+    message = " ".join(str(error).split())
+    assert call(monkeypatch, capsys) == (code, "", f"rankscope: {message}\n")
+
+
+def test_ctrl_c_outside_a_study_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", interrupt)
+    assert call(monkeypatch, capsys) == (130, "", "")
+
+
+def test_errors_that_are_not_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(main, "app", fail)
+    with pytest.raises(ZeroDivisionError):
+        main.run()

@@ -1,0 +1,192 @@
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from rankscope.cli.report import report
+from rankscope.cli.verdict import render_run, render_study
+from rankscope.diagnose.assessment import assess
+from rankscope.errors import RunError
+from rankscope.record import Run, RunWriter
+from web.recorded_runs import record_run, record_study
+
+HOSTILE = "[bold red]name[/]\x1b[2J\x1b]0;title\x07\r[link=http://x]y"
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("cli") / "healthy", num_steps=6).path
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("cli") / "copied"
+    return record_run(place, reading="replicated", setting="s1-2", num_steps=6).path
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_study(tmp_path_factory.mktemp("cli") / "study", num_steps=6)
+
+
+def call(*arguments: str | Path) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(report)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def shown(width: int, *, colour: bool = False) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, width=width, force_terminal=colour), file
+
+
+def test_a_healthy_run(healthy: Path):
+    result = call(healthy)
+
+    assert result.exit_code == 0
+    assert "HEALTHY" in result.output
+    assert "Nothing to change." in result.output
+    assert "\x1b" not in result.output
+    assert (healthy / "report.html").is_file()
+    assert str(healthy / "report.html") in result.output
+
+
+def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied: Path):
+    result = call(copied)
+
+    assert result.exit_code == 1
+    lines = [line.strip() for line in result.output.splitlines() if line.strip()]
+    assert lines[0].startswith("◆ ERROR")
+    text = " ".join(lines)
+    assert "data.duplicate_batches" in text
+    assert "ranks 1–7 · steps 0 to 5" in text
+    assert "Check next:" in text
+
+
+def test_fail_on(healthy: Path, copied: Path, tmp_path: Path):
+    assert call(healthy, "--no-html", "--fail-on", "note").exit_code == 0
+    assert call(copied, "--no-html", "--fail-on", "warning").exit_code == 1
+    assert call(copied, "--no-html", "--fail-on", "never").exit_code == 2
+
+    softer = tmp_path / "softer"
+    shutil.copytree(copied, softer)
+    events = (copied / "findings.jsonl").read_text().replace('"error"', '"note"')
+    (softer / "findings.jsonl").write_text(events)
+    assert call(softer, "--no-html").exit_code == 0
+    assert call(softer, "--no-html", "--fail-on", "note").exit_code == 1
+
+
+def test_json_of_a_run_is_all_that_is_printed(copied: Path):
+    result = call(copied, "--json")
+    told = json.loads(result.stdout)
+    verdict = assess(Run.open(copied))
+
+    assert result.exit_code == 1
+    assert told["kind"] == "run"
+    assert told["severity"] == "error"
+    assert told["headline"] == verdict.headline
+    assert told["values"]["samples_drawn"] == 6 * 8 * 4
+    assert told["values"]["distinct_samples"] == verdict.values["distinct_samples"]
+    assert told["findings"][0]["cause"] == "data.duplicate_batches"
+    assert told["report"] == str(copied / "report.html")
+
+
+def test_json_of_a_run_without_steps_has_nulls(tmp_path: Path):
+    RunWriter(tmp_path / "run", {"num_workers": 2}).close()
+    result = call(tmp_path / "run", "--json", "--no-html")
+
+    told = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert told["values"]["loss_std"] is None
+    assert told["report"] is None
+
+
+def test_output_names_the_page(healthy: Path, tmp_path: Path):
+    assert call(healthy, "--output", tmp_path / "deep" / "page.html").exit_code == 0
+    assert (tmp_path / "deep" / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_study(study: Path):
+    result = call(study)
+
+    assert result.exit_code == 1
+    assert "S1-2, replicated" in result.output
+    assert "Why the two readings differ" in result.output
+    assert (study / "report.html").is_file()
+
+
+def test_json_of_a_study(study: Path):
+    told = json.loads(call(study, "--json", "--no-html").stdout)
+
+    assert told["kind"] == "study"
+    assert told["severity"] == "error"
+    assert len(told["entries"]) == 6
+    assert told["report"] is None
+
+
+def test_without_the_extra_the_verdict_is_shown_all_the_same(
+    healthy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setitem(sys.modules, "altair", None)
+    for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
+        monkeypatch.delitem(sys.modules, name)
+    result = call(healthy, "--output", tmp_path / "page.html")
+
+    assert result.exit_code == 0
+    assert "HEALTHY" in result.stdout
+    assert "rankscope[web]" in result.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_bad_input_is_an_error_of_ours_in_one_line(tmp_path: Path):
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "study.json").write_text("{}")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path, message in [
+        (tmp_path / "none", "no run directory"),
+        (empty, "no run.json"),
+        (unfinished, "no summary.json yet"),
+    ]:
+        result = call(path)
+        assert isinstance(result.exception, RunError)
+        assert message in str(result.exception)
+        assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 110, 200])
+def test_terminals_of_any_width(copied: Path, study: Path, width: int):
+    console, file = shown(width)
+    run = Run.open(copied)
+    render_run(run, assess(run), console)
+    render_study(study, console)
+
+    lines = file.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= min(width, 112)
+    words = "".join(file.getvalue().split())
+    assert "".join(assess(run).headline.split()) in words
+    assert "data.duplicate_batches" in words
+
+
+def test_colour_on_a_terminal_only(copied: Path):
+    run = Run.open(copied)
+    for colour in (True, False):
+        console, file = shown(80, colour=colour)
+        render_run(run, assess(run), console)
+        assert ("\x1b[" in file.getvalue()) == colour
+
+
+def test_names_cannot_control_the_terminal(tmp_path: Path):
+    run = record_run(tmp_path / "run", num_workers=2, num_steps=2, name=HOSTILE, model=HOSTILE)
+    console, file = shown(200)
+    render_run(run, assess(run), console)
+
+    assert "[bold red]name[/]" in file.getvalue()
+    assert not {"\x1b", "\x07", "\r"} & set(file.getvalue())

@@ -1,0 +1,62 @@
+"""The paper's experiment at its real size: eight workers, 30 steps, six trainings.
+
+On the first 4,096 records of the real Alpaca file where it lies beside the checkout (or where
+``RANKSCOPE_ALPACA`` says), otherwise on built-in data.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BESIDE = Path(__file__).parents[3] / "shared" / "data" / "alpaca_data.json"
+REAL = Path(os.environ.get("RANKSCOPE_ALPACA", BESIDE))
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    output = tmp_path_factory.mktemp("acceptance") / "study"
+    data = ["--data", str(REAL)] if REAL.exists() else []
+    command = [sys.executable, "-m", "rankscope", "study", *data]
+    options = ["--limit", "4096", "--steps", "30", "--output", str(output)]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    entries = json.loads((output / "summary.json").read_text())
+    return {(entry["reading"], entry["setting"]): entry for entry in entries}, ended.stdout
+
+
+def test_replicated_workers_agree_as_far_as_their_seeds_do(study):
+    entries, _ = study
+    same = entries["replicated", "s1-1"]
+    assert same["cosine_mean"] >= 0.999
+    assert same["loss_std"] <= 1e-6
+    assert 0.70 <= entries["replicated", "s1-2"]["cosine_mean"] <= 0.85
+    assert entries["replicated", "s1-3"]["cosine_mean"] <= 0.15
+
+
+def test_sharded_workers_look_alike_under_all_settings(study):
+    entries, _ = study
+    cosines = [entries["sharded", setting]["cosine_mean"] for setting in ("s1-1", "s1-2", "s1-3")]
+    assert max(cosines) - min(cosines) <= 0.03
+
+
+def test_only_the_identity_of_samples_tells_sharded_settings_apart(study):
+    entries, _ = study
+    distinct = [entries["sharded", s]["distinct_samples"] for s in ("s1-1", "s1-2", "s1-3")]
+    assert all(entry["samples_drawn"] == 960 for entry in entries.values())
+    assert distinct[0] == 960
+    assert 960 > distinct[1] > distinct[2]
+    assert entries["replicated", "s1-1"]["distinct_samples"] == 120
+
+
+def test_the_verdicts(study):
+    entries, output = study
+    healthy = [key for key, entry in entries.items() if entry["severity"] is None]
+    assert healthy == [("sharded", "s1-1")]
+    assert "Why the two readings differ" in output
+    assert "0 draws samples that belong to other workers" in output

@@ -1,0 +1,166 @@
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankscope.errors import DataError, UsageError
+from rankscope.study import base
+from rankscope.study.base import BaseConfig, build, cache_key, load_base
+from rankscope.study.data import Record, load_records
+from rankscope.study.encoding import encode
+from rankscope.study.tokenizer import train_tokenizer
+
+SMALL = BaseConfig(hidden=32, layers=1, intermediate=64, vocab_size=400, batch_size=4)
+RECORDS = load_records(None).held_out[:64]
+
+
+def _bits(model: torch.nn.Module) -> dict[str, bytes]:
+    return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
+
+
+def _load(cache: Path, records: Sequence[Record] = RECORDS, **options: Any) -> torch.nn.Module:
+    chosen = {"seed": 0, "steps": 3, "config": SMALL, **options}
+    return load_base(records, cache_dir=cache, **chosen)[0]
+
+
+def _load_in_process(cache: Path, queue: Any) -> None:
+    queue.put(_bits(_load(cache)))
+
+
+def test_second_load_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _bits(_load(tmp_path))
+    monkeypatch.setattr(base, "train", lambda *_: pytest.fail("trained again"))
+    assert _bits(_load(tmp_path)) == first
+    assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
+
+
+def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
+    first = _bits(_load(tmp_path / "a"))
+    threads = torch.get_num_threads()
+    torch.manual_seed(99)
+    torch.set_num_threads(2)
+    try:
+        assert _bits(_load(tmp_path / "b")) == first
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert _bits(_load(tmp_path / "a", seed=1)) != first
+
+
+def test_training_leaves_the_random_generator_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    _load(tmp_path)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_key_follows_all_that_decides_the_model() -> None:
+    key = cache_key(RECORDS, 0, 3, SMALL)
+    assert key == cache_key(RECORDS, 0, 3, replace(SMALL))
+    others = {
+        cache_key(RECORDS[1:], 0, 3, SMALL),
+        cache_key(RECORDS, 1, 3, SMALL),
+        cache_key(RECORDS, 0, 4, SMALL),
+        cache_key(RECORDS, 0, 3, replace(SMALL, learning_rate=1e-3)),
+    }
+    assert len(others - {key}) == 4
+
+
+@pytest.mark.parametrize("damage", ["config.json", "model.safetensors", "tokenizer.json", "cut"])
+def test_a_damaged_entry_is_made_anew(tmp_path: Path, damage: str) -> None:
+    first = _bits(_load(tmp_path))
+    entry = tmp_path / cache_key(RECORDS, 0, 3, SMALL)
+    if damage == "cut":
+        weights = entry / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:100])
+    else:
+        (entry / damage).unlink()
+    assert _bits(_load(tmp_path)) == first
+    assert (entry / "config.json").is_file()
+    assert (entry / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    context = get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=_load_in_process, args=(tmp_path, queue)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    first, second = (queue.get(timeout=240) for _ in processes)
+    for process in processes:
+        process.join()
+    assert first == second == _bits(_load(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
+
+
+def test_a_lost_race_keeps_the_winner(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(RECORDS, SMALL.vocab_size)
+    entry = tmp_path / "entry"
+    winner = build(SMALL, tokenizer)
+    base._write(entry, winner, tokenizer)
+    base._write(entry, build(SMALL, tokenizer), tokenizer)
+    found = base._read(entry)
+    assert found
+    assert _bits(found[0]) == _bits(winner)
+
+
+def test_unwritable_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="set XDG_CACHE_HOME"):
+        _load(tmp_path / "file" / "cache")
+
+
+def test_a_failed_write_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(base, "_rename", full)
+    with pytest.raises(UsageError, match="No space left on device"):
+        _load(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_records(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="at least one record"):
+        _load(tmp_path, ())
+
+
+def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert base.cache_root() == Path("/somewhere/rankscope")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert base.cache_root() == Path("/home/someone/.cache/rankscope")
+
+
+def test_the_loss_falls() -> None:
+    tokenizer = train_tokenizer(RECORDS, SMALL.vocab_size)
+    torch.manual_seed(0)
+    model = build(SMALL, tokenizer)
+    losses = base.train(model, encode(RECORDS, tokenizer, 256), 60, 0, SMALL)
+    assert len(losses) == 60
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_batches_cover_every_sample_once_per_epoch() -> None:
+    samples = encode(RECORDS, train_tokenizer(RECORDS), 256)
+    batches = base._batches(samples, 10, random.Random(0))
+    epoch = [position for _ in range(7) for position in next(batches)]
+    assert sorted(epoch) == list(range(64))
+
+
+def test_the_real_size() -> None:
+    tokenizer = train_tokenizer(RECORDS)
+    model = build(BaseConfig(), tokenizer)
+    config = BaseConfig()
+    block = 4 * config.hidden**2 + 3 * config.hidden * config.intermediate + 2 * config.hidden
+    expected = len(tokenizer) * config.hidden + config.layers * block + config.hidden
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected

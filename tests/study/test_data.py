@@ -1,0 +1,181 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from rankscope.errors import DataError, MissingExtraError, UsageError
+from rankscope.study.data import Record, load_records
+
+
+def _rows(count: int) -> list[dict[str, Any]]:
+    return [{"instruction": f"Do {i}.", "input": "", "output": f"Done {i}."} for i in range(count)]
+
+
+def _write(path: Path, rows: object) -> str:
+    path.write_text(json.dumps(rows))
+    return str(path)
+
+
+def _indices(records: tuple[Record, ...]) -> list[int]:
+    return [record.index for record in records]
+
+
+def test_builtin_by_default() -> None:
+    loaded = load_records(None, seed=3)
+    assert loaded == load_records("builtin", seed=3)
+    assert loaded.total == 6000
+    assert _indices(loaded.records) == list(range(5400))
+    assert _indices(loaded.held_out) == list(range(5400, 6000))
+    assert loaded.name == "built-in data (seed 3)"
+    assert loaded.digest != load_records(None, seed=4).digest
+
+
+def test_held_out_records_come_from_beyond_the_limit() -> None:
+    loaded = load_records(None, limit=4096)
+    assert _indices(loaded.records) == list(range(4096))
+    assert _indices(loaded.held_out) == list(range(5400, 6000))
+
+
+@pytest.mark.parametrize(
+    ("total", "limit", "selected", "first_held"),
+    [
+        (1000, None, 900, 900),
+        (1000, 744, 744, 900),  # 256 lie beyond
+        (1000, 745, 671, 671),  # 255 lie beyond: the last tenth of 745
+        (1000, 5000, 900, 900),
+        (7, None, 6, 6),
+        (1, None, 1, 1),
+    ],
+)
+def test_split(
+    tmp_path: Path, total: int, limit: int | None, selected: int, first_held: int
+) -> None:
+    loaded = load_records(_write(tmp_path / "d.json", _rows(total)), limit=limit)
+    end = total if limit is None or total - limit >= 256 else min(limit, total)
+    assert _indices(loaded.records) == list(range(selected))
+    assert _indices(loaded.held_out) == list(range(first_held, end))
+
+
+def test_real_format(alpaca_file: Path) -> None:
+    loaded = load_records(str(alpaca_file), limit=1000)
+    rows = json.loads(alpaca_file.read_text())
+    assert loaded.total == len(rows)
+    assert len(loaded.records) + loaded.skipped_empty == 1000
+    assert loaded.skipped_empty == sum(not row["output"].strip() for row in rows[:1000])
+    assert all(record.output == rows[record.index]["output"] for record in loaded.records)
+    assert 256 < len(loaded.held_out) <= 2048
+    assert min(_indices(loaded.held_out)) >= 1000
+
+
+def test_blank_outputs_are_skipped_and_keep_the_others_indices(tmp_path: Path) -> None:
+    rows = _rows(20)
+    rows[1]["output"] = ""
+    rows[5]["output"] = " \n"
+    loaded = load_records(_write(tmp_path / "d.json", rows))
+    assert loaded.skipped_empty == 2
+    assert _indices(loaded.records) == [i for i in range(18) if i not in (1, 5)]
+
+
+def test_lines_and_lists_hold_the_same_records(tmp_path: Path) -> None:
+    rows = [*_rows(9), {"instruction": "naïve\u2028", "input": "é\n", "output": "ü", "text": "x"}]
+    lines = tmp_path / "d.jsonl"
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    lines.write_bytes(b"\xef\xbb\xbf" + text.encode() + b"\r\n")
+    expected = load_records(_write(tmp_path / "d.json", rows))
+    assert load_records(str(lines)).records == expected.records
+    assert load_records(str(lines)).held_out == expected.held_out
+    assert load_records(str(lines)).digest == expected.digest
+
+
+def test_the_digest_follows_the_content(tmp_path: Path) -> None:
+    rows = _rows(20)
+    first = load_records(_write(tmp_path / "a.json", rows)).digest
+    assert load_records(_write(tmp_path / "b.json", rows)).digest == first
+    rows[3]["input"] = "."
+    assert load_records(_write(tmp_path / "c.json", rows)).digest != first
+
+
+GOOD = '{"instruction": "a", "input": "", "output": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.json", b"[\n" + GOOD.encode() + b",\n{oops}\n]", "d.json, line 3: not valid JSON"),
+        ("d.json", f"{GOOD}\n{GOOD}".encode(), "end the file's name in .jsonl"),
+        ("d.json", b"", "line 1: not valid JSON"),
+        ("d.json", b"{}", "expected a list of records, got a JSON object"),
+        ("d.json", b"[]", "none of its 0 records can be used"),
+        ("d.json", b"[" * 200_000, "JSON that cannot be read"),
+        ("d.json", b'["a"]', "record 0 (counted from 0): expected an object"),
+        ("d.json", f'[{GOOD}, {{"instruction": "a"}}]'.encode(), "record 1 (counted from 0)"),
+        ("d.json", GOOD.replace('""', "7").join("[]").encode(), "'input' must be a string"),
+        ("d.json", GOOD.replace('""', "null").join("[]").encode(), "got a JSON null"),
+        ("d.json", GOOD.replace('""', '"\\ud800"').join("[]").encode(), "surrogate"),
+        ("d.json", GOOD.replace('"b"', '""').join("[]").encode(), "none of its 1 records"),
+        ("d.json", b"[\n\xff]", "line 2: not UTF-8 text"),
+        ("d.jsonl", f"{GOOD}\n\n{GOOD[:-1]}\n".encode(), "d.jsonl, line 3: not valid JSON"),
+        ("d.jsonl", b"\n", "none of its 0 records can be used"),
+        ("d.csv", b"a,b", "expected a .json or .jsonl file"),
+    ],
+)
+def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load_records(str(path))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_key_is_named(tmp_path: Path) -> None:
+    rows = _rows(4)
+    del rows[2]["output"]
+    with pytest.raises(DataError, match=r"record 2 .*'output' is missing .*instruction, input"):
+        load_records(_write(tmp_path / "d.json", rows))
+
+
+def test_missing_file_and_directory(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no data file .*none\.json: check the path"):
+        load_records(str(tmp_path / "none.json"))
+    (tmp_path / "d.json").mkdir()
+    with pytest.raises(DataError, match="cannot be read"):
+        load_records(str(tmp_path / "d.json"))
+    with pytest.raises(DataError, match=r"expected a \.json or \.jsonl file"):
+        load_records(str(tmp_path / "nothing"))
+
+
+def test_limit_must_be_positive() -> None:
+    with pytest.raises(UsageError, match="at least 1, got 0"):
+        load_records(None, limit=0)
+
+
+def test_data_set_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _rows(40)
+
+    def load_dataset(name: str, split: str) -> datasets.Dataset:
+        assert (name, split) == ("someone/instructions", "train")
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    loaded = load_records("someone/instructions")
+    assert loaded.name == "someone/instructions"
+    assert loaded.records[5] == Record(5, "Do 5.", "", "Done 5.")
+
+
+def test_unknown_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, split: str) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"'someone/nothing' cannot be loaded .*no route to host"):
+        load_records("someone/nothing")
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"rankscope\[study\]"):
+        load_records("someone/instructions")

@@ -1,0 +1,144 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rankscope.errors import DataError, UsageError
+from rankscope.study.data import Record, load_records
+from rankscope.study.encoding import EncodedSet, encode
+from rankscope.study.prompts import prompt
+from rankscope.study.tokenizer import train_tokenizer
+
+
+class Bytes:
+    """A tokenizer that is easy to check by hand: one token per byte, from 10 on."""
+
+    eos_token_id: int | None = 2
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+
+    def __call__(
+        self, texts: str | list[str], *, add_special_tokens: bool = True, **_: object
+    ) -> dict[str, Any]:
+        if isinstance(texts, list):
+            return {"input_ids": [self(t, add_special_tokens=False)["input_ids"] for t in texts]}
+        bos = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
+        return {"input_ids": bos + [10 + byte for byte in texts.encode()]}
+
+
+RECORDS = [Record(5, "Say it.", "", "yes"), Record(7, "Say it.", "now", "certainly")]
+
+
+def _ids(text: str) -> list[int]:
+    return [10 + byte for byte in text.encode()]
+
+
+def test_prompt_response_and_end_token() -> None:
+    encoded = encode(RECORDS, Bytes(), 1000)
+    assert len(encoded) == 2
+    for sample, record in zip(encoded, RECORDS, strict=True):
+        assert sample.index == record.index
+        assert sample.prompt_length == len(prompt(record))
+        assert sample.input_ids.tolist() == [*_ids(prompt(record) + record.output), 2]
+    assert encoded.truncated == encoded.skipped_truncated == 0
+    assert encoded.lengths.tolist() == [len(sample.input_ids) for sample in encoded]
+
+
+def test_begin_token_where_the_tokenizer_puts_one() -> None:
+    tokenizer = Bytes()
+    tokenizer.bos_token_id = 1
+    sample = encode(RECORDS, tokenizer, 1000)[0]
+    assert sample.input_ids.tolist() == [1, *_ids(prompt(RECORDS[0]) + "yes"), 2]
+    assert sample.prompt_length == 1 + len(prompt(RECORDS[0]))
+
+
+def test_maximum_length() -> None:
+    head = len(prompt(RECORDS[0]))
+    full = head + len("yes") + 1
+    for max_length, kept, truncated in ((full, 1, 0), (full - 1, 1, 1), (head + 1, 1, 1)):
+        encoded = encode(RECORDS[:1], Bytes(), max_length)
+        assert (len(encoded), encoded.truncated) == (kept, truncated)
+        assert encoded.lengths.tolist() == [min(full, max_length)]
+    # The second record has the longer prompt and keeps no label token.
+    encoded = encode(RECORDS, Bytes(), head + 1)
+    assert (encoded.indices.tolist(), encoded.skipped_truncated) == ([5], 1)
+    with pytest.raises(DataError, match=f"within {head} tokens"):
+        encode(RECORDS[:1], Bytes(), head)
+
+
+def test_collate_pads_on_the_right_and_labels_the_response_only() -> None:
+    encoded = encode(RECORDS, Bytes(), 1000)
+    inputs, indices = encoded.collate([1, 0])
+    assert indices == [7, 5]
+    length = max(encoded.lengths)
+    for row, record in enumerate((RECORDS[1], RECORDS[0])):
+        text, answer = [*_ids(prompt(record) + record.output), 2], [*_ids(record.output), 2]
+        fill = int(length - len(text))
+        labels = [-100] * len(prompt(record)) + answer + [-100] * fill
+        assert inputs["input_ids"][row].tolist() == text + [0] * fill
+        assert inputs["attention_mask"][row].tolist() == [1] * len(text) + [0] * fill
+        assert inputs["labels"][row].tolist() == labels
+    assert {tensor.dtype for tensor in inputs.values()} == {torch.int64}
+
+
+def test_positions() -> None:
+    encoded = encode(RECORDS, Bytes(), 1000)
+    assert encoded[-1].index == 7
+    with pytest.raises(IndexError, match="position 2 in a set of 2"):
+        encoded[2]
+    with pytest.raises(UsageError, match="at least one sample"):
+        encoded.collate([])
+
+
+def test_tokenizer_without_padding_or_end() -> None:
+    tokenizer = Bytes()
+    tokenizer.pad_token_id = None
+    assert encode(RECORDS, tokenizer, 1000).pad_token_id == 2
+    tokenizer.eos_token_id = None
+    with pytest.raises(UsageError, match="no end token"):
+        encode(RECORDS, tokenizer, 1000)
+
+
+def test_maximum_length_must_make_sense() -> None:
+    with pytest.raises(UsageError, match="at least 2 tokens, got 1"):
+        encode(RECORDS, Bytes(), 1)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    encoded = encode(RECORDS, Bytes(), len(prompt(RECORDS[0])) + 2)
+    encoded.save(tmp_path / "samples.npz")
+    loaded = EncodedSet.load(tmp_path / "samples.npz")
+    for name in ("tokens", "starts", "prompt_lengths", "indices"):
+        before, after = getattr(encoded, name), getattr(loaded, name)
+        assert before.dtype == after.dtype
+        assert np.array_equal(before, after)
+    for name in ("pad_token_id", "truncated", "skipped_truncated"):
+        assert getattr(encoded, name) == getattr(loaded, name)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04"])
+def test_damaged_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "samples.npz").write_bytes(content)
+    with pytest.raises(DataError, match="does not hold encoded samples"):
+        EncodedSet.load(tmp_path / "samples.npz")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not hold encoded samples"):
+        EncodedSet.load(tmp_path / "samples.npz")
+
+
+def test_labels_decode_to_the_answers_of_a_real_file(alpaca_file: Path) -> None:
+    loaded = load_records(str(alpaca_file), limit=600)
+    tokenizer = train_tokenizer(loaded.held_out)
+    encoded = encode(loaded.records, tokenizer, 1024)
+    answers = {record.index: record.output for record in loaded.records}
+    assert len(encoded) + encoded.skipped_truncated == len(loaded.records)
+    inputs, indices = encoded.collate(range(len(encoded)))
+    for row, index in enumerate(indices):
+        labels = inputs["labels"][row]
+        *answer, end = labels[labels != -100].tolist()
+        cut = encoded.lengths[row] == 1024
+        assert cut or (tokenizer.decode(answer) == answers[index] and end == 2)

@@ -1,0 +1,162 @@
+"""Studies that are stopped or lose a worker: what is left, and how they go on."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rankscope.core.signals import Table
+from rankscope.record import Run
+from support.study_command import (
+    Done,
+    StudyCommand,
+    finish,
+    has_rows,
+    names,
+    shared_folder,
+    tables,
+    tree,
+    wait_until,
+    wait_until_gone,
+)
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> StudyCommand:
+    return StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("studies")
+
+
+LONG = {"reading": "both", "settings": "s1-1", "batch_size": 1, "steps": 200}
+
+
+@pytest.fixture(scope="module")
+def stopped(study: StudyCommand, folder: Path) -> Done:
+    """Ctrl-C, twice, in the second of two trainings."""
+    path = folder / "stopped"
+    process = study.start(path, **LONG)
+    wait_until(lambda: has_rows(path / "runs" / "replicated-s1-1"), process)
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
+    done = Done(path, finish(process))
+    wait_until_gone(process.pid)
+    return done
+
+
+def says_how_to_go_on(done: Done) -> bool:
+    line = f"rankscope: Interrupted. What was measured is in {done.path}; continue with --resume."
+    return done.err.splitlines()[-1] == line
+
+
+def test_ctrl_c_ends_in_one_line(stopped: Done) -> None:
+    assert stopped.code == 130
+    assert says_how_to_go_on(stopped), stopped.err
+    assert [line.split(":")[0] for line in stopped.err.splitlines()] == [
+        "sharded-s1-1",
+        "rankscope",
+    ]
+
+
+def test_what_was_measured_is_readable(stopped: Done) -> None:
+    run = Run.open(stopped.path / "runs" / "replicated-s1-1")
+    steps, losses_TW = run.per_worker("loss")
+    assert 0 < len(steps) < 200
+    assert list(steps) == list(range(len(steps)))
+    assert np.isfinite(losses_TW).all()
+    assert not (stopped.path / "summary.json").exists()
+
+
+def test_a_study_goes_on_with_its_own_options_only(study: StudyCommand, stopped: Done) -> None:
+    before = tree(stopped.path)
+    for changed, words in [
+        ({"steps": 300}, "--steps was 200 and is 300"),
+        ({"learning_rate": 0.1}, "--learning-rate was 0.0 and is 0.1"),
+        ({"reading": "sharded"}, "--reading was sharded,replicated and is sharded"),
+    ]:
+        process = study.run(stopped.path, **{**LONG, **changed}, resume=True)
+        assert process.returncode == 2
+        assert words in process.stderr
+        assert len(process.stderr.splitlines()) == 1
+    assert tree(stopped.path) == before
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    study: StudyCommand, stopped: Done, folder: Path
+) -> tuple[Done, dict[str, tuple[int, int]]]:
+    path = folder / "resumed"
+    shutil.copytree(stopped.path, path)
+    (path / "models" / ".sharded-s1-1.partial-1").mkdir()
+    before = tree(path)
+    return Done(path, study.run(path, **LONG, resume=True)), before
+
+
+def test_resume_does_what_is_left(resumed: tuple[Done, dict[str, tuple[int, int]]]) -> None:
+    done, before = resumed
+    assert done.code == 0, done.err
+    after = tree(done.path)
+    kept = [name for name in before if name.startswith(("runs/sharded", "models/sharded"))]
+    kept = [name for name in kept if not name.endswith("README.md")]  # written at the end
+    assert len(kept) > 8
+    assert all(after[name] == before[name] for name in kept)
+    assert [entry["steps"] for entry in done.summary()] == [200, 200]
+    assert [line.split(":")[0] for line in done.err.splitlines()] == ["replicated-s1-1"]
+    assert names(done.path / "models") == ["sharded-s1-1"]
+
+
+def test_resumed_and_uninterrupted_measure_the_same(
+    resumed: tuple[Done, dict[str, tuple[int, int]]], stopped: Done
+) -> None:
+    whole = tables(resumed[0].path / "runs" / "replicated-s1-1")[Table.WORKERS]
+    part = tables(stopped.path / "runs" / "replicated-s1-1")[Table.WORKERS]
+    assert part.num_rows > 0
+    unknown = ["optimizer_steps", "lr"]  # the last step may have ended before its optimizer's
+    assert whole.slice(0, part.num_rows).drop_columns(unknown).equals(part.drop_columns(unknown))
+
+
+def test_a_signal_to_the_launcher_alone(study: StudyCommand, folder: Path) -> None:
+    path = folder / "terminated"
+    process = study.start(path, **LONG)
+    wait_until(lambda: has_rows(path / "runs" / "sharded-s1-1"), process)
+    process.terminate()
+    done = Done(path, finish(process))
+    assert done.code == 130
+    assert says_how_to_go_on(done), done.err
+    assert len(done.err.splitlines()) == 1
+    assert Run.open(path / "runs" / "sharded-s1-1").table(Table.STEPS).num_rows > 0
+    wait_until_gone(process.pid)
+
+
+def test_ctrl_c_while_the_workers_start(study: StudyCommand, folder: Path) -> None:
+    path = folder / "early"
+    process = study.start(path, **LONG)
+    wait_until((path / "study.json").exists, process)
+    os.killpg(process.pid, signal.SIGINT)
+    done = Done(path, finish(process))
+    assert done.code == 130
+    assert says_how_to_go_on(done), done.err
+    assert len(done.err.splitlines()) == 1
+    wait_until_gone(process.pid)
+
+
+def test_a_killed_worker_ends_the_study(study: StudyCommand, folder: Path) -> None:
+    path = folder / "killed"
+    process = study.start(path, **LONG)
+    wait_until(lambda: has_rows(path / "runs" / "sharded-s1-1"), process)
+    ranks = Run.open(path / "runs" / "sharded-s1-1").info["ranks"]
+    os.kill(ranks[1]["pid"], signal.SIGKILL)
+    done = Done(path, finish(process))
+    assert done.code == 3
+    assert "rankscope: worker 1 failed: Signal 9 (SIGKILL)" in done.err.splitlines()[-1]
+    assert "Traceback" not in done.err
+    wait_until_gone(process.pid)
+    assert Run.open(path / "runs" / "sharded-s1-1").table(Table.STEPS).num_rows > 0

@@ -1,0 +1,137 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rankscope.errors import MissingExtraError, UsageError
+from rankscope.study.data import load_records
+from rankscope.study.encoding import encode
+from rankscope.study.models import load_model
+from rankscope.study.tokenizer import train_tokenizer
+
+RECORDS = load_records(None).held_out[:64]
+TINY_LLAMA: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A Hugging Face directory with a model and its own tokenizer."""
+    tokenizer = train_tokenizer(RECORDS, 300)
+    config = LlamaConfig(vocab_size=len(tokenizer), **TINY_LLAMA)
+    path = tmp_path / "someones-model"
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_tiny(tmp_path: Path) -> None:
+    loaded = load_model("tiny", tokenizer_records=RECORDS, cache_dir=tmp_path, base_steps=2)
+    assert loaded.label == "tiny (built-in base)"
+    assert loaded.model.training
+    assert loaded.num_parameters == sum(p.numel() for p in loaded.model.parameters())
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    inputs, _ = encode(RECORDS, loaded.tokenizer, 128).collate([0, 1, 2, 3])
+    output = loaded.model(**inputs)
+    output.loss.backward()
+    assert torch.isfinite(output.loss)
+    assert output.past_key_values is None
+    assert all(p.grad is not None for p in loaded.model.parameters())
+
+
+def test_tiny_without_base_training_says_so(tmp_path: Path) -> None:
+    loaded = load_model("tiny", tokenizer_records=RECORDS, cache_dir=tmp_path, base_steps=0)
+    assert loaded.label == "tiny (random weights)"
+
+
+def test_padding_does_not_change_the_loss(tmp_path: Path) -> None:
+    loaded = load_model("tiny", tokenizer_records=RECORDS, cache_dir=tmp_path, base_steps=2)
+    samples = encode(RECORDS, loaded.tokenizer, 128)
+    positions = [int(samples.lengths.argmin()), int(samples.lengths.argmax())]
+    with torch.no_grad():
+        alone = [loaded.model(**samples.collate([p])[0]).loss.double() for p in positions]
+        together = loaded.model(**samples.collate(positions)[0]).loss.double()
+    counts = torch.tensor(
+        [float((samples.collate([p])[0]["labels"] >= 0).sum()) for p in positions]
+    )
+    expected = (torch.stack(alone) * counts).sum() / counts.sum()
+    assert float(together) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_directory(directory: Path) -> None:
+    loaded = load_model(str(directory))
+    assert loaded.label == str(directory)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert loaded.model.config.use_cache is False
+    assert loaded.tokenizer.pad_token_id == 0
+
+
+def test_padding_token_falls_back_to_the_end_token(directory: Path) -> None:
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["pad_token"]
+    path.write_text(json.dumps(config))
+    tokenizer = load_model(str(directory)).tokenizer
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+
+
+def test_tokenizer_without_an_end(directory: Path) -> None:
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["eos_token"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="has no end token"):
+        load_model(str(directory))
+
+
+@pytest.mark.parametrize("spec", ["./no/such/directory", "someone/no-such-model", "", "a b"])
+def test_unknown_model_is_one_line(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match="cannot be loaded") as caught:
+        load_model(spec)
+    assert "\n" not in str(caught.value)
+    assert "tiny, pangu-1b" in str(caught.value)
+
+
+def test_remote_code_is_refused(directory: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (directory / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["model_type"] = "never-heard-of"
+    config["auto_map"] = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        load_model(str(directory))
+    assert not ran.exists()
+
+
+def test_weights_are_for_pangu_only(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="for pangu-1b only, the model is 'tiny'"):
+        load_model("tiny", weights=tmp_path, tokenizer_records=RECORDS)
+
+
+@pytest.mark.parametrize("spec", ["tiny", "pangu-1b", "someone/model"])
+def test_without_the_extra(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=r"rankscope study needs .*rankscope\[study\]"):
+        load_model(spec, tokenizer_records=RECORDS)
+
+
+def test_importing_the_study_does_not_import_transformers() -> None:
+    code = (
+        "import sys, rankscope.study.models, rankscope.study.data, rankscope.study.encoding\n"
+        "print(sorted({'transformers', 'tokenizers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,187 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rankscope.errors import UsageError
+from rankscope.study import pangu
+from rankscope.study.data import load_records
+from rankscope.study.encoding import encode
+from rankscope.study.models import load_model
+from rankscope.study.pangu import build_pangu, load_published
+from rankscope.study.tokenizer import train_tokenizer
+
+RECORDS = load_records(None).held_out[:64]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
+    """Shrink the architecture, so that weights for it are quickly written."""
+    config = pangu.pangu_config()
+    config.vocab_size, config.hidden_size, config.intermediate_size = 2100, 48, 64
+    config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 4, 2
+    config.head_dim = 16
+    monkeypatch.setattr(pangu, "pangu_config", lambda: config)
+    return config
+
+
+@pytest.fixture
+def published(small: LlamaConfig, tmp_path: Path) -> tuple[Path, Any]:
+    """A directory as published, in two shards, and the model that it was made from."""
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(small).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    tensors = dict(model.named_parameters())
+    names = sorted(tensors)
+    folder = tmp_path / "published"
+    folder.mkdir()
+    for shard in range(2):
+        part = {name: tensors[name].detach().contiguous() for name in names[shard::2]}
+        save_file(part, folder / f"model-{shard}.safetensors")
+    train_tokenizer(RECORDS, 300).save_pretrained(folder)
+    return folder, model.float()
+
+
+def _sentencepiece(folder: Path) -> sentencepiece.SentencePieceProcessor:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    text = folder.parent / "text"
+    text.write_text("\n".join(record.output for record in RECORDS))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        user_defined_symbols="[unused10]",
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+def test_size_of_the_real_architecture() -> None:
+    with torch.device("meta"):
+        model = build_pangu()
+    hidden, heads, key_values, mlp = 1536, 12 * 128, 6 * 128, 6144
+    attention = 2 * (hidden * heads + heads) + 2 * (hidden * key_values + key_values)
+    block = attention + 3 * hidden * mlp + 2 * hidden
+    expected = 153_376 * hidden + 26 * block + hidden
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert expected == pytest.approx(1.156e9, rel=5e-4)
+    config: Any = model.config
+    assert config.rope_parameters["rope_theta"] == 4e6
+    assert config.rms_norm_eps == 1e-5
+
+
+@pytest.mark.usefixtures("small")
+def test_without_weights_the_label_says_so() -> None:
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    loaded = load_model("pangu-1b", tokenizer_records=RECORDS, seed=4)
+    again = load_model("pangu-1b", tokenizer_records=RECORDS, seed=4)
+    assert loaded.label == "pangu-1b (random weights)"
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for first, second in zip(loaded.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(first, second)
+    inputs, _ = encode(RECORDS, loaded.tokenizer, 256).collate([0, 1])
+    assert torch.isfinite(loaded.model(**inputs).loss)
+
+
+def test_published_weights_compute_what_they_did(published: tuple[Path, Any]) -> None:
+    folder, original = published
+    loaded = load_model("pangu-1b", weights=folder)
+    assert loaded.label == "pangu-1b (weights from published)"
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert loaded.num_parameters == sum(p.numel() for p in original.parameters())
+    tokens = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(tokens).logits, original(tokens).logits)
+    model: Any = loaded.model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_a_stored_head_must_equal_the_embedding(published: tuple[Path, Any]) -> None:
+    folder, original = published
+    head = original.lm_head.weight.detach().to(torch.bfloat16).clone()
+    save_file({"lm_head.weight": head}, folder / "model-head.safetensors")
+    load_published(folder)
+    save_file({"lm_head.weight": head + 1}, folder / "model-head.safetensors")
+    with pytest.raises(UsageError, match="holds a head that differs"):
+        load_published(folder)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(published: tuple[Path, Any]) -> None:
+    folder, _ = published
+    extra = {"model.another.weight": torch.zeros(2)}
+    save_file(extra, folder / "z.safetensors")
+    with pytest.raises(UsageError, match=r"1 tensors differ, .*model\.another\.weight .*\(2,\)"):
+        load_published(folder)
+    (folder / "z.safetensors").unlink()
+    (folder / "model-0.safetensors").unlink()
+    with pytest.raises(UsageError, match="found none"):
+        load_published(folder)
+
+
+def test_missing_or_damaged_files(published: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = published
+    with pytest.raises(UsageError, match=r"as \*\.safetensors files in .*nothing"):
+        load_published(tmp_path / "nothing")
+    (folder / "model-1.safetensors").write_bytes(b"abc")
+    with pytest.raises(UsageError, match=r"model-1\.safetensors cannot be read"):
+        load_published(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UsageError, match="not valid JSON"):
+        load_published(folder)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer.json").write_text("nonsense")
+    with pytest.raises(UsageError, match=r"tokenizer in .* cannot be read"):
+        load_published(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"tokenizer\.json or tokenizer\.model"):
+        load_published(folder)
+
+
+def test_a_tokenizer_that_is_too_large(published: tuple[Path, Any], small: LlamaConfig) -> None:
+    folder, _ = published
+    small.vocab_size = 100
+    with pytest.raises(UsageError, match="knows 100"):
+        load_published(folder)
+
+
+def test_sentencepiece_tokenizer(published: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = published
+    processor = _sentencepiece(folder)
+    roles = {"eos_token": "[unused10]", "bos_token": {"content": "<s>"}, "pad_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**roles, "auto_map": {"a": "b"}}))
+    tokenizer = load_model("pangu-1b", weights=folder).tokenizer
+    assert tokenizer.eos_token_id == processor.piece_to_id("[unused10]")
+    assert tokenizer.bos_token_id == processor.bos_id()
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    for record in RECORDS[:10]:
+        ids = tokenizer([record.output], add_special_tokens=False)["input_ids"][0]
+        assert ids == processor.encode(record.output)
+    encoded = encode(RECORDS, tokenizer, 512)
+    assert all(sample.input_ids[-1] == tokenizer.eos_token_id for sample in encoded)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.model").is_file()
+
+
+@pytest.mark.usefixtures("small")
+def test_sentencepiece_defaults_and_damage(published: tuple[Path, Any]) -> None:
+    folder, _ = published
+    processor = _sentencepiece(folder)
+    tokenizer = load_model("pangu-1b", weights=folder).tokenizer
+    assert tokenizer.eos_token_id == processor.eos_id()
+    (folder / "tokenizer.model").write_bytes(b"nonsense")
+    with pytest.raises(UsageError, match=r"tokenizer in .* cannot be read"):
+        load_published(folder)

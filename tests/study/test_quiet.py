@@ -1,0 +1,32 @@
+import logging
+
+from transformers.utils import logging as transformers_logging
+
+from rankscope.study.quiet import quiet_transformers, reason
+
+
+def test_libraries_speak_as_before_afterwards() -> None:
+    hub = logging.getLogger("huggingface_hub")
+    before = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+        hub.level,
+    )
+    with quiet_transformers():
+        assert transformers_logging.get_verbosity() == logging.ERROR
+        assert not transformers_logging.is_progress_bar_enabled()
+        assert not hub.isEnabledFor(logging.ERROR)
+    after = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+        hub.level,
+    )
+    assert after == before
+
+
+def test_reason_is_part_of_a_line() -> None:
+    assert reason(OSError("no\n route.")) == "no route"
+    assert reason(OSError()) == "OSError"
+    assert reason(OSError("First. Second one. " + "x" * 300)) == "First. Second one"
+    assert reason(OSError("word " * 100)).endswith("word …")
+    assert len(reason(OSError("word " * 100))) <= 202

@@ -1,0 +1,22 @@
+from pathlib import Path
+
+import pytest
+
+from rankscope.record import Run
+from web.recorded_runs import record_run, record_study
+
+
+@pytest.fixture(scope="session")
+def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return record_run(tmp_path_factory.mktemp("healthy") / "sft")
+
+
+@pytest.fixture(scope="session")
+def copied_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    place = tmp_path_factory.mktemp("copied") / "sft"
+    return record_run(place, reading="replicated", setting="s1-2")
+
+
+@pytest.fixture(scope="session")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_study(tmp_path_factory.mktemp("study") / "first", num_steps=12)

@@ -1,0 +1,137 @@
+"""Runs and studies on disk, made by the real writer from simulated trainings.
+
+A sample's identity decides its loss and its gradient, so workers with equal batches report equal
+values, and everything that a report says can be checked against the drawn samples.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.core.step import MISSING_INT, GatheredStep
+from rankscope.core.summarize import summarize
+from rankscope.diagnose.assessment import assess
+from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.record import Run, RunWriter
+
+BATCH = 4
+DATASET = 6000
+WIDTH = 257
+NUMPY = {DType.INT: np.int64, DType.FLOAT: np.float64, DType.BOOL: np.bool_}
+MISSING = {DType.INT: MISSING_INT, DType.FLOAT: np.nan, DType.BOOL: False}
+
+Draw = Callable[[int, int], np.ndarray]
+"""The samples that a rank draws in a step."""
+
+
+def sampler(reading: str, setting: str, num_workers: int) -> Draw:
+    """Return how samples are drawn under a reading and a setting of the study."""
+    seeds = {
+        "s1-1": [0] * num_workers,
+        "s1-2": [1] + [0] * (num_workers - 1),
+        "s1-3": list(range(num_workers)),
+    }[setting]
+    orders = [np.random.default_rng(seed).permutation(DATASET) for seed in seeds]
+
+    def draw(step: int, rank: int) -> np.ndarray:
+        own = orders[rank][rank::num_workers] if reading == "sharded" else orders[rank]
+        at = (step * BATCH + np.arange(BATCH)) % len(own)
+        return own[at].astype(np.int64)
+
+    return draw
+
+
+def gathered(step: int, batches: Sequence[np.ndarray], num_steps: int) -> GatheredStep:
+    """Return what workers with these batches report."""
+    num_workers = len(batches)
+    table = np.random.default_rng(7)
+    offsets = table.normal(0, 0.5, DATASET)
+    gradients = table.normal(0, 1, (DATASET, WIDTH)) + 0.2
+    sketches_WK = np.array([gradients[batch].mean(axis=0) for batch in batches], np.float32)
+    base = 1.1 + 1.9 * np.exp(-4 * step / max(num_steps, 1))
+    known = {
+        "loss": [base + offsets[batch].mean() for batch in batches],
+        "loss_weight": [40.0 * BATCH] * num_workers,
+        "loss_sem": [offsets[batch].std(ddof=1) / np.sqrt(len(batch)) for batch in batches],
+        "grad_norm": np.linalg.norm(sketches_WK, axis=1),
+        "num_samples": [len(batch) for batch in batches],
+        "step_seconds": [0.4] * num_workers,
+        "overhead_seconds": [0.004] * num_workers,
+    }
+    workers = {
+        s.name: np.array(known.get(s.name, [MISSING[s.dtype]] * num_workers), NUMPY[s.dtype])
+        for s in signals(Table.WORKERS, Source.LOCAL)
+    }
+    return GatheredStep(
+        step=step,
+        time=1.7e9 + 0.4 * step,
+        observed=True,
+        workers=workers,
+        sketches_WK=sketches_WK,
+        samples=tuple(batches),
+    )
+
+
+def record_run(
+    path: Path,
+    *,
+    reading: str = "sharded",
+    setting: str = "s1-1",
+    num_workers: int = 8,
+    num_steps: int = 30,
+    **info: Any,
+) -> Run:
+    """Record a simulated run and open it."""
+    facts = {"model": "tiny (built-in base)", "data": "simulated", "num_workers": num_workers}
+    writer = RunWriter(path, {**facts, **info})
+    diagnosis = Diagnosis(num_workers)
+    draw = sampler(reading, setting, num_workers)
+    for step in range(num_steps):
+        batches = [draw(step, rank) for rank in range(num_workers)]
+        report = summarize(gathered(step, batches, num_steps))
+        writer.add(report)
+        writer.add_findings(diagnosis.observe(report))
+    writer.add_findings(diagnosis.close())
+    writer.close()
+    return Run.open(path)
+
+
+def record_study(
+    path: Path,
+    *,
+    readings: Sequence[str] = ("replicated", "sharded"),
+    num_steps: int = 30,
+    **info: Any,
+) -> Path:
+    """Record a simulated study: its runs and its summary."""
+    entries = []
+    for reading in readings:
+        for setting in ("s1-1", "s1-2", "s1-3"):
+            place = f"runs/{reading}-{setting}"
+            run = record_run(
+                path / place, reading=reading, setting=setting, num_steps=num_steps, **info
+            )
+            verdict = assess(run)
+            entries.append(
+                {
+                    **verdict.values,
+                    "setting": setting,
+                    "reading": reading,
+                    "batch_size": BATCH,
+                    "severity": None if verdict.severity is None else str(verdict.severity),
+                    "headline": verdict.headline,
+                    "statements": list(verdict.statements),
+                    "recommendation": verdict.recommendation,
+                    "model": "tiny (built-in base)",
+                    "data": "simulated",
+                    "run": place,
+                    **info,
+                }
+            )
+    (path / "summary.json").write_text(json.dumps(entries))
+    (path / "study.json").write_text(json.dumps({"steps": num_steps}))
+    return path

@@ -1,0 +1,35 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope.errors import MissingExtraError
+from rankscope.record import Run
+from rankscope.web import write_figures, write_report, write_study_report
+
+
+@pytest.fixture
+def without_altair(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "altair", None)
+
+
+@pytest.mark.usefixtures("without_altair")
+def test_pages_and_figures_name_the_extra(healthy_run: Run, study: Path):
+    with pytest.raises(MissingExtraError, match=r"report\.html needs .*rankscope\[web\]"):
+        write_report(healthy_run)
+    with pytest.raises(MissingExtraError, match=r"rankscope\[web\]"):
+        write_study_report(study)
+    with pytest.raises(MissingExtraError, match=r"rankscope\[web\]"):
+        write_figures(study)
+
+
+def test_importing_the_verdict_imports_no_extra_and_no_torch():
+    code = (
+        "import sys, rankscope.web, rankscope.cli.verdict, rankscope.cli.report;"
+        "print(sorted({'altair', 'vl_convert', 'jinja2', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
