@@ -10,6 +10,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,14 +18,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture import DDPTap, HostCopy, LossMeter, SampleMeter, Sketcher
+from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
+from rankscope.capture.guard import Guard
 from rankscope.core.finding import Finding
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.exchange import Channel, Courier, Goodbye, Layout, LocalStep
+from rankscope.exchange import Channel, Courier, Goodbye, LocalStep
+from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
 
 _log = logging.getLogger("rankscope")
@@ -39,51 +41,48 @@ class Scope:
     """A running monitor; made by :func:`rankscope.watch`.
 
     Args:
-        model: The DDP model.
+        model: What the training calls: the wrapped model, or the compiled wrapper.
         optimizer: Its optimizer, if known.
-        sketcher: Measures gradients.
+        instruments: What measures the model's gradients, and how.
         channel: Gathers steps.
         writer: Records the run; None on all ranks but 0.
-        every: Gradients are measured in steps that are multiples of this.
         on_finding: Called with each finding that opens or changes.
     """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        sketcher: Sketcher,
+        instruments: Instruments,
         channel: Channel,
         *,
         writer: RunWriter | None,
-        every: int,
         on_finding: OnFinding | None,
     ) -> None:
         self._writer = writer
-        self._every = every
         self._on_finding = on_finding
-        self._off = False
-        self._closed = False
-        self._paused = False
+        self._off = self._closed = self._paused = False
         self._step = 0
-        self._overhead = 0.0
         self._last_step_time = time.perf_counter()
-        self._optimizer_steps = float("nan") if optimizer is None else 0.0
-        self._lr = float("nan")
         self._latest: StepReport | None = None
         self._channel = channel
-        self._losses = LossMeter(shifted="CausalLM" in type(model.module).__name__)
+        self._governor = instruments.governor
+        self._losses = LossMeter(shifted=instruments.shifted_labels)
         self._samples = SampleMeter()
+        self._optimizer = OptimizerMeter(optimizer)
         self._diagnosis = Diagnosis(channel.num_workers)
+        self._guard = Guard(self._fail_and_leave)
+        self._exact = instruments.exact
+        self._tap = instruments.make_tap(self._guard, self._shadow_step)
+        self._layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
         self._courier = Courier(
             channel,
-            Layout(sketcher.width),
-            every=every,
+            self._layout,
+            interval_at=self._governor.interval_at,
             deliver=self._on_step,
             idle=self._on_idle,
             ended=self._on_end,
         )
-        self._tap = DDPTap(model, sketcher, self._guarded)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, with_kwargs=True),
@@ -117,7 +116,7 @@ class Scope:
                 per sample ``[B]`` (which tells how much dispersion sampling alone would give).
             weight: Number of label tokens behind it, of the same shape.
         """
-        self._guarded(partial(self._losses.give, value, weight))
+        self._guard(partial(self._losses.give, value, weight))
 
     def batch(self, samples: Sequence[int | str] | Tensor | Mapping[str, Any]) -> None:
         """Give the identity of the local batch's samples, in place of a digest of the inputs.
@@ -127,7 +126,7 @@ class Scope:
         Args:
             samples: One id per sample (integers or strings), or the tensors of the batch.
         """
-        self._guarded(partial(self._give_batch, samples))
+        self._guard(partial(self._give_batch, samples))
 
     def pause(self) -> None:
         """Stop measuring gradients; losses and samples are still recorded."""
@@ -148,8 +147,9 @@ class Scope:
     def _close(self, timeout: float, status: str) -> None:
         if self._closed:
             return
-        self._guarded(self._finish_step)
+        self._guard(self._finish_step)
         self._closed = True
+        self._guard.open = False
         for hook in self._hooks:
             hook.remove()
         self._tap.remove()
@@ -178,14 +178,14 @@ class Scope:
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._guarded(partial(self._begin_micro_batch, args, kwargs))
+            self._guard(partial(self._begin_micro_batch, args, kwargs))
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._guarded(partial(self._losses.see, output, kwargs))
+            self._guard(partial(self._losses.see, output, kwargs))
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._guarded(partial(self._count_optimizer_step, optimizer))
+        self._guard(partial(self._optimizer.count, optimizer))
 
     def _give_batch(self, samples: Any) -> None:
         self._finish_step()
@@ -193,56 +193,68 @@ class Scope:
 
     def _begin_micro_batch(self, args: Any, kwargs: Any) -> None:
         self._finish_step()
-        self._tap.begin_forward(measure=not self._paused and self._step % self._every == 0)
+        due = self._step % self._governor.interval_at(self._step) == 0
+        self._tap.begin_forward(measure=due and not self._paused)
         self._samples.see(args, kwargs)
 
-    def _count_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer_steps += 1
-        lr = optimizer.param_groups[0]["lr"]
-        self._lr = float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else self._lr
-
     def _finish_step(self) -> None:
-        """Close the books of a step, once its synchronising backward pass has run."""
-        if not self._tap.complete:
-            return
+        """Close the books of a step, once its synchronising backward pass has ended."""
+        if self._tap.complete:
+            self._send_step()
+        elif self._tap.aborted:  # the training caught what its backward pass raised
+            self._tap.collect()
+            self._losses.collect()
+            self._samples.collect()
+
+    def _shadow_step(self) -> None:
+        """Take part in a step of the others, in ``join()`` after this rank's last batch."""
+        self._guard(self._finish_step)
+        self._guard(self._send_step)
+
+    def _send_step(self) -> None:
         now = time.perf_counter()
         named = self._samples.named
-        gradient = self._tap.collect()
+        losses, grad_scale = self._losses.collect()
         local = LocalStep(
             step=self._step,
-            sketch=None if gradient is None else HostCopy(gradient.sketch),
-            squared_norm=None if gradient is None else HostCopy(gradient.squared_norm),
-            losses=self._losses.collect(),
+            gradient=self._collect_gradient(),
+            losses=losses,
+            grad_scale=grad_scale,
             samples=self._samples.collect(),
             values={
-                "lr": self._lr,
-                "optimizer_steps": self._optimizer_steps,
+                **self._optimizer.collect(),
                 "samples_named": named,
                 "step_seconds": now - self._last_step_time,
-                "overhead_seconds": self._overhead,
+                "overhead_seconds": self._guard.take_seconds(),
             },
         )
         self._step += 1
-        self._overhead = 0.0
-        self._optimizer_steps *= 0  # stays NaN when no optimizer is known
         self._last_step_time = now
         self._courier.send(local.to_message)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the training thread: timed, and unable to raise into the training."""
-        if self._off or self._closed:
-            return
-        start = time.perf_counter()
-        try:
-            work()
-        except Exception as error:
-            self._fail(error)
-            self._courier.leave()
-        self._overhead += time.perf_counter() - start
+    def _collect_gradient(self) -> GradientHandover | None:
+        measured = self._tap.collect()
+        gram = None if self._exact is None else self._exact.take_gram()
+        if measured is None:
+            return None
+        layout = self._layout
+        return GradientHandover(
+            measured,
+            sketch_width=layout.sketch_width,
+            group_width=layout.group_width,
+            reduced_width=layout.reduced_width,
+            gram=gram,
+        )
 
     # What the courier calls, in the monitor's thread ---------------------------------------
 
     def _on_step(self, gathered: GatheredStep) -> None:
+        self._governor.observe(
+            gathered.step,
+            gathered.observed,
+            gathered.workers["overhead_seconds"],
+            gathered.workers["step_seconds"],
+        )
         report = summarize(gathered)
         findings = self._diagnosis.observe(report)
         self._latest = report
@@ -268,10 +280,15 @@ class Scope:
             except Exception:
                 _log.exception("on_finding raised for %s; training and monitor go on", finding.id)
 
+    def _fail_and_leave(self, error: Exception) -> None:
+        self._fail(error)
+        self._courier.leave()
+
     def _fail(self, error: Exception) -> None:
         if self._off:
             return
         self._off = True
+        self._guard.open = False
         reason = str(error) if isinstance(error, Goodbye) else f"{type(error).__name__}: {error}"
         _log.warning(
             "rankscope has switched itself off on rank %d after step %d; training goes on. %s",

@@ -1,5 +1,6 @@
 """``rankscope.watch``: what happens once, before the first step."""
 
+import dataclasses
 import logging
 import os
 import platform
@@ -10,14 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture import Sketcher
+from rankscope.capture import ReadReduced
+from rankscope.core.groups import GroupsOption
 from rankscope.core.signals import schema_hash
-from rankscope.errors import RankscopeError, RunError, UnsupportedError, UsageError
+from rankscope.core.tiers import Tier
+from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.exchange import Channel, GlooChannel, Hello
+from rankscope.instruments import Options, choice, choose_instruments
 from rankscope.record import RunWriter
 from rankscope.scope import OnFinding, Scope
+from rankscope.wrapping import find_wrapper
 
 _log = logging.getLogger("rankscope")
 
@@ -27,8 +31,12 @@ def watch(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     run_dir: str | Path,
+    tier: Tier | str = Tier.SKETCH,
     every: int = 1,
     sketch_width: int = 4093,
+    groups: GroupsOption = "blocks",
+    reduced: ReadReduced | str = ReadReduced.NORM,
+    overhead_budget: float | None = 0.01,
     seed: int = 0,
     on_finding: OnFinding | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -37,18 +45,26 @@ def watch(
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
-    Every rank calls it at the same point of the program, after wrapping the model and before the
-    first forward pass. It changes neither model, nor synchronisation, nor optimizer.
+    Every rank calls it at the same point of the program, after wrapping the model. It changes
+    neither model, nor synchronisation (but for the exact tier), nor optimizer.
 
     Args:
-        model: The model, wrapped in ``DistributedDataParallel``.
+        model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, or either
+            of them compiled.
         optimizer: Its optimizer, for the learning rate and the count of optimizer steps.
         run_dir: Directory that rank 0 writes. When it already holds a run (a restarted job), a
             numbered sibling is used instead, and said.
+        tier: ``"scalars"``, ``"sketch"`` or ``"exact"``: how much of the gradients is compared,
+            see :class:`rankscope.Tier`.
         every: Gradients are measured in steps that are multiples of this; losses and samples in
             all steps.
         sketch_width: Prime width of the gradient sketch; a pairwise cosine errs by about
             ``1/sqrt(sketch_width)`` at most.
+        groups: ``"blocks"`` (a transformer block, the embedding, the head), ``"none"``, a
+            function from parameter name to group, or a mapping from name prefix to group.
+        reduced: What is read of the reduced gradient: ``"off"``, ``"norm"`` or ``"sketch"``.
+        overhead_budget: Share of the step time that the monitor may take; to stay under it,
+            gradients are measured less often, on all workers alike. None: never less often.
         seed: Seed of the sketch's signs. It touches no random generator of the training.
         on_finding: Called with each finding when it opens or changes, on every rank, in the
             monitor's thread.
@@ -60,26 +76,30 @@ def watch(
         The running scope, also a context manager.
 
     Raises:
-        UnsupportedError: The model is not wrapped in DDP.
+        UnsupportedError: The model goes data parallel in a way that cannot be watched.
         UsageError: An option cannot work, or options differ between ranks.
         RunError: Rank 0 cannot write ``run_dir``.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise UnsupportedError(
-            f"watch() expected a model wrapped in DistributedDataParallel, got "
-            f"{type(model).__name__}; this release watches DDP only, and wants the wrapper itself"
-        )
-    if every < 1:
-        raise UsageError(f"every must be at least 1 step, got {every}")
-    device = next(model.parameters()).device
-    sketcher = Sketcher(device, sketch_width, seed)
-    channel = GlooChannel(process_group or model.process_group)
-    options = {"every": every, "sketch_width": sketch_width, "seed": seed}
-    info = {"facts": _facts(device), "config": dict(config or {})}
-    writer = _open_run(channel, Path(run_dir), options, info, flush_seconds)
-    return Scope(
-        model, optimizer, sketcher, channel, writer=writer, every=every, on_finding=on_finding
+    options = Options(
+        tier=choice(Tier, "tier", tier),
+        every=every,
+        sketch_width=sketch_width,
+        groups=groups,
+        reduced=choice(ReadReduced, "reduced", reduced),
+        overhead_budget=overhead_budget,
+        seed=seed,
     )
+    wrapped = find_wrapper(model)
+    instruments = choose_instruments(wrapped, options)
+    channel = GlooChannel(process_group or wrapped.group)
+    described = {
+        **dataclasses.asdict(options),
+        "groups": list(instruments.groups.names),
+        "parallel": wrapped.kind,
+    }
+    info = {"facts": _facts(instruments.device), "config": dict(config or {})}
+    writer = _open_run(channel, Path(run_dir), described, info, flush_seconds)
+    return Scope(model, optimizer, instruments, channel, writer=writer, on_finding=on_finding)
 
 
 def _open_run(

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from rankscope.core.step import GatheredStep
+from rankscope.core.step import GatheredStep, MeasuredGradient
 from rankscope.exchange import Courier, Goodbye, Layout, MemoryChannel, WorkerStep
 
 
@@ -19,7 +19,7 @@ class Worker:
         self.courier = Courier(
             channel,
             Layout(sketch_width=3),
-            every=every,
+            interval_at=lambda step: every,
             deliver=self.deliver,
             idle=lambda: None,
             ended=self.ended.append,
@@ -32,9 +32,10 @@ class Worker:
 
 
 def message(step: int, rank: int) -> WorkerStep:
-    return WorkerStep(
-        step, {"loss": 10.0 * step + rank}, np.full(3, rank, np.float32), np.arange(rank + 1)
-    )
+    empty = np.empty(0)
+    sketch = np.full(3, rank, np.float32)
+    gradient = MeasuredGradient(empty, sketch, np.empty((0, 0), np.float32), empty, empty)
+    return WorkerStep(step, {"loss": 10.0 * step + rank}, gradient, np.arange(rank + 1))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 8])

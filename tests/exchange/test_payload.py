@@ -3,10 +3,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.core.step import MISSING_INT
+from rankscope.core.step import MISSING_INT, MeasuredGradient
 from rankscope.exchange import Goodbye, Layout, PayloadError, WorkerStep
 
 finite = st.floats(allow_nan=False, width=64)
+
+
+def gradient(sketch, norms=(), groups=(), reduced=(), gram=()):
+    return MeasuredGradient(
+        group_norms_G=np.array(norms),
+        sketch_K=np.array(sketch, np.float32),
+        group_sketches_GK=np.array(groups, np.float32).reshape(len(norms), -1 if len(norms) else 0),
+        reduced_sketch_K=np.array(reduced, np.float32),
+        gram=np.array(gram),
+    )
 
 
 def gather(layout: Layout, steps: list[WorkerStep]):
@@ -25,10 +35,9 @@ def test_what_is_packed_is_unpacked(loss, digest, sketch, samples, micro):
     step = WorkerStep(
         step=7,
         values={"loss": loss, "batch_digest": digest, "nonfinite": True},
-        sketch=np.array(sketch, np.float32),
+        gradient=gradient(sketch),
         samples=np.array(samples, np.int64),
-        micro_losses=np.array(micro),
-        micro_weights=np.array(micro) * 2,
+        micro=np.array([micro, np.array(micro) * 2, np.array(micro) / 2]),
     )
     gathered = layout.unpack(gather(layout, [step, WorkerStep(7)]), step=7, time=1.0)
     assert not gathered.observed  # the second worker measured nothing
@@ -38,15 +47,46 @@ def test_what_is_packed_is_unpacked(loss, digest, sketch, samples, micro):
     assert np.isnan(gathered.workers["loss"][1])
     assert gathered.samples[0].tolist() == samples
     assert gathered.micro_losses[0].tolist() == micro
+    assert gathered.micro_norms[0].tolist() == [value / 2 for value in micro]
     assert len(gathered.samples[1]) == len(gathered.micro_losses[1]) == 0
     both = layout.unpack(gather(layout, [step, step]), step=7, time=1.0)
     assert both.observed
     assert both.sketches_WK.tolist() == [np.array(sketch, np.float32).tolist()] * 2
 
 
+def test_all_that_is_measured_of_a_gradient_travels():
+    layout = Layout(
+        sketch_width=3,
+        groups=("embedding", "head"),
+        group_width=2,
+        reduced_width=3,
+        reduced_copies=2,
+        gram_size=3,
+    )
+    steps = [
+        WorkerStep(
+            4, gradient=gradient([1, 2, 3], [0.5, 1.5], [[1, 2], [3, 4]], [2, 4, 6], [1, 2, 3])
+        ),
+        WorkerStep(
+            4, gradient=gradient([4, 5, 6], [2.5, 3.5], [[5, 6], [7, 8]], [4, 6, 8], [10, 20, 30])
+        ),
+    ]
+    gathered = layout.unpack(gather(layout, steps), step=4, time=0)
+    assert gathered.groups == ("embedding", "head")
+    assert gathered.group_norms_WG.tolist() == [[0.5, 1.5], [2.5, 3.5]]
+    assert gathered.group_sketches_WGK.tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+    assert gathered.reduced_sketch_K.tolist() == [3.0, 5.0, 7.0]  # each element on two workers
+    assert gathered.gram_WW.tolist() == [[11, 22], [22, 33]]
+    silent = layout.without_gradient()
+    assert silent.num_bytes < layout.num_bytes
+    unmeasured = silent.unpack(gather(silent, steps), step=4, time=0)
+    assert not unmeasured.observed
+    assert unmeasured.sketches_WK is unmeasured.group_norms_WG is unmeasured.gram_WW is None
+
+
 def test_a_layout_grows_to_what_did_not_fit_and_says_so():
     layout = Layout(sketch_width=3, num_samples=4, num_micro=2)
-    big = WorkerStep(0, samples=np.arange(9), micro_losses=np.ones(3), micro_weights=np.ones(3))
+    big = WorkerStep(0, samples=np.arange(9), micro=np.ones((3, 3)))
     messages = gather(layout, [WorkerStep(0), big])
     assert layout.unpack(messages, step=0, time=0).samples[1].tolist() == [0, 1, 2, 3]
     grown = layout.grown(messages)

@@ -12,6 +12,7 @@ import numpy as np
 from rankscope.core.signals import DType, Signal, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 
+GROUPS = ("embedding", "layers.0", "head")
 NUMPY = {DType.INT: np.int64, DType.FLOAT: np.float64, DType.BOOL: np.bool_}
 
 
@@ -55,7 +56,13 @@ def make_cosines(step: int, num_workers: int) -> np.ndarray:
 
 
 def make_report(
-    step: int, num_workers: int = 4, *, micro: int = 1, observed: bool = True, samples: bool = True
+    step: int,
+    num_workers: int = 4,
+    *,
+    micro: int = 1,
+    observed: bool = True,
+    samples: bool = True,
+    groups: bool = False,
 ) -> StepReport:
     """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches."""
     ranks = range(num_workers)
@@ -71,6 +78,11 @@ def make_report(
         ),
         micro_losses=tuple(np.arange(micro) + step + rank / 8 for rank in ranks),
         micro_weights=tuple(np.arange(micro) + 100.0 * rank for rank in ranks),
+        micro_norms=tuple(np.arange(micro) + 0.5 * rank for rank in ranks) if observed else (),
+        groups=GROUPS if groups and observed else (),
+        group_norms_WG=np.add.outer(np.arange(num_workers), [10.0, 20.0, 30.0])
+        if groups and observed
+        else None,
     )
     return StepReport(
         gathered,
@@ -83,6 +95,7 @@ def make_report(
             for s in signals(Table.WORKERS, Source.DERIVED)
         },
         cosines_WW=make_cosines(step, num_workers) if observed else None,
+        group_cosine_rest_WG=np.tile([0.25, np.nan, 0.75], (num_workers, 1)) if groups else None,
     )
 
 

@@ -49,6 +49,7 @@ def test_only_what_names_a_row_cannot_be_null():
         Table.MICRO: ["step", "rank", "micro"],
         Table.SAMPLES: ["step", "rank"],
         Table.PAIRS: ["step"],
+        Table.GROUPS: ["step", "rank", "group"],
     }
 
 

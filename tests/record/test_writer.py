@@ -8,8 +8,9 @@ import numpy as np
 import polars as pl
 import pytest
 
+from rankscope.core.signals import Table
 from rankscope.errors import RunError
-from rankscope.record import RunWriter, writer
+from rankscope.record import Run, RunWriter, writer
 from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
 from record.step_reports import (
     expected_steps,
@@ -88,6 +89,21 @@ def test_pairs_are_recorded_for_2_to_64_workers(tmp_path, num_workers, recorded)
         assert len(row["cosines"]) == num_workers * (num_workers - 1) // 2
 
 
+def test_groups_are_recorded_by_name(tmp_path):
+    path = write(tmp_path / "run", [make_report(2, 2, groups=True)]).path
+    assert polars_rows(path, "groups") == [
+        {"step": 2, "rank": rank, "group": name, "grad_norm": rank + norm, "cosine_rest": cosine}
+        for rank in range(2)
+        for name, norm, cosine in [
+            ("embedding", 10.0, 0.25),
+            ("layers.0", 20.0, None),
+            ("head", 30.0, 0.75),
+        ]
+    ]
+    columns = Run.open(path).columns(Table.GROUPS)
+    assert columns["group"].tolist() == ["embedding", "layers.0", "head"] * 2  # the model's order
+
+
 def test_micro_batches_are_recorded_with_accumulation_only(tmp_path):
     path = write(tmp_path / "run", [make_report(0), make_report(1, 2, micro=3)]).path
     assert polars_rows(path, "micro") == [
@@ -97,6 +113,7 @@ def test_micro_batches_are_recorded_with_accumulation_only(tmp_path):
             "micro": micro,
             "loss": micro + 1 + rank / 8,
             "loss_weight": micro + 100.0 * rank,
+            "grad_norm": micro + 0.5 * rank,
         }
         for rank in range(2)
         for micro in range(3)

@@ -212,7 +212,9 @@ def test_what_cannot_work_is_said_at_once_on_every_rank(tmp_path):
 
 
 def test_a_model_that_is_not_wrapped_is_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"wrapped in DistributedDataParallel, got TinyLM"):
+    with pytest.raises(
+        UnsupportedError, match=r"wrapped in DistributedDataParallel or fully_shard, got TinyLM"
+    ):
         rankscope.watch(make_model(), run_dir=tmp_path / "run")
 
 

@@ -51,7 +51,9 @@ def micro_batches(rank: int, step: int, mode: Mode) -> list[dict[str, Any]]:
 def train(rank: int, mode: Mode, steps: int, run_dir: str | None) -> dict[str, Any]:
     """Train with dropout; return every bit of the state at the end."""
     model, ddp, optimizer = _make(rank, mode, dropout=0.1)
-    scope = rankscope.watch(ddp, optimizer, run_dir=run_dir) if run_dir else None
+    scope = (
+        rankscope.watch(ddp, optimizer, run_dir=run_dir, overhead_budget=None) if run_dir else None
+    )
     for step in range(steps):
         train_step(rank, mode, step, ddp, optimizer)
     if scope is not None:
@@ -70,6 +72,7 @@ def train_watched(
 ) -> None:
     """Train without dropout, watched, with a look at the model before each step."""
     model, ddp, optimizer = _make(rank, mode, dropout=0.0)
+    options = {"overhead_budget": None, **options}
     with rankscope.watch(ddp, optimizer, run_dir=run_dir, **options):
         for step in range(steps):
             before_step(step, model)

@@ -26,6 +26,22 @@ class MicroBatchLoss:
 
     values: HostCopy
     weights: HostCopy | None
+    multiplier: "_Multiplier | None" = None
+
+
+class _Multiplier:
+    """The factor between a loss and what ``backward`` was called on.
+
+    It is the gradient that arrives at the loss: scaler, accumulation divisor and any other factor
+    together. The hook returns nothing, so the gradient stays as it is.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self.value: Tensor | None = None
+        loss.register_hook(self._see)
+
+    def _see(self, gradient: Tensor) -> None:
+        self.value = gradient.detach().sum()
 
 
 class LossMeter:
@@ -51,6 +67,7 @@ class LossMeter:
         Raises:
             UsageError: Shapes other than these.
         """
+        multiplier = _multiplier(value)
         values = torch.as_tensor(value).detach()
         if values.dim() > 1:
             raise UsageError(
@@ -67,7 +84,7 @@ class LossMeter:
                     f"{values.numel()} losses"
                 )
         copy = None if weights is None else HostCopy(weights)
-        self._given.append(MicroBatchLoss(HostCopy(values), copy))
+        self._given.append(MicroBatchLoss(HostCopy(values), copy, multiplier))
 
     def see(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Pick the loss up from a model's output, and its label tokens from the inputs."""
@@ -77,18 +94,40 @@ class LossMeter:
         labels = kwargs.get("labels")
         weights = self._count(labels) if isinstance(labels, Tensor) else None
         values = HostCopy(loss.detach().reshape(1).to(torch.float64))
-        self._seen.append(MicroBatchLoss(values, None if weights is None else HostCopy(weights)))
+        copy = None if weights is None else HostCopy(weights)
+        self._seen.append(MicroBatchLoss(values, copy, _multiplier(loss)))
 
-    def collect(self) -> list[MicroBatchLoss]:
-        """Return what was collected since the last call, and start again."""
+    def collect(self) -> tuple[list[MicroBatchLoss], HostCopy | None]:
+        """Return what was collected since the last call, and start again.
+
+        Returns:
+            The losses, and the sum over micro-batches of the factors that they were multiplied
+            by before backward (a float64 scalar); None when one of these is unknown.
+        """
+        scale = _sum_of_multipliers(self._given) or _sum_of_multipliers(self._seen)
         collected = self._given or self._seen
         self._given, self._seen = [], []
-        return collected
+        return collected, scale
 
     def _count(self, labels: Tensor) -> Tensor:
         if self._shifted and labels.dim() > 1:
             labels = labels[..., 1:]
         return (labels != IGNORED_LABEL).sum().reshape(1).to(torch.float64)
+
+
+def _multiplier(loss: Any) -> _Multiplier | None:
+    return _Multiplier(loss) if isinstance(loss, Tensor) and loss.requires_grad else None
+
+
+def _sum_of_multipliers(collected: Sequence[MicroBatchLoss]) -> HostCopy | None:
+    factors = [
+        micro.multiplier.value
+        for micro in collected
+        if micro.multiplier is not None and micro.multiplier.value is not None
+    ]
+    if not factors or len(factors) < len(collected):
+        return None
+    return HostCopy(torch.stack(factors).sum(dtype=torch.float64))
 
 
 def to_arrays(

@@ -19,11 +19,13 @@ Source of the method: Charikar, Chen and Farach-Colton, "Finding frequent items 
 """
 
 import hashlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from rankscope.capture.totals import GradientTotals
+from rankscope.core.groups import Groups
 from rankscope.errors import UsageError
 
 DEFAULT_WIDTH = 4093
@@ -32,33 +34,22 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 16}  # 256 KB in fp32: stays in a core's cache
 _CHUNK_ELEMENTS_ACCELERATOR = 1 << 24
 
 
-@dataclass(slots=True)
-class GradientMeasure:
-    """Running totals of one or more gradients.
-
-    Attributes:
-        sketch: float32 ``[k]``.
-        squared_norm: float64 scalar tensor: the sum of squares of all elements.
-    """
-
-    sketch: Tensor
-    squared_norm: Tensor
-
-    def reset(self) -> None:
-        """Set both totals to zero, in place."""
-        self.sketch.zero_()
-        self.squared_norm.zero_()
-
-    def add(self, other: "GradientMeasure") -> None:
-        """Add the totals of disjoint parameters."""
-        self.sketch.add_(other.sketch)
-        self.squared_norm.add_(other.squared_norm)
-
-
-@dataclass(frozen=True, slots=True)
 class _ParameterSigns:
-    rows: Tensor
-    shift: int
+    """The signs of one parameter's rows, drawn as far as they are needed."""
+
+    def __init__(self, name: str, seed: int, device: torch.device) -> None:
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        self._device = device
+        self.shift = int(torch.randint(PERIOD, (), generator=self._generator))
+        self._rows = torch.empty(0, device=device)
+
+    def rows(self, count: int) -> Tensor:
+        """Return the signs of at least the first ``count`` rows; a longer draw begins alike."""
+        if len(self._rows) < count:
+            more = _random_signs(max(count - len(self._rows), 64), self._generator)
+            self._rows = torch.cat([self._rows, more.to(self._device)])
+        return self._rows
 
 
 class Sketcher:
@@ -66,6 +57,7 @@ class Sketcher:
 
     Args:
         device: Where the gradients live.
+        groups: The parameters that will be measured, and their groups.
         width: Sketch width k, a prime other than 8,191; the RMS error of a cosine is about
             ``(1 - cos^2)/sqrt(k)``.
         seed: Seed of all signs; equal on workers that are compared.
@@ -74,13 +66,19 @@ class Sketcher:
         UsageError: ``width`` is not such a prime.
     """
 
-    def __init__(self, device: torch.device, width: int = DEFAULT_WIDTH, seed: int = 0) -> None:
+    sketches = True
+    """Whether :meth:`measure` fills sketches, or norms alone."""
+
+    def __init__(
+        self, device: torch.device, groups: Groups, width: int = DEFAULT_WIDTH, seed: int = 0
+    ) -> None:
         if not _is_prime(width) or width == PERIOD:
             raise UsageError(
                 f"sketch_width must be a prime other than {PERIOD}, got {width}; "
                 f"try {DEFAULT_WIDTH}"
             )
         self.device = device
+        self.groups = groups
         self.width = width
         self.seed = seed
         elements = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS_ACCELERATOR)
@@ -89,77 +87,91 @@ class Sketcher:
         self._period = torch.empty(0, device=device)
         self._signs: dict[str, _ParameterSigns] = {}
 
-    def new_measure(self) -> GradientMeasure:
+    def new_totals(self) -> GradientTotals:
         """Return totals of nothing, to be filled by :meth:`measure`."""
-        return GradientMeasure(
-            torch.zeros(self.width, device=self.device),
-            torch.zeros((), device=self.device, dtype=torch.float64),
-        )
+        return GradientTotals.zeros(len(self.groups), self.width, self.device)
 
     @torch.no_grad()
-    def measure(self, name: str, gradient: Tensor, into: GradientMeasure) -> None:
-        """Add one parameter's gradient to the totals.
+    def measure(self, name: str, gradient: Tensor, into: GradientTotals, *, start: int = 0) -> None:
+        """Add one parameter's gradient, or a contiguous part of it, to its group's totals.
 
         Args:
-            name: The parameter's name, which selects the signs.
-            gradient: Any shape, any floating dtype, on this sketcher's device.
+            name: The parameter's name, which selects the group and the signs.
+            gradient: Any shape, any floating dtype, on this sketcher's device; a DTensor counts
+                as its local part.
             into: The totals to add to.
+            start: Position of the gradient's first element in the whole flat parameter.
         """
         flat = _flatten(gradient)
-        signs = self._signs_of(name, flat.numel())
-        rows = -(-flat.numel() // self.width)
-        self._reserve(min(rows, self._chunk_rows))
-        for first_row in range(0, rows, self._chunk_rows):
-            self._measure_chunk(flat, signs, first_row, into)
+        group = self.groups.index_of[name]
+        signs = self._signs_of(name)
+        self._reserve()
+        position = start
+        while len(flat):
+            size = (
+                self._chunk_rows * self.width
+                if position % self.width == 0
+                else (self.width - position % self.width)
+            )
+            self._measure_chunk(flat[:size], signs, position, into, group)
+            flat, position = flat[size:], position + size
+
+    @torch.no_grad()
+    def measure_norm(self, name: str, gradient: Tensor, into: GradientTotals) -> None:
+        """Add a gradient's squared norm, largest magnitude and non-finite count; no sketch."""
+        flat = _flatten(gradient)
+        group = self.groups.index_of[name]
+        for chunk in flat.split(self._chunk_rows * self.width):
+            self._count(chunk.float(), into, group)
 
     def _measure_chunk(
-        self, flat: Tensor, signs: _ParameterSigns, first_row: int, into: GradientMeasure
+        self, chunk: Tensor, signs: _ParameterSigns, start: int, into: GradientTotals, group: int
     ) -> None:
-        start = first_row * self.width
-        chunk = flat[start : start + self._chunk_rows * self.width]
         size = chunk.numel()
         signed = self._scratch[:size]
         offset = (start + signs.shift) % PERIOD
-        period = self._period[offset : offset + size]
-        if chunk.dtype == torch.float32:
-            torch.mul(chunk, period, out=signed)
-        else:
-            signed.copy_(chunk)
-            signed.mul_(period)
+        torch.mul(chunk.float(), self._period[offset : offset + size], out=signed)
+        first_row, column = divmod(start, self.width)
+        row_signs = signs.rows(first_row + size // self.width + 1)[first_row:]
+        sketch = into.sketches[group]
         full = size // self.width
-        row_signs = signs.rows[first_row : first_row + full + 1]
         if full:
             matrix = signed[: full * self.width].view(full, self.width)
-            into.sketch.addmv_(matrix.t(), row_signs[:full])
+            sketch.addmv_(matrix.t(), row_signs[:full])
         rest = size - full * self.width
         if rest:
-            into.sketch[:rest].add_(signed[full * self.width :] * row_signs[full])
-        # A sum adds pairwise and errs by 1e-7; a dot product of this length errs by 4e-6.
-        into.squared_norm.add_(torch.mul(signed, signed, out=signed).sum())
+            sketch[column : column + rest].add_(signed[full * self.width :] * row_signs[full])
+        self._count(chunk.float(), into, group)
 
-    def _signs_of(self, name: str, numel: int) -> _ParameterSigns:
+    def _count(self, chunk: Tensor, into: GradientTotals, group: int) -> None:
+        # A sum adds pairwise and errs by 1e-7; a dot product of this length errs by 4e-6.
+        into.squared_norms[group].add_((chunk * chunk).sum())
+        if chunk.numel():
+            torch.maximum(into.largest[group], chunk.abs().amax(), out=into.largest[group])
+        into.nonfinite[group].add_((~chunk.isfinite()).sum())
+
+    def _signs_of(self, name: str) -> _ParameterSigns:
         signs = self._signs.get(name)
         if signs is None:
-            digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            shift = int(torch.randint(PERIOD, (), generator=generator))
-            rows = _random_signs(-(-numel // self.width), generator)
-            signs = self._signs[name] = _ParameterSigns(rows.to(self.device), shift)
+            signs = self._signs[name] = _ParameterSigns(name, self.seed, self.device)
         return signs
 
-    def _reserve(self, rows: int) -> None:
-        """Make scratch space and period signs large enough for a chunk of ``rows`` rows."""
-        if self._scratch.numel() >= rows * self.width:
+    def _reserve(self) -> None:
+        """Make scratch space and period signs for a chunk."""
+        if self._scratch.numel():
             return
-        self._scratch = torch.empty(rows * self.width, device=self.device)
+        elements = self._chunk_rows * self.width
+        self._scratch = torch.empty(elements, device=self.device)
         generator = torch.Generator().manual_seed(self.seed)
         period = _random_signs(PERIOD, generator)
-        repeats = -(-(rows * self.width) // PERIOD) + 1
+        repeats = -(-elements // PERIOD) + 1
         self._period = period.repeat(repeats).to(self.device)
 
 
 def _flatten(gradient: Tensor) -> Tensor:
     gradient = gradient.detach()
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     if gradient.is_complex():

@@ -1,37 +1,71 @@
 """The interface behind which every way of going data parallel hides."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from torch import Tensor
 
+from rankscope.capture.totals import GradientTotals
+
+Guarded = Callable[[Callable[[], None]], None]
+"""Runs a function so that it can neither raise into the training nor outlive the monitor."""
+
+
+class ReadReduced(StrEnum):
+    """What is read of the reduced gradient, after the reduction and before any clipping."""
+
+    OFF = "off"
+    NORM = "norm"
+    """Its squared norm: what the exact norm-weighted cosine needs (a second read)."""
+    SKETCH = "sketch"
+    """Its norm and sketch: what an audit of the reduction needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalGradient:
-    """One worker's gradient before the reduction, as far as it leaves the device.
+    """One worker's gradient in one step, on the gradient's device.
 
     Attributes:
-        sketch: float32 ``[k]`` on the gradient's device.
-        squared_norm: float64 scalar tensor on the gradient's device.
+        totals: The local gradient before the reduction, summed over the step's micro-batches.
+        reduced: The part of the reduced gradient that this rank holds after the reduction: all of
+            it under DDP, its shard under FSDP2. None when it was not read. Its sketches are zero
+            when only the norm was asked for.
+        micro_squared_norms: float64 ``[M]``: squared norm of each micro-batch's own gradient, in
+            the units of ``totals``; empty when unknown or when there is a single one.
+        carried_over: Boolean scalar tensor: whether the gradient held something before the step
+            began (it was not zeroed), so that ``totals`` is not purely local. None when the tap
+            cannot be misled in this way.
     """
 
-    sketch: Tensor
-    squared_norm: Tensor
+    totals: GradientTotals
+    reduced: GradientTotals | None = None
+    micro_squared_norms: Tensor | None = None
+    carried_over: Tensor | None = None
 
 
 class GradientTap(Protocol):
     """Reads the local gradient during backward passes.
 
-    A tap counts nothing and sends nothing: the scope tells it before each forward pass whether
-    the next backward pass synchronises and whether to measure it.
+    A tap counts nothing and sends nothing: the scope tells it before each forward pass in
+    training whether to measure the backward pass that follows.
     """
+
+    @property
+    def reduced_copies(self) -> int:
+        """How many workers hold each element of the reduced gradient: W under DDP, 1 with FSDP2."""
 
     def begin_forward(self, *, measure: bool) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
 
     @property
     def complete(self) -> bool:
-        """Whether a synchronising backward pass has run since the last :meth:`collect`."""
+        """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a backward pass began since then and never ended: it raised."""
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""

@@ -18,6 +18,7 @@ class Table(StrEnum):
     MICRO = "micro"
     SAMPLES = "samples"
     PAIRS = "pairs"
+    GROUPS = "groups"
 
 
 class DType(StrEnum):
@@ -26,6 +27,7 @@ class DType(StrEnum):
     INT = "int64"
     FLOAT = "float64"
     BOOL = "bool"
+    TEXT = "string"
     INTS = "list<int64>"
     FLOATS = "list<float32>"
 
@@ -83,6 +85,7 @@ def _declare(table: Table, *rows: tuple[str, DType, str, Source, Tail, str]) -> 
 
 
 _INT, _FLOAT, _BOOL, _INTS, _FLOATS = DType.INT, DType.FLOAT, DType.BOOL, DType.INTS, DType.FLOATS
+_TEXT = DType.TEXT
 _KEY, _LOCAL, _SEQ, _DERIVED = Source.KEY, Source.LOCAL, Source.SEQUENCE, Source.DERIVED
 _NONE, _LOW, _HIGH, _BOTH = Tail.NONE, Tail.LOW, Tail.HIGH, Tail.BOTH
 
@@ -100,11 +103,14 @@ SIGNALS: tuple[Signal, ...] = (
         ("grad_norm_mean", _FLOAT, "", _DERIVED, _NONE, "mean of the workers' local gradient norms"),
         ("grad_norm_std", _FLOAT, "", _DERIVED, _BOTH, "gradient-norm dispersion: population std over workers"),
         ("cosine_mean", _FLOAT, "", _DERIVED, _BOTH, "gradient-direction consistency: mean cosine over pairs of workers"),
+        ("grad_norm_reduced", _FLOAT, "", _DERIVED, _NONE, "L2 norm of the reduced gradient, before any clipping: what dashboards show"),
         ("cosine_weighted", _FLOAT, "", _DERIVED, _BOTH, "mean cosine over pairs, weighted by the product of their norms"),
         ("cosine_min", _FLOAT, "", _DERIVED, _LOW, "smallest cosine over pairs of workers"),
         ("directions_undefined", _INT, "workers", _DERIVED, _HIGH, "workers whose gradient is zero or not finite and so has no direction"),
+        ("reduction_residual", _FLOAT, "", _DERIVED, _HIGH, "relative distance of the reduced gradient from the mean of the workers' gradients"),
         ("samples_drawn", _INT, "samples", _DERIVED, _NONE, "samples in the global batch"),
         ("samples_distinct", _INT, "samples", _DERIVED, _LOW, "different samples in the global batch"),
+        ("interval", _INT, "steps", _DERIVED, _NONE, "gradients are measured in steps that are multiples of this"),
         ("overhead_seconds", _FLOAT, "s", _DERIVED, _HIGH, "time the monitor took from training: the slowest worker's"),
     ),
     *_declare(
@@ -115,6 +121,11 @@ SIGNALS: tuple[Signal, ...] = (
         ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given"),
         ("loss_sem", _FLOAT, "nats/token", _LOCAL, _NONE, "standard error of the local loss, from its micro-batches or samples"),
         ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction"),
+        ("grad_max", _FLOAT, "", _LOCAL, _BOTH, "largest magnitude of an element of the local gradient"),
+        ("grad_nonfinite", _INT, "elements", _LOCAL, _HIGH, "elements of the local gradient that are infinite or NaN"),
+        ("grad_scale", _FLOAT, "", _LOCAL, _BOTH, "what the loss was multiplied by before backward (scaler, accumulation), summed over micro-batches; its median over workers is undone in all gradient columns"),
+        ("grad_carried_over", _BOOL, "", _LOCAL, _HIGH, "whether the gradient was not zeroed before the step: then it is not measured"),
+        ("reduced_norm", _FLOAT, "", _LOCAL, _NONE, "L2 norm of the part of the reduced gradient that this worker holds"),
         ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between this worker's gradient and the sum of all others'"),
         ("nonfinite", _BOOL, "", _LOCAL, _HIGH, "whether the local loss or gradient holds an infinity or NaN"),
         ("num_samples", _INT, "samples", _LOCAL, _NONE, "samples in the local batch"),
@@ -132,6 +143,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("micro", _INT, "", _KEY, _NONE, "micro-batch inside the step, from 0"),
         ("loss", _FLOAT, "nats/token", _SEQ, _NONE, "local loss of the micro-batch per label token"),
         ("loss_weight", _FLOAT, "tokens", _SEQ, _NONE, "label tokens in the micro-batch"),
+        ("grad_norm", _FLOAT, "", _SEQ, _NONE, "L2 norm of the micro-batch's own local gradient; all but the first of a step are estimates"),
     ),
     *_declare(
         Table.SAMPLES,
@@ -143,6 +155,14 @@ SIGNALS: tuple[Signal, ...] = (
         Table.PAIRS,
         ("step", _INT, "", _KEY, _NONE, "as in steps"),
         ("cosines", _FLOATS, "", _DERIVED, _NONE, "cosines of all pairs i < j, row by row (W <= 64)"),
+    ),
+    *_declare(
+        Table.GROUPS,
+        ("step", _INT, "", _KEY, _NONE, "as in steps"),
+        ("rank", _INT, "", _KEY, _NONE, "as in workers"),
+        ("group", _TEXT, "", _KEY, _NONE, "group of parameters: a transformer block, the embedding, the head"),
+        ("grad_norm", _FLOAT, "", _SEQ, _BOTH, "L2 norm of the group's local gradient"),
+        ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between the group's local gradient and the sum of all other workers'"),
     ),
 )
 # fmt: on

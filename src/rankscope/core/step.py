@@ -15,6 +15,27 @@ MISSING_INT = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredGradient:
+    """What one worker says about its gradient in one step. G groups, K numbers a sketch.
+
+    Attributes:
+        group_norms_G: L2 norm of each group's local gradient.
+        sketch_K: Sketch of the local gradient; empty in the tier without sketches.
+        group_sketches_GK: Narrow sketch of each group's local gradient, or ``[G, 0]``.
+        reduced_sketch_K: Sketch of the part of the reduced gradient that this worker holds, or
+            empty.
+        gram: This worker's part of the exact inner products: upper triangle with diagonal, row by
+            row ``[W(W+1)/2]``, or empty.
+    """
+
+    group_norms_G: Floats
+    sketch_K: NDArray[np.float32]
+    group_sketches_GK: NDArray[np.float32]
+    reduced_sketch_K: NDArray[np.float32]
+    gram: Floats
+
+
+@dataclass(frozen=True, slots=True)
 class GatheredStep:
     """The raw values of one step from all W workers.
 
@@ -28,6 +49,14 @@ class GatheredStep:
         samples: One int64 array per worker: ids or content digests of its samples.
         micro_losses: One array per worker: the loss of each of its micro-batches.
         micro_weights: One array per worker, beside ``micro_losses``.
+        micro_norms: One array per worker: gradient norm of each micro-batch; empty when unknown.
+        groups: Names of the parameter groups ``[G]``; empty when the step was not observed.
+        group_norms_WG: Gradient norm by worker and group.
+        group_sketches_WGK: Narrow sketches by worker and group.
+        gram_WW: Exact inner products of the local gradients, in the tier that has them.
+        reduced_sketch_K: Sketch of the reduced gradient, where it was read.
+        reduced_copies: How many workers hold each element of the reduced gradient.
+        interval: Sampling interval in force: gradients are measured in multiples of it.
     """
 
     step: int
@@ -38,6 +67,14 @@ class GatheredStep:
     samples: tuple[Ints, ...]
     micro_losses: tuple[Floats, ...] = ()
     micro_weights: tuple[Floats, ...] = ()
+    micro_norms: tuple[Floats, ...] = ()
+    groups: tuple[str, ...] = ()
+    group_norms_WG: Floats | None = None
+    group_sketches_WGK: NDArray[np.float32] | None = None
+    gram_WW: Floats | None = None
+    reduced_sketch_K: NDArray[np.float32] | None = None
+    reduced_copies: int = 1
+    interval: int = 1
 
     @property
     def num_workers(self) -> int:
@@ -58,12 +95,14 @@ class StepReport:
         derived: The workers table's DERIVED columns by name, one float64 array ``[W]`` each.
         cosines_WW: Pairwise cosines, NaN where one gradient has no direction; None when the step
             was not observed.
+        group_cosine_rest_WG: ``cosine_rest`` of each group; None when groups have no directions.
     """
 
     gathered: GatheredStep
     values: Mapping[str, float]
     derived: Mapping[str, Floats] = field(default_factory=dict)
     cosines_WW: Floats | None = None
+    group_cosine_rest_WG: Floats | None = None
 
     @property
     def step(self) -> int:

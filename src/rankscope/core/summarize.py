@@ -11,6 +11,7 @@ from rankscope.core.direction import (
     mean_cosine,
     min_cosine,
     norm_weighted_cosine,
+    norm_weighted_cosine_from_mean,
 )
 from rankscope.core.dispersion import finite_mean, population_std, value_range
 from rankscope.core.nulls import expected_std
@@ -34,11 +35,23 @@ def summarize(gathered: GatheredStep) -> StepReport:
         NaN in a step that was not observed, sample columns where no worker named its samples.
     """
     directions, cosine_rest_W, cosines_WW = _directions(gathered)
-    values = {**_dispersions(gathered), **directions, **_samples(gathered)}
+    values = {
+        **_dispersions(gathered),
+        **_reduction(gathered),
+        **directions,
+        **_samples(gathered),
+        "interval": float(gathered.interval),
+    }
     derived = {"cosine_rest": cosine_rest_W}
     assert values.keys() == set(_STEPS), "the steps table has other derived columns"
     assert derived.keys() == set(_WORKERS), "the workers table has other derived columns"
-    return StepReport(gathered, {name: values[name] for name in _STEPS}, derived, cosines_WW)
+    return StepReport(
+        gathered,
+        {name: values[name] for name in _STEPS},
+        derived,
+        cosines_WW,
+        _group_directions(gathered),
+    )
 
 
 def _dispersions(gathered: GatheredStep) -> dict[str, float]:
@@ -58,19 +71,59 @@ def _dispersions(gathered: GatheredStep) -> dict[str, float]:
 
 
 def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Floats | None]:
-    """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines."""
-    names = ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined")
-    if not gathered.observed or gathered.sketches_WK is None:
-        return dict.fromkeys(names, _NAN), np.full(gathered.num_workers, _NAN), None
-    gram_WW = gram(gathered.sketches_WK)
-    cosines_WW = cosines_from_gram(gram_WW)
-    values = (
-        mean_cosine(cosines_WW),
-        norm_weighted_cosine(gram_WW),
-        min_cosine(cosines_WW),
-        float(np.sum(~has_direction(gram_WW))),
+    """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines.
+
+    Without any inner product, the norms of local and reduced gradients still give the weighted
+    mean cosine, exactly.
+    """
+    values = dict.fromkeys(
+        ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"), _NAN
     )
-    return dict(zip(names, values, strict=True)), leave_one_out(gram_WW), cosines_WW
+    undefined_W = np.full(gathered.num_workers, _NAN)
+    if not gathered.observed:
+        return values, undefined_W, None
+    gram_WW = gathered.gram_WW
+    if gram_WW is None and gathered.sketches_WK is not None:
+        gram_WW = gram(gathered.sketches_WK)
+    if gram_WW is None:
+        norms_W = gathered.workers["grad_norm"]
+        values["cosine_weighted"] = norm_weighted_cosine_from_mean(norms_W, _reduced(gathered))
+        values["directions_undefined"] = float(np.sum(~(np.isfinite(norms_W) & (norms_W > 0))))
+        return values, undefined_W, None
+    cosines_WW = cosines_from_gram(gram_WW)
+    values = {
+        "cosine_mean": mean_cosine(cosines_WW),
+        "cosine_weighted": norm_weighted_cosine(gram_WW),
+        "cosine_min": min_cosine(cosines_WW),
+        "directions_undefined": float(np.sum(~has_direction(gram_WW))),
+    }
+    return values, leave_one_out(gram_WW), cosines_WW
+
+
+def _group_directions(gathered: GatheredStep) -> Floats | None:
+    """Return for each worker and group ``[W, G]`` its leave-one-out cosine, None without sketch."""
+    sketches_WGK = gathered.group_sketches_WGK
+    if sketches_WGK is None or not sketches_WGK.size:
+        return None
+    columns = [leave_one_out(gram(sketches_WGK[:, g])) for g in range(sketches_WGK.shape[1])]
+    return np.stack(columns, axis=1)
+
+
+def _reduction(gathered: GatheredStep) -> dict[str, float]:
+    """Return the norm of the reduced gradient, and how far it is from the workers' mean."""
+    residual = _NAN
+    if gathered.reduced_sketch_K is not None and gathered.sketches_WK is not None:
+        mean_K = gathered.sketches_WK.astype(np.float64).mean(axis=0)
+        length = float(np.linalg.norm(mean_K))
+        if np.isfinite(length) and length > 0:
+            residual = float(np.linalg.norm(gathered.reduced_sketch_K - mean_K)) / length
+    return {"grad_norm_reduced": _reduced(gathered), "reduction_residual": residual}
+
+
+def _reduced(gathered: GatheredStep) -> float:
+    """Return the norm of the reduced gradient, from the parts that the workers hold."""
+    parts_W = gathered.workers["reduced_norm"]
+    return float(np.linalg.norm(parts_W)) / float(np.sqrt(gathered.reduced_copies))
 
 
 def _samples(gathered: GatheredStep) -> dict[str, float]:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from rankscope.core.scale import undo_common_scale
 from rankscope.core.step import GatheredStep
-from rankscope.exchange.channel import Bytes, Channel, ChannelError
+from rankscope.exchange.channel import Channel, ChannelError
 from rankscope.exchange.payload import Goodbye, Layout, PayloadError, WorkerStep
 
 _IDLE_SECONDS = 1.0
@@ -19,14 +20,15 @@ class Courier:
     """Sends this worker's steps and delivers everybody's.
 
     The training thread only puts an item on a queue. Steps are gathered in order on every worker;
-    whether a step carries a sketch depends on its number alone, so the workers always agree on
-    the size of a message. A worker that leaves says so in the message after its last step, so
-    that nobody waits for it.
+    whether a message has room for a gradient depends on the step's number and on steps that all
+    workers have gathered before, so the workers always agree on its size. A worker that leaves
+    says so in the message after its last step, so that nobody waits for it.
 
     Args:
         channel: The channel to gather on.
         layout: Sizes of the first message.
-        every: Gradients travel with steps that are multiples of this.
+        interval_at: Returns the sampling interval of a step: gradients travel with multiples of
+            it. Its answers may depend on nothing but the step and what was delivered before it.
         deliver: Called in this thread with every gathered step.
         idle: Called in this thread at least every few seconds.
         ended: Called in this thread when the channel ends other than by :meth:`leave`.
@@ -37,14 +39,14 @@ class Courier:
         channel: Channel,
         layout: Layout,
         *,
-        every: int,
+        interval_at: Callable[[int], int],
         deliver: Callable[[GatheredStep], None],
         idle: Callable[[], None],
         ended: Callable[[Exception], None],
     ) -> None:
         self._channel = channel
         self._layout = layout
-        self._every = every
+        self._interval_at = interval_at
         self._deliver = deliver
         self._idle = idle
         self._ended = ended
@@ -106,14 +108,13 @@ class Courier:
             self._say_goodbye()
 
     def _gather(self, message: WorkerStep) -> GatheredStep:
-        observed = message.step % self._every == 0
-        layout = self._layout if observed else replace(self._layout, sketch_width=0)
+        interval = self._interval_at(message.step)
+        observed = message.step % interval == 0
+        layout = self._layout if observed else self._layout.without_gradient()
         messages = self._channel.gather(layout.pack(message))
-        self._layout = self._layout_after(layout, messages)
-        return layout.unpack(messages, step=message.step, time=time.time())
-
-    def _layout_after(self, layout: Layout, messages: Bytes) -> Layout:
-        return replace(layout.grown(messages), sketch_width=self._layout.sketch_width)
+        self._layout = replace(layout.grown(messages), measured=True)
+        gathered = layout.unpack(messages, step=message.step, time=time.time())
+        return undo_common_scale(replace(gathered, interval=interval))
 
     def _say_goodbye(self) -> None:
         """Release the others from waiting for us; whatever they answer, this is the end."""

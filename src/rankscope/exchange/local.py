@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.capture import HostCopy
+from rankscope.capture import GradientHandover, HostCopy
 from rankscope.capture.loss import MicroBatchLoss, to_arrays
 from rankscope.capture.samples import to_array
 from rankscope.core.nulls import weighted_mean_and_sem
@@ -20,17 +20,17 @@ class LocalStep:
 
     Attributes:
         step: Step number.
-        sketch: float32 ``[k]``; None when no valid gradient was measured.
-        squared_norm: float64 scalar, beside ``sketch``.
+        gradient: The measured gradient; None when no valid one was measured.
         losses: One entry per micro-batch.
+        grad_scale: What the losses were multiplied by before backward, summed; None if unknown.
         samples: Ids or digests, in parts.
         values: LOCAL signals that are known already.
     """
 
     step: int
-    sketch: HostCopy | None
-    squared_norm: HostCopy | None
+    gradient: GradientHandover | None
     losses: Sequence[MicroBatchLoss]
+    grad_scale: HostCopy | None
     samples: Sequence[HostCopy | Ints]
     values: Mapping[str, float]
 
@@ -38,22 +38,35 @@ class LocalStep:
         """Wait for the device and return the message; for the courier's thread."""
         losses, weights = to_arrays(self.losses)
         samples = to_array(self.samples)
-        sketch = None if self.sketch is None else np.asarray(self.sketch.numpy(), np.float32)
         values = {**self.values, **_loss_values(losses, weights), **_sample_values(samples)}
-        if self.squared_norm is not None:
-            values["grad_norm"] = float(np.sqrt(self.squared_norm.numpy()))
-        values["nonfinite"] = not _all_finite(sketch) or not all(map(_all_finite, losses))
-        micro = [
-            _loss_values([loss], [weight]) for loss, weight in zip(losses, weights, strict=True)
-        ]
+        if self.grad_scale is not None:
+            values["grad_scale"] = float(self.grad_scale.numpy())
+        gradient, micro_norms = None, np.empty(0)
+        if self.gradient is not None:
+            measured = self.gradient.read()
+            if measured.values["grad_carried_over"]:
+                values["grad_carried_over"] = True
+            else:
+                values |= measured.values
+                gradient, micro_norms = measured.gradient, measured.micro_norms
+        values["nonfinite"] = values.get("grad_nonfinite", 0) > 0 or not all(map(_finite, losses))
         return WorkerStep(
             step=self.step,
             values=values,
-            sketch=sketch,
+            gradient=gradient,
             samples=samples,
-            micro_losses=np.array([part["loss"] for part in micro], np.float64),
-            micro_weights=np.array([part["loss_weight"] for part in micro], np.float64),
+            micro=_micro(losses, weights, micro_norms),
         )
+
+
+def _micro(losses: Sequence[Floats], weights: Sequence[Floats], norms_M: Floats) -> Floats:
+    """Return loss, weight and gradient norm of each micro-batch ``[3, M]``."""
+    parts = [_loss_values([loss], [weight]) for loss, weight in zip(losses, weights, strict=True)]
+    micro = np.full((3, max(len(parts), len(norms_M))), np.nan)
+    micro[0, : len(parts)] = [part["loss"] for part in parts]
+    micro[1, : len(parts)] = [part["loss_weight"] for part in parts]
+    micro[2, : len(norms_M)] = norms_M
+    return micro
 
 
 def _loss_values(losses: Sequence[Floats], weights: Sequence[Floats]) -> dict[str, float]:
@@ -79,5 +92,5 @@ def _mix(samples: Ints) -> Ints:
     return (bits ^ (bits >> np.uint64(31))).view(np.int64)
 
 
-def _all_finite(values: NDArray[np.floating] | None) -> bool:
-    return values is None or bool(np.isfinite(values).all())
+def _finite(values: NDArray[np.floating]) -> bool:
+    return bool(np.isfinite(values).all())

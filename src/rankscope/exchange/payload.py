@@ -1,20 +1,20 @@
 """The fixed-size message that every worker sends once per step.
 
-A message is a header of int64 (schema hash, step, flags, counts), one 8-byte slot per LOCAL
-signal of the workers table, the float32 sketch, and a tail of a size that all workers agree on
-for samples and micro-batches. Every worker packs and unpacks with the same :class:`Layout`;
+A message is one record: a header (schema hash, step, flags, counts), one slot per LOCAL signal of
+the workers table, what was measured of the gradient, and a tail of a size that all workers agree
+on for samples and micro-batches. Every worker packs and unpacks with the same :class:`Layout`;
 header and size make a message of another step or another version an error, never a wrong number.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.signals import DType, Source, Table, schema_hash, signals
-from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints
+from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints, MeasuredGradient
 from rankscope.errors import RankscopeError
 
 Bytes = NDArray[np.uint8]
@@ -45,41 +45,50 @@ class WorkerStep:
     Attributes:
         step: Step number.
         values: A number for each LOCAL signal that has one; all others travel as missing.
-        sketch: float32 ``[k]``; None when this worker has no valid measurement.
+        gradient: What was measured of its gradient; None without a valid measurement.
         samples: int64 ``[B]``.
-        micro_losses: float64 ``[M]``.
-        micro_weights: float64 ``[M]``.
+        micro: float64 ``[3, M]``: loss, loss weight and gradient norm of each micro-batch.
         leaving: Whether this is the worker's last message.
     """
 
     step: int
     values: Mapping[str, float] = field(default_factory=dict)
-    sketch: NDArray[np.float32] | None = None
+    gradient: MeasuredGradient | None = None
     samples: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    micro_losses: Floats = field(default_factory=lambda: np.empty(0))
-    micro_weights: Floats = field(default_factory=lambda: np.empty(0))
+    micro: Floats = field(default_factory=lambda: np.empty((3, 0)))
     leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of a message, the same on every worker.
+    """What a message holds and how much of it, the same on every worker.
 
     Attributes:
-        sketch_width: k, or 0 in steps whose gradient is not measured.
+        sketch_width: Numbers in the sketch of the local gradient; 0 without sketches.
+        groups: Names of the parameter groups.
+        group_width: Numbers in the sketch of each group.
+        reduced_width: Numbers in the sketch of the reduced gradient.
+        reduced_copies: How many workers hold each element of the reduced gradient.
+        gram_size: Exact inner products, W(W+1)/2 or 0.
+        measured: Whether the message has room for a gradient at all.
         num_samples: Samples that fit into a message.
         num_micro: Micro-batches that fit into a message.
     """
 
     sketch_width: int
+    groups: tuple[str, ...] = ()
+    group_width: int = 0
+    reduced_width: int = 0
+    reduced_copies: int = 1
+    gram_size: int = 0
+    measured: bool = True
     num_samples: int = 64
     num_micro: int = 16
 
     @property
     def num_bytes(self) -> int:
         """Size of one message in bytes."""
-        words = len(_HEADER) + len(_LOCAL) + self.num_samples + 2 * self.num_micro
-        return 8 * words + 4 * (self.sketch_width + self.sketch_width % 2)
+        return self._record.itemsize
 
     def pack(self, step: WorkerStep) -> Bytes:
         """Return the message, uint8 ``[num_bytes]``.
@@ -87,22 +96,24 @@ class Layout:
         Samples and micro-batches beyond the layout's room stay behind; the header says how many
         there were, and :meth:`grown` makes room for the next step.
         """
-        message = np.zeros(self.num_bytes, np.uint8)
-        header, local, sketch, samples, micro = self._views(message[None])
-        observed = step.sketch is not None and self.sketch_width > 0
+        message = np.zeros((), self._record)
+        observed = step.gradient is not None and self.measured
         flags = (schema_hash(), step.step, step.leaving, observed)
-        header[0] = (*flags, len(step.samples), len(step.micro_losses))
+        message["header"] = (*flags, len(step.samples), step.micro.shape[1])
         for slot, signal in enumerate(_LOCAL):
-            numbers = local[:, slot].view(_NUMPY[signal.dtype])
+            numbers = message["local"][slot : slot + 1].view(_NUMPY[signal.dtype])
             value = step.values.get(signal.name, np.nan)
             missing = np.isnan(value) and signal.dtype is not DType.FLOAT
             numbers[0] = _missing(signal.dtype) if missing else value
-        if observed:
-            sketch[0, : self.sketch_width] = step.sketch
-        samples[0, : len(step.samples)] = step.samples[: self.num_samples]
-        micro[0, 0, : len(step.micro_losses)] = step.micro_losses[: self.num_micro]
-        micro[0, 1, : len(step.micro_weights)] = step.micro_weights[: self.num_micro]
-        return message
+        if step.gradient is not None and self.measured:
+            message["group_norms"] = step.gradient.group_norms_G
+            message["sketch"] = step.gradient.sketch_K
+            message["group_sketches"] = step.gradient.group_sketches_GK
+            message["reduced"] = step.gradient.reduced_sketch_K
+            message["gram"] = step.gradient.gram
+        message["samples"][: len(step.samples)] = step.samples[: self.num_samples]
+        message["micro"][:, : step.micro.shape[1]] = step.micro[:, : self.num_micro]
+        return np.frombuffer(message.tobytes(), np.uint8).copy()
 
     def unpack(self, messages: Bytes, *, step: int, time: float) -> GatheredStep:
         """Return the step that W messages describe together.
@@ -116,24 +127,25 @@ class Layout:
             PayloadError: Another schema, or another step than expected.
             Goodbye: A worker left.
         """
-        header, local, sketch, samples, micro = self._views(messages)
-        columns = {name: header[:, slot] for slot, name in enumerate(_HEADER)}
-        self._check(columns, step)
-        observed = self.sketch_width > 0 and bool(columns["observed"].all())
-        workers = {
-            signal.name: _column(local[:, slot], signal.dtype) for slot, signal in enumerate(_LOCAL)
-        }
-        num_samples = np.minimum(columns["num_samples"], self.num_samples)
-        num_micro = np.minimum(columns["num_micro"], self.num_micro)
+        records_W = self._records(messages)
+        header = {name: records_W["header"][:, slot] for slot, name in enumerate(_HEADER)}
+        _check(header, step)
+        local = records_W["local"]
+        num_micro = np.minimum(header["num_micro"], self.num_micro)
+        micro = records_W["micro"]
+        observed = self.measured and bool(header["observed"].all())
         return GatheredStep(
             step=step,
             time=time,
             observed=observed,
-            workers=workers,
-            sketches_WK=sketch[:, : self.sketch_width].copy() if observed else None,
-            samples=_rows(samples, num_samples),
+            workers={s.name: _column(local[:, slot], s.dtype) for slot, s in enumerate(_LOCAL)},
+            samples=_rows(
+                records_W["samples"], np.minimum(header["num_samples"], self.num_samples)
+            ),
             micro_losses=_rows(micro[:, 0], num_micro),
             micro_weights=_rows(micro[:, 1], num_micro),
+            micro_norms=_rows(micro[:, 2], num_micro),
+            **(self._gradients(records_W) if observed else {"sketches_WK": None}),
         )
 
     def grown(self, messages: Bytes) -> "Layout":
@@ -141,7 +153,7 @@ class Layout:
 
         Every worker computes it from the same messages, so all agree without another exchange.
         """
-        header = self._views(messages)[0]
+        header = self._records(messages)["header"]
         most_samples = int(header[:, _HEADER.index("num_samples")].max())
         most_micro = int(header[:, _HEADER.index("num_micro")].max())
         return replace(
@@ -150,32 +162,68 @@ class Layout:
             num_micro=_room(self.num_micro, most_micro),
         )
 
-    def _check(self, columns: Mapping[str, Ints], step: int) -> None:
-        for what, expected in (("schema", schema_hash()), ("step", step)):
-            wrong = np.flatnonzero(columns[what] != expected)
-            if len(wrong):
-                raise PayloadError(
-                    f"expected {what} {expected} from every worker, got "
-                    f"{int(columns[what][wrong[0]])} from ranks {wrong.tolist()}"
-                )
-        leaving = np.flatnonzero(columns["leaving"])
-        if len(leaving):
-            raise Goodbye(tuple(leaving.tolist()), step)
+    def without_gradient(self) -> "Layout":
+        """Return the layout of a step whose gradient is not measured."""
+        return replace(self, measured=False)
 
-    def _views(self, messages: Bytes) -> tuple[Ints, Ints, NDArray[np.float32], Ints, Floats]:
-        """Return writable views ``[W, …]``: header, local, sketch, samples, micro ``[W, 2, M]``."""
-        padded = self.sketch_width + self.sketch_width % 2
-        sizes = (8 * len(_HEADER), 8 * len(_LOCAL), 4 * padded, 8 * self.num_samples)
-        ends = np.cumsum(sizes).tolist()
-        parts = np.split(messages, ends, axis=1)
-        micro = parts[4].view(np.float64).reshape(len(messages), 2, self.num_micro)
-        return (
-            parts[0].view(np.int64),
-            parts[1].view(np.int64),
-            parts[2].view(np.float32),
-            parts[3].view(np.int64),
-            micro,
+    def _gradients(self, records_W: NDArray[Any]) -> dict[str, Any]:
+        """Return the fields of a gathered step that tell of gradients."""
+        reduced_WK = records_W["reduced"]
+        return {
+            "groups": self.groups,
+            "group_norms_WG": records_W["group_norms"].copy(),
+            "sketches_WK": records_W["sketch"].copy() if self.sketch_width else None,
+            "group_sketches_WGK": records_W["group_sketches"].copy() if self.group_width else None,
+            "gram_WW": _symmetric(records_W["gram"].sum(axis=0)) if self.gram_size else None,
+            "reduced_sketch_K": reduced_WK.sum(axis=0, dtype=np.float64) / self.reduced_copies
+            if self.reduced_width
+            else None,
+            "reduced_copies": self.reduced_copies,
+        }
+
+    def _records(self, messages: Bytes) -> NDArray[Any]:
+        """Return W messages ``[W, num_bytes]`` as W records, without a copy."""
+        return np.ascontiguousarray(messages).view(self._record)[:, 0]
+
+    @property
+    def _record(self) -> np.dtype[Any]:
+        """The type of one message: 8-byte fields first, so that all are aligned."""
+        measured = int(self.measured)
+        num_groups = measured * len(self.groups)
+        return np.dtype(
+            [
+                ("header", np.int64, (len(_HEADER),)),
+                ("local", np.int64, (len(_LOCAL),)),
+                ("gram", np.float64, (measured * self.gram_size,)),
+                ("group_norms", np.float64, (num_groups,)),
+                ("samples", np.int64, (self.num_samples,)),
+                ("micro", np.float64, (3, self.num_micro)),
+                ("sketch", np.float32, (measured * self.sketch_width,)),
+                ("group_sketches", np.float32, (num_groups, self.group_width)),
+                ("reduced", np.float32, (measured * self.reduced_width,)),
+            ]
         )
+
+
+def _check(header: Mapping[str, Ints], step: int) -> None:
+    for what, expected in (("schema", schema_hash()), ("step", step)):
+        wrong = np.flatnonzero(header[what] != expected)
+        if len(wrong):
+            raise PayloadError(
+                f"expected {what} {expected} from every worker, got "
+                f"{int(header[what][wrong[0]])} from ranks {wrong.tolist()}"
+            )
+    leaving = np.flatnonzero(header["leaving"])
+    if len(leaving):
+        raise Goodbye(tuple(leaving.tolist()), step)
+
+
+def _symmetric(triangle: Floats) -> Floats:
+    """Return the matrix whose upper triangle with diagonal is given row by row."""
+    size = (int(np.sqrt(8 * len(triangle) + 1)) - 1) // 2
+    matrix = np.zeros((size, size))
+    matrix[np.triu_indices(size)] = triangle
+    return matrix + np.triu(matrix, 1).T
 
 
 def _room(now: int, needed: int) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 
 from rankscope.core.direction import upper_triangle
 from rankscope.core.signals import Source, Table, signals
-from rankscope.core.step import StepReport
+from rankscope.core.step import GatheredStep, StepReport
 from rankscope.record.schema import Array
 
 MAX_PAIRED_WORKERS = 64
@@ -24,6 +24,7 @@ def rows_of(report: StepReport) -> dict[Table, Rows]:
         Table.MICRO: _micro_rows(report),
         Table.SAMPLES: _sample_rows(report),
         Table.PAIRS: _pair_row(report),
+        Table.GROUPS: _group_rows(report),
     }
     return {table: table_rows for table, table_rows in rows.items() if len(table_rows["step"])}
 
@@ -60,7 +61,14 @@ def _micro_rows(report: StepReport) -> Rows:
         "micro": np.concatenate([np.arange(length) for length in lengths]),
         "loss": np.concatenate(losses),
         "loss_weight": np.concatenate(report.gathered.micro_weights),
+        "grad_norm": _micro_norms(report.gathered, lengths),
     }
+
+
+def _micro_norms(step: GatheredStep, lengths: list[int]) -> Array:
+    if [len(norms) for norms in step.micro_norms] != lengths:
+        return np.full(sum(lengths), np.nan)
+    return np.concatenate(step.micro_norms)
 
 
 def _sample_rows(report: StepReport) -> Rows:
@@ -78,3 +86,20 @@ def _pair_row(report: StepReport) -> Rows:
     if cosines_WW is None or not 2 <= len(cosines_WW) <= MAX_PAIRED_WORKERS:
         return {"step": np.empty(0, np.int64)}
     return {"step": np.array([report.gathered.step]), "cosines": [upper_triangle(cosines_WW)]}
+
+
+def _group_rows(report: StepReport) -> Rows:
+    step = report.gathered
+    if step.group_norms_WG is None or len(step.groups) < 2:
+        return {"step": np.empty(0, np.int64)}
+    num_workers, num_groups = step.group_norms_WG.shape
+    cosines_WG = report.group_cosine_rest_WG
+    if cosines_WG is None:
+        cosines_WG = np.full((num_workers, num_groups), np.nan)
+    return {
+        "step": np.full(num_workers * num_groups, step.step),
+        "rank": np.repeat(np.arange(num_workers), num_groups),
+        "group": np.tile(np.array(step.groups, object), num_workers),
+        "grad_norm": step.group_norms_WG.ravel(),
+        "cosine_rest": cosines_WG.ravel(),
+    }

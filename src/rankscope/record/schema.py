@@ -23,6 +23,7 @@ _ARROW = {
     DType.INT: pa.int64(),
     DType.FLOAT: pa.float64(),
     DType.BOOL: pa.bool_(),
+    DType.TEXT: pa.string(),
     DType.INTS: pa.list_(pa.int64()),
     DType.FLOATS: pa.list_(pa.float32()),
 }
@@ -30,9 +31,11 @@ _NUMPY: dict[DType, type[np.generic]] = {
     DType.INT: np.int64,
     DType.FLOAT: np.float64,
     DType.BOOL: np.bool_,
+    DType.TEXT: np.object_,
     DType.INTS: np.int64,
     DType.FLOATS: np.float32,
 }
+_FILL = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False, DType.TEXT: ""}
 _LISTS = (DType.INTS, DType.FLOATS)
 
 
@@ -73,6 +76,8 @@ def to_arrow(values: Array, dtype: DType) -> pa.Array:
             column: there, whatever is not finite is missing.
         dtype: The declared type of the column.
     """
+    if dtype is DType.TEXT:
+        return pa.array(values.tolist(), pa.string())
     if dtype is DType.FLOAT:
         return pa.array(np.asarray(values, np.float64), from_pandas=True)
     if values.dtype.kind == "f":
@@ -99,7 +104,7 @@ def to_numpy(column: pa.ChunkedArray, dtype: DType) -> Array:
     column = column.combine_chunks()
     if is_list(dtype):
         return _lists_to_numpy(column, dtype)
-    fill = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}[dtype]
+    fill = _FILL[dtype]
     filled = column.fill_null(pa.scalar(fill, _ARROW[dtype])) if column.null_count else column
     return np.array(filled.to_numpy(zero_copy_only=False), _NUMPY[dtype])
 

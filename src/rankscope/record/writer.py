@@ -37,7 +37,14 @@ from rankscope.record.schema import (
 PART_BYTES = 16 * 2**20
 """Bytes after which a part is finished and the next one begins."""
 
-_WRITE_ORDER = (Table.SAMPLES, Table.MICRO, Table.PAIRS, Table.WORKERS, Table.STEPS)
+_WRITE_ORDER = (
+    Table.SAMPLES,
+    Table.MICRO,
+    Table.PAIRS,
+    Table.GROUPS,
+    Table.WORKERS,
+    Table.STEPS,
+)
 
 
 class RunWriter:

@@ -83,6 +83,7 @@ def train(job: Job, combination: Combination, on_step: Callable[[StepReport | No
         ddp,
         optimizer,
         run_dir=run_dir,
+        overhead_budget=None,  # a study wants every step, whatever it costs
         seed=config.seed,
         config=run_facts,
         flush_seconds=FLUSH_SECONDS,

@@ -1,0 +1,39 @@
+"""What stands between the monitor and the training: nothing gets through, and it is timed."""
+
+import time
+from collections.abc import Callable
+
+
+class Guard:
+    """Runs the monitor's work on the training thread: timed, and unable to raise into it.
+
+    Args:
+        failed: Called with the first exception; after it nothing runs any more.
+    """
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self.open = True
+        self._failed = failed
+        self._seconds = 0.0
+        self._depth = 0
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        """Run ``work``, unless the guard is shut."""
+        if not self.open:
+            return
+        start = time.perf_counter()
+        self._depth += 1
+        try:
+            work()
+        except Exception as error:
+            self.open = False
+            self._failed(error)
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._seconds += time.perf_counter() - start
+
+    def take_seconds(self) -> float:
+        """Return the time that work has taken since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

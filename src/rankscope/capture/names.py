@@ -1,0 +1,20 @@
+"""One name for a parameter, whatever wraps the modules that hold it."""
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers have put into it.
+
+    Args:
+        name: As ``named_parameters`` gives it.
+
+    Returns:
+        The name in the unwrapped model: the same before and after ``torch.compile``, activation
+        checkpointing and FSDP.
+
+    Example:
+        >>> canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")
+        'layers.0.up.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

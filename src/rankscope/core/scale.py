@@ -1,0 +1,46 @@
+"""Undoing what the loss was multiplied by before backward."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.step import GatheredStep
+
+_NORMS = ("grad_norm", "grad_max", "reduced_norm")
+
+
+def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
+    """Divide all gradients of a step by the factor that most workers put on their loss.
+
+    Gradient scalers multiply the loss by thousands, accumulation divides it. The factor is the
+    median over workers of ``grad_scale``, one for all: a single worker whose loss is scaled
+    otherwise still stands out by its gradient. Without a known factor nothing changes.
+
+    Args:
+        gathered: Gradients as the hooks saw them.
+
+    Returns:
+        The same step with gradients of the unscaled loss, averaged over micro-batches.
+    """
+    scales_W = np.abs(gathered.workers["grad_scale"])
+    known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
+    scale = float(np.median(known)) if known.size else 1.0
+    if scale == 1.0 or not gathered.observed:
+        return gathered
+    workers = {name: values / scale for name, values in gathered.workers.items() if name in _NORMS}
+    return replace(
+        gathered,
+        workers={**gathered.workers, **workers},
+        micro_norms=tuple(norms * len(norms) / scale for norms in gathered.micro_norms),
+        sketches_WK=_divided(gathered.sketches_WK, scale),
+        group_norms_WG=_divided(gathered.group_norms_WG, scale),
+        group_sketches_WGK=_divided(gathered.group_sketches_WGK, scale),
+        gram_WW=_divided(gathered.gram_WW, scale**2),
+        reduced_sketch_K=_divided(gathered.reduced_sketch_K, scale),
+    )
+
+
+def _divided(values: NDArray[Any] | None, scale: float) -> NDArray[Any] | None:
+    return None if values is None else (values / scale).astype(values.dtype)

@@ -1,0 +1,127 @@
+"""Which instruments measure a model: chosen once, by how it is wrapped and by what is asked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import torch
+
+from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
+from rankscope.capture.tap import Guarded
+from rankscope.core.governor import Governor
+from rankscope.core.groups import Groups, GroupsOption, group_parameters
+from rankscope.core.tiers import Tier
+from rankscope.errors import UsageError
+from rankscope.exchange import Layout
+from rankscope.wrapping import Wrapped
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+GROUP_WIDTH = 251
+"""Numbers in the sketch of a group: its cosines err by 0.06 at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``watch`` was asked to measure; equal on all ranks.
+
+    Attributes:
+        tier: How much of the gradients is compared.
+        every: Gradients are measured in steps that are multiples of this.
+        sketch_width: Numbers in the sketch of the gradient, a prime.
+        groups: How parameters are grouped.
+        reduced: What is read of the reduced gradient.
+        overhead_budget: Share of the step time that the monitor may take; None for any.
+        seed: Seed of the sketch's signs.
+    """
+
+    tier: Tier
+    every: int
+    sketch_width: int
+    groups: GroupsOption
+    reduced: ReadReduced
+    overhead_budget: float | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """What measures one model.
+
+    Attributes:
+        make_tap: Makes the tap, given a guard and what to call after a step that this rank only
+            shadows.
+        layout: What a step's message holds.
+        governor: Decides in which steps gradients are measured.
+        groups: Names of the parameter groups, and which parameter belongs to which.
+        device: Where the gradients live.
+        shifted_labels: Whether the model predicts the next token, so that the first label of each
+            sequence is not a target.
+        exact: The reduction that yields exact inner products, in the exact tier.
+    """
+
+    make_tap: Callable[[Guarded, Callable[[], None]], GradientTap]
+    layout: Layout
+    governor: Governor
+    groups: Groups
+    device: torch.device
+    shifted_labels: bool
+    exact: Any = None
+
+
+def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
+    """Return the member of an enumeration that a user named.
+
+    Raises:
+        UsageError: There is no such member.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(repr(str(member)) for member in kind)
+        raise UsageError(f"{name} must be one of {known}, got {value!r}") from None
+
+
+def choose_instruments(wrapped: Wrapped, options: Options) -> Instruments:
+    """Return what measures a model.
+
+    Raises:
+        UsageError: An option cannot work.
+        UnsupportedError: The tier does not fit the way the model is wrapped.
+    """
+    if options.every < 1:
+        raise UsageError(f"every must be at least 1 step, got {options.every}")
+    if not wrapped.parameters:
+        raise UsageError("watch() expected a model with parameters that require a gradient")
+    reduced = options.reduced
+    if options.tier is Tier.SCALARS and reduced is ReadReduced.OFF:
+        raise UsageError("the scalars tier needs the reduced gradient's norm: reduced='norm'")
+    device = next(iter(wrapped.parameters.values())).device
+    groups = group_parameters(wrapped.parameters, options.groups)
+    sketches = options.tier is not Tier.SCALARS
+    meter = Sketcher if sketches else NormMeter
+    sketcher = meter(device, groups, options.sketch_width, options.seed)
+    exact = None
+    num_workers = wrapped.group.size()
+    layout = Layout(
+        sketch_width=options.sketch_width if sketches else 0,
+        groups=groups.names,
+        group_width=GROUP_WIDTH if sketches and len(groups) > 1 else 0,
+        reduced_width=options.sketch_width if reduced is ReadReduced.SKETCH else 0,
+        gram_size=num_workers * (num_workers + 1) // 2 if exact else 0,
+    )
+
+    def make_tap(guarded: Guarded, shadowed: Callable[[], None]) -> GradientTap:
+        return wrapped.make_tap(sketcher, guarded, reduced, shadowed)
+
+    inner = getattr(wrapped.wrapper, "module", wrapped.wrapper)
+    return Instruments(
+        make_tap=make_tap,
+        layout=layout,
+        governor=Governor(options.overhead_budget, options.every),
+        groups=groups,
+        device=device,
+        shifted_labels="CausalLM" in type(inner).__name__,
+        exact=exact,
+    )

@@ -1,0 +1,77 @@
+"""How a model goes data parallel: what wraps it, which ranks are compared, which tap fits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.capture import DDPTap, GradientTap, ReadReduced, Sketcher
+from rankscope.capture.names import canonical_name
+from rankscope.capture.tap import Guarded
+from rankscope.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A data-parallel model as it was found.
+
+    Attributes:
+        kind: ``"DDP"``, ``"FSDP2"`` or ``"DeepSpeed"``.
+        wrapper: The module that reduces gradients.
+        parameters: The parameters that require a gradient, by canonical name.
+        group: The process group whose ranks are compared; each of them is a worker.
+    """
+
+    kind: str
+    wrapper: nn.Module
+    parameters: dict[str, Tensor]
+    group: dist.ProcessGroup
+
+    def make_tap(
+        self,
+        sketcher: Sketcher,
+        guarded: Guarded,
+        reduced: ReadReduced,
+        shadowed: Callable[[], None],
+    ) -> GradientTap:
+        """Return a tap that reads this model's local gradients from now on."""
+        wrapper = self.wrapper
+        if isinstance(wrapper, DistributedDataParallel):
+            return DDPTap(
+                wrapper, self.parameters, sketcher, guarded, reduced=reduced, shadowed=shadowed
+            )
+        raise NotImplementedError
+
+
+def find_wrapper(model: nn.Module) -> Wrapped:
+    """Return how a model is wrapped.
+
+    Args:
+        model: What the training calls: a DDP or FSDP2 model, compiled or not.
+
+    Raises:
+        UnsupportedError: It goes data parallel in a way that cannot be watched, or not at all.
+    """
+    inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
+    if isinstance(inner, DistributedDataParallel):
+        return Wrapped("DDP", inner, _trained(inner.module), inner.process_group)
+    if isinstance(inner, FullyShardedDataParallel):
+        raise UnsupportedError(
+            "watch() expected DDP or FSDP2, got FSDP1, whose flat parameters hide the local "
+            "gradient of a layer; move to torch.distributed.fsdp.fully_shard"
+        )
+    raise UnsupportedError(
+        f"watch() expected a model wrapped in DistributedDataParallel or fully_shard, got "
+        f"{type(inner).__name__}; pass the wrapper that the training calls, after wrapping"
+    )
+
+
+def _trained(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        canonical_name(name): parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
