@@ -9,11 +9,12 @@ import torch
 
 from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
 from rankscope.capture.tap import Guarded
+from rankscope.core.consensus import SKETCH_WIDTH as CONSENSUS_WIDTH
 from rankscope.core.governor import Governor
 from rankscope.core.groups import Groups, GroupsOption, group_parameters
 from rankscope.core.tiers import Tier
 from rankscope.errors import UsageError
-from rankscope.exchange import Layout
+from rankscope.exchange import MAX_PAIRED, Layout
 from rankscope.wrapping import Wrapped
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -104,8 +105,15 @@ def choose_instruments(wrapped: Wrapped, options: Options) -> Instruments:
     sketcher = meter(device, groups, options.sketch_width, options.seed)
     exact = None
     num_workers = wrapped.group.size()
+    paired = num_workers <= MAX_PAIRED
+    if not paired and (reduced is ReadReduced.SKETCH or options.tier is Tier.EXACT):
+        raise UsageError(
+            f"the exact tier and reduced='sketch' compare up to {MAX_PAIRED} workers, got "
+            f"{num_workers}; use tier='sketch' and reduced='norm'"
+        )
+    width = options.sketch_width if paired else min(CONSENSUS_WIDTH, options.sketch_width)
     layout = Layout(
-        sketch_width=options.sketch_width if sketches else 0,
+        sketch_width=width if sketches else 0,
         groups=groups.names,
         group_width=GROUP_WIDTH if sketches and len(groups) > 1 else 0,
         reduced_width=options.sketch_width if reduced is ReadReduced.SKETCH else 0,

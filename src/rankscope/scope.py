@@ -22,10 +22,10 @@ from torch import Tensor
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
 from rankscope.capture.guard import Guard
 from rankscope.core.finding import Finding
-from rankscope.core.step import GatheredStep, StepReport
+from rankscope.core.step import StepReport
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.exchange import Channel, Courier, Goodbye, LocalStep
+from rankscope.exchange import Channel, Courier, Goodbye, LocalStep, Outcome, choose_gathering
 from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
 
@@ -76,8 +76,7 @@ class Scope:
         self._tap = instruments.make_tap(self._guard, self._shadow_step)
         self._layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
         self._courier = Courier(
-            channel,
-            self._layout,
+            choose_gathering(channel, self._layout),
             interval_at=self._governor.interval_at,
             deliver=self._on_step,
             idle=self._on_idle,
@@ -248,14 +247,13 @@ class Scope:
 
     # What the courier calls, in the monitor's thread ---------------------------------------
 
-    def _on_step(self, gathered: GatheredStep) -> None:
+    def _on_step(self, outcome: Outcome) -> None:
         self._governor.observe(
-            gathered.step,
-            gathered.observed,
-            gathered.workers["overhead_seconds"],
-            gathered.workers["step_seconds"],
+            outcome.step, outcome.observed, outcome.overhead_seconds, outcome.step_seconds
         )
-        report = summarize(gathered)
+        if outcome.gathered is None:
+            return
+        report = summarize(outcome.gathered)
         findings = self._diagnosis.observe(report)
         self._latest = report
         if self._writer is not None:

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from rankscope.core.step import GatheredStep, MeasuredGradient
-from rankscope.exchange import Courier, Goodbye, Layout, MemoryChannel, WorkerStep
+from rankscope.exchange import (
+    Courier,
+    FlatGathering,
+    Goodbye,
+    Layout,
+    MemoryChannel,
+    Outcome,
+    WorkerStep,
+)
 
 
 class Worker:
@@ -17,15 +25,15 @@ class Worker:
         self.ended: list[Exception] = []
         self.fail_at = fail_at
         self.courier = Courier(
-            channel,
-            Layout(sketch_width=3),
+            FlatGathering(channel, Layout(sketch_width=3)),
             interval_at=lambda step: every,
             deliver=self.deliver,
             idle=lambda: None,
             ended=self.ended.append,
         )
 
-    def deliver(self, gathered: GatheredStep) -> None:
+    def deliver(self, outcome: Outcome) -> None:
+        gathered = outcome.gathered
         if gathered.step == self.fail_at:
             raise OSError("disk full")
         self.got.append(gathered)

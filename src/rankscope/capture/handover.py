@@ -33,9 +33,9 @@ class GradientHandover:
 
     Args:
         measured: The gradient's totals, on their device.
-        sketch_width: Numbers to send of the total's sketch, 0 or the sketch's width.
+        sketch_width: Numbers to send of the total's sketch, at most its width; or 0.
         group_width: Numbers to send of each group's sketch.
-        reduced_width: Numbers to send of the reduced gradient's sketch, 0 or the sketch's width.
+        reduced_width: Numbers to send of the reduced gradient's sketch, likewise.
         gram: This worker's part of the exact inner products ``[W(W+1)/2]``, in the exact tier.
     """
 
@@ -52,11 +52,11 @@ class GradientHandover:
         self._num_groups = len(totals.squared_norms)
         self._sizes = (sketch_width, self._num_groups * group_width, reduced_width)
         self._numbers = HostCopy(_numbers(measured))
-        sketches = [totals.sketches.sum(0)] if sketch_width else []
+        sketches = [_narrowed(totals.sketches.sum(0), sketch_width)] if sketch_width else []
         if group_width:
             sketches.append(fold(totals.sketches, group_width).flatten())
         if reduced_width and reduced is not None:
-            sketches.append(reduced.sketches.sum(0))
+            sketches.append(_narrowed(reduced.sketches.sum(0), reduced_width))
         self._sketches = HostCopy(torch.cat(sketches)) if sketches else None
         self._gram = None if gram is None else HostCopy(gram)
 
@@ -87,6 +87,10 @@ class GradientHandover:
             },
             np.sqrt(rest[4:]),
         )
+
+
+def _narrowed(sketch: Tensor, width: int) -> Tensor:
+    return sketch if len(sketch) == width else fold(sketch[None], width)[0]
 
 
 def _numbers(measured: LocalGradient) -> Tensor:

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from rankscope.core.consensus import Consensus
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -26,6 +29,7 @@ class MeasuredGradient:
             empty.
         gram: This worker's part of the exact inner products: upper triangle with diagonal, row by
             row ``[W(W+1)/2]``, or empty.
+        report_R: Where this worker stands against all others, beyond 64 workers; or empty.
     """
 
     group_norms_G: Floats
@@ -33,6 +37,7 @@ class MeasuredGradient:
     group_sketches_GK: NDArray[np.float32]
     reduced_sketch_K: NDArray[np.float32]
     gram: Floats
+    report_R: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,9 @@ class GatheredStep:
         reduced_sketch_K: Sketch of the reduced gradient, where it was read.
         reduced_copies: How many workers hold each element of the reduced gradient.
         interval: Sampling interval in force: gradients are measured in multiples of it.
+        consensus: Beyond 64 workers, what rank 0 knows of the workers' directions.
+        reports_WR: Beyond 64 workers, what each worker says of its own.
+        groups_in_turn: Beyond 64 workers, the groups whose directions were compared, by index.
     """
 
     step: int
@@ -75,6 +83,9 @@ class GatheredStep:
     reduced_sketch_K: NDArray[np.float32] | None = None
     reduced_copies: int = 1
     interval: int = 1
+    consensus: "Consensus | None" = None
+    reports_WR: NDArray[np.float32] | None = None
+    groups_in_turn: Ints | None = None
 
     @property
     def num_workers(self) -> int:

@@ -2,20 +2,34 @@
 
 from rankscope.exchange.channel import Channel, ChannelError, GlooChannel, Hello
 from rankscope.exchange.courier import Courier
+from rankscope.exchange.gathering import (
+    MAX_PAIRED,
+    FlatGathering,
+    Gathering,
+    Outcome,
+    RootGathering,
+    choose_gathering,
+)
 from rankscope.exchange.local import LocalStep
 from rankscope.exchange.memory import MemoryChannel
 from rankscope.exchange.payload import Goodbye, Layout, PayloadError, WorkerStep
 
 __all__ = [
+    "MAX_PAIRED",
     "Channel",
     "ChannelError",
     "Courier",
+    "FlatGathering",
+    "Gathering",
     "GlooChannel",
     "Goodbye",
     "Hello",
     "Layout",
     "LocalStep",
     "MemoryChannel",
+    "Outcome",
     "PayloadError",
+    "RootGathering",
     "WorkerStep",
+    "choose_gathering",
 ]

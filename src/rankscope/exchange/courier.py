@@ -3,14 +3,11 @@
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
 
-from rankscope.core.scale import undo_common_scale
-from rankscope.core.step import GatheredStep
-from rankscope.exchange.channel import Channel, ChannelError
-from rankscope.exchange.payload import Goodbye, Layout, PayloadError, WorkerStep
+from rankscope.exchange.channel import ChannelError
+from rankscope.exchange.gathering import Gathering, Outcome
+from rankscope.exchange.payload import Goodbye, PayloadError, WorkerStep
 
 _IDLE_SECONDS = 1.0
 _MOST_WAITING = 1024
@@ -25,27 +22,24 @@ class Courier:
     says so in the message after its last step, so that nobody waits for it.
 
     Args:
-        channel: The channel to gather on.
-        layout: Sizes of the first message.
+        gathering: Exchanges a step with the other workers.
         interval_at: Returns the sampling interval of a step: gradients travel with multiples of
             it. Its answers may depend on nothing but the step and what was delivered before it.
-        deliver: Called in this thread with every gathered step.
+        deliver: Called in this thread with what came of every step.
         idle: Called in this thread at least every few seconds.
         ended: Called in this thread when the channel ends other than by :meth:`leave`.
     """
 
     def __init__(
         self,
-        channel: Channel,
-        layout: Layout,
+        gathering: Gathering,
         *,
         interval_at: Callable[[int], int],
-        deliver: Callable[[GatheredStep], None],
+        deliver: Callable[[Outcome], None],
         idle: Callable[[], None],
         ended: Callable[[Exception], None],
     ) -> None:
-        self._channel = channel
-        self._layout = layout
+        self._gathering = gathering
         self._interval_at = interval_at
         self._deliver = deliver
         self._idle = idle
@@ -97,9 +91,9 @@ class Courier:
                 if prepare is None:
                     self._say_goodbye()
                     return
-                gathered = self._gather(prepare())
-                self._next_step = gathered.step + 1
-                self._deliver(gathered)
+                outcome = self._exchange(prepare())
+                self._next_step = outcome.step + 1
+                self._deliver(outcome)
                 self._idle()
         except (Goodbye, ChannelError, PayloadError) as error:
             self._ended(error)
@@ -107,16 +101,10 @@ class Courier:
             self._ended(error)
             self._say_goodbye()
 
-    def _gather(self, message: WorkerStep) -> GatheredStep:
-        interval = self._interval_at(message.step)
-        observed = message.step % interval == 0
-        layout = self._layout if observed else self._layout.without_gradient()
-        messages = self._channel.gather(layout.pack(message))
-        self._layout = replace(layout.grown(messages), measured=True)
-        gathered = layout.unpack(messages, step=message.step, time=time.time())
-        return undo_common_scale(replace(gathered, interval=interval))
-
     def _say_goodbye(self) -> None:
         """Release the others from waiting for us; whatever they answer, this is the end."""
         with contextlib.suppress(Exception):
-            self._gather(WorkerStep(self._next_step, leaving=True))
+            self._exchange(WorkerStep(self._next_step, leaving=True))
+
+    def _exchange(self, message: WorkerStep) -> Outcome:
+        return self._gathering.exchange(message, self._interval_at(message.step))

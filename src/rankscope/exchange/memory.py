@@ -1,43 +1,44 @@
-"""A channel between threads of one process, for tests and for simulating many workers."""
+"""Simulated jobs in one process: dozens of workers as threads, thousands in lockstep."""
 
+import queue
 import threading
 
 import numpy as np
 
-from rankscope.exchange.channel import Bytes, ChannelError, Hello
+from rankscope.exchange.allreduce import Combine, Rounds, Shift, Values, rounds_of_all_reduce
+from rankscope.exchange.channel import Bytes, ChannelError, CountingChannel, Hello, Traffic
 
 
 class _Hub:
     """What the channels of one simulated job share."""
 
     def __init__(self, num_workers: int, timeout_seconds: float) -> None:
-        self.num_workers = num_workers
+        self.timeout_seconds = timeout_seconds
         self.barrier = threading.Barrier(num_workers, timeout=timeout_seconds)
         self.slots: list[object] = [None] * num_workers
+        self._mail: dict[tuple[int, int], queue.SimpleQueue[Values]] = {}
+
+    def mail(self, source: int, destination: int) -> "queue.SimpleQueue[Values]":
+        """Return what one worker sends to another, in order."""
+        return self._mail.setdefault((source, destination), queue.SimpleQueue())
 
 
-class MemoryChannel:
-    """A :class:`~rankscope.exchange.channel.Channel` whose workers are threads."""
+class MemoryChannel(CountingChannel):
+    """A :class:`~rankscope.exchange.channel.Channel` whose workers are threads.
 
-    def __init__(self, hub: _Hub, rank: int) -> None:
+    It counts the bytes that a :class:`~rankscope.exchange.channel.GlooChannel` would move, and
+    sums in the same order.
+    """
+
+    def __init__(self, hub: _Hub, rank: int, num_workers: int) -> None:
+        super().__init__(rank, num_workers)
         self._hub = hub
-        self._rank = rank
 
     @classmethod
     def connect(cls, num_workers: int, timeout_seconds: float = 60.0) -> "list[MemoryChannel]":
         """Return one channel per worker of a simulated job."""
         hub = _Hub(num_workers, timeout_seconds)
-        return [cls(hub, rank) for rank in range(num_workers)]
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank."""
-        return self._rank
-
-    @property
-    def num_workers(self) -> int:
-        """W, the number of workers."""
-        return self._hub.num_workers
+        return [cls(hub, rank, num_workers) for rank in range(num_workers)]
 
     def gather_hellos(self, hello: Hello) -> list[Hello]:
         """Gather one greeting per worker, in rank order."""
@@ -49,15 +50,30 @@ class MemoryChannel:
         Raises:
             ChannelError: A peer is gone, did not answer in time, or sent another size.
         """
+        messages = self._messages(message)
+        self._count_gather(message)
+        return messages
+
+    def gather_to_root(self, message: Bytes) -> Bytes | None:
+        """Gather one message ``[n]`` per worker into ``[W, n]`` on rank 0, None elsewhere; blocks.
+
+        Raises:
+            ChannelError: A peer is gone, did not answer in time, or sent another size.
+        """
+        messages = self._messages(message)
+        self._count_gather_to_root(message)
+        return messages if self._rank == 0 else None
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to free."""
+
+    def _messages(self, message: Bytes) -> Bytes:
         messages = [item for item in self._exchange(message) if isinstance(item, np.ndarray)]
         if len({len(item) for item in messages}) != 1:
             raise ChannelError(
                 f"expected messages of one size, got {[len(item) for item in messages]} bytes"
             )
         return np.stack(messages)
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
 
     def _exchange(self, item: object) -> list[object]:
         hub = self._hub
@@ -69,3 +85,52 @@ class MemoryChannel:
         except threading.BrokenBarrierError as error:
             raise ChannelError("a simulated worker did not answer in time") from error
         return items
+
+    def _move(self, shift: Shift) -> Values:
+        hub = self._hub
+        if shift.outgoing.size:
+            hub.mail(self._rank, shift.destination).put(shift.outgoing)
+        if not shift.num_incoming:
+            return shift.outgoing[:0]
+        try:
+            incoming = hub.mail(shift.source, self._rank).get(timeout=hub.timeout_seconds)
+        except queue.Empty as error:
+            raise ChannelError("a simulated worker did not answer in time") from error
+        if len(incoming) != shift.num_incoming:
+            raise ChannelError(f"expected {shift.num_incoming} values, got {len(incoming)}")
+        return incoming
+
+
+def all_reduce_in_lockstep(values_WN: Values, combine: Combine) -> tuple[list[Traffic], int]:
+    """Reduce the rows of a matrix in place, as W workers would, all in this thread.
+
+    Args:
+        values_WN: One row per worker; in the end, all rows are the combination of all.
+        combine: A ufunc of two arguments, say ``np.add``.
+
+    Returns:
+        What each worker moves, and how many rounds follow each other.
+    """
+    num_workers = len(values_WN)
+    rounds = [
+        rounds_of_all_reduce(row, rank, num_workers, combine) for rank, row in enumerate(values_WN)
+    ]
+    traffic, num_rounds = [Traffic()] * num_workers, 0
+    shifts = [next(worker, None) for worker in rounds]
+    while all(shifts):
+        moves = [shift for shift in shifts if shift]
+        incoming = [moves[shift.source].outgoing for shift in moves]
+        traffic = [
+            before + Traffic(shift.outgoing.nbytes, values.nbytes)
+            for before, shift, values in zip(traffic, moves, incoming, strict=True)
+        ]
+        shifts = [_answer(*pair) for pair in zip(rounds, incoming, strict=True)]
+        num_rounds += 1
+    return traffic, num_rounds
+
+
+def _answer(rounds: Rounds, incoming: Values) -> Shift | None:
+    try:
+        return rounds.send(incoming)
+    except StopIteration:
+        return None

@@ -70,6 +70,7 @@ class Layout:
         reduced_width: Numbers in the sketch of the reduced gradient.
         reduced_copies: How many workers hold each element of the reduced gradient.
         gram_size: Exact inner products, W(W+1)/2 or 0.
+        report_size: What a worker says of itself against all others, beyond 64 workers.
         measured: Whether the message has room for a gradient at all.
         num_samples: Samples that fit into a message.
         num_micro: Micro-batches that fit into a message.
@@ -81,6 +82,7 @@ class Layout:
     reduced_width: int = 0
     reduced_copies: int = 1
     gram_size: int = 0
+    report_size: int = 0
     measured: bool = True
     num_samples: int = 64
     num_micro: int = 16
@@ -111,6 +113,7 @@ class Layout:
             message["group_sketches"] = step.gradient.group_sketches_GK
             message["reduced"] = step.gradient.reduced_sketch_K
             message["gram"] = step.gradient.gram
+            message["report"] = step.gradient.report_R
         message["samples"][: len(step.samples)] = step.samples[: self.num_samples]
         message["micro"][:, : step.micro.shape[1]] = step.micro[:, : self.num_micro]
         return np.frombuffer(message.tobytes(), np.uint8).copy()
@@ -156,10 +159,14 @@ class Layout:
         header = self._records(messages)["header"]
         most_samples = int(header[:, _HEADER.index("num_samples")].max())
         most_micro = int(header[:, _HEADER.index("num_micro")].max())
+        return self.with_room_for(most_samples, most_micro)
+
+    def with_room_for(self, num_samples: int, num_micro: int) -> "Layout":
+        """Return a layout with room for so many samples and micro-batches, or this one."""
         return replace(
             self,
-            num_samples=_room(self.num_samples, most_samples),
-            num_micro=_room(self.num_micro, most_micro),
+            num_samples=_room(self.num_samples, num_samples),
+            num_micro=_room(self.num_micro, num_micro),
         )
 
     def without_gradient(self) -> "Layout":
@@ -179,6 +186,7 @@ class Layout:
             if self.reduced_width
             else None,
             "reduced_copies": self.reduced_copies,
+            "reports_WR": records_W["report"].copy() if self.report_size else None,
         }
 
     def _records(self, messages: Bytes) -> NDArray[Any]:
@@ -201,6 +209,7 @@ class Layout:
                 ("sketch", np.float32, (measured * self.sketch_width,)),
                 ("group_sketches", np.float32, (num_groups, self.group_width)),
                 ("reduced", np.float32, (measured * self.reduced_width,)),
+                ("report", np.float32, (measured * self.report_size,)),
             ]
         )
 
