@@ -7,10 +7,8 @@ failure of its own switches it off with one warning.
 
 import atexit
 import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +17,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
+from rankscope.books import StepBooks
 from rankscope.capture.guard import Guard
 from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.exchange import Channel, Courier, Goodbye, LocalStep, Outcome, choose_gathering
+from rankscope.exchange import (
+    Channel,
+    Courier,
+    Goodbye,
+    LocalStep,
+    Outcome,
+    Traffic,
+    choose_gathering,
+)
 from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
 
@@ -61,22 +67,15 @@ class Scope:
     ) -> None:
         self._writer = writer
         self._on_finding = on_finding
-        self._off = self._closed = self._paused = False
-        self._step = 0
-        self._last_step_time = time.perf_counter()
+        self._off = self._closed = False
         self._latest: StepReport | None = None
         self._channel = channel
         self._governor = instruments.governor
-        self._losses = LossMeter(shifted=instruments.shifted_labels)
-        self._samples = SampleMeter()
-        self._optimizer = OptimizerMeter(optimizer)
         self._diagnosis = Diagnosis(channel.num_workers)
         self._guard = Guard(self._fail_and_leave)
-        self._exact = instruments.exact
-        self._tap = instruments.make_tap(self._guard, self._shadow_step)
-        self._layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
+        self._books = StepBooks(instruments, optimizer, self._guard, self._send)
         self._courier = Courier(
-            choose_gathering(channel, self._layout),
+            choose_gathering(channel, self._books.layout),
             interval_at=self._governor.interval_at,
             deliver=self._on_step,
             idle=self._on_idle,
@@ -107,6 +106,11 @@ class Scope:
         """All findings so far, each in its latest state."""
         return tuple(self._diagnosis.findings)
 
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this worker has sent and received on the side channel so far."""
+        return self._channel.traffic
+
     def loss(self, value: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Give the local loss of a micro-batch, when the model's output has no ``.loss``.
 
@@ -115,7 +119,7 @@ class Scope:
                 per sample ``[B]`` (which tells how much dispersion sampling alone would give).
             weight: Number of label tokens behind it, of the same shape.
         """
-        self._guard(partial(self._losses.give, value, weight))
+        self._guard(partial(self._books.give_loss, value, weight))
 
     def batch(self, samples: Sequence[int | str] | Tensor | Mapping[str, Any]) -> None:
         """Give the identity of the local batch's samples, in place of a digest of the inputs.
@@ -125,15 +129,15 @@ class Scope:
         Args:
             samples: One id per sample (integers or strings), or the tensors of the batch.
         """
-        self._guard(partial(self._give_batch, samples))
+        self._guard(partial(self._books.give_samples, samples))
 
     def pause(self) -> None:
         """Stop measuring gradients; losses and samples are still recorded."""
-        self._paused = True
+        self._books.paused = True
 
     def resume(self) -> None:
         """Measure gradients again, from the next step on."""
-        self._paused = False
+        self._books.paused = False
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Deliver what was measured, finish the run's directory, and take all hooks out.
@@ -146,12 +150,12 @@ class Scope:
     def _close(self, timeout: float, status: str) -> None:
         if self._closed:
             return
-        self._guard(self._finish_step)
+        self._guard(self._books.close_step)
         self._closed = True
         self._guard.open = False
         for hook in self._hooks:
             hook.remove()
-        self._tap.remove()
+        self._books.remove()
         self._courier.leave()
         delivered = self._courier.join(timeout)
         if delivered:
@@ -177,73 +181,17 @@ class Scope:
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._guard(partial(self._begin_micro_batch, args, kwargs))
+            self._guard(partial(self._books.begin_micro_batch, args, kwargs))
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._guard(partial(self._losses.see, output, kwargs))
+            self._guard(partial(self._books.see_output, output, kwargs))
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._guard(partial(self._optimizer.count, optimizer))
+        self._guard(partial(self._books.count_optimizer_step, optimizer))
 
-    def _give_batch(self, samples: Any) -> None:
-        self._finish_step()
-        self._samples.give(samples)
-
-    def _begin_micro_batch(self, args: Any, kwargs: Any) -> None:
-        self._finish_step()
-        due = self._step % self._governor.interval_at(self._step) == 0
-        self._tap.begin_forward(measure=due and not self._paused)
-        self._samples.see(args, kwargs)
-
-    def _finish_step(self) -> None:
-        """Close the books of a step, once its synchronising backward pass has ended."""
-        if self._tap.complete:
-            self._send_step()
-        elif self._tap.aborted:  # the training caught what its backward pass raised
-            self._tap.collect()
-            self._losses.collect()
-            self._samples.collect()
-
-    def _shadow_step(self) -> None:
-        """Take part in a step of the others, in ``join()`` after this rank's last batch."""
-        self._guard(self._finish_step)
-        self._guard(self._send_step)
-
-    def _send_step(self) -> None:
-        now = time.perf_counter()
-        named = self._samples.named
-        losses, grad_scale = self._losses.collect()
-        local = LocalStep(
-            step=self._step,
-            gradient=self._collect_gradient(),
-            losses=losses,
-            grad_scale=grad_scale,
-            samples=self._samples.collect(),
-            values={
-                **self._optimizer.collect(),
-                "samples_named": named,
-                "step_seconds": now - self._last_step_time,
-                "overhead_seconds": self._guard.take_seconds(),
-            },
-        )
-        self._step += 1
-        self._last_step_time = now
+    def _send(self, local: LocalStep) -> None:
         self._courier.send(local.to_message)
-
-    def _collect_gradient(self) -> GradientHandover | None:
-        measured = self._tap.collect()
-        gram = None if self._exact is None else self._exact.take_gram()
-        if measured is None:
-            return None
-        layout = self._layout
-        return GradientHandover(
-            measured,
-            sketch_width=layout.sketch_width,
-            group_width=layout.group_width,
-            reduced_width=layout.reduced_width,
-            gram=gram,
-        )
 
     # What the courier calls, in the monitor's thread ---------------------------------------
 
@@ -291,7 +239,7 @@ class Scope:
         _log.warning(
             "rankscope has switched itself off on rank %d after step %d; training goes on. %s",
             self._channel.rank,
-            self._step - 1,
+            self._books.step - 1,
             reason,
             exc_info=None if isinstance(error, Goodbye) else error,
         )

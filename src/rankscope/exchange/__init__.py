@@ -1,6 +1,6 @@
 """The only place that communicates: one fixed-size gather per step on a channel of its own."""
 
-from rankscope.exchange.channel import Channel, ChannelError, GlooChannel, Hello
+from rankscope.exchange.channel import Channel, ChannelError, GlooChannel, Hello, Traffic
 from rankscope.exchange.courier import Courier
 from rankscope.exchange.gathering import (
     MAX_PAIRED,
@@ -30,6 +30,7 @@ __all__ = [
     "Outcome",
     "PayloadError",
     "RootGathering",
+    "Traffic",
     "WorkerStep",
     "choose_gathering",
 ]

@@ -1,0 +1,199 @@
+"""What watching costs a step: every variant trains the same model, in turns, in one run.
+
+Run ``python benchmarks/steps.py``. The naive way copies the whole local gradient and gathers it
+from all ranks, as one would without a sketch.
+"""
+
+import argparse
+import json
+import resource
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import (
+    WARM_UP,
+    Model,
+    Step,
+    make_batch,
+    median_interval,
+    num_parameters,
+    run_ranks,
+    time_in_turns,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope import Run
+from rankscope.core.signals import Table
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "scalars": {"tier": "scalars"},
+    "sketch": {"tier": "sketch"},
+    "sketch of the reduced gradient too": {"tier": "sketch", "reduced": "sketch"},
+    "exact": {"tier": "exact"},
+}
+"""What ``watch`` is asked for."""
+
+
+class NaiveGather:
+    """Copies every local gradient and gathers the copies whole."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._copies: list[Tensor] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._copy)
+
+    def _copy(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._copies.append(parameter.grad.flatten().clone())
+
+    def cosines(self) -> Tensor:
+        """Gather the copies of the step from all ranks and compare all pairs."""
+        own = torch.cat(self._copies)
+        self._copies.clear()
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
+        units = torch.stack([whole / whole.norm() for whole in gathered])
+        return units @ units.T
+
+
+def make_ddp_step(variant: str, tokens: int, stack: ExitStack) -> Step:
+    """Return a training step under DDP: plain, naive, or watched as a variant says."""
+    batch = make_batch(tokens)
+    model = DistributedDataParallel(Model())
+    naive = NaiveGather(model) if variant == "naive" else None
+    return _stepper(model, batch, variant, stack, naive)
+
+
+def make_fsdp2_step(variant: str, tokens: int, stack: ExitStack) -> Step:
+    """Return a training step under FSDP2, plain or watched as a variant says."""
+    batch = make_batch(tokens)
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return _stepper(model, batch, variant, stack, None)
+
+
+def _stepper(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    variant: str,
+    stack: ExitStack,
+    naive: NaiveGather | None,
+) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if variant in VARIANTS:
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory()) + "/run"
+        stack.enter_context(
+            rankscope.watch(
+                model, optimizer, run_dir=run_dir, overhead_budget=None, **VARIANTS[variant]
+            )
+        )
+
+    def step() -> None:
+        model(**batch)["loss"].backward()
+        if naive is not None:
+            naive.cosines()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def time_variants(kind: str, variants: list[str], tokens: int, rounds: int) -> dict[str, Any]:
+    """Time all variants in turns, on one rank of several."""
+    make = make_ddp_step if kind == "DDP" else make_fsdp2_step
+    with ExitStack() as stack:
+        steps = {name: make(name, tokens, stack) for name in ["plain", *variants]}
+        return time_in_turns(steps, rounds)
+
+
+def run_steps(
+    kind: str, variants: list[str], tokens: int, rounds: int, ranks: int = 2
+) -> list[dict[str, Any]]:
+    """Return a row of the table for each variant."""
+    seconds = run_ranks(time_variants, ranks, kind, variants, tokens, rounds)
+    rows = []
+    for name in variants:
+        ratios = [a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)]
+        added = [a - b for a, b in zip(seconds[name], seconds["plain"], strict=True)]
+        median, low, high = median_interval(ratios)
+        rows.append(
+            {
+                "what": f"{kind}, {name}, {tokens:,} tokens per rank",
+                "median": median,
+                "low": low,
+                "high": high,
+                "pairs": rounds,
+                "plain_milliseconds": 1e3 * float(np.median(seconds["plain"])),
+                "added_milliseconds": 1e3 * float(np.median(added)),
+            }
+        )
+    return rows
+
+
+def measure_own_cost(kind: str, variant: str, tokens: int, rounds: int) -> dict[str, float]:
+    """Return what a watched job recorded of itself: seconds on the training thread, bytes moved."""
+    make = make_ddp_step if kind == "DDP" else make_fsdp2_step
+    run_dir = Path(tempfile.mkdtemp()) / "run"
+    with ExitStack() as stack:
+        batch_step = make("plain", tokens, stack)
+        del batch_step
+        model = DistributedDataParallel(Model())
+        scope = rankscope.watch(model, run_dir=run_dir, overhead_budget=None, **VARIANTS[variant])
+        batch = make_batch(tokens)
+        for _ in range(WARM_UP + rounds):
+            model(**batch)["loss"].backward()
+            model.zero_grad()
+        scope.close()
+    if dist.get_rank() != 0:
+        return {}
+    columns = Run.open(run_dir).columns(Table.STEPS, "overhead_seconds")["overhead_seconds"]
+    traffic = scope.traffic
+    return {
+        "overhead_milliseconds": 1e3 * float(np.median(columns[WARM_UP:])),
+        "bytes_per_step": traffic.total / (WARM_UP + rounds),
+    }
+
+
+def peak_bytes(kind: str, variant: str, tokens: int) -> int:
+    """Return the peak memory of a process that trains a few steps of one variant."""
+    make = make_ddp_step if kind == "DDP" else make_fsdp2_step
+    with ExitStack() as stack:
+        step = make(variant, tokens, stack)
+        for _ in range(WARM_UP):
+            step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run_memory(kind: str, variant: str, tokens: int = 512, ranks: int = 2) -> dict[str, Any]:
+    """Return by how much a watched process's peak exceeds that of an unwatched one."""
+    plain = min(run_ranks(peak_bytes, ranks, kind, "plain", tokens) for _ in range(3))
+    watched = min(run_ranks(peak_bytes, ranks, kind, variant, tokens) for _ in range(3))
+    return {"what": f"{kind}, {variant}", "extra_bytes": watched - plain}
+
+
+def main() -> None:
+    """Print a quick table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--kind", choices=["DDP", "FSDP2"], default="DDP")
+    parser.add_argument("--variants", default="sketch,scalars,naive")
+    options = parser.parse_args()
+    variants = options.variants.split(",")
+    for row in run_steps(options.kind, variants, options.tokens, options.rounds):
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The books of a step: what one worker sees of it, from its first forward pass to its last.
+
+A step ends with the backward pass that synchronises gradients, but the optimizer's call and the
+time belong to it as well. So its books close when the next step's first forward pass begins.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
+from rankscope.capture.guard import Guard
+from rankscope.exchange import LocalStep
+from rankscope.instruments import Instruments
+
+
+class StepBooks:
+    """Collects one worker's steps, one after the other; all calls come on the training thread.
+
+    Args:
+        instruments: What measures the model's gradients.
+        optimizer: The optimizer, if known.
+        guard: Keeps exceptions out of the training, and counts the time.
+        send: Takes each step whose books are closed.
+    """
+
+    def __init__(
+        self,
+        instruments: Instruments,
+        optimizer: torch.optim.Optimizer | None,
+        guard: Guard,
+        send: Callable[[LocalStep], None],
+    ) -> None:
+        self.paused = False
+        self.step = 0
+        self._interval_at = instruments.governor.interval_at
+        self._exact = instruments.exact
+        self._guard = guard
+        self._send = send
+        self._losses = LossMeter(shifted=instruments.shifted_labels)
+        self._samples = SampleMeter()
+        self._optimizer = OptimizerMeter(optimizer)
+        self._tap = instruments.make_tap(guard, self._shadow)
+        self.layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
+        self._last_time = time.perf_counter()
+
+    def give_loss(self, value: Any, weight: Any) -> None:
+        """Take the loss of a micro-batch from the user."""
+        self._losses.give(value, weight)
+
+    def give_samples(self, samples: Any) -> None:
+        """Take the identity of the next forward pass's samples from the user."""
+        self.close_step()
+        self._samples.give(samples)
+
+    def begin_micro_batch(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Take the inputs of a forward pass in training."""
+        self.close_step()
+        due = self.step % self._interval_at(self.step) == 0
+        self._tap.begin_forward(measure=due and not self.paused)
+        self._samples.see(args, kwargs)
+
+    def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+        """Take what a forward pass in training returned."""
+        self._losses.see(output, kwargs)
+
+    def count_optimizer_step(self, optimizer: Any) -> None:
+        """Take a call of ``optimizer.step`` that has ended."""
+        self._optimizer.count(optimizer)
+
+    def close_step(self) -> None:
+        """Close the books of a step, once its synchronising backward pass has ended."""
+        if self._tap.complete:
+            self._hand_over()
+        elif self._tap.aborted:  # the training caught what its backward pass raised
+            self._tap.collect()
+            self._losses.collect()
+            self._samples.collect()
+
+    def remove(self) -> None:
+        """Take all hooks out of the model."""
+        self._tap.remove()
+        if self._exact is not None:
+            self._exact.release()
+
+    def _shadow(self) -> None:
+        """Take part in a step of the others, in ``join()`` after this rank's last batch."""
+        self._guard(self.close_step)
+        self._guard(self._hand_over)
+
+    def _hand_over(self) -> None:
+        now = time.perf_counter()
+        named = self._samples.named
+        losses, grad_scale = self._losses.collect()
+        local = LocalStep(
+            step=self.step,
+            gradient=self._collect_gradient(),
+            losses=losses,
+            grad_scale=grad_scale,
+            samples=self._samples.collect(),
+            values={
+                **self._optimizer.collect(),
+                "samples_named": named,
+                "step_seconds": now - self._last_time,
+                "overhead_seconds": self._guard.take_seconds(),
+            },
+        )
+        self.step += 1
+        self._last_time = now
+        self._send(local)
+
+    def _collect_gradient(self) -> GradientHandover | None:
+        measured = self._tap.collect()
+        gram = None if self._exact is None else self._exact.take_gram()
+        if measured is None or (self._exact is not None and gram is None):
+            return None
+        return GradientHandover(
+            measured,
+            sketch_width=self.layout.sketch_width,
+            group_width=self.layout.group_width,
+            reduced_width=self.layout.reduced_width,
+            gram=gram,
+        )
