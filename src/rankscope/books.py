@@ -13,7 +13,7 @@ import torch
 
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
 from rankscope.capture.guard import Guard
-from rankscope.exchange import LocalStep
+from rankscope.exchange import LocalStep, pack_share
 from rankscope.instruments import Instruments
 
 
@@ -37,7 +37,8 @@ class StepBooks:
         self.paused = False
         self.step = 0
         self._interval_at = instruments.governor.interval_at
-        self._exact = instruments.exact
+        make_exact = instruments.make_exact
+        self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
         self._send = send
         self._losses = LossMeter(shifted=instruments.shifted_labels)
@@ -122,5 +123,5 @@ class StepBooks:
             sketch_width=self.layout.sketch_width,
             group_width=self.layout.group_width,
             reduced_width=self.layout.reduced_width,
-            gram=gram,
+            gram=None if gram is None else pack_share(gram),
         )

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
 from rankscope.capture.tap import Guarded
@@ -14,7 +15,7 @@ from rankscope.core.governor import Governor
 from rankscope.core.groups import Groups, GroupsOption, group_parameters
 from rankscope.core.tiers import Tier
 from rankscope.errors import UsageError
-from rankscope.exchange import MAX_PAIRED, Layout
+from rankscope.exchange import MAX_PAIRED, ExactGram, Layout, check_exact
 from rankscope.wrapping import Wrapped
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -59,7 +60,8 @@ class Instruments:
         device: Where the gradients live.
         shifted_labels: Whether the model predicts the next token, so that the first label of each
             sequence is not a target.
-        exact: The reduction that yields exact inner products, in the exact tier.
+        make_exact: Puts the reduction that yields exact inner products into the model, in the
+            exact tier; all ranks call it at the same point.
     """
 
     make_tap: Callable[[Guarded, Callable[[], None]], GradientTap]
@@ -68,7 +70,7 @@ class Instruments:
     groups: Groups
     device: torch.device
     shifted_labels: bool
-    exact: Any = None
+    make_exact: Callable[[Guarded], ExactGram] | None = None
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
@@ -98,12 +100,12 @@ def choose_instruments(wrapped: Wrapped, options: Options) -> Instruments:
     reduced = options.reduced
     if options.tier is Tier.SCALARS and reduced is ReadReduced.OFF:
         raise UsageError("the scalars tier needs the reduced gradient's norm: reduced='norm'")
-    device = next(iter(wrapped.parameters.values())).device
+    if options.tier is Tier.EXACT:
+        check_exact(wrapped.wrapper)
     groups = group_parameters(wrapped.parameters, options.groups)
     sketches = options.tier is not Tier.SCALARS
     meter = Sketcher if sketches else NormMeter
-    sketcher = meter(device, groups, options.sketch_width, options.seed)
-    exact = None
+    sketcher = meter(wrapped.device, groups, options.sketch_width, options.seed)
     num_workers = wrapped.group.size()
     paired = num_workers <= MAX_PAIRED
     if not paired and (reduced is ReadReduced.SKETCH or options.tier is Tier.EXACT):
@@ -117,7 +119,7 @@ def choose_instruments(wrapped: Wrapped, options: Options) -> Instruments:
         groups=groups.names,
         group_width=GROUP_WIDTH if sketches and len(groups) > 1 else 0,
         reduced_width=options.sketch_width if reduced is ReadReduced.SKETCH else 0,
-        gram_size=num_workers * (num_workers + 1) // 2 if exact else 0,
+        gram_size=num_workers * (num_workers + 1) // 2 if options.tier is Tier.EXACT else 0,
     )
 
     def make_tap(guarded: Guarded, shadowed: Callable[[], None]) -> GradientTap:
@@ -129,7 +131,15 @@ def choose_instruments(wrapped: Wrapped, options: Options) -> Instruments:
         layout=layout,
         governor=Governor(options.overhead_budget, options.every),
         groups=groups,
-        device=device,
+        device=wrapped.device,
         shifted_labels="CausalLM" in type(inner).__name__,
-        exact=exact,
+        make_exact=_make_exact(wrapped) if options.tier is Tier.EXACT else None,
     )
+
+
+def _make_exact(wrapped: Wrapped) -> Callable[[Guarded], ExactGram]:
+    def make(guarded: Guarded) -> ExactGram:
+        assert isinstance(wrapped.wrapper, DistributedDataParallel)  # check_exact said so
+        return ExactGram.register(wrapped.wrapper, guarded)
+
+    return make

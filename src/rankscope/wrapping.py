@@ -3,12 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import DDPTap, GradientTap, ReadReduced, Sketcher
+from rankscope.capture.fsdp2 import FSDP2Tap
+from rankscope.capture.fsdp2_model import (
+    fsdp2_device,
+    fsdp2_parameters,
+    fsdp2_process_group,
+    is_fsdp2,
+)
 from rankscope.capture.names import canonical_name
 from rankscope.capture.tap import Guarded
 from rankscope.errors import UnsupportedError
@@ -23,12 +31,14 @@ class Wrapped:
         wrapper: The module that reduces gradients.
         parameters: The parameters that require a gradient, by canonical name.
         group: The process group whose ranks are compared; each of them is a worker.
+        device: Where the gradients live.
     """
 
     kind: str
     wrapper: nn.Module
     parameters: dict[str, Tensor]
     group: dist.ProcessGroup
+    device: torch.device
 
     def make_tap(
         self,
@@ -43,7 +53,7 @@ class Wrapped:
             return DDPTap(
                 wrapper, self.parameters, sketcher, guarded, reduced=reduced, shadowed=shadowed
             )
-        raise NotImplementedError
+        return FSDP2Tap(wrapper, self.parameters, sketcher, guarded, reduced=reduced)
 
 
 def find_wrapper(model: nn.Module) -> Wrapped:
@@ -57,12 +67,16 @@ def find_wrapper(model: nn.Module) -> Wrapped:
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
     if isinstance(inner, DistributedDataParallel):
-        return Wrapped("DDP", inner, _trained(inner.module), inner.process_group)
+        device = next(inner.parameters()).device
+        return Wrapped("DDP", inner, _trained(inner.module), inner.process_group, device)
     if isinstance(inner, FullyShardedDataParallel):
         raise UnsupportedError(
             "watch() expected DDP or FSDP2, got FSDP1, whose flat parameters hide the local "
             "gradient of a layer; move to torch.distributed.fsdp.fully_shard"
         )
+    if is_fsdp2(inner):
+        parameters, group = fsdp2_parameters(inner), fsdp2_process_group(inner)
+        return Wrapped("FSDP2", inner, parameters, group, fsdp2_device(inner))
     raise UnsupportedError(
         f"watch() expected a model wrapped in DistributedDataParallel or fully_shard, got "
         f"{type(inner).__name__}; pass the wrapper that the training calls, after wrapping"

@@ -2,6 +2,7 @@
 
 from rankscope.exchange.channel import Channel, ChannelError, GlooChannel, Hello, Traffic
 from rankscope.exchange.courier import Courier
+from rankscope.exchange.exact import ExactGram, check_exact, pack_share
 from rankscope.exchange.gathering import (
     MAX_PAIRED,
     FlatGathering,
@@ -19,6 +20,7 @@ __all__ = [
     "Channel",
     "ChannelError",
     "Courier",
+    "ExactGram",
     "FlatGathering",
     "Gathering",
     "GlooChannel",
@@ -32,5 +34,7 @@ __all__ = [
     "RootGathering",
     "Traffic",
     "WorkerStep",
+    "check_exact",
     "choose_gathering",
+    "pack_share",
 ]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rankscope.core.signals import DType, Source, Table, schema_hash, signals
 from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints, MeasuredGradient
 from rankscope.errors import RankscopeError
+from rankscope.exchange.exact import sum_shares
 
 Bytes = NDArray[np.uint8]
 _T = TypeVar("_T", bound=np.generic)
@@ -181,7 +182,7 @@ class Layout:
             "group_norms_WG": records_W["group_norms"].copy(),
             "sketches_WK": records_W["sketch"].copy() if self.sketch_width else None,
             "group_sketches_WGK": records_W["group_sketches"].copy() if self.group_width else None,
-            "gram_WW": _symmetric(records_W["gram"].sum(axis=0)) if self.gram_size else None,
+            "gram_WW": sum_shares(records_W["gram"]) if self.gram_size else None,
             "reduced_sketch_K": reduced_WK.sum(axis=0, dtype=np.float64) / self.reduced_copies
             if self.reduced_width
             else None,
@@ -225,14 +226,6 @@ def _check(header: Mapping[str, Ints], step: int) -> None:
     leaving = np.flatnonzero(header["leaving"])
     if len(leaving):
         raise Goodbye(tuple(leaving.tolist()), step)
-
-
-def _symmetric(triangle: Floats) -> Floats:
-    """Return the matrix whose upper triangle with diagonal is given row by row."""
-    size = (int(np.sqrt(8 * len(triangle) + 1)) - 1) // 2
-    matrix = np.zeros((size, size))
-    matrix[np.triu_indices(size)] = triangle
-    return matrix + np.triu(matrix, 1).T
 
 
 def _room(now: int, needed: int) -> int:

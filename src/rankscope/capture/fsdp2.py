@@ -1,0 +1,254 @@
+"""The local gradient under FSDP2 (``fully_shard``), read just before each reduction.
+
+FSDP2 accumulates gradients whole and undivided until it reduces them, and adds the result to the
+sharded ``.grad``: what is about to be reduced is this worker's gradient and nothing else, in every
+layout and precision.
+"""
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankscope.capture.ddp import _MicroBatches
+from rankscope.capture.fsdp2_calls import listen
+from rankscope.capture.fsdp2_model import ManagedParameter, fsdp2_states, managed_parameters
+from rankscope.capture.fsdp2_shard import measure_shard
+from rankscope.capture.sketch import Sketcher
+from rankscope.capture.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.capture.totals import GradientTotals
+from rankscope.errors import UnsupportedError
+
+
+class FSDP2Tap:
+    """A :class:`~rankscope.capture.tap.GradientTap` for FSDP2.
+
+    A step is a backward pass whose gradients are reduced over all workers. Gradients that are
+    reduced in parts (HSDP without its all-reduce in all micro-batches but the last, a loss whose
+    chunks each have a backward pass) add up in the sketch; the norm of such a group is then that
+    of its sketch, which errs by ``1/sqrt(2 k)``.
+
+    The reduced gradient is left out in steps where it cannot be told: something was in ``.grad``
+    before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 was told not to
+    wait for it.
+
+    Args:
+        model: The model, or a module around it; ``fully_shard`` was applied to it or to parts.
+        parameters: The parameters to measure, by canonical name, all of them known to the
+            sketcher: :func:`fsdp2_parameters`.
+        sketcher: Measures the gradients, on :func:`fsdp2_device`.
+        guarded: Keeps the monitor's exceptions out of the backward pass.
+        reduced: What to read of the reduced gradient.
+
+    Raises:
+        UnsupportedError: Parameters differ in their workers, or this torch's FSDP2 is unknown.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, Tensor],
+        sketcher: Sketcher,
+        guarded: Guarded,
+        *,
+        reduced: ReadReduced,
+    ) -> None:
+        managed = managed_parameters(model)
+        self._parameters = {parameter.inside: parameter for parameter in managed}
+        self._watched = [p for p in managed if p.name in parameters]
+        self._states = frozenset(fsdp2_states(model))
+        self._groups = list(dict.fromkeys(parameter.group for parameter in managed))
+        self._sketcher = sketcher
+        self._guarded = guarded
+        self._read_reduced = reduced
+        self._totals = sketcher.new_totals()
+        self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
+        self._scratch: GradientTotals | None = None
+        self._micro = _MicroBatches()
+        self._watched_names = frozenset(parameters)
+        self._read: set[str] = set()  # in this step
+        self._in_parts: set[int] = set()  # groups of parameters that were read more than once
+        self._measure = False
+        self._num_forwards = self._num_backwards = 0  # in this step
+        self._open = self._complete = self._spoiled = False
+        self._fresh = self._micro_known = True
+        self._reduced_read = False
+        stop = listen(
+            backward_begins=self._on_begin,
+            before_reduce=self._on_reduce,
+            backward_ends=self._on_end,
+        )
+        self._stop = weakref.finalize(self, stop)
+
+    @property
+    def reduced_copies(self) -> int:
+        """The number of replicas: 1 when parameters are sharded over all workers."""
+        return self._groups[0].num_copies
+
+    def begin_forward(self, *, measure: bool) -> None:
+        """Announce a forward pass in training; one that recomputes activations does not count."""
+        if _in_backward():
+            return
+        if self._open:  # a backward pass raised, and the training caught it
+            self._start_again()
+        self._measure = measure
+        if measure and not self._num_forwards:
+            accumulated = any(p.unreduced is not None for p in self._watched)
+            self._micro_known = self._sketcher.sketches and not accumulated
+        self._num_forwards += 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
+        return self._complete and not self._open
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a backward pass began since then and never ended: it raised."""
+        return self._open and not _in_backward()
+
+    def collect(self) -> LocalGradient | None:
+        """Return what was measured, and start again; None when nothing valid was measured."""
+        valid = self._measure and self.complete and not self._spoiled
+        gradient = None
+        if valid:
+            known = self._micro_known and self._num_forwards == self._num_backwards
+            gradient = LocalGradient(
+                self._finished_totals(),
+                self._reduced.clone() if self._reduced and self._reduced_read else None,
+                self._micro.squared_norms() if known else None,
+            )
+        self._start_again()
+        return gradient
+
+    def remove(self) -> None:
+        """Stop listening."""
+        self._stop()
+
+    def _start_again(self) -> None:
+        self._totals.reset()
+        self._micro.reset()
+        self._read.clear()
+        self._in_parts.clear()
+        self._open = self._complete = self._spoiled = False
+        self._fresh = self._micro_known = True
+        self._reduced_read = False
+        self._num_forwards = self._num_backwards = 0
+
+    def _finished_totals(self) -> GradientTotals:
+        totals = self._totals.clone()
+        for group in self._in_parts:
+            totals.squared_norms[group] = totals.sketches[group].double().square().sum()
+        return totals
+
+    def _on_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args and args[0] in self._states:
+            self._open = True
+
+    def _on_reduce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._guarded(partial(self._see, *args, **kwargs))
+
+    def _see(
+        self, fsdp_params: list[Any], unsharded_grads: list[Tensor], *rest: Any, **options: Any
+    ) -> None:
+        """Read the gradients of a group that is about to be reduced.
+
+        On an accelerator this runs on the stream of the backward pass, on which FSDP2 itself is
+        about to copy the gradients into the buffer of the collective. So they are ready there,
+        and their memory is used again only by what that stream runs later.
+        """
+        if not self._measure or fsdp_params[0] not in self._parameters:
+            return
+        for inside, gradient in zip(fsdp_params, unsharded_grads, strict=True):
+            self._measure_local(self._parameters[inside], gradient)
+
+    def _measure_local(self, parameter: ManagedParameter, gradient: Tensor) -> None:
+        name = parameter.name
+        if name not in self._watched_names:
+            raise UnsupportedError(
+                f"parameter {name} has a gradient but was frozen when watch() was called; call "
+                f"watch() after the last parameter is unfrozen"
+            )
+        if name in self._read:
+            self._in_parts.add(self._sketcher.groups.index_of[name])
+            self._spoiled |= not self._sketcher.sketches
+        else:
+            self._read.add(name)
+            self._spoiled |= parameter.group.half_reduced
+            self._fresh &= parameter.tensor.grad is None
+        self._sketcher.measure(name, gradient, self._totals)
+
+    def _on_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._guarded(partial(self._close_backward, *args, **kwargs))
+
+    def _close_backward(self, state: Any) -> None:
+        """Close a backward pass, after the reductions if it has any."""
+        if state not in self._states:
+            return
+        self._open = False
+        self._num_backwards += 1
+        synchronised = any(g.synchronises for g in self._groups if g.belongs_to(state))
+        self._complete |= synchronised
+        if not self._measure:
+            return
+        if synchronised:
+            self._micro.add(self._totals, last=True)
+            self._measure_reduced()
+        else:
+            self._measure_micro_batch()
+
+    def _measure_micro_batch(self) -> None:
+        """Measure what has been accumulated so far without being reduced."""
+        watched = [p for p in self._watched if p.unreduced is not None]
+        self._micro_known &= not any(p.is_dtensor for p in watched)  # they may need a reduction
+        if not self._micro_known:
+            return
+        totals = self._empty_scratch()
+        for parameter in watched:
+            assert parameter.unreduced is not None
+            self._sketcher.measure(parameter.name, parameter.unreduced, totals)
+        totals.add(self._totals)
+        self._micro.add(totals, last=False)
+
+    def _measure_reduced(self) -> None:
+        """Measure this rank's shards, for which the current stream has been made to wait."""
+        read = [p for p in self._watched if p.name in self._read]
+        self._reduced_read = self._fresh and all(map(self._is_readable, read))
+        if self._reduced is None or not self._reduced_read:
+            return
+        self._reduced.reset()
+        for scale in {p.group.reduced_scale for p in read}:
+            totals = self._reduced if scale == 1 else self._empty_scratch()
+            for parameter in read:
+                if parameter.group.reduced_scale == scale:
+                    self._measure_shard(parameter, totals)
+            if scale != 1:
+                totals.sketches.mul_(scale)
+                totals.squared_norms.mul_(scale**2)
+                totals.largest.mul_(abs(scale))
+                self._reduced.add(totals)
+
+    def _is_readable(self, parameter: ManagedParameter) -> bool:
+        shard = parameter.reduced
+        here = shard is not None and shard.device == self._sketcher.device
+        return here and parameter.group.reduced_is_readable
+
+    def _measure_shard(self, parameter: ManagedParameter, into: GradientTotals) -> None:
+        shard = parameter.reduced
+        assert shard is not None
+        if self._read_reduced is ReadReduced.NORM:
+            self._sketcher.measure_norm(parameter.name, shard, into)
+        else:
+            measure_shard(self._sketcher, parameter.name, shard, parameter.place, into)
+
+    def _empty_scratch(self) -> GradientTotals:
+        if self._scratch is None:
+            self._scratch = self._sketcher.new_totals()
+        self._scratch.reset()
+        return self._scratch
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,171 @@
+"""A mean over workers whose order of summation is fixed: all-to-all, local sum, all-gather.
+
+An all-reduce is a reduce-scatter and an all-gather: each sends all but one W-th of the buffer.
+Here an all-to-all of the same size takes the place of the first. After it each worker holds one
+W-th of *every* worker's values, and adds them up itself: in rank order, in fp32 (float64 for
+float64 values), divided by W, rounded once to the buffer's dtype. So the result has the same bits
+on every worker and in every run, for any network and any order of arrival, and between the halves
+all workers' values can be looked at side by side. The price: nothing is summed on the way, so
+that between nodes of several accelerators more bytes travel than in a hierarchical all-reduce.
+
+Legend of shapes: W workers, n elements of a buffer, N = n // W elements of a piece.
+
+The n mod W elements at the end of a buffer are no piece of anyone: every worker gets all of them
+in a second, tiny all-gather.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+Look = Callable[[Tensor], None]
+"""Is shown values of all workers side by side, ``[W, any number]``; each element is shown once, on
+one of the workers. It must not keep them, since their memory is used again."""
+
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_BLOCK_ELEMENTS = {"cpu": 1 << 17}
+"""Values that are added up and shown at a time, by device type: on a CPU what its cache holds."""
+_BLOCK_ELEMENTS_ELSEWHERE = 1 << 22
+_MIN_BLOCK_COLUMNS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A buffer under way: all workers' values of this worker's piece are being collected.
+
+    Attributes:
+        buffer: ``[n]``: this worker's values, and in the end the mean.
+        pieces_WN: All workers' values of this worker's piece.
+        ends_WE: All workers' last n mod W values.
+        works: The communication that fills these.
+        mean: Completes with the buffer, once it holds the mean.
+    """
+
+    buffer: Tensor
+    pieces_WN: Tensor
+    ends_WE: Tensor
+    works: list[dist.Work]
+    mean: Future[Tensor]
+
+    def abandon(self) -> None:
+        """Wait until no communication touches the memory of an exchange that is not finished."""
+        for work in self.works:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+
+
+class OrderedMean:
+    """Averages buffers over a process group, in place, one after the other.
+
+    Every worker calls :meth:`start` and :meth:`finish` in the same order with equal sizes, and
+    finishes (or abandons) an exchange before it starts the next. The memory that is kept is that
+    of the largest buffer.
+
+    Args:
+        group: The workers.
+        device: Where the buffers are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._num_workers = group.size()
+        self._rank = group.rank()
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        elements = _BLOCK_ELEMENTS.get(device.type, _BLOCK_ELEMENTS_ELSEWHERE)
+        self._block_columns = max(elements // self._num_workers, _MIN_BLOCK_COLUMNS)
+
+    def start(self, buffer: Tensor) -> Exchange:
+        """Begin to average a buffer; returns at once.
+
+        Args:
+            buffer: ``[n]``, contiguous, of a real floating-point dtype. It must not be touched
+                before ``mean`` of the returned exchange completes.
+        """
+        pieces_WN = self._borrow(buffer.numel() // self._num_workers, buffer.dtype)
+        whole, end = self._split(buffer)
+        ends_WE = buffer.new_empty(self._num_workers, end.numel())
+        works = []
+        if whole.numel():
+            works.append(self._launch(dist.all_to_all_single, pieces_WN.view(-1), whole))
+        if end.numel():
+            works.append(self._launch(_all_gather_single, ends_WE.view(-1), end))
+        return Exchange(buffer, pieces_WN, ends_WE, works, self._new_future(buffer.device))
+
+    @torch.no_grad()
+    def finish(self, exchange: Exchange, look: Look) -> None:
+        """Add up what was collected, and begin to send the mean to all workers.
+
+        On a CPU this waits for the communication that :meth:`start` began; elsewhere only a
+        stream of its own waits.
+
+        Args:
+            exchange: What :meth:`start` returned.
+            look: Is shown this worker's share of all workers' values.
+        """
+        whole, end = self._split(exchange.buffer)
+        with self._stream or contextlib.nullcontext():
+            for work in exchange.works:
+                work.wait()
+            self._average(exchange.ends_WE, end, look if self._rank == 0 else _look_away)
+            if not whole.numel():
+                exchange.mean.set_result(exchange.buffer)
+                return
+            own = whole.view(self._num_workers, -1)[self._rank]
+            self._average(exchange.pieces_WN, own, look)
+            gathered = self._launch(_all_gather_single, whole, own).get_future()
+            gathered.then(partial(_complete, exchange))
+
+    def _average(self, values_WN: Tensor, into: Tensor, look: Look) -> None:
+        dtype = torch.promote_types(values_WN.dtype, torch.float32)
+        for first in range(0, into.numel(), self._block_columns):
+            columns = slice(first, first + self._block_columns)
+            block = values_WN[:, columns]
+            look(block)
+            total = block[0].to(dtype, copy=True)
+            for row in block[1:]:
+                total += row
+            into[columns] = total.div_(self._num_workers)
+
+    def _split(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what falls into W equal pieces, and the rest."""
+        border = buffer.numel() // self._num_workers * self._num_workers
+        return buffer[:border], buffer[border:]
+
+    def _borrow(self, length: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = self._num_workers * length * dtype.itemsize
+        if self._memory.numel() < num_bytes:
+            self._memory = self._memory.new_empty(num_bytes)
+            if self._stream is not None:
+                self._memory.record_stream(self._stream)
+        # No exchange may still use this memory, and none does: this worker's own communication
+        # keeps its order, so that the next begins when the sums of the last are on their way.
+        return self._memory[:num_bytes].view(dtype).view(self._num_workers, length)
+
+    def _new_future(self, device: torch.device) -> Future[Tensor]:
+        return Future() if self._stream is None else Future(devices=[device])
+
+    def _launch(self, collective: Callable[..., Any], output: Tensor, values: Tensor) -> dist.Work:
+        work: dist.Work = collective(output, values, group=self._group, async_op=True)
+        return work
+
+
+def _complete(exchange: Exchange, gathered: Future[Any]) -> None:
+    try:
+        gathered.value()
+    except Exception as error:
+        exchange.mean.set_exception(error)  # type: ignore[arg-type]
+    else:
+        exchange.mean.set_result(exchange.buffer)
+
+
+def _look_away(values_WN: Tensor) -> None:
+    """See nothing: the values are shown on another worker."""
