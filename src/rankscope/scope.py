@@ -32,6 +32,7 @@ from rankscope.exchange import (
     Traffic,
     choose_gathering,
 )
+from rankscope.exchange.heartbeat import Heartbeat, Phase
 from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
 
@@ -53,6 +54,7 @@ class Scope:
         channel: Gathers steps.
         writer: Records the run; None on all ranks but 0.
         on_finding: Called with each finding that opens or changes.
+        heartbeat: Tells the other ranks where this one is; None without.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class Scope:
         *,
         writer: RunWriter | None,
         on_finding: OnFinding | None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._writer = writer
         self._on_finding = on_finding
         self._off = self._closed = False
         self._latest: StepReport | None = None
         self._channel = channel
+        self._heartbeat = heartbeat
         self._governor = instruments.governor
         self._diagnosis = Diagnosis(channel.num_workers)
         self._guard = Guard(self._fail_and_leave)
@@ -158,6 +162,8 @@ class Scope:
         self._books.remove()
         self._courier.leave()
         delivered = self._courier.join(timeout)
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         if delivered:
             self._channel.close()
         self._finish_run(status if delivered and not self._off else "incomplete")
@@ -182,13 +188,20 @@ class Scope:
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._guard(partial(self._books.begin_micro_batch, args, kwargs))
+            self._beat("forward")
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._guard(partial(self._books.see_output, output, kwargs))
+            self._beat("backward")
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._guard(partial(self._books.count_optimizer_step, optimizer))
+        self._beat("step")
+
+    def _beat(self, phase: Phase) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.beat(self._books.step, phase)
 
     def _send(self, local: LocalStep) -> None:
         self._courier.send(local.to_message)
@@ -196,9 +209,11 @@ class Scope:
     # What the courier calls, in the monitor's thread ---------------------------------------
 
     def _on_step(self, outcome: Outcome) -> None:
-        self._governor.observe(
+        decision = self._governor.observe(
             outcome.step, outcome.observed, outcome.overhead_seconds, outcome.step_seconds
         )
+        if decision is not None and self._channel.rank == 0:
+            _log.info("%s", decision)
         if outcome.gathered is None:
             return
         report = summarize(outcome.gathered)
@@ -249,7 +264,7 @@ class Scope:
             return
         try:
             self._writer.add_findings(self._diagnosis.close())
-            self._writer.close(status)
+            self._writer.close(status, overhead=self._governor.summary())
         except Exception as error:
             self._fail(error)
 

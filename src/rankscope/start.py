@@ -18,6 +18,7 @@ from rankscope.core.signals import schema_hash
 from rankscope.core.tiers import Tier
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.exchange import Channel, GlooChannel, Hello
+from rankscope.exchange.heartbeat import Heartbeat, default_store
 from rankscope.instruments import Options, choice, choose_instruments
 from rankscope.record import RunWriter
 from rankscope.scope import OnFinding, Scope
@@ -42,6 +43,7 @@ def watch(
     process_group: dist.ProcessGroup | None = None,
     config: Mapping[str, Any] | None = None,
     flush_seconds: float = 10.0,
+    hang_seconds: float | None = 120.0,
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
@@ -71,6 +73,8 @@ def watch(
         process_group: The data-parallel group; by default the model's own.
         config: Anything JSON that describes the run; stored in ``run.json``.
         flush_seconds: Longest time that measured values stay in memory.
+        hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: the log
+            then names the ranks that the others wait for. None: no heartbeat.
 
     Returns:
         The running scope, also a context manager.
@@ -91,7 +95,8 @@ def watch(
     )
     wrapped = find_wrapper(model)
     instruments = choose_instruments(wrapped, options)
-    channel = GlooChannel(process_group or wrapped.group)
+    group = process_group or wrapped.group
+    channel = GlooChannel(group)
     described = {
         **dataclasses.asdict(options),
         "groups": list(instruments.groups.names),
@@ -99,7 +104,30 @@ def watch(
     }
     info = {"facts": _facts(instruments.device), "config": dict(config or {})}
     writer = _open_run(channel, Path(run_dir), described, info, flush_seconds)
-    return Scope(model, optimizer, instruments, channel, writer=writer, on_finding=on_finding)
+    return Scope(
+        model,
+        optimizer,
+        instruments,
+        channel,
+        writer=writer,
+        on_finding=on_finding,
+        heartbeat=_heartbeat(channel, group, hang_seconds),
+    )
+
+
+def _heartbeat(
+    channel: Channel, group: dist.ProcessGroup, hang_seconds: float | None
+) -> Heartbeat | None:
+    store = default_store(str(dist.get_process_group_ranks(group)[0])) if hang_seconds else None
+    if store is None or not hang_seconds:
+        return None
+    return Heartbeat(
+        store,
+        channel.rank,
+        channel.num_workers,
+        hang_seconds=hang_seconds,
+        on_hang=lambda report: _log.warning("rankscope, rank %d: %s", channel.rank, report),
+    )
 
 
 def _open_run(

@@ -89,8 +89,26 @@ def measure(run: Run) -> Values:
         **_samples(run, int(drawn[np.isfinite(drawn)].sum())),
         "effective_batch": _defined(finite_mean(distinct)),
         "global_batch": _defined(finite_mean(drawn)),
+        **_cost(run),
         "loss_first": _defined(finite_mean(measured[:_ENDS])),
         "loss_last": _defined(finite_mean(measured[-_ENDS:])),
+    }
+
+
+def _cost(run: Run) -> Values:
+    """Return the monitor's share of the training's time, and the widest sampling interval."""
+    columns = run.columns(Table.STEPS, "overhead_seconds", "interval")
+    _, seconds_TW = run.per_worker("step_seconds")
+    longest = np.max(seconds_TW, axis=1, initial=0.0, where=np.isfinite(seconds_TW))
+    overheads, intervals = columns["overhead_seconds"][1:], _known(columns["interval"])
+    known = np.isfinite(overheads) & (longest[1:] > 0) if len(overheads) else overheads > 0
+    time = float(np.sum(longest[1:][known] - overheads[known]))
+    widest = np.nanmax(intervals) if np.isfinite(intervals).any() else math.nan
+    return {
+        "overhead_share": _defined(
+            float(np.sum(overheads[known])) / time if time > 0 else math.nan
+        ),
+        "interval": _defined(float(widest)),
     }
 
 

@@ -54,6 +54,7 @@ def statements(values: Values, findings: Sequence[Finding]) -> tuple[str, ...]:
         _say_dispersion(values),
         _say_samples(values, causes),
         _say_limits(values, causes),
+        _say_cost(values),
     )
     return tuple(part for part in parts if part)
 
@@ -243,6 +244,16 @@ def _say_limits(values: Values, causes: set[str]) -> str:
         "The three metrics alone cannot tell disjoint shards from overlapping ones; the identity "
         "of the samples can."
     )
+
+
+def _say_cost(values: Values) -> str:
+    share, interval = values["overhead_share"], values["interval"]
+    if share is None:
+        return ""
+    text = f"Watching took {share:.1%} of the training's own time on the slowest worker"
+    if interval is not None and interval > 1:
+        text += f"; gradients were measured every {int(interval)} steps at the widest"
+    return text + "."
 
 
 def _coverage(values: Values) -> str:

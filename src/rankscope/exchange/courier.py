@@ -76,8 +76,15 @@ class Courier:
                 return  # the channel is stuck; the thread ends with the process
 
     def join(self, timeout: float) -> bool:
-        """Wait until all queued steps are delivered; return whether they are."""
-        self._thread.join(timeout)
+        """Wait until all queued steps are delivered, or none has been for ``timeout`` seconds.
+
+        Returns:
+            Whether they are.
+        """
+        seen = -1
+        while self._thread.is_alive() and self._next_step > seen:
+            seen = self._next_step
+            self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

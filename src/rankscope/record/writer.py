@@ -141,11 +141,12 @@ class RunWriter:
         self.flush()
         return True
 
-    def close(self, status: str = "complete") -> None:
+    def close(self, status: str = "complete", **facts: Any) -> None:
         """Flush, and say in ``run.json`` how the run ended. A second call does nothing.
 
         Args:
             status: ``complete``, ``interrupted``, ``failed`` or another word for the end.
+            facts: What else ``run.json`` says from now on, by name.
 
         Raises:
             RunError: Something cannot be written; the run is then still open.
@@ -155,6 +156,7 @@ class RunWriter:
                 return
             self.flush()
             self._info |= {"status": status, "finished": _now(), "steps": self._num_steps}
+            self._info |= facts
             self._write_info()
             self._closed = True
 
