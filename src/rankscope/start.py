@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from rankscope.capture import ReadReduced
 from rankscope.core.groups import GroupsOption
+from rankscope.core.hang import HangReport
 from rankscope.core.signals import schema_hash
 from rankscope.core.tiers import Tier
 from rankscope.errors import RankscopeError, RunError, UsageError
@@ -126,8 +128,14 @@ def _heartbeat(
         channel.rank,
         channel.num_workers,
         hang_seconds=hang_seconds,
-        on_hang=lambda report: _log.warning("rankscope, rank %d: %s", channel.rank, report),
+        on_hang=partial(_tell_of_hang, channel.rank),
     )
+
+
+def _tell_of_hang(rank: int, report: HangReport) -> None:
+    """Log a hang; a long pause of all ranks together (evaluation, checkpoint) is no warning."""
+    level = logging.WARNING if report.suspects else logging.INFO
+    _log.log(level, "rankscope, rank %d: %s", rank, report)
 
 
 def _open_run(

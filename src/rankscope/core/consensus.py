@@ -23,10 +23,10 @@ has no direction, and everybody else's numbers are those of a job without it.
 
 What a step costs at W = 1,024, sent plus received, with an all-reduce that moves
 4(1 − 1/W) times its size: K = 1,021, g = 4 of 40 groups in turn, k = 251 give N = 3,052 floats,
-12,208 bytes, so 48,784 bytes moved; 8 integers in a second all-reduce add 256, and a message of
-1,200 bytes to rank 0 makes 50,240. With 320 bytes of headers for each of the 20 + 20 messages it
-is 63,040: below 64 KB, and for 10,240 workers nearly the same. Rank 0 receives the messages of all
-others besides: (W − 1) times 1,200 bytes here.
+12,208 bytes, so 48,784 bytes moved; 10 integers in a second all-reduce add 320, and a message of
+1,450 bytes to rank 0 makes 50,554. With 320 bytes of headers for each of the 20 + 20 messages it
+is 63,354: below 64 KB, and for 10,240 workers nearly the same. Rank 0 receives the messages of all
+others besides: (W − 1) times 1,450 bytes here.
 """
 
 from dataclasses import dataclass

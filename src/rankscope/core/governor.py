@@ -1,12 +1,228 @@
-"""Placeholder until the governor lands."""
+"""The overhead governor: measure gradients as often as a budget allows, all workers alike.
+
+Cost model, per step, of the slowest worker: a step that is not observed costs b seconds, an
+observed one c; a step without the monitor takes T. With gradients measured every m-th step the
+monitor adds (b + (c − b)/m)/T to the training. The governor wants the smallest m that keeps this
+within the budget, among ``every``, 2·``every``, 4·``every``, … up to 1,024.
+
+It is a pure function of the steps that it is shown: no clock, no randomness. All workers show it
+the same gathered values in the same order, so all come to the same decisions without a word.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rankscope.core.step import Floats
+
+LAG = 16
+"""Steps between the step that a decision rests on and the first step that it holds for.
+
+Steps are gathered in the background: when one is known to all, training is some steps further on,
+and a little further on one worker than on another. Had a decision effect at once, some workers
+would measure a step and others not. 16 steps leave room for a side channel that is slower than
+training for a while. Should it ever fall behind by more, no worker skips anything (a message's
+size rests on gathered steps alone): that step merely counts as not observed.
+"""
+
+MAX_INTERVAL = 1024
+
+_FIRST_IGNORED = 3  # of each kind: they compile kernels and allocate memory
+_FAST, _SLOW = 8, 32  # samples that a decision to widen, or to narrow, rests on
+_FEWEST = 4
+_PATIENCE, _MOST_PATIENCE = 16, 128  # observed steps between a decision and narrowing
+_ROOM = 0.8  # of the budget: what a narrower interval may be expected to cost
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A change of the sampling interval.
+
+    Attributes:
+        decided_at: The gathered step that it rests on.
+        first_step: The first step that it holds for.
+        interval_before: Interval until then.
+        interval: Interval from then on.
+        overhead_before: What the monitor cost until then, as a share of the step's own time.
+        overhead_expected: What it will cost.
+        budget: What it may cost.
+    """
+
+    decided_at: int
+    first_step: int
+    interval_before: int
+    interval: int
+    overhead_before: float
+    overhead_expected: float
+    budget: float
+
+    def __str__(self) -> str:
+        text = (
+            f"from step {self.first_step} on gradients are measured every {self.interval} steps "
+            f"instead of every {self.interval_before}: so far the monitor took "
+            f"{self.overhead_before:.2%} of the training's time, now {self.overhead_expected:.2%} "
+            f"are expected; the budget is {self.budget:.2%}"
+        )
+        if self.overhead_expected > self.budget:
+            text += ", which no interval up to 1,024 can meet"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Typical seconds per step: observed or not, and without the monitor."""
+
+    observed: float
+    unobserved: float
+    plain: float
+
+    def share(self, interval: int) -> float:
+        """Return what the monitor adds to the training's time with this interval."""
+        unobserved = min(self.unobserved, self.observed)
+        return (unobserved + (self.observed - unobserved) / interval) / self.plain
 
 
 class Governor:
-    def __init__(self, budget, every):
+    """Decides in which steps gradients are measured.
+
+    Args:
+        budget: Largest share of the training's own time that the monitor may add, say 0.01; None
+            to leave the interval alone.
+        every: The user's interval; the governor only widens it.
+    """
+
+    def __init__(self, budget: float | None, every: int) -> None:
+        self._budget = budget
         self._every = every
+        self._observed: deque[float] = deque(maxlen=_SLOW)
+        self._unobserved: deque[float] = deque(maxlen=_SLOW)
+        self._plain: deque[float] = deque(maxlen=_SLOW)
+        self._num_seen = {True: 0, False: 0}
+        self._since_decision = 0
+        self._patience = _PATIENCE
+        self._decisions: list[Decision] = []
 
-    def observe(self, step, observed, overhead_seconds_W, step_seconds_W):
-        pass
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """All changes so far, in order."""
+        return tuple(self._decisions)
 
-    def interval_at(self, step):
+    def interval_at(self, step: int) -> int:
+        """Return the interval in force: a step is observed when it is a multiple of it.
+
+        Safe to call from any thread. The answer for a step is final once the step ``LAG`` before
+        it has been shown.
+        """
+        for decision in reversed(self._decisions):
+            if decision.first_step <= step:
+                return decision.interval
         return self._every
+
+    def observe(
+        self, step: int, observed: bool, overhead_seconds_W: Floats, step_seconds_W: Floats
+    ) -> Decision | None:
+        """Take note of a gathered step; every worker shows all steps, in order.
+
+        Args:
+            step: Its number.
+            observed: Whether gradients were measured in it.
+            overhead_seconds_W: Time that the monitor took from each worker's training thread;
+                one number will do, their maximum. Values that are not finite are left out.
+            step_seconds_W: Wall time of the step on each worker, or their maximum.
+
+        Returns:
+            The decision that this step led to, if any.
+        """
+        overhead, seconds = _largest(overhead_seconds_W), _largest(step_seconds_W)
+        self._num_seen[observed] += 1
+        if overhead is None or self._num_seen[observed] <= _FIRST_IGNORED:
+            return None
+        (self._observed if observed else self._unobserved).append(overhead)
+        if seconds is not None and seconds > overhead:
+            self._plain.append(seconds - overhead)
+        self._since_decision += observed
+        return self._decide(step) if observed else None
+
+    def summary(self) -> dict[str, Any]:
+        """Return what it did and why, for the record: JSON, with None for what is not known."""
+        cost = self._cost(_SLOW)
+        interval = self._decisions[-1].interval if self._decisions else self._every
+        overhead = None if cost is None else cost.share(interval)
+        return {
+            "budget": self._budget,
+            "every": self._every,
+            "interval": interval,
+            "overhead": overhead,
+            "overhead_without_governor": None if cost is None else cost.share(self._every),
+            "observed_step_seconds": None if cost is None else cost.observed,
+            "unobserved_step_seconds": None if cost is None else cost.unobserved,
+            "plain_step_seconds": None if cost is None else cost.plain,
+            "within_budget": None
+            if overhead is None or self._budget is None
+            else overhead <= self._budget,
+            "changes": [
+                {
+                    "first_step": decision.first_step,
+                    "interval": decision.interval,
+                    "overhead_before": decision.overhead_before,
+                    "overhead_expected": decision.overhead_expected,
+                }
+                for decision in self._decisions
+            ],
+        }
+
+    def _decide(self, step: int) -> Decision | None:
+        last = self._decisions[-1] if self._decisions else None
+        recent, lasting = self._cost(_FAST), self._cost(_SLOW)
+        pending = last is not None and step < last.first_step
+        if self._budget is None or recent is None or lasting is None or pending:
+            return None
+        now = self.interval_at(step)
+        if recent.share(now) > self._budget:
+            return self._change(step, self._smallest(recent, self._budget), recent)
+        if self._since_decision < self._patience or now == self._every:
+            return None
+        if max(lasting.share(now // 2), recent.share(now // 2)) <= _ROOM * self._budget:
+            return self._change(step, now // 2, lasting)
+        return None
+
+    def _change(self, step: int, interval: int, cost: _Cost) -> Decision | None:
+        """Note a decision; one to widen that undoes one to narrow makes for more patience."""
+        assert self._budget is not None
+        now = self.interval_at(step)
+        if interval == now:
+            return None  # the widest already
+        last = self._decisions[-1] if self._decisions else None
+        if interval > now and last is not None and last.interval < last.interval_before:
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        self._since_decision = 0
+        before, expected = cost.share(now), cost.share(interval)
+        decision = Decision(step, step + LAG, now, interval, before, expected, self._budget)
+        self._decisions.append(decision)
+        return decision
+
+    def _smallest(self, cost: _Cost, budget: float) -> int:
+        interval = self._every
+        while cost.share(interval) > budget and 2 * interval <= MAX_INTERVAL:
+            interval *= 2
+        return interval
+
+    def _cost(self, num_samples: int) -> _Cost | None:
+        if len(self._observed) < _FEWEST or len(self._plain) < _FEWEST:
+            return None
+        return _Cost(
+            _typical(self._observed, num_samples),
+            _typical(self._unobserved, num_samples) if self._unobserved else 0.0,
+            _typical(self._plain, _SLOW),
+        )
+
+
+def _typical(samples: deque[float], num_samples: int) -> float:
+    return float(np.median(list(samples)[-num_samples:]))
+
+
+def _largest(values: Floats) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.max()) if finite.size else None

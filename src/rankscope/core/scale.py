@@ -26,9 +26,9 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
     """
     scales_W = np.abs(gathered.workers["grad_scale"])
     known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
-    scale = float(np.median(known)) if known.size else 1.0
-    if scale == 1.0 or not gathered.observed:
+    if not known.size or not gathered.observed:
         return gathered
+    scale = float(np.median(known))
     workers = {name: values / scale for name, values in gathered.workers.items() if name in _NORMS}
     return replace(
         gathered,
@@ -43,4 +43,4 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
 
 
 def _divided(values: NDArray[Any] | None, scale: float) -> NDArray[Any] | None:
-    return None if values is None else (values / scale).astype(values.dtype)
+    return values if values is None or scale == 1 else (values / scale).astype(values.dtype)

@@ -6,13 +6,13 @@ in step order on every worker.
 
 What a step costs on the wire, for W workers and n bytes from each (:class:`Traffic` counts it):
 
-==================  =======================  =======================  ====================
-operation           sent                     received                 messages in a row
-==================  =======================  =======================  ====================
-``gather``          (W−1)n                   (W−1)n                   2(W−1), a ring
+==================  =======================  =======================  ================
+operation           sent                     received                 messages in turn
+==================  =======================  =======================  ================
+``gather``          (W−1)n                   (W−1)n                   W−1, in a ring
 ``gather_to_root``  n; rank 0: nothing       nothing; rank 0: (W−1)n  1
 ``reduce_…``        2(1 − 1/W)n              2(1 − 1/W)n              2·⌈log2 W⌉
-==================  =======================  =======================  ====================
+==================  =======================  =======================  ================
 
 gloo adds 96 bytes to each message (its header, and one that announces it); with those of TCP and
 IP about 320 were measured on the loopback interface, acknowledgements included.

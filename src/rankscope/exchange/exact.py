@@ -38,10 +38,13 @@ class ExactGram:
     Args:
         group: The workers.
         device: Where the gradients are.
+        num_bytes: Size of all buckets of a backward pass.
         guarded: Keeps the measurement's exceptions out of the reduction.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, guarded: Guarded) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, num_bytes: int, guarded: Guarded
+    ) -> None:
         self.measure = True
         """Whether the backward passes that begin from now on are measured."""
         self._num_workers = group.size()
@@ -50,6 +53,9 @@ class ExactGram:
         self._reduction = OrderedMean(group, device)
         self._under_way: Exchange | None = None
         self._share: _Share | None = None
+        self._num_bytes = num_bytes
+        self._num_bytes_missing = 0
+        self._first_address = 0
         self._complete = False
 
     @classmethod
@@ -65,7 +71,8 @@ class ExactGram:
         """
         check_exact(model)
         _try_all_to_all(model.process_group, model.device)
-        exact = cls(model.process_group, model.device, guarded)
+        num_bytes = _log(model)["total_parameter_size_bytes"]
+        exact = cls(model.process_group, model.device, num_bytes, guarded)
         model.register_comm_hook(exact, _reduce_bucket)
         return exact
 
@@ -97,19 +104,33 @@ class ExactGram:
         Each call first finishes the bucket before: its communication had the time in between, and
         collectives are launched in the same order everywhere whatever arrives first.
         """
-        if bucket.index() == 0:
+        buffer = bucket.buffer()
+        if self._begins_with(bucket):
             self._begin()
+            self._first_address = buffer.data_ptr()
         self._finish()
-        exchange = self._under_way = self._reduction.start(bucket.buffer())
-        if bucket.is_last():
+        exchange = self._under_way = self._reduction.start(buffer)
+        self._num_bytes_missing -= buffer.nbytes
+        if bucket.is_last() or self._num_bytes_missing <= 0:
             self._finish()
+            self._num_bytes_missing = 0
             self._complete = True
         return exchange.mean
 
+    def _begins_with(self, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
+        """Return whether a bucket is the first of a backward pass.
+
+        In the first pass of a static graph every bucket has the index 0 and none is the last, so
+        that sizes have to be counted. A pass that raised before its end was reset by the user.
+        """
+        again = bucket.index() == 0 and bucket.buffer().data_ptr() == self._first_address
+        return self._num_bytes_missing == 0 or again
+
     def _begin(self) -> None:
-        if self._under_way is not None:  # the last backward pass raised between two buckets
+        if self._under_way is not None:
             self._under_way.abandon()
             self._under_way = None
+        self._num_bytes_missing = self._num_bytes
         self._complete = False
         self._share = None
         if self.measure:
@@ -187,12 +208,12 @@ def check_exact(model: nn.Module) -> None:
     """
     if not isinstance(model, DistributedDataParallel):
         _refuse(f"a model in DistributedDataParallel, got {type(model).__name__}")
-    # A built-in hook leaves its trace in DDP's log only.
-    log = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if model._comm_hooks or log.get("comm_hook"):
+    if model._comm_hooks or _log(model).get("comm_hook"):  # a built-in hook stands in the log only
         _refuse("a model without a communication hook of its own, got one that has a hook")
     if model._use_python_reducer:
         _refuse("DDP's C++ reducer, got optimize_ddp='python_reducer'")
+    if model._delay_all_reduce_params:
+        _refuse("all gradients in DDP's buckets, got delay_all_reduce_named_params")
     if any(getattr(module, "sparse", False) for module in model.modules()):
         _refuse("dense gradients, got an embedding with sparse=True")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -207,6 +228,11 @@ def _refuse(expected_and_got: str) -> NoReturn:
     raise UnsupportedError(
         f"the exact tier needs {expected_and_got}: watch with tier='sketch' instead"
     )
+
+
+def _log(model: DistributedDataParallel) -> dict[str, Any]:
+    log: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    return log
 
 
 def _try_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -104,12 +104,21 @@ class RootGathering:
         self._num_groups = len(layout.groups) if layout.group_width else 0
         self._widths = (layout.sketch_width, layout.group_width)
         num_reported = 3 + len(groups_in_turn(0, self._num_groups)) if layout.sketch_width else 0
-        self._layout = replace(layout, sketch_width=0, group_width=0, report_size=num_reported)
+        self._layout = replace(
+            layout,
+            sketch_width=0,
+            group_width=0,
+            report_size=num_reported,
+            num_samples=0,  # rank 0 pays W times for room; it grows before a message is packed
+            num_micro=0,
+        )
 
     def exchange(self, message: WorkerStep, interval: int) -> Outcome:
         """Give this worker's message; only rank 0 gets the step."""
         layout = _layout_of(self._layout, message.step, interval)
-        most = self._agree(message, layout)
+        most = self._agree(message)
+        self._layout = self._layout.with_room_for(most["num_samples"], most["num_micro"])
+        layout = layout.with_room_for(most["num_samples"], most["num_micro"])
         observed = layout.measured and not most["unmeasured"]
         consensus, turn = None, groups_in_turn(message.step // interval, self._num_groups)
         gradient = message.gradient if observed else None
@@ -119,9 +128,6 @@ class RootGathering:
             gradient = _without_sketches(gradient, consensus)
         packed = layout.pack(replace(message, gradient=gradient))
         messages = self._channel.gather_to_root(packed)
-        self._layout = replace(
-            self._layout.with_room_for(most["num_samples"], most["num_micro"]), measured=True
-        )
         gathered = None
         if messages is not None:
             gathered = layout.unpack(messages, step=message.step, time=time.time())
@@ -131,7 +137,7 @@ class RootGathering:
         seconds = np.array([most["overhead_ns"], most["step_ns"]]) / 1e9
         return Outcome(message.step, observed, seconds[:1], seconds[1:], gathered)
 
-    def _agree(self, message: WorkerStep, layout: Layout) -> dict[str, int]:
+    def _agree(self, message: WorkerStep) -> dict[str, int]:
         """Return the largest of some numbers over workers; check that all are at one step."""
         most = {
             "schema": schema_hash(),

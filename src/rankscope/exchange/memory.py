@@ -50,9 +50,13 @@ class MemoryChannel(CountingChannel):
         Raises:
             ChannelError: A peer is gone, did not answer in time, or sent another size.
         """
-        messages = self._messages(message)
         self._count_gather(message)
-        return messages
+        messages = [item for item in self._exchange(message) if isinstance(item, np.ndarray)]
+        if len({len(item) for item in messages}) != 1:
+            raise ChannelError(
+                f"expected messages of one size, got {[len(item) for item in messages]} bytes"
+            )
+        return np.stack(messages)
 
     def gather_to_root(self, message: Bytes) -> Bytes | None:
         """Gather one message ``[n]`` per worker into ``[W, n]`` on rank 0, None elsewhere; blocks.
@@ -60,20 +64,15 @@ class MemoryChannel(CountingChannel):
         Raises:
             ChannelError: A peer is gone, did not answer in time, or sent another size.
         """
-        messages = self._messages(message)
         self._count_gather_to_root(message)
-        return messages if self._rank == 0 else None
+        if self._rank > 0:
+            self._hub.mail(self._rank, 0).put(message)
+            return None
+        others = [self._receive(rank, len(message)) for rank in range(1, self._num_workers)]
+        return np.stack([message, *others])
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
-
-    def _messages(self, message: Bytes) -> Bytes:
-        messages = [item for item in self._exchange(message) if isinstance(item, np.ndarray)]
-        if len({len(item) for item in messages}) != 1:
-            raise ChannelError(
-                f"expected messages of one size, got {[len(item) for item in messages]} bytes"
-            )
-        return np.stack(messages)
 
     def _exchange(self, item: object) -> list[object]:
         hub = self._hub
@@ -87,17 +86,20 @@ class MemoryChannel(CountingChannel):
         return items
 
     def _move(self, shift: Shift) -> Values:
-        hub = self._hub
         if shift.outgoing.size:
-            hub.mail(self._rank, shift.destination).put(shift.outgoing)
+            self._hub.mail(self._rank, shift.destination).put(shift.outgoing)
         if not shift.num_incoming:
             return shift.outgoing[:0]
+        return self._receive(shift.source, shift.num_incoming)
+
+    def _receive(self, source: int, length: int) -> Values:
+        hub = self._hub
         try:
-            incoming = hub.mail(shift.source, self._rank).get(timeout=hub.timeout_seconds)
+            incoming = hub.mail(source, self._rank).get(timeout=hub.timeout_seconds)
         except queue.Empty as error:
-            raise ChannelError("a simulated worker did not answer in time") from error
-        if len(incoming) != shift.num_incoming:
-            raise ChannelError(f"expected {shift.num_incoming} values, got {len(incoming)}")
+            raise ChannelError(f"simulated worker {source} did not answer in time") from error
+        if len(incoming) != length:
+            raise ChannelError(f"expected {length} values of worker {source}, got {len(incoming)}")
         return incoming
 
 

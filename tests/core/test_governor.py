@@ -1,0 +1,211 @@
+"""The governor on simulated jobs: it finds the right interval, keeps to it, and never disagrees."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope.core.governor import LAG, MAX_INTERVAL, Governor
+
+WORKERS = 4
+
+
+class Job:
+    """A training of 1-second steps that asks its governor which ones to measure."""
+
+    def __init__(self, *, budget=0.01, every=1, base=0.0, observed=0.0, noise=0.0, seed=0):
+        self.governor = Governor(budget, every)
+        self.base, self.observed, self.noise = base, observed, noise
+        self.rng = np.random.default_rng(seed)
+        self.step = 0
+        self.intervals: list[int] = []
+        self.overheads: list[float] = []
+
+    def run(self, steps):
+        for _ in range(steps):
+            interval = self.governor.interval_at(self.step)
+            observed = self.step % interval == 0
+            cost = self.base + observed * (self.observed - self.base)
+            overhead = cost * np.exp(self.noise * self.rng.normal(size=WORKERS))
+            plain = np.exp(0.5 * self.noise * self.rng.normal(size=WORKERS))
+            self.intervals.append(interval)
+            self.overheads.append(overhead.max())
+            self.governor.observe(self.step, observed, overhead, plain + overhead)
+            self.step += 1
+        return self
+
+    def share(self, last):
+        return float(np.mean(self.overheads[-last:]))
+
+
+def right_interval(base, observed, budget, every=1):
+    """Search without the model's formula: count the cost of 1,024 steps."""
+    interval = every
+    while 2 * interval <= MAX_INTERVAL:
+        costs = [base if step % interval else observed for step in range(MAX_INTERVAL)]
+        if np.mean(costs) <= budget * (1 + 1e-9):
+            break
+        interval *= 2
+    return interval
+
+
+@pytest.mark.parametrize("base", [0.0, 0.0005, 0.004])
+@pytest.mark.parametrize("observed", [0.001, 0.0099, 0.011, 0.03, 0.5])
+@pytest.mark.parametrize("budget", [0.005, 0.01])
+def test_it_finds_the_smallest_interval_within_the_budget(base, observed, budget):
+    observed = max(base, observed)
+    job = Job(budget=budget, base=base, observed=observed).run(4000)
+    assert job.intervals[-1] == right_interval(base, observed, budget)
+    assert job.governor.summary()["within_budget"] is True
+
+
+@pytest.mark.parametrize("every", [3, 10])
+def test_intervals_are_the_users_times_powers_of_two(every):
+    job = Job(every=every, observed=0.19).run(6000)
+    assert job.intervals[-1] == right_interval(0.0, 0.19, 0.01, every)
+    assert {interval // every for interval in job.intervals} <= {1, 2, 4, 8}
+    assert all(interval % every == 0 for interval in job.intervals)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_holds_the_budget_under_noise_and_does_not_flap(seed):
+    job = Job(base=0.0005, observed=0.025, noise=0.3, seed=seed).run(10_000)
+    assert job.share(9_000) <= 0.0115
+    assert job.intervals[-1] in (4, 8)
+    assert len(job.governor.decisions) <= 12
+
+
+def test_the_first_steps_may_cost_anything():
+    job = Job(observed=10.0).run(2)
+    job.observed = 0.005
+    job.run(500)
+    assert set(job.intervals) == {1}
+
+
+def test_one_outlier_changes_nothing():
+    job = Job(observed=0.008).run(100)
+    job.observed = 2.0
+    job.run(1)
+    job.observed = 0.008
+    job.run(300)
+    assert set(job.intervals) == {1}
+
+
+def test_a_decision_holds_from_lag_steps_later_on():
+    job = Job(observed=0.1).run(100)
+    first = job.governor.decisions[0]
+    assert first.first_step == first.decided_at + LAG
+    assert set(job.intervals[: first.first_step]) == {1}
+    assert job.intervals[first.first_step] == first.interval == 16
+    assert job.governor.interval_at(first.first_step - 1) == 1
+
+
+def test_what_was_said_about_a_step_is_never_taken_back():
+    job = Job(base=0.001, observed=0.02, noise=0.5)
+    said = {}
+    for step in range(3000):
+        for ahead in range(LAG):
+            answer = job.governor.interval_at(step + ahead)
+            assert said.setdefault(step + ahead, answer) == answer
+        if step == 1000:
+            job.observed = 0.3
+        job.run(1)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6))
+def test_two_governors_that_see_the_same_agree(seed):
+    rng = np.random.default_rng(seed)
+    ours, theirs = Governor(0.01, 2), Governor(0.01, 2)
+    for step in range(400):
+        overhead = rng.lognormal(-4, 1, WORKERS)
+        seconds = rng.lognormal(0, 0.3, WORKERS)
+        overhead[rng.random(WORKERS) < 0.2] = np.nan
+        observed = step % ours.interval_at(step) == 0
+        assert theirs.interval_at(step) == ours.interval_at(step)
+        mine = ours.observe(step, observed, overhead, seconds)
+        assert theirs.observe(step, observed, overhead.copy(), seconds.copy()) == mine
+    assert ours.summary() == theirs.summary()
+
+
+def test_it_measures_more_often_again_when_the_cost_falls():
+    job = Job(observed=0.05).run(500)
+    assert job.intervals[-1] == 8
+    job.observed = 0.002
+    job.run(2000)
+    assert job.intervals[-1] == 1
+    narrowing = [d for d in job.governor.decisions if d.interval < d.interval_before]
+    assert [d.interval for d in narrowing] == [4, 2, 1]
+
+
+def test_it_reacts_faster_when_the_cost_rises():
+    job = Job(observed=0.005).run(500)
+    job.observed = 0.05
+    job.run(3 * LAG)
+    assert job.intervals[-1] == 8
+
+
+def test_when_nothing_meets_the_budget_it_says_so():
+    job = Job(base=0.02, observed=0.05).run(3000)
+    assert job.intervals[-1] == MAX_INTERVAL
+    assert job.governor.summary()["within_budget"] is False
+    assert "no interval up to 1,024 can meet" in str(job.governor.decisions[-1])
+    assert (
+        len(job.governor.decisions) == 2
+    )  # the second once it knows what an unobserved step costs
+
+
+def test_without_a_budget_it_changes_nothing():
+    job = Job(budget=None, observed=5.0).run(300)
+    assert set(job.intervals) == {1}
+    assert job.governor.summary()["within_budget"] is None
+    assert job.governor.summary()["overhead"] == pytest.approx(5.0)
+
+
+def test_the_slowest_worker_counts():
+    governor = Governor(0.01, 1)
+    for step in range(40):
+        governor.observe(step, True, np.array([0.001, 0.03, 0.001]), np.full(3, 1.0))
+    assert governor.decisions[0].interval == 4
+
+
+def test_values_that_are_missing_are_left_out():
+    nothing, some = Governor(0.01, 1), Governor(0.01, 1)
+    for step in range(100):
+        nothing.observe(step, True, np.full(3, np.nan), np.full(3, np.nan))
+        some.observe(step, True, np.array([np.nan, 0.03, np.inf]), np.array([np.nan, 1.0, 1.0]))
+    assert nothing.decisions == ()
+    assert nothing.summary()["overhead"] is None
+    assert some.decisions[0].interval == 4
+
+
+def test_one_worker_alone():
+    governor = Governor(0.01, 1)
+    for step in range(40):
+        governor.observe(step, True, np.array([0.03]), np.array([1.0]))
+    assert governor.interval_at(40) == 4
+
+
+def test_the_summary_is_json_and_tells_what_happened():
+    job = Job(base=0.001, observed=0.031).run(2000)
+    summary = json.loads(json.dumps(job.governor.summary(), allow_nan=False))
+    assert summary["every"] == 1
+    assert summary["interval"] == 4
+    assert summary["observed_step_seconds"] == pytest.approx(0.031)
+    assert summary["unobserved_step_seconds"] == pytest.approx(0.001)
+    assert summary["plain_step_seconds"] == pytest.approx(1.0)
+    assert summary["overhead"] == pytest.approx(job.share(1000), rel=1e-6)
+    assert summary["overhead_without_governor"] == pytest.approx(0.031)
+    assert [change["interval"] for change in summary["changes"]] == [4]
+    text = str(job.governor.decisions[0])
+    assert "every 4 steps instead of every 1" in text
+    assert "3.10%" in text
+
+
+def test_nothing_is_known_before_the_first_steps():
+    summary = Governor(0.01, 5).summary()
+    assert summary["interval"] == 5
+    assert summary["overhead"] is None
+    assert summary["changes"] == []
