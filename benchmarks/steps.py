@@ -8,7 +8,6 @@ import argparse
 import json
 import resource
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from harness import (
     Step,
     make_batch,
     median_interval,
-    num_parameters,
     run_ranks,
     time_in_turns,
 )
@@ -33,6 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.core.signals import Table
+from rankscope.exchange import Layout
+from rankscope.instruments import GROUP_WIDTH
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "scalars": {"tier": "scalars"},
@@ -49,7 +49,7 @@ class NaiveGather:
     def __init__(self, model: DistributedDataParallel) -> None:
         self._copies: list[Tensor] = []
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._copy)
+            parameter.register_post_accumulate_grad_hook(self._copy)  # type: ignore[no-untyped-call]
 
     def _copy(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -141,28 +141,30 @@ def run_steps(
     return rows
 
 
-def measure_own_cost(kind: str, variant: str, tokens: int, rounds: int) -> dict[str, float]:
-    """Return what a watched job recorded of itself: seconds on the training thread, bytes moved."""
-    make = make_ddp_step if kind == "DDP" else make_fsdp2_step
-    run_dir = Path(tempfile.mkdtemp()) / "run"
-    with ExitStack() as stack:
-        batch_step = make("plain", tokens, stack)
-        del batch_step
-        model = DistributedDataParallel(Model())
+def measure_own_cost(variant: str, tokens: int, rounds: int) -> dict[str, float]:
+    """Return what a watched DDP job records of itself: time on the training thread, bytes moved."""
+    model, batch = DistributedDataParallel(Model()), make_batch(tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
         scope = rankscope.watch(model, run_dir=run_dir, overhead_budget=None, **VARIANTS[variant])
-        batch = make_batch(tokens)
         for _ in range(WARM_UP + rounds):
             model(**batch)["loss"].backward()
             model.zero_grad()
         scope.close()
-    if dist.get_rank() != 0:
-        return {}
-    columns = Run.open(run_dir).columns(Table.STEPS, "overhead_seconds")["overhead_seconds"]
-    traffic = scope.traffic
+        bytes_per_step = scope.traffic.total / (WARM_UP + rounds)
+        if dist.get_rank() != 0:
+            return {}
+        seconds = Run.open(run_dir).columns(Table.STEPS, "overhead_seconds")["overhead_seconds"]
     return {
-        "overhead_milliseconds": 1e3 * float(np.median(columns[WARM_UP:])),
-        "bytes_per_step": traffic.total / (WARM_UP + rounds),
+        "overhead_milliseconds": 1e3 * float(np.median(seconds[WARM_UP:])),
+        "bytes_per_step": bytes_per_step,
     }
+
+
+def bytes_of_a_message(num_groups: int) -> int:
+    """Return the size of a default message of a model with so many groups."""
+    groups = tuple(str(index) for index in range(num_groups))
+    return Layout(sketch_width=4093, groups=groups, group_width=GROUP_WIDTH).num_bytes
 
 
 def peak_bytes(kind: str, variant: str, tokens: int) -> int:

@@ -3,7 +3,9 @@
 Cost model, per step, of the slowest worker: a step that is not observed costs b seconds, an
 observed one c; a step without the monitor takes T. With gradients measured every m-th step the
 monitor adds (b + (c − b)/m)/T to the training. The governor wants the smallest m that keeps this
-within the budget, among ``every``, 2·``every``, 4·``every``, … up to 1,024.
+within the budget, among ``every``, 2·``every``, 4·``every``, … up to 1,024. When b alone exceeds
+the budget, it keeps (c − b)/m within it: gradients are not given up for a budget that this would
+not meet.
 
 It is a pure function of the steps that it is shown: no clock, no randomness. All workers show it
 the same gathered values in the same order, so all come to the same decisions without a word.
@@ -66,7 +68,7 @@ class Decision:
             f"are expected; the budget is {self.budget:.2%}"
         )
         if self.overhead_expected > self.budget:
-            text += ", which no interval up to 1,024 can meet"
+            text += ", which measuring gradients less often cannot meet"
         return text
 
 
@@ -82,6 +84,16 @@ class _Cost:
         """Return what the monitor adds to the training's time with this interval."""
         unobserved = min(self.unobserved, self.observed)
         return (unobserved + (self.observed - unobserved) / interval) / self.plain
+
+    def governed_share(self, interval: int, budget: float) -> float:
+        """Return the share to hold against the budget: what measuring less often can change.
+
+        That is the whole, unless steps that are not observed cost more than the budget by
+        themselves. Then it is what gradients add to them: to give these up as well would save
+        next to nothing.
+        """
+        floor = min(self.unobserved, self.observed) / self.plain
+        return self.share(interval) - (floor if floor > budget else 0.0)
 
 
 class Governor:
@@ -180,11 +192,12 @@ class Governor:
         if self._budget is None or recent is None or lasting is None or pending:
             return None
         now = self.interval_at(step)
-        if recent.share(now) > self._budget:
+        if recent.governed_share(now, self._budget) > self._budget:
             return self._change(step, self._smallest(recent, self._budget), recent)
         if self._since_decision < self._patience or now == self._every:
             return None
-        if max(lasting.share(now // 2), recent.share(now // 2)) <= _ROOM * self._budget:
+        shares = [cost.governed_share(now // 2, self._budget) for cost in (lasting, recent)]
+        if max(shares) <= _ROOM * self._budget:
             return self._change(step, now // 2, lasting)
         return None
 
@@ -205,7 +218,7 @@ class Governor:
 
     def _smallest(self, cost: _Cost, budget: float) -> int:
         interval = self._every
-        while cost.share(interval) > budget and 2 * interval <= MAX_INTERVAL:
+        while cost.governed_share(interval, budget) > budget and 2 * interval <= MAX_INTERVAL:
             interval *= 2
         return interval
 
