@@ -16,6 +16,7 @@ from rankscope.capture.ddp import _MicroBatches
 from rankscope.capture.fsdp2_calls import listen
 from rankscope.capture.fsdp2_model import ManagedParameter, fsdp2_states, managed_parameters
 from rankscope.capture.fsdp2_shard import measure_shard
+from rankscope.capture.parts import GradientParts
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.tap import Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
@@ -27,8 +28,8 @@ class FSDP2Tap:
 
     A step is a backward pass whose gradients are reduced over all workers. Gradients that are
     reduced in parts (HSDP without its all-reduce in all micro-batches but the last, a loss whose
-    chunks each have a backward pass) add up in the sketch; the norm of such a group is then that
-    of its sketch, which errs by ``1/sqrt(2 k)``.
+    chunks each have a backward pass) add up as :class:`~rankscope.capture.parts.GradientParts`
+    says: norms of such groups are estimates then.
 
     The reduced gradient is left out in steps where it cannot be told: something was in ``.grad``
     before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 was told not to
@@ -63,13 +64,13 @@ class FSDP2Tap:
         self._sketcher = sketcher
         self._guarded = guarded
         self._read_reduced = reduced
-        self._totals = sketcher.new_totals()
+        self._parts = GradientParts(sketcher)
         self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
         self._scratch: GradientTotals | None = None
         self._micro = _MicroBatches()
         self._watched_names = frozenset(parameters)
         self._read: set[str] = set()  # in this step
-        self._in_parts: set[int] = set()  # groups of parameters that were read more than once
+        self._read_now: set[str] = set()  # in this backward pass
         self._measure = False
         self._num_forwards = self._num_backwards = 0  # in this step
         self._open = self._complete = self._spoiled = False
@@ -111,14 +112,12 @@ class FSDP2Tap:
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
-        valid = self._measure and self.complete and not self._spoiled
         gradient = None
-        if valid:
-            known = self._micro_known and self._num_forwards == self._num_backwards
+        if self._measure and self.complete and not self._spoiled:
             gradient = LocalGradient(
-                self._finished_totals(),
-                self._reduced.clone() if self._reduced and self._reduced_read else None,
-                self._micro.squared_norms() if known else None,
+                self._parts.totals(),
+                None if self._reduced is None or not self._reduced_read else self._reduced.clone(),
+                self._micro_squared_norms(),
             )
         self._start_again()
         return gradient
@@ -128,20 +127,23 @@ class FSDP2Tap:
         self._stop()
 
     def _start_again(self) -> None:
-        self._totals.reset()
+        self._parts.reset()
         self._micro.reset()
         self._read.clear()
-        self._in_parts.clear()
+        self._read_now.clear()
         self._open = self._complete = self._spoiled = False
         self._fresh = self._micro_known = True
         self._reduced_read = False
         self._num_forwards = self._num_backwards = 0
 
-    def _finished_totals(self) -> GradientTotals:
-        totals = self._totals.clone()
-        for group in self._in_parts:
-            totals.squared_norms[group] = totals.sketches[group].double().square().sum()
-        return totals
+    def _micro_squared_norms(self) -> Tensor | None:
+        """Return the norms when each forward pass had one backward pass and all were seen."""
+        if not self._micro_known or self._num_forwards != self._num_backwards:
+            return None
+        if self._parts.count > 1:
+            each = self._parts.count == self._num_backwards
+            return self._parts.part_squared_norms() if each else None
+        return self._micro.squared_norms()
 
     def _on_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args and args[0] in self._states:
@@ -172,13 +174,13 @@ class FSDP2Tap:
                 f"watch() after the last parameter is unfrozen"
             )
         if name in self._read:
-            self._in_parts.add(self._sketcher.groups.index_of[name])
-            self._spoiled |= not self._sketcher.sketches
+            self._spoiled |= not self._sketcher.sketches  # norms alone do not add up
         else:
-            self._read.add(name)
             self._spoiled |= parameter.group.half_reduced
             self._fresh &= parameter.tensor.grad is None
-        self._sketcher.measure(name, gradient, self._totals)
+        self._read.add(name)
+        self._read_now.add(name)
+        self._parts.measure(name, gradient)
 
     def _on_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._guarded(partial(self._close_backward, *args, **kwargs))
@@ -193,23 +195,26 @@ class FSDP2Tap:
         self._complete |= synchronised
         if not self._measure:
             return
+        if self._read_now:
+            self._parts.close()
+            self._read_now.clear()
+        elif not synchronised:
+            self._measure_unreduced()
         if synchronised:
-            self._micro.add(self._totals, last=True)
+            if self._num_backwards > 1:
+                self._micro.add(self._parts.totals(), last=True)
             self._measure_reduced()
-        else:
-            self._measure_micro_batch()
 
-    def _measure_micro_batch(self) -> None:
-        """Measure what has been accumulated so far without being reduced."""
-        watched = [p for p in self._watched if p.unreduced is not None]
-        self._micro_known &= not any(p.is_dtensor for p in watched)  # they may need a reduction
+    def _measure_unreduced(self) -> None:
+        """Measure what has been accumulated so far without any reduction, for its norm."""
+        unreduced = [p for p in self._watched if p.unreduced is not None]
+        self._micro_known &= not any(p.is_dtensor for p in unreduced)  # under TP it may be partial
         if not self._micro_known:
             return
         totals = self._empty_scratch()
-        for parameter in watched:
+        for parameter in unreduced:
             assert parameter.unreduced is not None
             self._sketcher.measure(parameter.name, parameter.unreduced, totals)
-        totals.add(self._totals)
         self._micro.add(totals, last=False)
 
     def _measure_reduced(self) -> None:

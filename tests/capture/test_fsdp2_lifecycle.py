@@ -1,0 +1,250 @@
+"""Steps that raise, taps that come and go in the middle of one."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+
+from rankscope.capture.fsdp2 import FSDP2Tap
+from support.fsdp2_modes import make_batches, mode_named
+from support.fsdp2_training import (
+    EXACT,
+    Session,
+    local_gradient,
+    make_tap,
+    norm_error,
+    optimize,
+    sketch_error,
+    start,
+    train_step,
+)
+from support.scenarios import run_scenarios
+
+pytestmark = pytest.mark.ranks
+
+
+def torch_functions() -> list[Any]:
+    state = _fsdp_state.FSDPState
+    return [
+        _fsdp_param_group.foreach_reduce,
+        state._register_root_post_backward_final_callback,
+        state._root_post_backward_final_callback,
+    ]
+
+
+def check_step(session: Session, tap: FSDP2Tap, step: int) -> None:
+    exact, _ = local_gradient(session, step)
+    train_step(session, step, tap)
+    assert tap.complete
+    local = tap.collect()
+    assert local is not None
+    assert sketch_error(tap, local, exact) < EXACT
+    assert norm_error(local, exact) < EXACT
+    optimize(session)
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle of a backward pass")
+
+
+def explode(session: Session, tap: FSDP2Tap) -> None:
+    """Run a step whose backward pass raises after a part of the reductions."""
+    hook = session.root.blocks[0].register_forward_hook(
+        lambda module, args, output: Explode.apply(output)
+    )
+    with pytest.raises(ArithmeticError):
+        train_step(session, 0, tap)
+    hook.remove()
+    assert not tap.complete
+    assert tap.aborted
+    assert tap._read
+    session.root.reset_iter_state()
+    session.optimizer.zero_grad()
+
+
+def forget_unreduced_gradients(session: Session) -> None:
+    """Drop what an aborted pass has left in the unsharded parameters; torch keeps it."""
+    for module in [session.root, *session.root.blocks]:
+        module.unshard()
+    session.root.zero_grad()
+    for module in [session.root, *session.root.blocks]:
+        module.reshard()
+
+
+def an_aborted_pass_is_not_counted() -> None:
+    session = start(mode_named("1-D"))
+    tap = make_tap(session)
+    explode(session, tap)
+    forget_unreduced_gradients(session)
+    for step in range(1, 3):
+        check_step(session, tap, step)
+        assert not tap.aborted
+    tap.remove()
+
+
+def collecting_an_aborted_pass_drops_it() -> None:
+    session = start(mode_named("1-D"))
+    tap = make_tap(session)
+    explode(session, tap)
+    forget_unreduced_gradients(session)
+    assert tap.collect() is None
+    assert not tap.aborted
+    check_step(session, tap, 1)
+    tap.remove()
+
+
+def what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced() -> None:
+    session = start(mode_named("1-D"))
+    tap = make_tap(session)
+    explode(session, tap)
+    alone, _ = local_gradient(session, 1)
+    train_step(session, 1, tap)
+    local = tap.collect()
+    assert local is not None
+    assert local.reduced is not None
+    assert sketch_error(tap, local, alone) > 0.1  # the head's gradient of the aborted pass
+    sketches = torch.stack([local.totals.sketches, local.reduced.sketches])
+    dist.all_reduce(sketches)
+    torch.testing.assert_close(sketches[0] / dist.get_world_size(), sketches[1])
+    tap.remove()
+
+
+def a_tap_may_come_between_micro_batches() -> None:
+    session = start(mode_named("accumulated"))
+    train_step(session, 0, None)
+    optimize(session)
+    exact, _ = local_gradient(session, 1)
+    first, *others = make_batches(session.worker, 1, 3)
+    session.root.set_requires_gradient_sync(False)
+    (session.model(*first) / 3).backward()
+    tap = make_tap(session)
+    for batch in others:
+        session.root.set_requires_gradient_sync(batch is others[-1])
+        tap.begin_forward(measure=True)
+        (session.model(*batch) / 3).backward()
+    local = tap.collect()
+    assert local is not None
+    assert sketch_error(tap, local, exact) < EXACT
+    assert local.micro_squared_norms is None
+    optimize(session)
+    check_step(session, tap, 2)
+    tap.remove()
+
+
+def a_tap_may_come_between_forward_and_backward() -> None:
+    session = start(mode_named("1-D"))
+    loss = session.model(*make_batches(session.worker, 0, 1)[0])
+    tap = make_tap(session)
+    loss.backward()
+    assert tap.complete
+    assert tap.collect() is None
+    optimize(session)
+    check_step(session, tap, 1)
+    loss = session.model(*make_batches(session.worker, 2, 1)[0])
+    tap.remove()
+    loss.backward()
+    assert not tap.complete
+
+
+def a_half_reduced_step_is_measured_whole_or_not_at_all() -> None:
+    session = start(mode_named("HSDP half reduced"))
+    first, last = make_batches(session.worker, 0, 2)
+    session.root.set_requires_all_reduce(False)
+    session.model(*first).backward()
+    tap = make_tap(session)
+    session.root.set_requires_all_reduce(True)
+    tap.begin_forward(measure=True)
+    session.model(*last).backward()
+    assert tap.complete
+    assert tap.collect() is None
+    optimize(session)
+    train_step(session, 1, tap)
+    assert tap.collect() is not None
+    tap.remove()
+
+
+def unmeasured_steps_are_counted() -> None:
+    session = start(mode_named("1-D"))
+    tap = make_tap(session)
+    tap.begin_forward(measure=False)
+    session.model(*make_batches(session.worker, 0, 1)[0]).backward()
+    assert tap.complete
+    assert tap.collect() is None
+    assert not tap.complete
+    optimize(session)
+    check_step(session, tap, 1)
+    tap.remove()
+
+
+def taps_do_not_see_each_others_models() -> None:
+    original = torch_functions()
+    one, other, unwatched = (
+        start(mode_named("1-D")),
+        start(mode_named("accumulated")),
+        start(mode_named("1-D")),
+    )
+    tap, second = make_tap(one), make_tap(one)
+    elsewhere = make_tap(other)
+    train_step(unwatched, 0, None)
+    assert not any(each.complete for each in (tap, second, elsewhere))
+    exact, _ = local_gradient(one, 1)
+    second.begin_forward(measure=True)
+    train_step(one, 1, tap)
+    assert not elsewhere.complete
+    for each in (tap, second):
+        local = each.collect()
+        assert local is not None
+        assert sketch_error(each, local, exact) < EXACT
+    optimize(one)
+    second.remove()
+    check_step(one, tap, 2)
+    check_step(other, elsewhere, 3)
+    tap.remove()
+    assert torch_functions() != original
+    elsewhere.remove()
+    elsewhere.remove()
+    assert torch_functions() == original
+
+
+def a_forgotten_tap_leaves_torch_as_it_was() -> None:
+    original = torch_functions()
+    session = start(mode_named("1-D"))
+    tap = make_tap(session)
+    train_step(session, 0, tap)
+    assert torch_functions() != original
+    del tap
+    gc.collect()
+    assert torch_functions() == original
+
+
+SCENARIOS = [
+    an_aborted_pass_is_not_counted,
+    collecting_an_aborted_pass_drops_it,
+    what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced,
+    a_tap_may_come_between_micro_batches,
+    a_tap_may_come_between_forward_and_backward,
+    a_half_reduced_step_is_measured_whole_or_not_at_all,
+    unmeasured_steps_are_counted,
+    taps_do_not_see_each_others_models,
+    a_forgotten_tap_leaves_torch_as_it_was,
+]
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return run_scenarios(SCENARIOS, 2)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(problems, scenario):
+    assert problems[scenario.__name__] == ""

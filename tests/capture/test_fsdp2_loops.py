@@ -1,0 +1,235 @@
+"""Training loops beyond the usual ones, and what cannot be watched."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from rankscope.capture.fsdp2 import FSDP2Tap
+from rankscope.capture.fsdp2_model import fsdp2_parameters, is_fsdp2
+from rankscope.capture.norms import NormMeter
+from rankscope.capture.tap import ReadReduced
+from rankscope.core.groups import block_of, group_parameters
+from rankscope.errors import UnsupportedError
+from support.fsdp2_modes import Block, make_batches, make_net, mode_named
+from support.fsdp2_training import (
+    EXACT,
+    WIDTH,
+    check,
+    gradients,
+    local_gradient,
+    make_tap,
+    norm_error,
+    optimize,
+    reduced_error,
+    session_of,
+    sketch_error,
+    start,
+    train_step,
+)
+from support.scenarios import run_scenarios
+
+pytestmark = pytest.mark.ranks
+
+
+def a_root_that_is_checkpointed() -> None:
+    session = start(mode_named("accumulated"))
+    tap = make_tap(session)
+    calls = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        calls.append(tap.aborted)
+        tap.begin_forward(measure=True)
+
+    session.root.register_forward_pre_hook(begin)
+    exact, _ = local_gradient(session, 0)
+    for micro, batch in enumerate(make_batches(session.worker, 0, 3)):
+        session.root.set_requires_gradient_sync(micro == 2)
+        (checkpoint(session.root, *batch, use_reentrant=False) / 3).backward()
+    assert calls == [False] * 6  # every second one recomputes, inside of a backward pass
+    local = check(tap, exact)
+    assert local.micro_squared_norms is not None
+    assert len(local.micro_squared_norms) == 3
+    tap.remove()
+
+
+class Trunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(22, 50)
+        self.block = Block(50)
+        self.norm = nn.LayerNorm(50)
+        self.head = nn.Linear(50, 22)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        normal: Tensor = self.norm(self.block(self.embedding(ids)))
+        return normal
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(hidden.flatten(0, 1))
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+
+def a_loss_in_chunks_with_backward_passes_of_their_own() -> None:
+    trunk = Trunk()
+    alone = copy.deepcopy(trunk)
+    fully_shard(trunk.block)
+    fully_shard([trunk.norm, trunk.head])
+    fully_shard(trunk)
+    session = session_of(trunk)
+    tap = make_tap(session)
+    ids, labels = make_batches(session.worker, 0, 1)[0]
+    alone.loss(alone(ids), labels).backward()
+    tap.begin_forward(measure=True)
+    hidden = trunk(ids)
+    cut = hidden.detach().requires_grad_()
+    for chunk in (slice(0, 1), slice(1, 4)):
+        trunk.loss(cut[chunk], labels[chunk]).backward()
+    hidden.backward(cut.grad)
+    local = check(tap, gradients(alone))
+    squared_norms = dict.fromkeys(tap._sketcher.groups.names, 0.0)
+    for name, gradient in gradients(alone).items():
+        squared_norms[block_of(name)] += float(gradient.double().square().sum())
+    for measured, (name, exact) in zip(
+        local.totals.squared_norms.tolist(), squared_norms.items(), strict=True
+    ):
+        in_parts = name == "head"
+        assert measured == pytest.approx(exact, rel=5 * (2 / WIDTH) ** 0.5 if in_parts else EXACT)
+    tap.remove()
+
+
+def a_pipeline_schedule_that_reduces_by_hand() -> None:
+    session = start(mode_named("accumulated"))
+    root, tap = session.root, make_tap(session)
+    for step in range(2):
+        exact, _ = local_gradient(session, step)
+        reduce_in_backward(root, False)
+        for batch in make_batches(session.worker, step, 3):
+            tap.begin_forward(measure=True)
+            (session.model(*batch) / 3).backward()
+            assert not tap.complete
+        reduce_in_backward(root, True)
+        state = root._get_fsdp_state()
+        for each in state._state_ctx.all_states:
+            for group in each._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
+        local = check(tap, exact)
+        assert local.micro_squared_norms is None
+        optimize(session)
+    tap.remove()
+
+
+def reduce_in_backward(root: Any, reduce: bool) -> None:
+    root.set_is_last_backward(reduce)
+    root.set_reshard_after_backward(reduce)
+    root.set_requires_gradient_sync(reduce)
+
+
+def every_synchronised_micro_batch_is_a_step() -> None:
+    session = start(mode_named("1-D"))
+    tap = make_tap(session)
+    for step in range(4):
+        exact, _ = local_gradient(session, step)
+        train_step(session, step, tap)
+        local = tap.collect()
+        assert local is not None
+        assert sketch_error(tap, local, exact) < EXACT
+        # The second of two adds to what the first has left in .grad: not the mean of this one.
+        assert (local.reduced is None) == (step % 2 == 1)
+        if step % 2 == 1:
+            optimize(session)
+    tap.remove()
+
+
+def norms_alone() -> None:
+    session = start(mode_named("accumulated"))
+    parameters = fsdp2_parameters(session.model)
+    meter = NormMeter(torch.device("cpu"), group_parameters(parameters))
+    tap = FSDP2Tap(session.model, parameters, meter, lambda work: work(), reduced=ReadReduced.NORM)
+    exact, _ = local_gradient(session, 0)
+    train_step(session, 0, tap)
+    local = tap.collect()
+    assert local is not None
+    assert norm_error(local, exact) < EXACT
+    assert reduced_error(local, exact) < EXACT
+    assert local.micro_squared_norms is None
+    tap.remove()
+
+
+def the_reduced_gradient_is_left_out_when_nobody_waits_for_it() -> None:
+    session = start(mode_named("1-D"))
+    tap = make_tap(session)
+    session.root.set_is_last_backward(False)
+    train_step(session, 0, tap)
+    local = tap.collect()
+    assert local is not None
+    assert local.reduced is None
+    tap.remove()
+
+
+def a_parameter_that_is_unfrozen_later_is_told() -> None:
+    session = start(mode_named("frozen in part"))
+    tap = make_tap(session)
+    train_step(session, 0, tap)
+    assert tap.collect() is not None
+    session.root.embedding.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match=r"embedding\.weight .* was frozen when watch"):
+        train_step(session, 1, tap)
+    tap.remove()
+
+
+def several_meshes_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "experts"))
+    net = make_net()
+    fully_shard(net.blocks[0], mesh=mesh["experts"])
+    fully_shard(net, mesh=mesh["all"])
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.down\.weight and .* differ in their"):
+        fsdp2_parameters(net)
+
+
+def a_model_that_is_not_sharded_is_refused() -> None:
+    net = make_net()
+    assert not is_fsdp2(net)
+    with pytest.raises(UnsupportedError, match="got Net without any; call watch"):
+        fsdp2_parameters(net)
+    assert is_fsdp2(nn.Sequential(fully_shard(net)))
+
+
+def an_unknown_torch_is_told() -> None:
+    session = start(mode_named("1-D"))
+    group = session.root._get_fsdp_state()._fsdp_param_groups[0]
+    del group.reduce_grads
+    with pytest.raises(UnsupportedError, match=r"expected FSDPParamGroup\.reduce_grads in torch"):
+        make_tap(session)
+
+
+SCENARIOS = [
+    a_root_that_is_checkpointed,
+    a_loss_in_chunks_with_backward_passes_of_their_own,
+    a_pipeline_schedule_that_reduces_by_hand,
+    every_synchronised_micro_batch_is_a_step,
+    norms_alone,
+    the_reduced_gradient_is_left_out_when_nobody_waits_for_it,
+    a_parameter_that_is_unfrozen_later_is_told,
+    several_meshes_are_refused,
+    a_model_that_is_not_sharded_is_refused,
+    an_unknown_torch_is_told,
+]
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return run_scenarios(SCENARIOS, 2)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(problems, scenario):
+    assert problems[scenario.__name__] == ""

@@ -1,0 +1,60 @@
+"""The same bits in parameters, optimizer state and random generator, tapped or not, under FSDP2."""
+
+import pytest
+
+from support.fsdp2_modes import MODES, Mode
+from support.fsdp2_training import make_tap, optimize, start, state_of, train_step
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+STEPS = 3
+ATTACHED_LATE = ("1-D", "accumulated", "shard size 1", "compiled")
+
+
+def train(mode: Mode, tapped: range) -> list[bytes]:
+    """Train with dropout, with the tap in some of the steps; return all bits at the end."""
+    session = start(mode, dropout=0.2)
+    tap = None
+    for step in range(STEPS):
+        if step in tapped and tap is None:
+            tap = make_tap(session)
+        elif step not in tapped and tap is not None:
+            tap.remove()
+            tap = None
+        train_step(session, step, tap)
+        if tap is not None:
+            assert tap.complete
+            assert tap.collect() is not None
+        optimize(session)
+    if tap is not None:
+        tap.remove()
+    return state_of(session)
+
+
+def work(rank: int, num_ranks: int) -> dict[str, list[list[bytes]]]:
+    """Train every mode untapped and tapped; in some, also tapped in the middle step only."""
+    results = {}
+    for mode in MODES:
+        if mode.fits(num_ranks):
+            tapped = [range(0), range(STEPS)] + [range(1, 2)] * (mode.name in ATTACHED_LATE)
+            results[mode.name] = [train(mode, steps) for steps in tapped]
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
+def ranks(request):
+    return run_ranks(work, request.param, request.param, timeout=240)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_every_bit_is_the_same(ranks, mode: Mode):
+    assert (mode.name in ranks[0]) == mode.fits(len(ranks))
+    for by_mode in ranks if mode.fits(len(ranks)) else []:
+        never, *sometimes = by_mode[mode.name]
+        assert len(never) > 20
+        assert sometimes == [never] * (2 if mode.name in ATTACHED_LATE else 1)
+
+
+def test_the_comparison_would_see_a_difference(ranks):
+    plain, accumulated = ranks[0]["1-D"][0], ranks[0]["accumulated"][0]
+    assert plain != accumulated

@@ -1,0 +1,144 @@
+"""What the tap reads under FSDP2, against an unsharded copy of the model on the same batches."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankscope.capture.fsdp2_model import fsdp2_process_group, fsdp2_ranks
+from support.fsdp2_modes import MODES, Mode
+from support.fsdp2_training import WIDTH, local_gradient, make_tap, optimize, start, train_step
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+STEPS = 2
+SKETCH_NORM_ERROR = (2 / WIDTH) ** 0.5
+"""Standard deviation of a squared norm that comes from a sketch, relative."""
+
+
+def train_mode(mode: Mode) -> dict[str, Any]:
+    """Train watched; return for each step what was read and what is exact."""
+    session = start(mode)
+    tap = make_tap(session)
+    steps = []
+    for step in range(STEPS):
+        gradient, micro = local_gradient(session, step)
+        assert not tap.complete
+        train_step(session, step, tap)
+        assert tap.complete
+        assert not tap.aborted
+        steps.append({**exact(tap, gradient, micro), **read(tap)})
+        optimize(session)
+    tap.remove()
+    ranks = fsdp2_ranks(session.model)
+    assert dist.get_process_group_ranks(fsdp2_process_group(session.model)) == ranks
+    return {"ranks": ranks, "copies": tap.reduced_copies, "steps": steps}
+
+
+def exact(tap: Any, gradient: dict[str, torch.Tensor], micro: list[float]) -> dict[str, Any]:
+    sketcher = tap._sketcher
+    totals = sketcher.new_totals()
+    squared_norms = np.zeros(len(sketcher.groups))
+    for name, value in gradient.items():
+        sketcher.measure(name, value, totals)
+        squared_norms[sketcher.groups.index_of[name]] += float(value.double().square().sum())
+    return {
+        "gradient": np.concatenate([v.double().flatten().numpy() for v in gradient.values()]),
+        "exact squared norms": squared_norms,
+        "exact sketches": totals.sketches.numpy(),
+        "exact micro": np.array(micro),
+    }
+
+
+def read(tap: Any) -> dict[str, Any]:
+    local = tap.collect()
+    reduced, micro = local.reduced, local.micro_squared_norms
+    return {
+        "squared norms": local.totals.squared_norms.numpy(),
+        "sketches": local.totals.sketches.numpy(),
+        "largest": float(local.totals.largest.max()),
+        "nonfinite": int(local.totals.nonfinite.sum()),
+        "micro": None if micro is None else micro.numpy(),
+        "reduced squared norm": None if reduced is None else float(reduced.squared_norms.sum()),
+        "reduced sketches": None if reduced is None else reduced.sketches.numpy(),
+    }
+
+
+def work(rank: int) -> dict[str, Any]:
+    return {mode.name: train_mode(mode) for mode in MODES}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(work, 4, timeout=240)
+
+
+def steps_of(ranks, mode: Mode):
+    """Yield the steps of each set of ranks that are compared, one entry per worker."""
+    for group in {tuple(by_mode[mode.name]["ranks"]) for by_mode in ranks}:
+        workers = [ranks[rank][mode.name] for rank in group]
+        yield from zip(*(worker["steps"] for worker in workers), strict=True)
+
+
+def cosines(vectors_WN: np.ndarray) -> np.ndarray:
+    units = vectors_WN / np.linalg.norm(vectors_WN, axis=1, keepdims=True)
+    return (units @ units.T)[np.triu_indices(len(units), 1)]
+
+
+def relative(measured: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(measured - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+class TestAgainstTheUnshardedModel:
+    def test_norms_of_all_groups(self, ranks, mode):
+        tolerance = 5 * SKETCH_NORM_ERROR if mode.parts else 1e-5
+        for step in steps_of(ranks, mode):
+            for worker in step:
+                np.testing.assert_allclose(
+                    worker["squared norms"], worker["exact squared norms"], rtol=tolerance
+                )
+                assert worker["nonfinite"] == 0
+                if not mode.parts:
+                    assert worker["largest"] == pytest.approx(
+                        np.abs(worker["gradient"]).max(), rel=1e-5
+                    )
+
+    def test_sketches_and_cosines(self, ranks, mode):
+        for step in steps_of(ranks, mode):
+            for worker in step:
+                assert relative(worker["sketches"], worker["exact sketches"]) < 1e-5
+            estimated = cosines(np.array([worker["sketches"].sum(0) for worker in step]))
+            true = cosines(np.array([worker["gradient"] for worker in step]))
+            assert np.abs(true).max() < 0.9  # the workers do differ
+            np.testing.assert_allclose(estimated, true, atol=4 / WIDTH**0.5)
+
+    def test_the_reduced_gradient_is_the_mean(self, ranks, mode):
+        copies = ranks[0][mode.name]["copies"]
+        assert copies == {"HSDP": 2, "replicas": 4}.get(mode.mesh, 1)
+        seen = 0
+        for step in steps_of(ranks, mode):
+            if step[0]["reduced sketches"] is None:
+                assert not mode.reads_reduced
+                continue
+            seen += 1
+            mean = np.mean([worker["gradient"] for worker in step], axis=0)
+            squared_norm = sum(worker["reduced squared norm"] for worker in step) / copies
+            assert squared_norm == pytest.approx(mean @ mean, rel=mode.rounding)
+            sketches = sum(worker["reduced sketches"] for worker in step) / copies
+            means = np.mean([worker["exact sketches"] for worker in step], axis=0)
+            assert relative(sketches, means) < mode.rounding
+        assert seen or not mode.reads_reduced
+
+    def test_norms_of_micro_batches(self, ranks, mode):
+        for step in steps_of(ranks, mode):
+            for worker in step:
+                if mode.accumulate == 1 or mode.mesh == "TP":
+                    assert worker["micro"] is None
+                    continue
+                first, *others = worker["micro"] / worker["exact micro"]
+                assert first == pytest.approx(1, rel=1e-5)
+                tolerance = 1e-5 if mode.parts else 5 * SKETCH_NORM_ERROR
+                np.testing.assert_allclose(others, 1, atol=tolerance)

@@ -1,0 +1,160 @@
+"""The parts of the FSDP2 tap that need no ranks: names, shards, and listening to torch."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rankscope.capture.fsdp2_calls import Relay
+from rankscope.capture.fsdp2_shard import ShardPlace, measure_shard
+from rankscope.capture.names import canonical_name
+from rankscope.capture.sketch import Sketcher
+from rankscope.core.groups import group_parameters
+from rankscope.errors import UnsupportedError
+
+SHAPES = [(13,), (7, 12), (12, 40), (3, 8, 50), (2, 4, 20_000), (40_000, 6)]
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("layers.0.up.weight", "layers.0.up.weight"),
+        ("_orig_mod.layers.0.up.weight", "layers.0.up.weight"),
+        ("layers.0._checkpoint_wrapped_module._orig_mod.up.weight", "layers.0.up.weight"),
+        ("_fsdp_wrapped_module.head._orig_mod.bias", "head.bias"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+    ],
+)
+def test_canonical_names(name, canonical):
+    assert canonical_name(name) == canonical
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shards_add_up_to_the_whole(shape, num_shards):
+    sketcher = Sketcher(torch.device("cpu"), group_parameters(["weight"]), 1021)
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(shape, generator=generator)
+    whole = sketcher.new_totals()
+    sketcher.measure("weight", gradient, whole)
+    for dim in range(len(shape)):
+        parts = sketcher.new_totals()
+        first = 0
+        for shard in gradient.chunk(num_shards, dim):
+            place = ShardPlace(shape, dim, first)
+            measure_shard(sketcher, "weight", shard.contiguous(), place, parts)
+            first += shard.shape[dim]
+        empty = gradient.narrow(dim, 0, 0)
+        measure_shard(sketcher, "weight", empty, ShardPlace(shape, dim, shape[dim]), parts)
+        error = (parts.sketches - whole.sketches).norm() / whole.sketches.norm()
+        assert float(error) < 1e-5
+        torch.testing.assert_close(parts.squared_norms, whole.squared_norms, rtol=1e-6, atol=0)
+        assert torch.equal(parts.largest, whole.largest)
+
+
+def test_a_shard_with_nonfinite_elements_is_counted_once():
+    sketcher = Sketcher(torch.device("cpu"), group_parameters(["weight"]), 1021)
+    gradient = torch.ones(30, 8)
+    gradient[3, 5] = float("nan")
+    totals = sketcher.new_totals()
+    for index, shard in enumerate(gradient.chunk(2, 1)):
+        place = ShardPlace((30, 8), 1, 4 * index)
+        measure_shard(sketcher, "weight", shard.contiguous(), place, totals)
+    assert totals.nonfinite.tolist() == [1]
+
+
+class Ear:
+    """Remembers the calls that it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.heard.append((*args, kwargs))
+
+    def reference(self) -> Any:
+        return weakref.WeakMethod(self.hear)
+
+
+def add(left: int, right: int = 0) -> int:
+    return left + right
+
+
+@pytest.fixture
+def place() -> SimpleNamespace:
+    return SimpleNamespace(function=add)
+
+
+class TestListening:
+    def test_calls_go_through_and_are_told(self, place):
+        relay, one, other = Relay(place, "function", before=True), Ear(), Ear()
+        stop_one, stop_other = relay.add(one.reference()), relay.add(other.reference())
+        assert place.function(1, right=2) == 3
+        stop_one()
+        assert place.function(3) == 3
+        stop_other()
+        assert place.function is add
+        assert one.heard == [(1, {"right": 2})]
+        assert other.heard == [(1, {"right": 2}), (3, {})]
+
+    def test_before_and_after(self, place):
+        order: list[str] = []
+        place.function = lambda: order.append("call")
+
+        class Listener:
+            def hear_before(self, args: Any, kwargs: Any) -> None:
+                order.append("before")
+
+            def hear_after(self, args: Any, kwargs: Any) -> None:
+                order.append("after")
+
+        listener = Listener()
+        before = Relay(place, "function", before=True)
+        before.add(weakref.WeakMethod(listener.hear_before))
+        after = Relay(place, "function", before=False)
+        after.add(weakref.WeakMethod(listener.hear_after))
+        place.function()
+        assert order == ["before", "call", "after"]
+
+    def test_a_call_that_raises_has_not_ended(self, place):
+        ear = Ear()
+        Relay(place, "function", before=False).add(ear.reference())
+        with pytest.raises(TypeError):
+            place.function("a", 1)
+        assert ear.heard == []
+
+    def test_a_listener_that_is_gone_is_not_called(self, place):
+        relay, ear = Relay(place, "function", before=True), Ear()
+        stop = relay.add(ear.reference())
+        del ear
+        gc.collect()
+        assert place.function(1) == 1
+        stop()
+        assert place.function is add
+
+    def test_the_replacement_by_another_tool_stays(self, place):
+        relay, early, late = Relay(place, "function", before=True), Ear(), Ear()
+        stop_early = relay.add(early.reference())
+        ours = place.function
+
+        def others(*args: Any) -> Any:
+            return 10 * ours(*args)
+
+        place.function = others
+        stop_late = relay.add(late.reference())
+        assert place.function(1, 1) == 20
+        stop_early()
+        assert place.function(1, 2) == 30
+        stop_late()
+        assert place.function is others
+        assert place.function(1, 3) == 40
+        assert len(early.heard) == 1
+        assert len(late.heard) == 2
+
+    def test_a_missing_function_is_told(self):
+        relay = Relay(torch, "no_such_function", before=True)
+        with pytest.raises(UnsupportedError, match=r"expected torch\.no_such_function in torch"):
+            relay.check()

@@ -1,0 +1,225 @@
+"""The ways of using FSDP2 that must be watched, and a small model that trains under them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.nn import functional as F
+
+NUM_TOKENS = 22
+
+
+class Block(nn.Module):
+    """A residual layer; its sizes divide by few numbers of ranks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 24)
+        self.down = nn.Linear(24, width, bias=False)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.dropout(self.down(self.up(self.norm(hidden)).relu()))
+
+
+class Net(nn.Module):
+    """Embedding, two blocks, a gate with fewer rows than there are ranks, and a head."""
+
+    def __init__(self, width: int = 50) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_TOKENS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.gate = nn.Linear(width, 2)
+        self.head = nn.Linear(width, NUM_TOKENS)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = hidden * self.gate(hidden).sigmoid().mean(-1, keepdim=True)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
+
+
+def make_net(width: int = 50) -> Net:
+    torch.manual_seed(0)
+    return Net(width)
+
+
+def make_batches(worker: int, step: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    batches = []
+    for micro in range(count):
+        generator = torch.Generator().manual_seed(1000 * (step * count + micro) + worker)
+        ids, labels = torch.randint(NUM_TOKENS, (2, 4, 6), generator=generator)
+        batches.append((ids, labels))
+    return batches
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of using FSDP2.
+
+    Attributes:
+        name: What the mode is called.
+        mesh: ``"1-D"``, ``"HSDP"`` (2 replicas), ``"replicas"`` (shard size 1), ``"TP"`` (2).
+            HSDP and TP need an even number of ranks.
+        options: Of ``fully_shard``.
+        prepare: Changes the model before it is sharded.
+        finish: Changes the sharded model; returns what the training calls.
+        accumulate: Micro-batches in a step.
+        unsynchronised: What turns the reduction off in all micro-batches but the last.
+        zero_in_place: Gradients are set to zero instead of None.
+        rounding: Relative error that the mode's precision allows in the reduced gradient.
+        parts: Gradients are reduced in parts, so that norms come from the sketch.
+        reads_reduced: Whether the reduced gradient can be told.
+    """
+
+    name: str
+    mesh: str = "1-D"
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Net], nn.Module] = lambda net: net
+    finish: Callable[[Any], nn.Module] = lambda model: model
+    accumulate: int = 1
+    unsynchronised: str = "set_requires_gradient_sync"
+    zero_in_place: bool = False
+    rounding: float = 1e-5
+    parts: bool = False
+    reads_reduced: bool = True
+
+    def fits(self, num_ranks: int) -> bool:
+        """Return whether the mode can run on so many ranks."""
+        halves = self.mesh in ("HSDP", "TP") or "reshard_after_forward" in self.options
+        return num_ranks % 2 == 0 or not halves
+
+
+def _non_reentrant(net: Net) -> nn.Module:
+    apply_activation_checkpointing(net, check_fn=lambda module: isinstance(module, Block))
+    return net
+
+
+def _reentrant(net: Net) -> nn.Module:
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)
+    return net
+
+
+def _freeze(net: Net) -> nn.Module:
+    net.embedding.requires_grad_(False)
+    net.blocks[0].up.requires_grad_(False)
+    net.head.bias.requires_grad_(False)
+    return net
+
+
+def _compile_blocks(net: Net) -> nn.Module:
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+    return net
+
+
+def _divide(model: Any) -> nn.Module:
+    for module in [model, *model.blocks]:
+        module.set_gradient_divide_factor(2.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+class OwnReduceScatter:
+    """A user's own communication, in double precision."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: Any = False,
+    ) -> None:
+        exact = input_tensor.double()
+        dist.all_reduce(exact, group=group)
+        chunk = (exact / group.size()).chunk(group.size())[group.rank()]
+        output_tensor.copy_(chunk)
+
+
+def _own_reduce_scatter(model: Any) -> nn.Module:
+    for module in [model, *model.blocks]:
+        module.set_custom_reduce_scatter(OwnReduceScatter())
+    return model
+
+
+def _own_all_reduce(model: Any) -> nn.Module:
+    model.blocks[0].set_all_reduce_hook(lambda output: output.mul_(0.5))
+    return model
+
+
+def _cut_second_dimension(parameter: nn.Parameter) -> Shard | None:
+    return (
+        Shard(1)
+        if parameter.dim() == 2 and parameter.shape[1] % dist.get_world_size() == 0
+        else None
+    )
+
+
+_BF16 = {"param_dtype": torch.bfloat16, "cast_forward_inputs": False}
+_BF16_FP32 = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, **_BF16)}
+_BF16_BF16 = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, **_BF16)}
+_FP16 = {
+    "mp_policy": MixedPrecisionPolicy(
+        param_dtype=torch.float16, reduce_dtype=torch.float16, cast_forward_inputs=False
+    )
+}
+
+MODES = [
+    Mode("1-D"),
+    Mode("kept after forward", options={"reshard_after_forward": False}),
+    Mode("resharded after forward", options={"reshard_after_forward": True}),
+    Mode("resharded to two ranks", options={"reshard_after_forward": 2}),
+    Mode("accumulated", accumulate=3),
+    Mode("zeroed in place", zero_in_place=True, reads_reduced=False),
+    Mode("HSDP", "HSDP"),
+    Mode("HSDP accumulated", "HSDP", accumulate=3),
+    Mode(
+        "HSDP half reduced",
+        "HSDP",
+        accumulate=3,
+        unsynchronised="set_requires_all_reduce",
+        parts=True,
+    ),
+    Mode("shard size 1", "replicas"),
+    Mode("shard size 1 accumulated", "replicas", accumulate=2),
+    Mode("bf16 reduced in fp32", options=_BF16_FP32),
+    Mode("bf16 reduced in fp32 accumulated", options=_BF16_FP32, accumulate=3),
+    Mode("bf16 reduced in bf16", options=_BF16_BF16, rounding=1e-2),
+    Mode("bf16 reduced in bf16 accumulated", options=_BF16_BF16, accumulate=3, rounding=1e-2),
+    Mode("fp16", options=_FP16, rounding=2e-3),
+    Mode("HSDP bf16", "HSDP", options=_BF16_FP32, accumulate=2),
+    Mode("TP", "TP"),
+    Mode("TP accumulated", "TP", accumulate=2),
+    Mode("second dimension cut", options={"shard_placement_fn": _cut_second_dimension}),
+    Mode("checkpointed", prepare=_non_reentrant),
+    Mode("checkpointed reentrant", prepare=_reentrant),
+    Mode("checkpointed reentrant accumulated", prepare=_reentrant, accumulate=2),
+    Mode("compiled", finish=lambda model: torch.compile(model, backend="aot_eager")),
+    Mode("compiled blocks", prepare=_compile_blocks),
+    Mode("frozen in part", prepare=_freeze, accumulate=2),
+    Mode("another divisor", finish=_divide),
+    Mode("own reduce-scatter", finish=_own_reduce_scatter),
+    Mode("own all-reduce hook", finish=_own_all_reduce, reads_reduced=False),
+    Mode("offloaded to CPU", options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+]
+
+
+def mode_named(name: str) -> Mode:
+    return next(mode for mode in MODES if mode.name == name)
