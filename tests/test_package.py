@@ -21,6 +21,7 @@ def test_public_names():
         "Scope",
         "Severity",
         "StepReport",
+        "Tier",
         "__version__",
         "watch",
     ]

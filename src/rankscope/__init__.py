@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rankscope.core.finding import Finding as Finding
     from rankscope.core.finding import Severity as Severity
     from rankscope.core.step import StepReport as StepReport
+    from rankscope.core.tiers import Tier as Tier
     from rankscope.errors import RankscopeError as RankscopeError
     from rankscope.record import Run as Run
     from rankscope.scope import Scope as Scope
@@ -36,6 +37,7 @@ _HOMES = {
     "Scope": "rankscope.scope",
     "Severity": "rankscope.core.finding",
     "StepReport": "rankscope.core.step",
+    "Tier": "rankscope.core.tiers",
     "watch": "rankscope.start",
 }
 
@@ -46,6 +48,7 @@ __all__ = [
     "Scope",
     "Severity",
     "StepReport",
+    "Tier",
     "__version__",
     "watch",
 ]

@@ -98,8 +98,8 @@ def choose_instruments(wrapped: Wrapped, options: Options) -> Instruments:
     if not wrapped.parameters:
         raise UsageError("watch() expected a model with parameters that require a gradient")
     reduced = options.reduced
-    if options.tier is Tier.SCALARS and reduced is ReadReduced.OFF:
-        raise UsageError("the scalars tier needs the reduced gradient's norm: reduced='norm'")
+    if options.tier is Tier.SCALARS and reduced is not ReadReduced.NORM:
+        raise UsageError(f"the scalars tier reads reduced='norm', got '{reduced}'")
     if options.tier is Tier.EXACT:
         check_exact(wrapped.wrapper)
     groups = group_parameters(wrapped.parameters, options.groups)

@@ -1,8 +1,10 @@
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from rankscope.capture import LossMeter
 from rankscope.capture.loss import to_arrays
@@ -10,7 +12,7 @@ from rankscope.errors import UsageError
 
 
 def collected(meter):
-    losses, weights = to_arrays(meter.collect())
+    losses, weights = to_arrays(meter.collect()[0])
     return [loss.tolist() for loss in losses], [weight.tolist() for weight in weights]
 
 
@@ -42,7 +44,7 @@ def test_given_losses_win_and_unknown_weights_are_nan():
     meter.give(torch.tensor([1.0, 2.0]), torch.tensor([3, 4]))
     meter.give(5.0)
     meter.see(SimpleNamespace(loss=torch.tensor(9.0)), {})
-    losses, weights = to_arrays(meter.collect())
+    losses, weights = to_arrays(meter.collect()[0])
     assert [loss.tolist() for loss in losses] == [[1.0, 2.0], [5.0]]
     assert weights[0].tolist() == [3.0, 4.0]
     assert np.isnan(weights[1]).all()
@@ -65,3 +67,179 @@ def test_a_loss_is_read_when_it_is_given_and_keeps_no_graph():
 def test_wrong_shapes_are_refused(value, weight):
     with pytest.raises(UsageError, match=r"loss\(\) expected"):
         LossMeter(shifted=False).give(value, weight)
+
+
+class TestWhatTheLossWasMultipliedBy:
+    """Factors between a loss and its backward pass, told from the gradient at the loss."""
+
+    @pytest.fixture
+    def meter(self):
+        return LossMeter(shifted=False)
+
+    @pytest.fixture
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Linear(4, 1)
+
+    def losses(self, model, size=3, seed=0):
+        """Return one loss per sample ``[B]``."""
+        batch = torch.randn(size, 4, generator=torch.Generator().manual_seed(seed))
+        return model(batch).square().flatten()
+
+    def scale(self, meter):
+        scale = meter.collect()[1]
+        return None if scale is None else float(scale.numpy())
+
+    @pytest.mark.parametrize("factor", [1.0, 65536.0, 1 / 3, -2.0, 0.0])
+    @pytest.mark.parametrize("given", [False, True])
+    def test_a_factor(self, meter, model, factor, given):
+        loss = self.losses(model).mean()
+        if given:
+            meter.give(loss)
+        else:
+            meter.see(SimpleNamespace(loss=loss), {})
+        (loss * factor).backward()
+        assert self.scale(meter) == np.float32(factor)
+        assert self.scale(meter) is None
+
+    def test_several_factors_and_other_terms(self, meter, model):
+        loss = self.losses(model).mean()
+        meter.see({"loss": loss}, {})
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        (((loss + 0.01 * penalty) * 1024) / 4).backward()
+        assert self.scale(meter) == 256.0
+
+    def test_a_factor_in_place(self, meter, model):
+        loss = self.losses(model).mean()
+        meter.see({"loss": loss}, {})
+        loss /= 4
+        loss.backward()
+        assert self.scale(meter) == 0.25
+
+    @pytest.mark.parametrize(("divisor", "expected"), [(4, 1.0), (1, 4.0)])
+    def test_it_is_summed_over_micro_batches(self, meter, model, divisor, expected):
+        for micro in range(4):
+            loss = self.losses(model, seed=micro).mean()
+            meter.see({"loss": loss}, {})
+            (loss / divisor).backward()
+        assert self.scale(meter) == expected
+
+    @pytest.mark.parametrize(
+        ("reduce", "expected"),
+        [
+            (lambda losses: losses.mean(), 1.0),
+            (lambda losses: losses.sum(), 5.0),
+            (lambda losses: 512 * (losses @ torch.tensor([0.5, 0.25, 0.0, 0.0, 0.25])), 512.0),
+        ],
+        ids=["mean", "sum", "weighted mean, scaled"],
+    )
+    def test_one_loss_per_sample(self, meter, model, reduce, expected):
+        losses = self.losses(model, size=5)
+        meter.give(losses)
+        reduce(losses).backward()
+        assert self.scale(meter) == pytest.approx(expected, rel=1e-6)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_the_sum_over_samples_is_not_rounded_to_half_precision(self, meter, dtype):
+        losses = torch.ones(257, dtype=dtype, requires_grad=True)
+        meter.give(losses)
+        losses.float().sum().backward()
+        assert self.scale(meter) == 257.0  # not a bfloat16
+
+    def test_what_is_given_wins_over_what_is_seen(self, meter, model):
+        seen = self.losses(model).mean()
+        meter.see({"loss": seen}, {})
+        given = seen / 2
+        meter.give(given)
+        (given * 8).backward()
+        assert self.scale(meter) == 8.0
+
+    def test_a_loss_given_as_a_number_takes_the_factor_of_the_one_that_was_seen(self, meter, model):
+        for micro in range(3):
+            loss = self.losses(model, seed=micro).mean()
+            meter.see({"loss": loss}, {})
+            (loss * 16).backward()
+            meter.give(loss.item())
+        losses, scale = meter.collect()
+        assert len(losses) == 3
+        assert float(scale.numpy()) == 48.0
+
+    def test_it_is_unknown_for_a_loss_without_a_backward_pass(self, meter, model):
+        loss = self.losses(model).mean()
+        for value in (loss.detach(), loss.item(), torch.tensor(3), loss):
+            meter.give(value)
+            assert self.scale(meter) is None
+        with torch.no_grad():
+            meter.see({"loss": self.losses(model).mean()}, {})
+        assert self.scale(meter) is None
+
+    def test_it_is_unknown_when_one_micro_batch_was_left_out(self, meter, model):
+        for micro in range(2):
+            loss = self.losses(model, seed=micro).mean()
+            meter.see({"loss": loss}, {})
+            if micro == 0:
+                loss.backward()
+        assert self.scale(meter) is None
+
+    def test_a_gradient_penalty_in_between_does_not_count(self, meter, model):
+        loss = self.losses(model).mean()
+        meter.give(loss)
+        gradients = torch.autograd.grad(loss, model.parameters(), create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in gradients)
+        (32 * (loss + 0 * penalty)).backward()
+        assert self.scale(meter) == 32.0
+
+    def test_a_loss_whose_gradient_is_undefined_does_not_stop_the_backward_pass(self, meter):
+        class Cut(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, value):
+                return value.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return None
+
+        parameter = torch.ones(2, requires_grad=True)
+        loss = parameter.sum()
+        meter.give(loss)
+        (Cut.apply(loss) + parameter.sum()).backward()
+        assert parameter.grad.tolist() == [1.0, 1.0]
+        assert self.scale(meter) is None
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_gradients_keep_their_bits(self, meter, dtype):
+        def gradients(watched):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+            batch = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+            losses = model(batch).square().flatten()
+            if watched:
+                meter.give(losses)
+                meter.see({"loss": losses.mean()}, {})
+            (losses.mean() * 1000 / 3).backward()
+            return [parameter.grad for parameter in model.parameters()]
+
+        for plain, watched in zip(gradients(False), gradients(True), strict=True):
+            assert torch.equal(plain, watched)
+
+    def test_a_meter_keeps_no_graph_alive(self, meter):
+        nodes = []
+
+        class Node(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, value):
+                nodes.append(weakref.ref(ctx))
+                return value.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient
+
+        loss = Node.apply(torch.ones(2, requires_grad=True)).sum()
+        meter.give(loss)
+        meter.see({"loss": loss}, {})
+        loss.backward()
+        assert nodes[0]() is not None
+        del loss
+        assert nodes[0]() is None
+        assert self.scale(meter) == 1.0

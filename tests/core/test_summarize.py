@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,18 +19,40 @@ MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
 NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
 
 
-def gathered(num_workers, sketches_WK=None, samples=None, **columns):
+def gathered(num_workers, sketches_WK=None, samples=None, measured=None, **columns):
+    """Return a step; ``measured`` are fields that tell of gradients, ``columns`` of workers."""
     workers = {s.name: np.full(num_workers, MISSING[s.dtype], NUMPY[s.dtype]) for s in LOCAL}
     workers.update({name: np.asarray(values) for name, values in columns.items()})
     samples = samples or [[] for _ in range(num_workers)]
     return GatheredStep(
         step=3,
         time=1.0,
-        observed=sketches_WK is not None,
+        observed=sketches_WK is not None or measured is not None,
         workers=workers,
         sketches_WK=sketches_WK,
         samples=tuple(np.array(batch, np.int64) for batch in samples),
+        **(measured or {}),
     )
+
+
+def vectors(num_workers, seed, size=30):
+    """Return float64 vectors ``[W, size]`` with a common part, of different lengths."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((num_workers, size)) + rng.standard_normal(size)
+    return rows * rng.uniform(0.1, 10, (num_workers, 1))
+
+
+def weighted_cosine(rows):
+    """Return Σ g_i·g_j / Σ |g_i||g_j| over pairs, by a loop."""
+    pairs = [(a, b) for i, a in enumerate(rows) for b in rows[:i]]
+    above = math.fsum(float(a @ b) for a, b in pairs)
+    return above / math.fsum(float(np.linalg.norm(a) * np.linalg.norm(b)) for a, b in pairs)
+
+
+def rest_cosine(rows, i):
+    """Return the cosine between one vector and the sum of all others."""
+    rest = np.delete(rows, i, axis=0).sum(axis=0)
+    return float(rows[i] @ rest / np.linalg.norm(rows[i]) / np.linalg.norm(rest))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
@@ -46,6 +69,7 @@ def test_every_derived_column_is_filled_and_no_other(num_workers):
 def test_losses_norms_and_overhead_by_hand():
     step = gathered(
         4,
+        measured={},
         loss=[1.0, np.nan, 3.0, np.inf],
         loss_sem=[0.3, np.nan, 0.4, np.nan],
         grad_norm=[2.0, 2.0, 4.0, 4.0],
@@ -57,6 +81,10 @@ def test_losses_norms_and_overhead_by_hand():
     assert (report.grad_norm_mean, report.grad_norm_std) == (3.0, 1.0)
     assert report.overhead_seconds == 0.3
     assert report.gathered is step
+    partly = summarize(replace(step, observed=False))  # some worker could not measure
+    assert math.isnan(partly.grad_norm_mean)
+    assert math.isnan(partly.grad_norm_std)
+    assert partly.loss_mean == 2.0
 
 
 @given(st.integers(2, 6), st.integers(0, 2**32 - 1), st.sampled_from([None, 0.0, np.nan, np.inf]))
@@ -88,6 +116,152 @@ def test_directions_agree_with_float64_vectors(num_workers, seed, poison):
         length = np.linalg.norm(g[i]) * np.linalg.norm(rest) if i in good else 0.0
         expected = g[i] @ rest / length if length else np.nan
         np.testing.assert_allclose(report.derived["cosine_rest"][i], expected, atol=1e-9)
+
+
+@given(st.integers(2, 9), st.integers(0, 2**32 - 1))
+def test_without_any_sketch_norms_give_the_weighted_cosine_exactly(num_workers, seed):
+    rows = vectors(num_workers, seed)
+    norms_W = np.linalg.norm(rows, axis=1)
+    reduced = np.linalg.norm(rows.mean(axis=0))
+    copies = {"reduced_copies": num_workers}
+    reduced_W = np.full(num_workers, reduced)
+    report = summarize(
+        gathered(num_workers, measured=copies, grad_norm=norms_W, reduced_norm=reduced_W)
+    )
+    np.testing.assert_allclose(report.cosine_weighted, weighted_cosine(rows), atol=1e-12)
+    np.testing.assert_allclose(report.grad_norm_reduced, reduced, rtol=1e-14)
+    assert report.directions_undefined == 0
+    assert math.isnan(report.cosine_mean)
+    assert math.isnan(report.cosine_min)
+    assert np.isnan(report.derived["cosine_rest"]).all()
+    assert report.cosines_WW is report.group_cosine_rest_WG is None
+
+
+@pytest.mark.parametrize("norm", [0.0, np.nan, np.inf])
+def test_a_norm_without_a_direction_is_counted(norm):
+    rows = vectors(4, 0)
+    rows[1] = 0.0
+    norms_W = np.linalg.norm(rows, axis=1)
+    norms_W[1] = norm
+    reduced = np.linalg.norm(rows.mean(axis=0)) if norm == 0 else norm
+    report = summarize(
+        gathered(
+            4, measured={"reduced_copies": 4}, grad_norm=norms_W, reduced_norm=np.full(4, reduced)
+        )
+    )
+    assert report.directions_undefined == 1
+    expected = weighted_cosine(np.delete(rows, 1, axis=0)) if norm == 0 else math.nan
+    np.testing.assert_allclose(report.cosine_weighted, expected, atol=1e-12)
+
+
+def test_without_the_reduced_norm_there_is_no_cosine():
+    report = summarize(gathered(3, measured={}, grad_norm=np.ones(3)))
+    assert math.isnan(report.cosine_weighted)
+    assert math.isnan(report.grad_norm_reduced)
+
+
+@given(st.integers(2, 7), st.integers(0, 2**32 - 1))
+def test_exact_inner_products_win_over_sketches(num_workers, seed):
+    rows = vectors(num_workers, seed)
+    others = vectors(num_workers, seed + 1).astype(np.float32)
+    report = summarize(
+        gathered(num_workers, sketches_WK=others, measured={"gram_WW": rows @ rows.T})
+    )
+    units = rows / np.linalg.norm(rows, axis=1)[:, None]
+    cosines_WW = units @ units.T
+    pairs = cosines_WW[np.triu_indices(num_workers, 1)]
+    np.testing.assert_allclose(report.cosines_WW, cosines_WW, atol=1e-12)
+    np.testing.assert_allclose(report.cosine_mean, pairs.mean(), atol=1e-12)
+    np.testing.assert_allclose(report.cosine_min, pairs.min(), atol=1e-12)
+    np.testing.assert_allclose(report.cosine_weighted, weighted_cosine(rows), atol=1e-12)
+    expected_W = [rest_cosine(rows, i) for i in range(num_workers)]
+    np.testing.assert_allclose(report.derived["cosine_rest"], expected_W, atol=1e-9)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_each_group_is_compared_with_the_same_group_of_the_others(num_workers, num_groups, seed):
+    rows_WGK = np.stack(
+        [vectors(num_workers, seed + group, 11) for group in range(num_groups)], axis=1
+    ).astype(np.float32)
+    report = summarize(
+        gathered(
+            num_workers,
+            sketches_WK=rows_WGK.sum(axis=1),
+            measured={
+                "groups": tuple(f"layers.{group}" for group in range(num_groups)),
+                "group_sketches_WGK": rows_WGK,
+            },
+        )
+    )
+    rows = rows_WGK.astype(np.float64)
+    expected_WG = [
+        [rest_cosine(rows[:, group], i) for group in range(num_groups)] for i in range(num_workers)
+    ]
+    np.testing.assert_allclose(report.group_cosine_rest_WG, expected_WG, atol=1e-9)
+
+
+def test_a_group_without_a_gradient_has_no_direction_and_spares_the_others():
+    rows_WGK = np.ones((3, 2, 5), np.float32)
+    rows_WGK[1, 0] = 0.0
+    rows_WGK[2, 1, 3] = np.nan
+    fields = {"groups": ("a", "b"), "group_sketches_WGK": rows_WGK}
+    report = summarize(gathered(3, np.ones((3, 5), np.float32), measured=fields))
+    expected = [[1.0, 1.0], [np.nan, 1.0], [1.0, np.nan]]
+    np.testing.assert_array_equal(report.group_cosine_rest_WG, expected)
+
+
+@given(st.sampled_from([2, 4, 8]), st.integers(0, 2**32 - 1))
+def test_the_residual_is_the_relative_distance_from_the_workers_mean(num_workers, seed):
+    rng = np.random.default_rng(seed)
+    # Multiples of 1/8 up to 8, and a power of two of them: the mean is exact in float32.
+    rows = (rng.integers(-64, 64, (num_workers, 40)) / 8).astype(np.float32)
+    mean = rows.mean(axis=0, dtype=np.float64)
+
+    def residual(reduced):
+        step = gathered(
+            len(rows),
+            sketches_WK=rows,
+            measured={"reduced_sketch_K": reduced, "reduced_copies": len(rows)},
+        )
+        return summarize(step).reduction_residual
+
+    assert residual(mean.astype(np.float32)) == 0.0
+    error = rng.standard_normal(40)
+    expected = np.linalg.norm(error) / np.linalg.norm(mean)
+    np.testing.assert_allclose(residual(mean + error), expected, rtol=1e-12)
+    np.testing.assert_allclose(residual(1.5 * mean), 0.5, rtol=1e-12)
+    assert math.isnan(residual(np.full(40, np.nan)))
+
+
+def test_without_a_mean_to_compare_with_there_is_no_residual():
+    opposite = np.array([[1.0, -2.0], [-1.0, 2.0]], np.float32)
+    unknown = np.array([[1.0, np.nan], [1.0, 2.0]], np.float32)
+    for rows in (opposite, unknown):
+        step = gathered(2, sketches_WK=rows, measured={"reduced_sketch_K": np.ones(2, np.float32)})
+        assert math.isnan(summarize(step).reduction_residual)
+    step = gathered(2, measured={"reduced_sketch_K": np.ones(2, np.float32)})
+    assert math.isnan(summarize(step).reduction_residual)  # a tier without sketches
+
+
+@pytest.mark.parametrize(
+    ("copies", "owner_of_rank"),
+    [(6, [0, 0, 0, 0, 0, 0]), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 1, 2, 0, 1, 2])],
+    ids=["copies", "shards", "shards in two replicas"],
+)
+def test_the_reduced_norm_from_the_parts_that_workers_hold(copies, owner_of_rank):
+    reduced = np.random.default_rng(0).standard_normal(60)
+    parts = np.array_split(reduced, max(owner_of_rank) + 1)
+    norms_W = [np.linalg.norm(parts[part]) for part in owner_of_rank]
+    step = gathered(6, measured={"reduced_copies": copies}, reduced_norm=norms_W)
+    np.testing.assert_allclose(
+        summarize(step).grad_norm_reduced, np.linalg.norm(reduced), rtol=1e-14
+    )
+
+
+@pytest.mark.parametrize("interval", [1, 8])
+def test_the_interval_in_force_is_recorded(interval):
+    report = summarize(replace(gathered(2), interval=interval))
+    assert report.interval == interval
 
 
 def test_one_worker_has_a_direction_but_no_cosine():

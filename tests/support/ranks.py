@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "rankscope.start"]
+# torch._dynamo: DDP's constructor imports it, which would cost every rank a second.
+_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "rankscope.start"]
 
 
 class RankError(AssertionError):

@@ -1,5 +1,6 @@
 """A measured gradient on its way from the device to the host."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,8 @@ class GradientHandover:
             sketches.append(fold(totals.sketches, group_width).flatten())
         if reduced_width and reduced is not None:
             sketches.append(_narrowed(reduced.sketches.sum(0), reduced_width))
+        elif reduced_width:  # it could not be read in this step; a message has room for it
+            sketches.append(totals.sketches.new_full((reduced_width,), math.nan))
         self._sketches = HostCopy(torch.cat(sketches)) if sketches else None
         self._gram = None if gram is None else HostCopy(gram)
 

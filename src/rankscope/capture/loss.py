@@ -40,8 +40,10 @@ class _Multiplier:
         self.value: Tensor | None = None
         loss.register_hook(self._see)
 
-    def _see(self, gradient: Tensor) -> None:
-        self.value = gradient.detach().sum()
+    def _see(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # else nothing that follows the loss depends on it
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            self.value = gradient.detach().sum(dtype=dtype)
 
 
 class LossMeter:
@@ -89,7 +91,7 @@ class LossMeter:
     def see(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Pick the loss up from a model's output, and its label tokens from the inputs."""
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if self._given or not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         labels = kwargs.get("labels")
         weights = self._count(labels) if isinstance(labels, Tensor) else None

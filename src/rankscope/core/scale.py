@@ -26,7 +26,7 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
     """
     scales_W = np.abs(gathered.workers["grad_scale"])
     known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
-    if not known.size or not gathered.observed:
+    if not known.size:
         return gathered
     scale = float(np.median(known))
     workers = {name: values / scale for name, values in gathered.workers.items() if name in _NORMS}

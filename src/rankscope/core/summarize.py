@@ -57,7 +57,7 @@ def summarize(gathered: GatheredStep) -> StepReport:
 
 def _dispersions(gathered: GatheredStep) -> dict[str, float]:
     losses_W = gathered.workers["loss"]
-    norms_W = gathered.workers["grad_norm"]
+    norms_W = np.where(gathered.observed, gathered.workers["grad_norm"], _NAN)
     overheads_W = gathered.workers["overhead_seconds"]
     finite_overheads = overheads_W[np.isfinite(overheads_W)]
     return {

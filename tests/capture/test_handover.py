@@ -1,0 +1,168 @@
+"""What arrives on the host of a measured gradient, against the gradient itself in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rankscope.capture import GradientHandover, LocalGradient, NormMeter, ReadReduced, Sketcher
+from rankscope.capture.fold import fold
+from rankscope.core.groups import group_parameters
+
+WIDTH = 101
+NARROW = 13
+SHAPES = {"embed.weight": (20, 8), "layers.0.up": (30, 8), "layers.0.down": (9,), "head.bias": (5,)}
+GROUPS = group_parameters(SHAPES)
+CPU = torch.device("cpu")
+
+
+def make_gradient(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def measure(gradient, meter=Sketcher):
+    sketcher = meter(CPU, GROUPS, WIDTH)
+    totals = sketcher.new_totals()
+    for name, part in gradient.items():
+        sketcher.measure(name, part, totals)
+    return totals
+
+
+def hand_over(measured, *, sketch=WIDTH, group=NARROW, reduced=0, gram=None):
+    return GradientHandover(
+        measured, sketch_width=sketch, group_width=group, reduced_width=reduced, gram=gram
+    ).read()
+
+
+def norm(*tensors):
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+
+
+def test_norms_largest_and_sketches():
+    gradient = make_gradient()
+    totals = measure(gradient)
+    handed = hand_over(LocalGradient(totals))
+    assert handed.values["grad_norm"] == pytest.approx(norm(*gradient.values()), rel=1e-6)
+    assert handed.values["grad_max"] == max(float(part.abs().max()) for part in gradient.values())
+    assert handed.values["grad_nonfinite"] == 0
+    assert handed.values["grad_carried_over"] == 0
+    assert math.isnan(handed.values["reduced_norm"])
+    assert handed.micro_norms.shape == (0,)
+    expected_G = [
+        norm(gradient["embed.weight"]),
+        norm(gradient["layers.0.up"], gradient["layers.0.down"]),
+        norm(gradient["head.bias"]),
+    ]
+    np.testing.assert_allclose(handed.gradient.group_norms_G, expected_G, rtol=1e-6)
+    np.testing.assert_array_equal(handed.gradient.sketch_K, totals.sketches.sum(0).numpy())
+    np.testing.assert_array_equal(
+        handed.gradient.group_sketches_GK, fold(totals.sketches, NARROW).numpy()
+    )
+    assert handed.gradient.sketch_K.dtype == handed.gradient.group_sketches_GK.dtype == np.float32
+    assert handed.gradient.reduced_sketch_K.shape == handed.gradient.gram.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("meter", "sketch", "group"),
+    [(NormMeter, 0, 0), (Sketcher, WIDTH, 0), (Sketcher, 0, NARROW), (Sketcher, WIDTH, NARROW)],
+)
+def test_only_what_was_asked_for_travels(meter, sketch, group):
+    gradient = make_gradient()
+    handed = hand_over(LocalGradient(measure(gradient, meter)), sketch=sketch, group=group)
+    assert handed.gradient.sketch_K.shape == (sketch,)
+    assert handed.gradient.group_sketches_GK.shape == (len(GROUPS), group)
+    assert handed.values["grad_norm"] == pytest.approx(norm(*gradient.values()), rel=1e-6)
+
+
+def test_a_narrower_sketch_is_made_of_the_wide_one():
+    totals = measure(make_gradient())
+    handed = hand_over(
+        LocalGradient(totals, totals.clone()), sketch=NARROW, group=0, reduced=NARROW
+    )
+    narrow_K = fold(totals.sketches.sum(0)[None], NARROW)[0].numpy()
+    np.testing.assert_array_equal(handed.gradient.sketch_K, narrow_K)
+    np.testing.assert_array_equal(handed.gradient.reduced_sketch_K, narrow_K)
+
+
+@pytest.mark.parametrize("read", [ReadReduced.NORM, ReadReduced.SKETCH])
+def test_the_reduced_gradient(read):
+    local, reduced = make_gradient(0), make_gradient(1)
+    sketch = read is ReadReduced.SKETCH
+    totals = measure(reduced, Sketcher if sketch else NormMeter)
+    handed = hand_over(LocalGradient(measure(local), totals), reduced=WIDTH if sketch else 0)
+    assert handed.values["reduced_norm"] == pytest.approx(norm(*reduced.values()), rel=1e-6)
+    assert handed.values["grad_norm"] == pytest.approx(norm(*local.values()), rel=1e-6)
+    expected_K = totals.sketches.sum(0).numpy() if sketch else np.empty(0)
+    np.testing.assert_array_equal(handed.gradient.reduced_sketch_K, expected_K)
+    np.testing.assert_array_equal(handed.gradient.sketch_K, measure(local).sketches.sum(0).numpy())
+
+
+def test_a_reduced_gradient_that_could_not_be_read_is_unknown_at_its_full_size():
+    """A message has room for it, whatever one step brings."""
+    handed = hand_over(LocalGradient(measure(make_gradient())), reduced=WIDTH)
+    assert math.isnan(handed.values["reduced_norm"])
+    assert handed.gradient.reduced_sketch_K.shape == (WIDTH,)
+    assert np.isnan(handed.gradient.reduced_sketch_K).all()
+    assert np.isfinite(handed.gradient.sketch_K).all()
+
+
+def test_micro_batches_and_a_gradient_that_was_carried_over():
+    measured = LocalGradient(
+        measure(make_gradient()),
+        micro_squared_norms=torch.tensor([4.0, 9.0, 0.0], dtype=torch.float64),
+        carried_over=torch.tensor(True),
+    )
+    handed = hand_over(measured)
+    assert handed.micro_norms.tolist() == [2.0, 3.0, 0.0]
+    assert handed.values["grad_carried_over"] == 1
+
+
+def test_exact_inner_products_keep_float64():
+    gram = torch.tensor([1.0 + 2**-40, 2.0, 3.0], dtype=torch.float64)
+    handed = hand_over(LocalGradient(measure(make_gradient())), gram=gram)
+    assert handed.gradient.gram.tolist() == gram.tolist()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_handed_over_as_it_is(poison):
+    gradient = make_gradient()
+    gradient["layers.0.up"][3, :2] = poison
+    handed = hand_over(LocalGradient(measure(gradient)))
+    assert handed.values["grad_nonfinite"] == 2
+    assert not math.isfinite(handed.values["grad_norm"])
+    assert not math.isfinite(handed.values["grad_max"])
+    finite = np.isfinite(handed.gradient.group_norms_G)
+    assert finite.tolist() == [True, False, True]
+    assert np.isfinite(handed.gradient.group_sketches_GK).all(axis=1).tolist() == finite.tolist()
+    assert not np.isfinite(handed.gradient.sketch_K).all()
+
+
+def test_what_is_measured_later_does_not_reach_a_handover_on_its_way():
+    gradient = make_gradient()
+    sketcher = Sketcher(CPU, GROUPS, WIDTH)
+    totals = measure(gradient)
+    gram = torch.ones(3, dtype=torch.float64)
+    expected = hand_over(LocalGradient(totals), gram=gram)
+    handover = GradientHandover(
+        LocalGradient(totals), sketch_width=WIDTH, group_width=NARROW, reduced_width=0, gram=gram
+    )
+    totals.reset()
+    sketcher.measure("head.bias", torch.full((5,), math.nan), totals)
+    gram.zero_()
+    handed = handover.read()
+    assert handed.values["grad_norm"] == expected.values["grad_norm"]
+    np.testing.assert_array_equal(handed.gradient.sketch_K, expected.gradient.sketch_K)
+    np.testing.assert_array_equal(
+        handed.gradient.group_sketches_GK, expected.gradient.group_sketches_GK
+    )
+    assert handed.gradient.gram.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_precision_of_the_gradient_does_not_change_what_arrives(dtype):
+    gradient = {name: part.to(dtype) for name, part in make_gradient().items()}
+    handed = hand_over(LocalGradient(measure(gradient)))
+    assert handed.values["grad_norm"] == pytest.approx(norm(*gradient.values()), rel=1e-6)
+    assert handed.gradient.sketch_K.dtype == np.float32

@@ -1,0 +1,202 @@
+"""Undoing what losses were multiplied by, against gradients of the loss as it is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.core.direction import gram
+from rankscope.core.scale import undo_common_scale
+from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.core.step import MISSING_INT, GatheredStep
+from rankscope.core.summarize import summarize
+
+W, K, G, NARROW = 4, 50, 3, 7
+LOCAL = signals(Table.WORKERS, Source.LOCAL)
+MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
+NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
+FLOAT32 = 2.0**-22
+
+
+def seen_by_hooks(factors_WM):
+    """Return a step of W workers whose losses were multiplied by these factors, and its truth.
+
+    Vectors stand for gradients, and stand for their own sketches too. The truth is the gradient
+    of the mean over micro-batches of the losses as they are.
+    """
+    rng = np.random.default_rng(0)
+    factors_WM = np.asarray(factors_WM, float)
+    num_micro = factors_WM.shape[1]
+    micro_WMK = rng.standard_normal((W, num_micro, K)) + rng.standard_normal(K)
+    true_WK = micro_WMK.mean(axis=1)
+    local_WK = np.einsum("wm,wmk->wk", factors_WM, micro_WMK)
+    narrow_WGN = rng.standard_normal((W, G, NARROW))
+    scales_W = factors_WM.sum(axis=1)
+    workers = {s.name: np.full(W, MISSING[s.dtype], NUMPY[s.dtype]) for s in LOCAL}
+    workers |= {
+        "loss": np.arange(1.0, 1 + W),
+        "loss_weight": np.full(W, 9.0),
+        "grad_scale": scales_W,
+        "grad_norm": np.linalg.norm(local_WK, axis=1),
+        "grad_max": np.abs(local_WK).max(axis=1),
+        "reduced_norm": np.full(W, np.linalg.norm(local_WK.mean(axis=0))),
+        "grad_nonfinite": np.full(W, 0),
+        "lr": np.full(W, 0.1),
+    }
+    own_norms_WM = np.linalg.norm(factors_WM[:, :, None] * micro_WMK, axis=2)
+    step = GatheredStep(
+        step=0,
+        time=0.0,
+        observed=True,
+        workers=workers,
+        sketches_WK=local_WK.astype(np.float32),
+        samples=tuple(np.arange(3) for _ in range(W)),
+        micro_losses=tuple(np.ones(num_micro) for _ in range(W)),
+        micro_weights=tuple(np.ones(num_micro) for _ in range(W)),
+        micro_norms=tuple(own_norms_WM) if num_micro > 1 else (np.empty(0),) * W,
+        groups=tuple(f"layers.{group}" for group in range(G)),
+        group_norms_WG=np.linalg.norm(narrow_WGN, axis=2) * np.abs(scales_W)[:, None],
+        group_sketches_WGK=(narrow_WGN * scales_W[:, None, None]).astype(np.float32),
+        gram_WW=gram(local_WK),
+        reduced_sketch_K=local_WK.mean(axis=0).astype(np.float32),
+        reduced_copies=W,
+    )
+    return step, true_WK, micro_WMK, narrow_WGN
+
+
+ALIKE = {
+    "a scaler": [[65536.0]] * W,
+    "a scaler and accumulation": [[65536.0 / 3] * 3] * W,
+    "accumulation, divided by 2": [[0.5, 0.5]] * W,
+    "accumulation, divided by 3": [[1 / 3] * 3] * W,
+    "accumulation, not divided": [[1.0] * 4] * W,
+    "a negative factor": [[-8.0]] * W,
+}
+
+
+@pytest.mark.parametrize("factors", ALIKE.values(), ids=ALIKE.keys())
+def test_gradients_are_those_of_the_loss_as_it_is(factors):
+    step, true_WK, micro_WMK, narrow_WGN = seen_by_hooks(factors)
+    sign = np.sign(factors[0][0])
+    undone = undo_common_scale(step)
+    norms_W = np.linalg.norm(true_WK, axis=1)
+    mean_K = true_WK.mean(axis=0)
+    np.testing.assert_allclose(undone.workers["grad_norm"], norms_W, rtol=1e-12)
+    np.testing.assert_allclose(undone.workers["grad_max"], np.abs(true_WK).max(axis=1), rtol=1e-12)
+    np.testing.assert_allclose(undone.workers["reduced_norm"], np.linalg.norm(mean_K), rtol=1e-12)
+    np.testing.assert_allclose(undone.sketches_WK, sign * true_WK, rtol=FLOAT32)
+    np.testing.assert_allclose(undone.reduced_sketch_K, sign * mean_K, rtol=FLOAT32)
+    np.testing.assert_allclose(undone.gram_WW, true_WK @ true_WK.T, rtol=1e-10)
+    np.testing.assert_allclose(undone.group_sketches_WGK, sign * narrow_WGN, rtol=FLOAT32)
+    np.testing.assert_allclose(
+        undone.group_norms_WG, np.linalg.norm(narrow_WGN, axis=2), rtol=1e-12
+    )
+    if len(factors[0]) > 1:
+        np.testing.assert_allclose(
+            undone.micro_norms, np.linalg.norm(micro_WMK, axis=2), rtol=1e-12
+        )
+    else:
+        assert [len(norms) for norms in undone.micro_norms] == [0] * W
+
+
+def test_nothing_else_changes_and_the_input_stays():
+    step, *_ = seen_by_hooks(ALIKE["a scaler"])
+    before = {name: values.copy() for name, values in step.workers.items()}
+    sketches_WK, gram_WW = step.sketches_WK.copy(), step.gram_WW.copy()
+    undone = undo_common_scale(step)
+    for name, values in before.items():
+        np.testing.assert_array_equal(step.workers[name], values)
+        if name not in ("grad_norm", "grad_max", "reduced_norm"):
+            np.testing.assert_array_equal(undone.workers[name], values)
+            assert undone.workers[name].dtype == values.dtype
+    np.testing.assert_array_equal(step.sketches_WK, sketches_WK)
+    np.testing.assert_array_equal(step.gram_WW, gram_WW)
+    for name in ("sketches_WK", "group_sketches_WGK", "reduced_sketch_K"):
+        assert getattr(undone, name).dtype == np.float32
+    for name in ("step", "time", "samples", "micro_losses", "micro_weights", "groups"):
+        assert getattr(undone, name) is getattr(step, name)
+
+
+@pytest.mark.parametrize("factors", ALIKE.values(), ids=ALIKE.keys())
+def test_cosines_and_residual_do_not_know_of_the_scale(factors):
+    step, *_ = seen_by_hooks(factors)
+    step = replace(step, reduced_sketch_K=1.1 * step.reduced_sketch_K)
+    before, after = summarize(step), summarize(undo_common_scale(step))
+    for name in ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"):
+        np.testing.assert_allclose(after.values[name], before.values[name], atol=1e-12)
+    np.testing.assert_allclose(after.reduction_residual, 0.1, rtol=1e-5)
+    np.testing.assert_allclose(after.reduction_residual, before.reduction_residual, rtol=1e-5)
+    np.testing.assert_allclose(after.cosines_WW, before.cosines_WW, atol=1e-12)
+    np.testing.assert_allclose(
+        after.derived["cosine_rest"], before.derived["cosine_rest"], atol=1e-12
+    )
+    np.testing.assert_allclose(
+        after.group_cosine_rest_WG, before.group_cosine_rest_WG, atol=FLOAT32
+    )
+
+
+@pytest.mark.parametrize("unknown", [np.nan, np.inf, 0.0])
+def test_without_any_known_scale_nothing_changes(unknown):
+    step, *_ = seen_by_hooks([[3.0]] * W)
+    step = replace(step, workers={**step.workers, "grad_scale": np.full(W, unknown)})
+    assert undo_common_scale(step) is step
+
+
+@pytest.mark.parametrize("unknown", [np.nan, np.inf, 0.0])
+def test_workers_whose_scale_is_unknown_share_that_of_the_others(unknown):
+    step, true_WK, *_ = seen_by_hooks([[1024.0]] * W)
+    scales_W = np.array([1024.0, unknown, 1024.0, unknown])
+    step = replace(step, workers={**step.workers, "grad_scale": scales_W})
+    undone = undo_common_scale(step)
+    np.testing.assert_allclose(
+        undone.workers["grad_norm"], np.linalg.norm(true_WK, axis=1), rtol=1e-12
+    )
+    np.testing.assert_array_equal(undone.workers["grad_scale"], scales_W)
+
+
+@pytest.mark.parametrize("factor", [0.5, 4.0, -2.0])
+def test_a_worker_whose_loss_alone_is_scaled_otherwise_stays_visible(factor):
+    factors = np.full((W, 1), 1024.0)
+    factors[2] *= factor
+    step, true_WK, *_ = seen_by_hooks(factors)
+    undone = undo_common_scale(step)
+    expected_W = np.linalg.norm(true_WK, axis=1)
+    expected_W[2] *= abs(factor)
+    np.testing.assert_allclose(undone.workers["grad_norm"], expected_W, rtol=1e-12)
+    true_WK[2] *= factor
+    np.testing.assert_allclose(undone.sketches_WK, true_WK, rtol=FLOAT32)
+    assert undone.workers["grad_scale"][2] == 1024.0 * factor
+
+
+def test_what_some_workers_measured_in_a_step_that_others_missed_is_undone_too():
+    step, true_WK, *_ = seen_by_hooks(ALIKE["a scaler"])
+    norms_W = step.workers["grad_norm"].copy()
+    norms_W[1] = np.nan
+    step = replace(
+        step,
+        observed=False,
+        workers={**step.workers, "grad_norm": norms_W},
+        sketches_WK=None,
+        group_norms_WG=None,
+        group_sketches_WGK=None,
+        gram_WW=None,
+        reduced_sketch_K=None,
+    )
+    undone = undo_common_scale(step)
+    expected_W = np.linalg.norm(true_WK, axis=1)
+    expected_W[1] = np.nan
+    np.testing.assert_allclose(undone.workers["grad_norm"], expected_W, rtol=1e-12)
+    assert undone.group_norms_WG is undone.sketches_WK is None
+
+
+def test_what_was_not_measured_stays_so():
+    step, true_WK, *_ = seen_by_hooks(ALIKE["a scaler"])
+    step = replace(
+        step, sketches_WK=None, group_sketches_WGK=None, gram_WW=None, reduced_sketch_K=None
+    )
+    undone = undo_common_scale(step)
+    assert undone.sketches_WK is undone.group_sketches_WGK is undone.gram_WW is None
+    assert undone.reduced_sketch_K is None
+    np.testing.assert_allclose(
+        undone.workers["grad_norm"], np.linalg.norm(true_WK, axis=1), rtol=1e-12
+    )
