@@ -113,6 +113,7 @@ class ExactGram:
         self._num_bytes_missing -= buffer.nbytes
         if bucket.is_last() or self._num_bytes_missing <= 0:
             self._finish()
+            self._reduction.trim()
             self._num_bytes_missing = 0
             self._complete = True
         return exchange.mean

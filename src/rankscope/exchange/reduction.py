@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
 Look = Callable[[Tensor], None]
 """Is shown values of all workers side by side, ``[W, any number]``; each element is shown once, on
@@ -67,7 +67,7 @@ class OrderedMean:
 
     Every worker calls :meth:`start` and :meth:`finish` in the same order with equal sizes, and
     finishes (or abandons) an exchange before it starts the next. The memory that is kept is that
-    of the largest buffer.
+    of the largest buffer since :meth:`trim`.
 
     Args:
         group: The workers.
@@ -79,6 +79,8 @@ class OrderedMean:
         self._num_workers = group.size()
         self._rank = group.rank()
         self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._by_broadcast = device.type == "cpu"  # gloo's all-gather copies the whole buffer
+        self._largest = 0
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         elements = _BLOCK_ELEMENTS.get(device.type, _BLOCK_ELEMENTS_ELSEWHERE)
         self._block_columns = max(elements // self._num_workers, _MIN_BLOCK_COLUMNS)
@@ -121,8 +123,16 @@ class OrderedMean:
                 return
             own = whole.view(self._num_workers, -1)[self._rank]
             self._average(exchange.pieces_WN, own, look)
-            gathered = self._launch(_all_gather_single, whole, own).get_future()
-            gathered.then(partial(_complete, exchange))
+            self._gather(whole).then(partial(_complete, exchange))
+
+    def trim(self) -> None:
+        """Free memory that nothing needed since the last call; between exchanges only.
+
+        DDP makes other buckets after its first step, often smaller ones.
+        """
+        if self._memory.numel() > self._largest:
+            self._memory = self._memory.new_empty(0)
+        self._largest = 0
 
     def _average(self, values_WN: Tensor, into: Tensor, look: Look) -> None:
         dtype = torch.promote_types(values_WN.dtype, torch.float32)
@@ -142,6 +152,7 @@ class OrderedMean:
 
     def _borrow(self, length: int, dtype: torch.dtype) -> Tensor:
         num_bytes = self._num_workers * length * dtype.itemsize
+        self._largest = max(self._largest, num_bytes)
         if self._memory.numel() < num_bytes:
             self._memory = self._memory.new_empty(num_bytes)
             if self._stream is not None:
@@ -149,6 +160,17 @@ class OrderedMean:
         # No exchange may still use this memory, and none does: this worker's own communication
         # keeps its order, so that the next begins when the sums of the last are on their way.
         return self._memory[:num_bytes].view(dtype).view(self._num_workers, length)
+
+    def _gather(self, whole: Tensor) -> Future[Any]:
+        """Send each worker's piece of a buffer to all others, in place."""
+        pieces_WN = whole.view(self._num_workers, -1)
+        if not self._by_broadcast:
+            return self._launch(_all_gather_single, whole, pieces_WN[self._rank]).get_future()
+        works = [
+            dist.broadcast(piece, group=self._group, group_src=worker, async_op=True)
+            for worker, piece in enumerate(pieces_WN)
+        ]
+        return collect_all([work.get_future() for work in works])
 
     def _new_future(self, device: torch.device) -> Future[Tensor]:
         return Future() if self._stream is None else Future(devices=[device])

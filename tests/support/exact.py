@@ -1,0 +1,63 @@
+"""What tests of the exact tier share: a small model under DDP, and gathering on real ranks."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.exchange.exact import ExactGram, pack_share, sum_shares
+from support.models import make_model
+from support.modes import MODES, Mode, micro_batches
+
+PLAIN = MODES[0]
+SMALL_BUCKETS = next(mode for mode in MODES if mode.name == "small buckets")
+
+
+def unguarded(work: Callable[[], None]) -> None:
+    work()
+
+
+def make_ddp(mode: Mode, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any, Any]:
+    model = make_model(dropout=0.0, branch=bool(mode.branch)).to(dtype)
+    ddp = DistributedDataParallel(model, **mode.ddp)
+    return model, ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+
+
+def gather_rows(row: Tensor) -> np.ndarray:
+    """Gather one row ``[K]`` per rank into ``[W, K]``."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row.contiguous())
+    return torch.stack(rows).numpy()
+
+
+def gather_gram(exact: ExactGram) -> np.ndarray:
+    share = exact.take_gram()
+    assert share is not None
+    return sum_shares(gather_rows(pack_share(share)))
+
+
+def local_gradient(rank: int, mode: Mode, step: int, model: nn.Module) -> Tensor:
+    """Return the very bits of this rank's gradient ``[P]``, from a copy that nothing wraps."""
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    batches = micro_batches(rank, step, mode)
+    for batch in batches:
+        (alone(**batch)["loss"] / len(batches)).backward()
+    return flat_gradient(alone)
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def watch_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[np.ndarray]:
+    """Return a list that gets each step's reduced gradient, as the optimizer finds it."""
+    seen: list[np.ndarray] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(model).numpy()))
+    return seen
