@@ -1,0 +1,111 @@
+"""The DeepSpeed tap on real ranks: what it reads is the gradient before and after the reduction."""
+
+import math
+
+import numpy as np
+import pytest
+
+from support.deepspeed_modes import MODES, Mode
+from support.deepspeed_training import WIDTH, Observation, observe, sketch_of
+from support.ranks import run_ranks
+
+NUM_RANKS, STEPS = 2, 2
+ROUNDING = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 2e-3}  # of a reduction in this dtype
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def observe_all(rank: int) -> dict[str, list[Observation]]:
+    return {mode.name: observe(rank, mode, STEPS) for mode in MODES}
+
+
+@pytest.fixture(scope="module")
+def observations():
+    by_rank = run_ranks(observe_all, NUM_RANKS, timeout=240)
+    return {
+        mode.name: [[seen[mode.name][step] for seen in by_rank] for step in range(STEPS)]
+        for mode in MODES
+    }
+
+
+@pytest.fixture(params=MODES, ids=lambda mode: mode.name)
+def mode(request) -> Mode:
+    return request.param
+
+
+@pytest.fixture
+def steps(observations, mode) -> list[list[Observation]]:
+    """What was seen in a mode: by step, then by rank."""
+    return observations[mode.name]
+
+
+def each(steps):
+    return [seen for ranks in steps for seen in ranks]
+
+
+def test_the_sketch_is_that_of_the_local_gradient(steps):
+    for seen in each(steps):
+        expected = sketch_of(seen.truth).sketches.numpy()
+        error = np.linalg.norm(seen.gradient["totals"]["sketches"] - expected)
+        assert error < 1e-6 * np.linalg.norm(expected)
+
+
+def test_ranks_have_gradients_of_their_own(steps):
+    for first, second in steps:
+        a, b = (s.gradient["totals"]["sketches"].sum(0) for s in (first, second))
+        assert a @ b < 0.9 * np.linalg.norm(a) * np.linalg.norm(b)
+
+
+def test_norms_are_exact_where_the_gradient_is_whole_and_estimated_elsewhere(steps, mode):
+    for seen in each(steps):
+        totals, expected = seen.gradient["totals"], sketch_of(seen.truth)
+        norms, expected_norms = totals["squared_norms"], expected.squared_norms.numpy()
+        assert seen.estimated == (mode.in_parts and mode.accumulate > 1)
+        if seen.estimated:
+            assert norms.sum() == pytest.approx(expected_norms.sum(), rel=3 * math.sqrt(2 / WIDTH))
+        else:
+            np.testing.assert_allclose(norms, expected_norms, rtol=1e-6)
+            np.testing.assert_allclose(totals["largest"], expected.largest.numpy(), rtol=1e-6)
+        assert not totals["nonfinite"].any()
+
+
+def test_micro_batches_are_told_apart(steps, mode):
+    for seen in each(steps):
+        norms = seen.gradient["micro_norms"]
+        if mode.accumulate == 1:
+            assert norms is None
+        else:
+            rel = 1e-6 if mode.in_parts else 5 / math.sqrt(2 * WIDTH)
+            assert norms == pytest.approx(seen.micro_norms, rel=rel)
+
+
+def test_the_reduced_gradient_is_the_mean_before_clipping(steps, mode):
+    if "offload_optimizer" in mode.zero:
+        assert all(seen.gradient["reduced"] is None for seen in each(steps))
+        return
+    for ranks in steps:
+        mean = {
+            name: sum(seen.truth[name] for seen in ranks) / NUM_RANKS for name in ranks[0].truth
+        }
+        expected = sketch_of(mean)
+        held = [seen.gradient["reduced"] for seen in ranks]
+        wholes = held if mode.replicated else [{k: sum(h[k] for h in held) for k in held[0]}]
+        for whole in wholes:
+            norms, expected_norms = whole["squared_norms"], expected.squared_norms.numpy()
+            np.testing.assert_allclose(norms.sum(), expected_norms.sum(), rtol=ROUNDING[mode.dtype])
+            error = np.linalg.norm(whole["sketches"] - expected.sketches.numpy())
+            assert error < ROUNDING[mode.dtype] * math.sqrt(expected_norms.sum())
+            assert not whole["nonfinite"].any()
+
+
+def test_copies_of_the_reduced_gradient_are_counted(steps, mode):
+    copies = NUM_RANKS if mode.replicated else 1
+    assert all(seen.reduced_copies == copies for seen in each(steps))
+
+
+def test_the_loss_scale_is_told(steps, mode):
+    assert all(seen.gradient_scale == mode.loss_scale for seen in each(steps))
+
+
+def test_nothing_is_carried_over_from_step_to_step(steps):
+    assert not any(seen.gradient["carried_over"] for seen in each(steps))

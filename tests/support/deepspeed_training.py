@@ -1,0 +1,151 @@
+"""What the DeepSpeed tap saw of one step, beside an independent computation of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rankscope.capture import GradientTotals, ReadReduced, Sketcher
+from rankscope.capture.deepspeed import DeepSpeedTap
+from rankscope.capture.tap import Guarded, LocalGradient
+from rankscope.core.groups import group_parameters
+from support.deepspeed_modes import (
+    Mode,
+    accumulated,
+    make_engine,
+    micro_gradients,
+    state_of,
+    train_step,
+)
+
+WIDTH = 1021
+STEPS = 3
+_INTERCEPTED = (
+    "_backward_prologue", "_backward_epilogue", "allreduce_gradients", "_take_model_step",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One rank in one step.
+
+    Attributes:
+        truth: The accumulated local gradient, in float64, by parameter.
+        micro_norms: Norms of the micro-batches' own gradients.
+        gradient: What the tap returned.
+    """
+
+    truth: dict[str, np.ndarray]
+    micro_norms: list[float]
+    gradient: dict[str, Any]
+    estimated: bool
+    gradient_scale: float
+    reduced_copies: int
+
+
+def unguarded(work: Any) -> None:
+    work()
+
+
+def make_sketcher(names: Any) -> Sketcher:
+    return Sketcher(torch.device("cpu"), group_parameters(names), WIDTH, seed=3)
+
+
+def make_tap(
+    engine: Any,
+    *,
+    sketcher: Sketcher | None = None,
+    guarded: Guarded = unguarded,
+    reduced: ReadReduced = ReadReduced.SKETCH,
+) -> DeepSpeedTap:
+    parameters = trained(engine.module)
+    sketcher = sketcher or make_sketcher(parameters)
+    return DeepSpeedTap(engine, parameters, sketcher, guarded, reduced=reduced)
+
+
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def sketch_of(gradients: dict[str, np.ndarray]) -> GradientTotals:
+    """Measure whole gradients with the sketcher that the tap uses."""
+    sketcher = make_sketcher(gradients)
+    totals = sketcher.new_totals()
+    for name, gradient in gradients.items():
+        sketcher.measure(name, torch.from_numpy(gradient), totals)
+    return totals
+
+
+def observe(rank: int, mode: Mode, steps: int) -> list[Observation]:
+    """Train without dropout, tapped, and compute each step's gradient on a copy as well."""
+    engine = make_engine(rank, mode, dropout=0.0)
+    tap = make_tap(engine)
+    seen = []
+    for step in range(steps):
+        micro = micro_gradients(rank, mode, step, engine)
+        tap.begin_forward(measure=True)
+        assert not tap.complete
+        train_step(rank, mode, step, engine)
+        assert tap.complete
+        assert not tap.aborted
+        gradient = tap.collect()
+        assert gradient is not None
+        assert tap.gradient_scale is not None
+        total = accumulated(mode, micro)
+        seen.append(
+            Observation(
+                truth={name: value.double().numpy() for name, value in total.items()},
+                micro_norms=[_norm(part) for part in micro],
+                gradient=to_numpy(gradient),
+                estimated=tap.norm_is_estimated,
+                gradient_scale=float(tap.gradient_scale),
+                reduced_copies=tap.reduced_copies,
+            )
+        )
+    engine.destroy()
+    return seen
+
+
+def to_numpy(gradient: LocalGradient) -> dict[str, Any]:
+    """Return a gradient as arrays, which travel between processes."""
+    micro = gradient.micro_squared_norms
+    carried = gradient.carried_over
+    return {
+        "totals": _arrays(gradient.totals),
+        "reduced": None if gradient.reduced is None else _arrays(gradient.reduced),
+        "micro_norms": None if micro is None else micro.sqrt().tolist(),
+        "carried_over": carried is not None and bool(carried),
+    }
+
+
+def _arrays(totals: GradientTotals) -> dict[str, np.ndarray]:
+    names = ("sketches", "squared_norms", "largest", "nonfinite")
+    return {name: getattr(totals, name).numpy() for name in names}
+
+
+def _norm(gradients: dict[str, Tensor]) -> float:
+    return float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
+
+
+def train(rank: int, mode: Mode, tapped: range, **options: Any) -> dict[str, Any]:
+    """Train with dropout, tapped in some of the steps; return every byte of the state."""
+    engine = make_engine(rank, mode, dropout=0.1)
+    tap: DeepSpeedTap | None = None
+    for step in range(STEPS):
+        if tap is None and step in tapped:
+            tap = make_tap(engine, **options)
+        if tap is not None and step not in tapped:
+            tap.remove()
+            tap = None
+        if tap is not None:
+            tap.begin_forward(measure=True)
+        train_step(rank, mode, step, engine)
+        if tap is not None:
+            assert tap.collect() is not None or options  # some options break it
+    hooks = sum(len(p._backward_hooks or ()) for p in engine.module.parameters())
+    calls = sum(name in vars(engine) for name in _INTERCEPTED)
+    state = state_of(engine)
+    engine.destroy()
+    return {"state": state, "left": hooks + calls}
