@@ -13,6 +13,7 @@ import torch
 
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
 from rankscope.capture.guard import Guard
+from rankscope.capture.passes import ForwardPasses
 from rankscope.exchange import LocalStep, pack_share
 from rankscope.instruments import Instruments
 
@@ -45,28 +46,34 @@ class StepBooks:
         self._samples = SampleMeter()
         self._optimizer = OptimizerMeter(optimizer)
         self._tap = instruments.make_tap(guard, self._shadow)
+        self._passes = ForwardPasses(self._tap.notice_backward, guard)
         self.layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
         self._last_time = time.perf_counter()
 
     def give_loss(self, value: Any, weight: Any) -> None:
         """Take the loss of a micro-batch from the user."""
-        self._losses.give(value, weight)
+        self._losses.give(value, weight, self._passes.current)
 
     def give_samples(self, samples: Any) -> None:
         """Take the identity of the next forward pass's samples from the user."""
         self.close_step()
-        self._samples.give(samples)
+        self._samples.give(samples, self._passes.current + 1)
 
     def begin_micro_batch(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Take the inputs of a forward pass in training."""
         self.close_step()
         due = self.step % self._interval_at(self.step) == 0
-        self._tap.begin_forward(measure=due and not self.paused)
-        self._samples.see(args, kwargs)
+        measure = due and not self.paused
+        if self._exact is not None:
+            self._exact.measure = measure
+        self._tap.begin_forward(measure=measure)
+        self._passes.begin()
+        self._samples.see(args, kwargs, self._passes.current)
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Take what a forward pass in training returned."""
-        self._losses.see(output, kwargs)
+        self._passes.end(output)
+        self._losses.see(output, kwargs, self._passes.current)
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Take a call of ``optimizer.step`` that has ended."""
@@ -78,6 +85,7 @@ class StepBooks:
             self._hand_over()
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._tap.collect()
+            self._passes.take_idle()
             self._losses.collect()
             self._samples.collect()
 
@@ -95,13 +103,14 @@ class StepBooks:
     def _hand_over(self) -> None:
         now = time.perf_counter()
         named = self._samples.named
-        losses, grad_scale = self._losses.collect()
+        idle = self._passes.take_idle()
+        losses, grad_scale = self._losses.collect(idle)
         local = LocalStep(
             step=self.step,
             gradient=self._collect_gradient(),
             losses=losses,
             grad_scale=grad_scale,
-            samples=self._samples.collect(),
+            samples=self._samples.collect(idle),
             values={
                 **self._optimizer.collect(),
                 "samples_named": named,

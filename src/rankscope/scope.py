@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rankscope.books import StepBooks
+from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.guard import Guard
 from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
@@ -86,8 +87,8 @@ class Scope:
             ended=self._on_end,
         )
         self._hooks: list[Any] = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, with_kwargs=True),
+            model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
+            model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
         ]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))

@@ -53,11 +53,14 @@ def watch(
     neither model, nor synchronisation (but for the exact tier), nor optimizer.
 
     Args:
-        model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, or either
-            of them compiled.
-        optimizer: Its optimizer, for the learning rate and the count of optimizer steps.
+        model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, either of
+            them compiled or not, or a DeepSpeed engine.
+        optimizer: Its optimizer, for the learning rate and the count of optimizer steps. An
+            engine brings its own.
         run_dir: Directory that rank 0 writes. When it already holds a run (a restarted job), a
-            numbered sibling is used instead, and said.
+            numbered sibling is used instead, and said. With several data-parallel groups (a
+            mesh), each group's first rank writes one: the group of global rank 0 ``run_dir``, any
+            other its sibling ``<name>-from-rank-<first rank>``.
         tier: ``"scalars"``, ``"sketch"`` or ``"exact"``: how much of the gradients is compared,
             see :class:`rankscope.Tier`.
         every: Gradients are measured in steps that are multiples of this; losses and samples in
@@ -70,8 +73,8 @@ def watch(
         overhead_budget: Share of the step time that the monitor may take; to stay under it,
             gradients are measured less often, on all workers alike. None: never less often.
         seed: Seed of the sketch's signs. It touches no random generator of the training.
-        on_finding: Called with each finding when it opens or changes, on every rank, in the
-            monitor's thread.
+        on_finding: Called with each finding when it opens or changes, in the monitor's thread: on
+            every rank up to 64 workers, beyond on rank 0.
         process_group: The data-parallel group; by default the model's own.
         config: Anything JSON that describes the run; stored in ``run.json``.
         flush_seconds: Longest time that measured values stay in memory.
@@ -96,6 +99,8 @@ def watch(
         seed=seed,
     )
     wrapped = find_wrapper(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's is a wrapper, too
+        optimizer = wrapped.optimizer
     instruments = choose_instruments(wrapped, options)
     group = process_group or wrapped.group
     channel = GlooChannel(group)
@@ -105,7 +110,8 @@ def watch(
         "parallel": wrapped.kind,
     }
     info = {"facts": _facts(instruments.device), "config": dict(config or {})}
-    writer = _open_run(channel, Path(run_dir), described, info, flush_seconds)
+    directory = _own_directory(Path(run_dir), dist.get_process_group_ranks(group))
+    writer = _open_run(channel, directory, described, info, flush_seconds)
     return Scope(
         model,
         optimizer,
@@ -168,6 +174,13 @@ def _open_run(
     if answers[0].problem:
         raise RunError(answers[0].problem)
     return writer
+
+
+def _own_directory(run_dir: Path, ranks: list[int]) -> Path:
+    """Return the directory of one data-parallel group, so that no two groups write the same."""
+    if 0 in ranks:
+        return run_dir
+    return run_dir.with_name(f"{run_dir.name}-from-rank-{ranks[0]}")
 
 
 def _free_directory(run_dir: Path) -> Path:

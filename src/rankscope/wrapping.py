@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import DDPTap, GradientTap, ReadReduced, Sketcher
+from rankscope.capture.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
 from rankscope.capture.fsdp2 import FSDP2Tap
 from rankscope.capture.fsdp2_model import (
     fsdp2_device,
@@ -32,6 +34,7 @@ class Wrapped:
         parameters: The parameters that require a gradient, by canonical name.
         group: The process group whose ranks are compared; each of them is a worker.
         device: Where the gradients live.
+        optimizer: The optimizer, where the wrapper holds it.
     """
 
     kind: str
@@ -39,6 +42,7 @@ class Wrapped:
     parameters: dict[str, Tensor]
     group: dist.ProcessGroup
     device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
 
     def make_tap(
         self,
@@ -53,6 +57,8 @@ class Wrapped:
             return DDPTap(
                 wrapper, self.parameters, sketcher, guarded, reduced=reduced, shadowed=shadowed
             )
+        if is_deepspeed(wrapper):
+            return DeepSpeedTap(wrapper, self.parameters, sketcher, guarded, reduced=reduced)
         return FSDP2Tap(wrapper, self.parameters, sketcher, guarded, reduced=reduced)
 
 
@@ -60,32 +66,67 @@ def find_wrapper(model: nn.Module) -> Wrapped:
     """Return how a model is wrapped.
 
     Args:
-        model: What the training calls: a DDP or FSDP2 model, compiled or not.
+        model: What the training calls: a DDP or FSDP2 model, compiled or not, or a DeepSpeed
+            engine.
 
     Raises:
         UnsupportedError: It goes data parallel in a way that cannot be watched, or not at all.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
     if isinstance(inner, DistributedDataParallel):
+        _check_ddp(inner)
         device = next(inner.parameters()).device
-        return Wrapped("DDP", inner, _trained(inner.module), inner.process_group, device)
+        return Wrapped("DDP", inner, _trained(inner), inner.process_group, device)
     if isinstance(inner, FullyShardedDataParallel):
         raise UnsupportedError(
             "watch() expected DDP or FSDP2, got FSDP1, whose flat parameters hide the local "
             "gradient of a layer; move to torch.distributed.fsdp.fully_shard"
         )
+    if is_deepspeed(inner):
+        return _find_deepspeed(inner)
     if is_fsdp2(inner):
         parameters, group = fsdp2_parameters(inner), fsdp2_process_group(inner)
         return Wrapped("FSDP2", inner, parameters, group, fsdp2_device(inner))
     raise UnsupportedError(
-        f"watch() expected a model wrapped in DistributedDataParallel or fully_shard, got "
-        f"{type(inner).__name__}; pass the wrapper that the training calls, after wrapping"
+        "watch() expected a model wrapped in DistributedDataParallel or fully_shard, or a "
+        f"DeepSpeed engine, got {type(inner).__name__}; pass what the training calls, after "
+        "wrapping"
     )
 
 
-def _trained(module: nn.Module) -> dict[str, Tensor]:
+def _find_deepspeed(engine: Any) -> Wrapped:
+    parameters = {
+        canonical_name(name): parameter
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+    group = deepspeed_process_group(engine)
+    optimizer = engine.basic_optimizer
+    return Wrapped("DeepSpeed", engine, parameters, group, engine.device, optimizer)
+
+
+def _check_ddp(ddp: DistributedDataParallel) -> None:
+    if ddp._use_python_reducer:
+        raise UnsupportedError(
+            "watch() expected DDP's own reducer, got optimize_ddp='python_reducer', under which "
+            "hooks see gradients that are averaged already; leave "
+            "torch._dynamo.config.optimize_ddp at its default"
+        )
+    if ddp.mixed_precision is not None:
+        raise UnsupportedError(
+            "watch() expected DDP without a precision of its own, got mixed_precision, under which "
+            "gradients change their type inside the backward pass; use torch.autocast"
+        )
+    if ddp._delay_all_reduce_params:
+        raise UnsupportedError(
+            "watch() expected all gradients in DDP's buckets, got delay_all_reduce_named_params, "
+            "which are reduced apart; leave it out"
+        )
+
+
+def _trained(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     return {
         canonical_name(name): parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
     }

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from support.checkpointed import CheckpointedLM, wrapped_in_checkpoints
+from support.comm_hooks import register_comm_hook
 from support.models import make_batch, make_model
 
 
@@ -22,6 +24,14 @@ class Mode:
     accumulate: int = 1
     branch: str = ""  # "never": an unused branch; "rank 0": used by rank 0 only
     zero_in_place: bool = False
+    divide: bool = True  # the loss by the number of micro-batches
+    checkpoint: str = ""  # which checkpoints, or "wrapper"
+    hook: str = ""  # a communication hook
+    hook_after_watch: bool = False
+    scaler: bool = False  # autocast, a gradient scaler, and an infinity on rank 1 in step 1
+    clip: bool = False
+    compiled: str = ""  # "around DDP", "inside DDP", "around DDP, after watch"
+    backend: str = "aot_eager"
 
 
 MODES = [
@@ -37,6 +47,138 @@ MODES = [
     Mode("used on one rank", {"find_unused_parameters": True}, branch="rank 0"),
 ]
 
+MORE_MODES = [
+    Mode("summed micro-batches", {}, accumulate=3, divide=False),
+    Mode("zeroed in place and clipped", {}, zero_in_place=True, clip=True),
+    Mode("reentrant checkpoints", {}, checkpoint="reentrant"),
+    Mode("shared reentrant checkpoints", {"static_graph": True}, checkpoint="shared reentrant"),
+    Mode("non-reentrant checkpoints", {}, checkpoint="shared non-reentrant"),
+    Mode("checkpoint wrappers", {}, checkpoint="wrapper"),
+    Mode("one reentrant checkpoint", {}, checkpoint="everything reentrant"),
+    Mode("one in a static graph", {"static_graph": True}, checkpoint="everything reentrant"),
+    Mode("accumulated checkpoints", {}, checkpoint="reentrant", accumulate=2),
+    Mode("all-reduce hook", {}, hook="all-reduce"),
+    Mode("rounding hook", {}, hook="rounding"),
+    Mode("rounding hook after watch", {}, hook="rounding", hook_after_watch=True),
+    Mode("PowerSGD", {"gradient_as_bucket_view": True}, hook="PowerSGD"),
+    Mode("PowerSGD after watch", {}, hook="PowerSGD", hook_after_watch=True, accumulate=2),
+    Mode("gradient scaler", {}, scaler=True),
+    Mode("scaler, micro-batches, clipping", {}, scaler=True, clip=True, accumulate=2),
+]
+
+POISONED_STEP = 1
+
+
+class Training:
+    """One rank's training in one mode; the same bits every time.
+
+    Args:
+        rank: The rank, which chooses batches and random numbers.
+        mode: How DDP is used.
+        run_dir: Where to record the run; not watched without.
+        options: Passed on to ``watch``.
+    """
+
+    def __init__(self, rank: int, mode: Mode, run_dir: str | None = None, **options: Any) -> None:
+        self.rank, self.mode = rank, mode
+        self.model = make_mode_model(mode)
+        inner = self._compile(self.model, "inside DDP")
+        self.ddp = DistributedDataParallel(inner, **mode.ddp)
+        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-2)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=1024.0, growth_interval=2, enabled=mode.scaler
+        )
+        self.called = self._compile(self.ddp, "around DDP")
+        if not mode.hook_after_watch:
+            register_comm_hook(self.ddp, mode.hook)
+        self.scope: rankscope.Scope | None = None
+        if run_dir is not None:
+            self.watch(run_dir, **options)
+        self.called = self._compile(self.called, "around DDP, after watch")
+        if mode.hook_after_watch:
+            register_comm_hook(self.ddp, mode.hook)
+        torch.manual_seed(100 + rank)
+
+    def watch(self, run_dir: str, **options: Any) -> None:
+        """Record the run from now on, gradients in every step."""
+        options = {"overhead_budget": None, **options}
+        self.scope = rankscope.watch(self.called, self.optimizer, run_dir=run_dir, **options)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self.scope is not None:
+            self.scope.close()
+
+    def step(self, step: int) -> float:
+        """Train for one step; return the norm of the reduced gradient of the unscaled loss."""
+        batches = micro_batches(self.rank, step, self.mode)
+        for micro, batch in enumerate(batches):
+            last = micro == len(batches) - 1
+            with contextlib.nullcontext() if last else self.ddp.no_sync():
+                loss = self._forward(self.called, batch)
+                with self._poison(step):
+                    self.scaler.scale(loss / self._divisor).backward()
+        parts = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.stack([part.double().square().sum() for part in parts]).sum().sqrt()
+        norm = norm / self.multiplier
+        self._optimize()
+        return norm.item()
+
+    def oracle(self, step: int) -> "Truth":
+        """Return what is true of the step that comes next, computed without DDP or monitor."""
+        return _compute(self.rank, self.mode, step, self.model, self._forward)
+
+    def state(self) -> dict[str, Any]:
+        """Return every bit of the training's state."""
+        return {**state_of(self.model, self.optimizer), "scale": self.scaler.get_scale()}
+
+    @property
+    def multiplier(self) -> float:
+        """What the sum of the micro-batches' gradients is multiplied by now, to be their mean."""
+        return self.scaler.get_scale() * self.mode.accumulate / self._divisor
+
+    @property
+    def _divisor(self) -> int:
+        return self.mode.accumulate if self.mode.divide else 1
+
+    def _forward(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.mode.scaler):
+            loss: Tensor = model(**batch)["loss"]
+        return loss
+
+    def _optimize(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        if self.mode.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=not self.mode.zero_in_place)
+
+    @contextlib.contextmanager
+    def _poison(self, step: int) -> Any:
+        """Let a gradient overflow on one rank, as half precision now and then does."""
+        if not (self.mode.scaler and step == POISONED_STEP and self.rank == 1):
+            yield
+            return
+        bias = self.model.get_parameter("head.bias")
+        handle = bias.register_hook(lambda gradient: gradient * float("inf"))
+        yield
+        handle.remove()
+
+    def _compile(self, module: nn.Module, where: str) -> nn.Module:
+        if self.mode.compiled != where:
+            return module
+        compiled: nn.Module = torch.compile(module, backend=self.mode.backend)
+        return compiled
+
+
+def make_mode_model(mode: Mode) -> nn.Module:
+    dropout = 0.0 if mode.compiled else 0.1  # a compiled dropout draws other numbers
+    if not mode.checkpoint:
+        return make_model(dropout=dropout, branch=bool(mode.branch))
+    model = CheckpointedLM(mode.checkpoint)
+    return wrapped_in_checkpoints(model) if mode.checkpoint == "wrapper" else model
+
 
 def micro_batches(rank: int, step: int, mode: Mode) -> list[dict[str, Any]]:
     batches = []
@@ -48,37 +190,6 @@ def micro_batches(rank: int, step: int, mode: Mode) -> list[dict[str, Any]]:
     return batches
 
 
-def train(rank: int, mode: Mode, steps: int, run_dir: str | None) -> dict[str, Any]:
-    """Train with dropout; return every bit of the state at the end."""
-    model, ddp, optimizer = _make(rank, mode, dropout=0.1)
-    scope = (
-        rankscope.watch(ddp, optimizer, run_dir=run_dir, overhead_budget=None) if run_dir else None
-    )
-    for step in range(steps):
-        train_step(rank, mode, step, ddp, optimizer)
-    if scope is not None:
-        scope.close()
-    dist.barrier()
-    return {"state": state_of(model, optimizer)}
-
-
-def train_watched(
-    rank: int,
-    mode: Mode,
-    steps: int,
-    run_dir: str,
-    before_step: Callable[[int, nn.Module], None],
-    **options: Any,
-) -> None:
-    """Train without dropout, watched, with a look at the model before each step."""
-    model, ddp, optimizer = _make(rank, mode, dropout=0.0)
-    options = {"overhead_budget": None, **options}
-    with rankscope.watch(ddp, optimizer, run_dir=run_dir, **options):
-        for step in range(steps):
-            before_step(step, model)
-            train_step(rank, mode, step, ddp, optimizer)
-
-
 def train_step(
     rank: int,
     mode: Mode,
@@ -86,6 +197,7 @@ def train_step(
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
 ) -> None:
+    """Train for one step in one of ``MODES``."""
     batches = micro_batches(rank, step, mode)
     for micro, batch in enumerate(batches):
         last = micro == len(batches) - 1
@@ -106,30 +218,66 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     }
 
 
-def local_gradient(
-    rank: int, mode: Mode, step: int, model: nn.Module
-) -> tuple[torch.Tensor, float]:
-    """Return this rank's own gradient, computed on a copy without DDP, and its loss per token."""
+def local_gradient(rank: int, mode: Mode, step: int, model: nn.Module) -> tuple[Tensor, float]:
+    """Return this rank's own gradient ``[P]`` in float64 and its loss per token."""
+    truth = _compute(rank, mode, step, model, lambda model, batch: model(**batch)["loss"])
+    return torch.from_numpy(np.concatenate(list(truth.gradient.values()))), truth.loss
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One rank's step, computed on a copy of the model that nothing wraps.
+
+    Attributes:
+        gradient: Float64 vector by parameter, averaged over micro-batches.
+        loss: Per token.
+        tokens: Label tokens in all micro-batches.
+        micro_norms: Norm of each micro-batch's own gradient.
+    """
+
+    gradient: dict[str, np.ndarray]
+    loss: float
+    tokens: int
+    micro_norms: list[float]
+
+    @property
+    def norm(self) -> float:
+        return float(np.linalg.norm(np.concatenate(list(self.gradient.values()))))
+
+
+def _compute(
+    rank: int,
+    mode: Mode,
+    step: int,
+    model: nn.Module,
+    forward: Callable[[nn.Module, dict[str, Any]], Tensor],
+) -> Truth:
+    """Use the random numbers that the training is about to draw, and put the generator back."""
     alone = copy.deepcopy(model)
-    for parameter in alone.parameters():
-        parameter.grad = None
-    batches = micro_batches(rank, step, mode)
-    losses, tokens = [], []
-    for batch in batches:
-        loss = alone(**batch)["loss"]
-        (loss / len(batches)).backward()
-        losses.append(loss.item())
-        tokens.append(int((batch["labels"] != -100).sum()))
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
-    gradient = torch.cat([part.double().flatten() for part in parts])
-    return gradient, sum(a * b for a, b in zip(losses, tokens, strict=True)) / sum(tokens)
+    alone.zero_grad()
+    if isinstance(alone, CheckpointedLM):
+        alone.kind = ""
+    losses, tokens, gradients = [], [], []
+    with torch.random.fork_rng(devices=[]):
+        for batch in micro_batches(rank, step, mode):
+            loss = forward(alone, batch)
+            loss.backward()
+            losses.append(loss.item())
+            tokens.append(int((batch["labels"] != -100).sum()))
+            gradients.append(_gradient_by_name(alone))
+            alone.zero_grad()
+    mean = {name: np.mean([g[name] for g in gradients], axis=0) for name in gradients[0]}
+    norms = [float(np.linalg.norm(np.concatenate(list(g.values())))) for g in gradients]
+    return Truth(mean, float(np.average(losses, weights=tokens)), sum(tokens), norms)
 
 
-def _make(
-    rank: int, mode: Mode, *, dropout: float
-) -> tuple[nn.Module, DistributedDataParallel, torch.optim.Optimizer]:
-    model = make_model(dropout=dropout, branch=bool(mode.branch))
-    ddp = DistributedDataParallel(model, **mode.ddp)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    torch.manual_seed(100 + rank)
-    return model, ddp, optimizer
+def _gradient_by_name(model: nn.Module) -> dict[str, np.ndarray]:
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): (
+            torch.zeros_like(p) if p.grad is None else p.grad
+        )
+        .double()
+        .flatten()
+        .numpy()
+        for name, p in model.named_parameters()
+    }

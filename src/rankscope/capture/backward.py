@@ -1,61 +1,55 @@
-"""When a backward pass has really ended, and when the reduction that it started has."""
+"""When a backward pass begins, and when it and the reduction that it started have really ended."""
 
 from collections.abc import Callable
 
-import torch
 from torch.autograd import Variable
 
 from rankscope.capture.tap import Guarded
 
 
 class BackwardEnd:
-    """Notices the end of backward passes, from inside hooks that run in them.
+    """Notices backward passes from inside hooks that run in them.
 
     A callback that is queued in a running backward pass runs at its end, and not at all when the
     pass raises. One that is queued by such a callback runs after all others: after DDP and FSDP2
     have finished the reduction, before the training gets the gradient to clip it.
 
-    Reentrant activation checkpointing runs passes of its own inside the outer one. From inside
-    such a pass the outer one cannot be seen, so the end of an inner pass looks like the end of
-    all; ``nested`` tells that several passes were noticed since :meth:`begin`.
+    Reentrant activation checkpointing runs passes of its own inside the outer one. They count as
+    part of it if the outer pass was noticed first: as soon as it reaches the model's output.
 
     Args:
-        ended: Called at the end of a backward pass, after its reduction.
+        began: Called when a backward pass is noticed.
+        ended: Called at its end, after its reduction.
         guarded: Keeps exceptions out of the backward pass.
     """
 
-    def __init__(self, ended: Callable[[], None], guarded: Guarded) -> None:
+    def __init__(
+        self, began: Callable[[], None], ended: Callable[[], None], guarded: Guarded
+    ) -> None:
+        self._began = began
         self._ended = ended
         self._guarded = guarded
-        self._noticed: set[int] = set()
-        self._running: set[int] = set()
+        self._running: object = None
 
     @property
     def running(self) -> bool:
         """Whether a backward pass that was noticed has not ended: it runs, or it raised."""
-        return bool(self._running)
-
-    @property
-    def nested(self) -> bool:
-        """Whether more than one pass was noticed since :meth:`begin`."""
-        return len(self._noticed) > 1
+        return self._running is not None
 
     def begin(self) -> None:
-        """Say that the next pass is a new one; passes that raised are forgotten."""
-        self._running.clear()
-        self._noticed.clear()
+        """Say that the next pass is a new one; one that raised is forgotten."""
+        self._running = None
 
     def notice(self) -> None:
         """Say, from inside a hook, that a backward pass runs."""
-        task = torch._C._current_graph_task_id()
-        if task not in self._noticed:
-            self._noticed.add(task)
-            self._running.add(task)
-            engine = Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(lambda: self._end(task)))
+        if self._running is not None:
+            return
+        this = self._running = object()
+        engine = Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(lambda: self._end(this)))
+        self._began()
 
-    def _end(self, task: int) -> None:
-        if task in self._running:
-            self._running.remove(task)
-            if not self._running:
-                self._guarded(self._ended)
+    def _end(self, this: object) -> None:
+        if this is self._running:
+            self._running = None
+            self._guarded(self._ended)

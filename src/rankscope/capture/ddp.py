@@ -3,7 +3,8 @@
 The tap is a post-accumulate hook per parameter. Unlike a communication hook it leaves DDP's own
 path alone, which keeps every bit of the training as it was (a communication hook changes bits at
 W = 3: DDP then divides at another place). It sees the accumulated local gradient with bucket
-views, ``no_sync``, static graphs, unused parameters, compiled models and any communication hook.
+views, ``no_sync``, static graphs, unused parameters, compiled models, activation checkpointing and
+any communication hook.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from rankscope.capture.backward import BackwardEnd
+from rankscope.capture.join import ShadowSteps
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.tap import Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
 
-
-_MAX_SEPARATE = 16
+_LOOKED_AT = 64  # elements of each parameter that tell whether a gradient was zeroed
 
 
 class DDPTap:
@@ -51,23 +52,22 @@ class DDPTap:
         self._sketcher = sketcher
         self._guarded = guarded
         self._read_reduced = reduced
-        self._backward = BackwardEnd(self._on_end, guarded)
+        self._backward = BackwardEnd(self._on_begin, self._on_end, guarded)
         self._totals = sketcher.new_totals()
         self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
         self._micro = _MicroBatches()
-        self._separate: dict[str, GradientTotals] = {}
-        self._fired: set[str] = set()  # in this backward pass
-        self._fired_before: set[str] = set()  # in earlier ones of the step
-        self._num_expected = len(parameters)
-        self._nested = False
+        self._calls = _HookCalls()
         self._carried_over: Tensor | None = None
-        self._fresh = self._begun = self._ended = self._spoiled = False
+        self._first = True  # the next gradient is the first of its backward pass
+        self._fresh = False  # a forward pass waits for its backward pass
+        self._begun = self._reduced_known = self._spoiled = False
+        self._settled = False  # the step's reduction is over
         self._measure = self._synchronises = False
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
             for name, parameter in parameters.items()
         ]
-        self._shadow = _ShadowSteps(model, shadowed)
+        self._shadow = ShadowSteps(model, shadowed)
 
     @property
     def reduced_copies(self) -> int:
@@ -78,10 +78,13 @@ class DDPTap:
         """Announce a forward pass in training. DDP decides here whether backward synchronises."""
         self._backward.begin()
         self._fresh = True
-        self._ended = False
         self._synchronises = self._model.require_backward_grad_sync
         # Norms do not add up over micro-batches, so without sketches the last one says it all.
         self._measure = measure and (self._synchronises or self._sketcher.sketches)
+
+    def notice_backward(self) -> None:
+        """Say, from inside it, that a backward pass has reached what the model returned."""
+        self._backward.notice()
 
     @property
     def complete(self) -> bool:
@@ -95,17 +98,16 @@ class DDPTap:
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
-        # A parameter that only earlier micro-batches used was not read in the last one.
-        whole = self._ended and self._fired_before <= self._fired
         gradient = None
-        if self.complete and self._measure and whole and not self._spoiled:
+        valid = self.complete and self._settled and self._calls.whole and not self._spoiled
+        if valid and self._measure:
+            known = self._reduced is not None and self._reduced_known
             gradient = LocalGradient(
                 self._totals.clone(),
-                None if self._reduced is None else self._reduced.clone(),
+                self._reduced.clone() if self._reduced is not None and known else None,
                 self._micro.squared_norms(),
                 self._carried_over,
             )
-        self._num_expected = len(self._fired)
         self._start_again()
         return gradient
 
@@ -119,70 +121,50 @@ class DDPTap:
     def _start_again(self) -> None:
         self._backward.begin()
         self._micro.reset()
+        self._calls.reset()
         self._carried_over = None
-        self._fired.clear()
-        self._fired_before.clear()
-        self._begun = self._ended = self._spoiled = self._synchronises = False
+        self._begun = self._reduced_known = self._spoiled = False
+        self._settled = self._synchronises = False
 
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
         self._guarded(partial(self._see, name, parameter))
 
-    def _see(self, name: str, parameter: Tensor) -> None:
-        if self._fresh:
-            self._fresh = False
-            self._begin_backward(name)
-        self._backward.notice()
-        again = name in self._fired
-        self._fired.add(name)
-        if self._measure and parameter.grad is not None:
-            self._read(name, parameter.grad, again=again)
+    def _on_begin(self) -> None:
+        self._first = True
 
-    def _begin_backward(self, name: str) -> None:
-        self._fired_before |= self._fired
-        self._fired.clear()
+    def _see(self, name: str, parameter: Tensor) -> None:
+        self._backward.notice()
+        if self._first:
+            self._first = False
+            self._begin_pass(name)
+        if not self._calls.last_of(name) or not self._measure:
+            return
+        if parameter.grad is None:  # a hook of the training's has taken it away
+            self._spoiled = True
+        else:
+            self._sketcher.measure(name, parameter.grad, self._totals)
+
+    def _begin_pass(self, name: str) -> None:
+        """Begin a backward pass whose first gradient is that of ``name``."""
+        self._fresh = False
+        self._calls.begin_pass()
+        self._spoiled = self._spoiled or self._settled  # it adds to a gradient that was reduced
         if not self._measure:
             return
         self._totals.reset()
-        for totals in self._separate.values():
-            totals.reset()
         if not self._begun:
             self._begun = True
-            self._carried_over = self._look_for_old_gradient(name)
-
-    def _look_for_old_gradient(self, first: str) -> Tensor | None:
-        """Return whether another parameter holds a gradient that was not zeroed, if any does."""
-        old = [
-            parameter.grad
-            for name, parameter in self._parameters.items()
-            if name != first and parameter.grad is not None
-        ]
-        return min(old, key=Tensor.numel).any() if old else None
-
-    def _read(self, name: str, gradient: Tensor, *, again: bool) -> None:
-        into = self._separate.get(name)
-        if again and into is None:
-            # Reentrant checkpointing of a shared parameter fires several times and the last
-            # gradient holds the total. This step's total is lost; from now on this parameter
-            # has totals of its own, which can be overwritten.
-            if len(self._separate) < _MAX_SEPARATE:
-                self._separate[name] = self._sketcher.new_totals()
-            self._spoiled = True
-            return
-        if into is not None:
-            into.reset()
-        self._sketcher.measure(name, gradient, into or self._totals)
+            others = [p.grad for n, p in self._parameters.items() if n != name]
+            self._carried_over = _any_nonzero([g for g in others if g is not None])
 
     def _on_end(self) -> None:
         """Close a backward pass, after the reduction if it has one."""
-        if self._backward.nested and not self._nested:
-            self._nested = self._spoiled = True  # an inner pass was taken for the whole, once
-        if self._nested and len(self._fired) < self._num_expected:
-            return  # the outer pass goes on
-        self._ended = True
+        if self._first:
+            return  # no parameter took part: the training asked for other gradients
+        self._settled = self._synchronises
+        self._spoiled = self._calls.end_pass() or self._spoiled
         if not self._measure:
             return
-        for totals in self._separate.values():
-            self._totals.add(totals)
         self._micro.add(self._totals, last=self._synchronises)
         if self._synchronises and self._reduced is not None:
             self._measure_reduced(self._reduced)
@@ -194,6 +176,68 @@ class DDPTap:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 measure(name, parameter.grad, into)
+            elif name in self._calls:
+                return  # an optimizer inside the backward pass has taken it already
+        self._reduced_known = True
+
+
+def _any_nonzero(gradients: list[Tensor]) -> Tensor | None:
+    """Return whether any gradient holds something, going by the first elements of each."""
+    samples = []
+    for gradient in gradients:
+        sample = gradient.detach()
+        if sample.is_sparse:
+            sample = sample._values()
+        while sample.dim() > 1 and sample.numel():
+            sample = sample[0]
+        samples.append(sample.reshape(-1)[:_LOOKED_AT].any())
+    return torch.stack(samples).any() if samples else None
+
+
+class _HookCalls:
+    """Which parameters' hooks are called in the backward passes of a step, and how often.
+
+    Reentrant checkpointing of a shared parameter calls its hook once per use, and the last call
+    sees the whole gradient. How many there are is learnt from a pass that is not measured.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[str, int] = {}  # where it is not 1
+        self._counts: dict[str, int] = {}  # in this pass
+        self._before: set[str] = set()  # in earlier passes of the step
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._counts
+
+    @property
+    def whole(self) -> bool:
+        """Whether the last pass saw every parameter that the step's earlier passes saw.
+
+        A parameter that only earlier micro-batches used was not read in the last one.
+        """
+        return self._before <= self._counts.keys()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._counts.clear()
+        self._before.clear()
+
+    def begin_pass(self) -> None:
+        """Begin a backward pass."""
+        self._before |= self._counts.keys()
+        self._counts.clear()
+
+    def last_of(self, name: str) -> bool:
+        """Take a call; return whether it is the one that sees the whole gradient."""
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        return count == self._expected.get(name, 1)
+
+    def end_pass(self) -> bool:
+        """End a backward pass; return whether a parameter was not called as often as expected."""
+        several = {name: count for name, count in self._counts.items() if count > 1}
+        absent = {n: count for n, count in self._expected.items() if n not in self._counts}
+        expected, self._expected = self._expected, absent | several
+        return expected != self._expected
 
 
 class _MicroBatches:
@@ -220,24 +264,3 @@ class _MicroBatches:
 
     def squared_norms(self) -> Tensor | None:
         return torch.stack(self._squared_norms) if self._squared_norms else None
-
-
-class _ShadowSteps:
-    """Notices the steps that a rank shadows in ``join()``: its hooks do not fire in them."""
-
-    _METHOD = "_match_all_reduce_for_bwd_pass"
-
-    def __init__(self, model: DistributedDataParallel, shadowed: Callable[[], None]) -> None:
-        self._model = model
-        original = getattr(model, self._METHOD, None)
-        if original is None:
-            return
-
-        def match_and_tell() -> None:
-            original()
-            shadowed()
-
-        object.__setattr__(model, self._METHOD, match_and_tell)
-
-    def remove(self) -> None:
-        self._model.__dict__.pop(self._METHOD, None)

@@ -1,14 +1,32 @@
 """A narrower sketch made from a wide one."""
 
+import functools
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def fold(sketches: Tensor, width: int = 251, seed: int = 0) -> Tensor:
-    """Return ``[G, width]`` from ``[G, k]``: bucket c is added to bucket c mod width, with a sign."""
+    """Make narrower sketches: entry c, with a random sign, is added to entry c mod ``width``.
+
+    The narrow sketch is linear in the wide one, and so in the gradient. Its cosines are unbiased
+    with an RMS error of about ``(1 - cos^2) * sqrt(1/width + 1/k)``.
+
+    Args:
+        sketches: float32 ``[G, k]``.
+        width: Width of the result; where it is not below k, nothing is lost or gained.
+        seed: Seed of the signs; equal on workers that are compared.
+
+    Returns:
+        float32 ``[G, width]``, on the same device.
+    """
     wide = sketches.shape[1]
+    signed = sketches * _signs(wide, seed, sketches.device)
+    return pad(signed, (0, -wide % width)).view(len(sketches), -1, width).sum(1)
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(count: int, seed: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, (wide,), generator=generator).mul_(2).sub_(1).to(sketches)
-    padded = torch.zeros(len(sketches), -(-wide // width) * width, device=sketches.device)
-    padded[:, :wide] = sketches * signs
-    return padded.view(len(sketches), -1, width).sum(1)
+    return torch.randint(2, (count,), generator=generator).mul_(2).sub_(1).to(device, torch.float32)

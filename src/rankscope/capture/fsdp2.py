@@ -100,6 +100,9 @@ class FSDP2Tap:
             self._micro_known = self._sketcher.sketches and not accumulated
         self._num_forwards += 1
 
+    def notice_backward(self) -> None:
+        """Do nothing: FSDP2 itself says when a backward pass begins."""
+
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""

@@ -5,7 +5,7 @@ weight, the number of its label tokens. The spread between units is what later t
 dispersion *between* workers sampling alone would give.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,12 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoss:
-    """Losses of one micro-batch ``[U]`` and, where known, their weights ``[U]``."""
+    """Losses of one micro-batch ``[U]``, their weights ``[U]`` if known, and its forward pass."""
 
     values: HostCopy
     weights: HostCopy | None
     multiplier: "_Multiplier | None" = None
+    forward: int = 0
 
 
 class _Multiplier:
@@ -59,12 +60,15 @@ class LossMeter:
         self._given: list[MicroBatchLoss] = []
         self._seen: list[MicroBatchLoss] = []
 
-    def give(self, value: Tensor | float, weight: Tensor | float | None = None) -> None:
+    def give(
+        self, value: Tensor | float, weight: Tensor | float | None = None, forward: int = 0
+    ) -> None:
         """Take the loss of a micro-batch.
 
         Args:
             value: A scalar, or one loss per sample ``[B]``.
             weight: Number of label tokens, a scalar or ``[B]`` like ``value``.
+            forward: Number of the forward pass that it comes from.
 
         Raises:
             UsageError: Shapes other than these.
@@ -86,9 +90,9 @@ class LossMeter:
                     f"{values.numel()} losses"
                 )
         copy = None if weights is None else HostCopy(weights)
-        self._given.append(MicroBatchLoss(HostCopy(values), copy, multiplier))
+        self._given.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
 
-    def see(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+    def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """Pick the loss up from a model's output, and its label tokens from the inputs."""
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -97,19 +101,22 @@ class LossMeter:
         weights = self._count(labels) if isinstance(labels, Tensor) else None
         values = HostCopy(loss.detach().reshape(1).to(torch.float64))
         copy = None if weights is None else HostCopy(weights)
-        self._seen.append(MicroBatchLoss(values, copy, _multiplier(loss)))
+        self._seen.append(MicroBatchLoss(values, copy, _multiplier(loss), forward))
 
-    def collect(self) -> tuple[list[MicroBatchLoss], HostCopy | None]:
+    def collect(self, idle: Container[int] = ()) -> tuple[list[MicroBatchLoss], HostCopy | None]:
         """Return what was collected since the last call, and start again.
+
+        Args:
+            idle: Numbers of forward passes that do not count.
 
         Returns:
             The losses, and the sum over micro-batches of the factors that they were multiplied
             by before backward (a float64 scalar); None when one of these is unknown.
         """
-        scale = _sum_of_multipliers(self._given) or _sum_of_multipliers(self._seen)
-        collected = self._given or self._seen
+        given = [micro for micro in self._given if micro.forward not in idle]
+        seen = [micro for micro in self._seen if micro.forward not in idle]
         self._given, self._seen = [], []
-        return collected, scale
+        return given or seen, _sum_of_multipliers(given) or _sum_of_multipliers(seen)
 
     def _count(self, labels: Tensor) -> Tensor:
         if self._shifted and labels.dim() > 1:

@@ -5,7 +5,7 @@ has the same digest whether it was padded on the left, on the right, or not at a
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,11 +27,15 @@ class SampleMeter:
     """Collects the samples of one step on one worker; ids that are given win over digests."""
 
     def __init__(self) -> None:
-        self._given: list[HostCopy | NDArray[np.int64]] = []
-        self._seen: list[HostCopy] = []
+        self._given: list[tuple[int, HostCopy | NDArray[np.int64]]] = []
+        self._seen: list[tuple[int, HostCopy | NDArray[np.int64]]] = []
 
-    def give(self, samples: object) -> None:
+    def give(self, samples: object, forward: int = 0) -> None:
         """Take ids (integers or strings, in any sequence) or the tensors of a batch.
+
+        Args:
+            samples: Ids or tensors.
+            forward: Number of the forward pass that they enter.
 
         Raises:
             UsageError: ``samples`` is neither.
@@ -39,30 +43,34 @@ class SampleMeter:
         if isinstance(samples, Mapping) or (isinstance(samples, Tensor) and _is_content(samples)):
             digests = digest_inputs((samples,), {})
             if digests is not None:
-                self._given.append(HostCopy(digests))
+                self._given.append((forward, HostCopy(digests)))
         elif isinstance(samples, Tensor):
-            self._given.append(HostCopy(samples.to(torch.int64).reshape(-1)))
+            self._given.append((forward, HostCopy(samples.to(torch.int64).reshape(-1))))
         else:
-            self._given.append(_ids(samples))
+            self._given.append((forward, _ids(samples)))
 
-    def see(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def see(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """Digest the inputs of a forward pass, unless ids were given for this step."""
         if self._given:
             return
         digests = digest_inputs(args, kwargs)
         if digests is not None:
-            self._seen.append(HostCopy(digests))
+            self._seen.append((forward, HostCopy(digests)))
 
     @property
     def named(self) -> bool:
         """Whether the training gave ids in this step."""
         return bool(self._given)
 
-    def collect(self) -> list[HostCopy | NDArray[np.int64]]:
-        """Return what was collected since the last call, and start again."""
-        collected = self._given or list[HostCopy | NDArray[np.int64]](self._seen)
+    def collect(self, idle: Container[int] = ()) -> list[HostCopy | NDArray[np.int64]]:
+        """Return what was collected since the last call, and start again.
+
+        Args:
+            idle: Numbers of forward passes that do not count.
+        """
+        collected = self._given or self._seen
         self._given, self._seen = [], []
-        return collected
+        return [part for forward, part in collected if forward not in idle]
 
 
 def to_array(collected: Sequence[HostCopy | NDArray[np.int64]]) -> NDArray[np.int64]:

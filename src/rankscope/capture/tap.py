@@ -59,6 +59,9 @@ class GradientTap(Protocol):
     def begin_forward(self, *, measure: bool) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
 
+    def notice_backward(self) -> None:
+        """Say, from inside it, that a backward pass has reached what the model returned."""
+
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""

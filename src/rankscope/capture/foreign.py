@@ -1,0 +1,36 @@
+"""Hooks of the monitor inside objects that belong to the training."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class ForeignHook:
+    """A hook on the training's module that stays behind when the module is compiled or copied.
+
+    ``torch.compile`` runs it as it is, without tracing it. A copy of the module, in memory or in a
+    file, gets a hook that does nothing, and needs no monitor to be loaded.
+
+    Args:
+        hook: What to call.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = torch.compiler.disable(hook)
+
+    def __call__(self, *args: Any) -> None:
+        """Call the hook; it returns nothing, so inputs and outputs stay as they are."""
+        self._hook(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A bound method of the standard library that takes anything and returns None.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _nothing() -> Callable[..., None]:
+    return contextlib.nullcontext().__exit__

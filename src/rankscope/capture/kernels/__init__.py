@@ -1,0 +1,11 @@
+"""The kernels that read a gradient once, behind one interface.
+
+All yield the same numbers within rounding: squared norm, sketch, largest magnitude and the count
+of non-finite values. :func:`choose_kernel` picks the fastest one that works on a device.
+"""
+
+from rankscope.capture.kernels.choose import choose_kernel
+from rankscope.capture.kernels.interface import Kernel
+from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, period_signs
+
+__all__ = ["PERIOD", "Kernel", "ParameterSigns", "choose_kernel", "period_signs"]

@@ -1,0 +1,127 @@
+"""Compiles the native kernel on first use, with the system's C compiler, into the user's cache."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+_SOURCES = ("sketch.c", "vectors.h")
+_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-w")
+_TUNING = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows
+_PATIENCE = 20.0  # seconds, for other ranks that compile and for the compiler itself
+_POLL = 0.05
+
+
+class BuildError(Exception):
+    """The native kernel cannot be built here; the message says why."""
+
+
+def built_library() -> Path:
+    """Return the compiled kernel, after compiling it if no process of this user has done so.
+
+    Returns:
+        A shared library in the cache directory, named after source, compiler and processor.
+
+    Raises:
+        BuildError: There is no compiler, it failed, or building took too long.
+    """
+    compiler = _compiler()
+    library = _cache_folder() / f"sketch-{_key(compiler)}.so"
+    if library.exists():
+        return library
+    deadline = time.monotonic() + _PATIENCE
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(library.with_suffix(".lock"), deadline):
+            if not library.exists():
+                _compile(compiler, library, deadline)
+    except OSError as error:
+        raise BuildError(f"{library.parent} cannot be used: {error}") from error
+    return library
+
+
+def _compiler() -> list[str]:
+    words = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    found = shutil.which(words[0])
+    if found is None:
+        raise BuildError(f"there is no C compiler {words[0]!r}")
+    return [found, *words[1:]]
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "rankscope" / "kernels"
+    except RuntimeError as error:  # no home directory
+        raise BuildError(str(error)) from error
+
+
+def _key(compiler: list[str]) -> str:
+    status = Path(compiler[0]).resolve().stat()
+    digest = hashlib.blake2b(digest_size=12)
+    for part in (*compiler, status.st_size, status.st_mtime_ns, *_FLAGS, _processor()):
+        digest.update(f"{part}\n".encode())
+    for source in _SOURCES:
+        digest.update((_FOLDER / source).read_bytes())
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    """Describe the processor well enough to know whether it runs what was tuned for another."""
+    described = f"{platform.system()} {platform.machine()} {platform.processor()}"
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        for line in lines:
+            if not line.strip():
+                break  # one processor is enough
+            if line.startswith(("model name", "flags", "Features", "CPU part")):
+                described += line
+    return described
+
+
+@contextlib.contextmanager
+def _locked(path: Path, deadline: float) -> Iterator[None]:
+    """Hold a lock between processes, so that of many ranks one compiles and the others wait."""
+    import fcntl
+
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError("another process has been building for too long") from None
+                time.sleep(_POLL)
+        yield  # closing the file releases the lock
+
+
+def _compile(compiler: list[str], library: Path, deadline: float) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        output = Path(folder) / library.name
+        said = ""
+        for tuning in _TUNING:
+            command = [*compiler, *_FLAGS, *tuning, "-o", str(output), str(_FOLDER / _SOURCES[0])]
+            try:
+                done = subprocess.run(
+                    command,
+                    check=False,
+                    capture_output=True,
+                    text=True,
+                    stdin=subprocess.DEVNULL,
+                    timeout=max(1.0, deadline - time.monotonic()),
+                )
+            except subprocess.TimeoutExpired as error:
+                raise BuildError("the compiler takes too long") from error
+            if done.returncode == 0 and output.exists():
+                output.replace(library)
+                return
+            said = said or done.stderr.strip()
+    raise BuildError(f"{compiler[0]} failed: {said[-500:]}")

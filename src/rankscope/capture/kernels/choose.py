@@ -1,0 +1,125 @@
+"""Picks the fastest kernel that works on a device."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from rankscope.capture.kernels.interface import Kernel
+from rankscope.capture.kernels.native import NativeKernel
+from rankscope.capture.kernels.plain import PlainKernel
+from rankscope.capture.kernels.signs import ParameterSigns
+from rankscope.capture.totals import GradientTotals
+
+_log = logging.getLogger("rankscope")
+
+
+def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
+    """Return the fastest kernel that works on a device.
+
+    On CUDA that is the Triton kernel, on the CPU the native one if there is a C compiler, and
+    otherwise, and everywhere else, plain torch. A faster kernel that cannot be built, or whose
+    numbers differ from plain torch's, is passed over with one line in the log.
+
+    Args:
+        device: Where the gradients live.
+        width: Sketch width k.
+        period: The signs of prime period ``[PERIOD]``.
+    """
+    plain = PlainKernel(device, width, period)
+    try:
+        kernel = _fast_kernel(device, width, period)
+        if kernel is None:
+            return plain
+        check_kernel(kernel, plain, device, width)
+    except Exception as error:  # whatever it is, training goes on, a little slower
+        _tell(logging.DEBUG if device.type == "cpu" else logging.INFO, error)
+        return plain
+    return kernel if device.type == "cpu" else SafeKernel(kernel, plain)
+
+
+class SafeKernel:
+    """A kernel that compiles itself anew for other sizes, and plain torch for when that fails.
+
+    Args:
+        kernel: Leaves the totals alone when it raises.
+        plain: Takes over for good at the first failure, with one line in the log.
+    """
+
+    def __init__(self, kernel: Kernel, plain: Kernel) -> None:
+        self._kernel = kernel
+        self._plain = plain
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel at work."""
+        return self._kernel.name
+
+    def measure(
+        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
+    ) -> None:
+        """Add a flat part of a gradient to one group's totals."""
+        try:
+            self._kernel.measure(flat, signs, start, into, group)
+        except Exception as error:
+            self._take_over(error)
+            self._plain.measure(flat, signs, start, into, group)
+
+    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
+        """Add the squared norm, largest magnitude and non-finite count alone."""
+        try:
+            self._kernel.measure_norm(flat, into, group)
+        except Exception as error:
+            self._take_over(error)
+            self._plain.measure_norm(flat, into, group)
+
+    def _take_over(self, error: Exception) -> None:
+        if self._kernel is self._plain:
+            raise error
+        self._kernel = self._plain
+        _tell(logging.INFO, error)
+
+
+def _tell(level: int, error: Exception) -> None:
+    reason = str(error).strip().split("\n")[0]
+    _log.log(level, "gradients are measured in plain torch: %s", reason)
+
+
+def _fast_kernel(device: torch.device, width: int, period: Tensor) -> Kernel | None:
+    if device.type == "cpu":
+        return NativeKernel(width, period)
+    if device.type == "cuda" and torch.version.hip is None:
+        from rankscope.capture.kernels.fused import TritonKernel
+
+        return TritonKernel(device, width, period)
+    return None
+
+
+def check_kernel(kernel: Kernel, plain: Kernel, device: torch.device, width: int) -> None:
+    """Compare a kernel with plain torch on a few rows of each dtype.
+
+    Raises:
+        ArithmeticError: Their numbers differ by more than rounding.
+    """
+    signs = ParameterSigns("", 0, device)
+    waves = torch.arange(9 * width + 31, device=device, dtype=torch.float32).mul_(0.7).sin_()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        healthy = waves.to(dtype)
+        broken = healthy.clone()
+        broken[width], broken[-1] = torch.nan, torch.inf
+        for gradient in (healthy, broken):
+            expected, totals = (GradientTotals.zeros(2, width, device) for _ in range(2))
+            for each, into in ((plain, expected), (kernel, totals)):
+                each.measure(gradient, signs, 17, into, 1)
+                each.measure_norm(gradient, into, 0)
+            if not _agree(totals, expected):
+                raise ArithmeticError(f"the {kernel.name} kernel errs on {dtype}")
+
+
+def _agree(totals: GradientTotals, expected: GradientTotals) -> bool:
+    return (
+        torch.allclose(totals.sketches, expected.sketches, rtol=1e-4, atol=1e-4, equal_nan=True)
+        and torch.allclose(totals.squared_norms, expected.squared_norms, rtol=2e-6, equal_nan=True)
+        and torch.allclose(totals.largest, expected.largest, rtol=0, equal_nan=True)
+        and torch.equal(totals.nonfinite, expected.nonfinite)
+    )

@@ -1,0 +1,175 @@
+"""Which kernel is chosen, and that nothing is lost where the native one cannot be had."""
+
+import fcntl
+import logging
+import shlex
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from capture.kernel_checks import CPU, SEED, WIDTH, expect, measured, needs_compiler, random
+from capture.sketch_oracle import truth
+from rankscope.capture.kernels import build, choose, choose_kernel, native, period_signs
+from rankscope.capture.kernels.build import BuildError, built_library
+from rankscope.capture.kernels.native import NativeKernel
+from rankscope.capture.kernels.plain import PlainKernel
+from rankscope.capture.totals import GradientTotals
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    monkeypatch.delenv("RANKSCOPE_NATIVE", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """Build anew, into a folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native.load_function.cache_clear()
+    yield tmp_path / "cache"
+    native.load_function.cache_clear()
+
+
+@pytest.fixture
+def counted_compiler(tmp_path, monkeypatch):
+    """A compiler that adds a line to a file whenever it runs."""
+    log = tmp_path / "runs"
+    script = tmp_path / "counted cc"
+    compiler = shlex.quote(str(shutil.which("cc")))
+    script.write_text(f'#!/bin/sh\necho run >>"{log}"\nexec {compiler} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", shlex.quote(str(script)))
+    return log
+
+
+def chosen(caplog) -> str:
+    with caplog.at_level(logging.DEBUG, logger="rankscope"):
+        kernel = choose_kernel(CPU, WIDTH, period_signs(SEED))
+    gradient = random(20 * WIDTH + 9)
+    expect(measured(kernel, gradient), truth("weight", SEED, gradient, WIDTH))
+    assert len(caplog.records) == (kernel.name == "torch")
+    return kernel.name
+
+
+@needs_compiler
+def test_the_native_kernel_is_chosen_where_there_is_a_compiler(caplog):
+    assert chosen(caplog) == "native"
+
+
+def test_the_user_can_forbid_it(caplog, monkeypatch):
+    monkeypatch.setenv("RANKSCOPE_NATIVE", "0")
+    assert chosen(caplog) == "torch"
+    assert "RANKSCOPE_NATIVE=0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("no-such-compiler", "no C compiler"), ("false", "failed"), ("true", "failed"),
+     (f"{sys.executable} -c 'raise SystemExit(3)'", "failed")],
+)  # fmt: skip
+def test_without_a_compiler_that_works_it_is_plain_torch(
+    caplog, monkeypatch, empty_cache, compiler, reason
+):
+    monkeypatch.setenv("CC", compiler)
+    assert chosen(caplog) == "torch"
+    assert reason in caplog.text
+    assert not list(empty_cache.rglob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(caplog, monkeypatch, empty_cache, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert chosen(caplog) == "torch"
+
+
+@needs_compiler
+def test_a_damaged_library_is_no_error(caplog, empty_cache):
+    built_library().write_bytes(b"no library")
+    assert chosen(caplog) == "torch"
+
+
+@needs_compiler
+def test_many_ranks_compile_once(empty_cache, counted_compiler):
+    with ThreadPoolExecutor(8) as ranks:
+        libraries = set(ranks.map(lambda _: built_library(), range(8)))
+    assert len(libraries) == 1
+    assert counted_compiler.read_text().count("run") == 1
+    assert built_library() in libraries
+    assert counted_compiler.read_text().count("run") == 1
+    left = {path.suffix for path in libraries.pop().parent.iterdir()}
+    assert left == {".so", ".lock"}
+
+
+@needs_compiler
+def test_another_processor_or_compiler_gets_a_library_of_its_own(
+    empty_cache, counted_compiler, monkeypatch
+):
+    monkeypatch.setattr(build, "_compile", lambda compiler, library, deadline: library.touch())
+    first = built_library()
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    second = built_library()
+    monkeypatch.delenv("CC")
+    assert len({first, second, built_library()}) == 3
+
+
+def test_nobody_waits_for_long(monkeypatch, empty_cache):
+    monkeypatch.setattr(build, "_PATIENCE", 0.2)
+    monkeypatch.setenv("CC", "sh -c 'exec sleep 30' --")
+    with pytest.raises(BuildError, match="the compiler takes too long"):
+        built_library()
+    (lock,) = empty_cache.rglob("*.lock")
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BuildError, match="another process"):
+            built_library()
+
+
+@needs_compiler
+def test_a_kernel_that_errs_is_not_used(caplog, monkeypatch):
+    class Wrong(NativeKernel):
+        def measure_norm(self, flat, into, group):
+            super().measure_norm(flat, into, group)
+            into.squared_norms[group] *= 1 + 1e-5
+
+    monkeypatch.setattr(choose, "NativeKernel", Wrong)
+    assert chosen(caplog) == "torch"
+    assert "errs on torch.float32" in caplog.text
+
+
+def test_a_kernel_that_fails_later_is_replaced_once(caplog):
+    plain = PlainKernel(CPU, WIDTH, period_signs(SEED))
+
+    class Broken(PlainKernel):
+        def measure(self, *args):
+            raise RuntimeError("out of registers\nand more")
+
+        measure_norm = measure
+
+    broken = Broken(CPU, WIDTH, period_signs(SEED))
+    gradient = random(3 * WIDTH)
+    with caplog.at_level(logging.INFO, logger="rankscope"):
+        safe = choose.SafeKernel(broken, plain)
+        expect(measured(safe, gradient, gradient), truth("weight", SEED, gradient.repeat(2), WIDTH))
+        safe = choose.SafeKernel(broken, plain)
+        totals = GradientTotals.zeros(1, WIDTH, CPU)
+        safe.measure_norm(gradient, totals, 0)
+    assert float(totals.squared_norms) == pytest.approx(float(gradient.double().square().sum()))
+    assert [record.message.count("out of registers") for record in caplog.records] == [1, 1]
+    with pytest.raises(TypeError):  # nothing is hidden once it is plain torch that fails
+        safe.measure_norm(None, totals, 0)
+
+
+def test_other_devices_run_plain_torch():
+    meta = torch.device("meta")
+    kernel = choose_kernel(meta, WIDTH, period_signs(SEED))
+    assert isinstance(kernel, PlainKernel)
+
+
+def test_choosing_touches_no_random_state():
+    before = torch.get_rng_state()
+    choose_kernel(CPU, WIDTH, period_signs(SEED))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,151 @@
+"""The Triton kernel: its numbers, interpreted on the CPU, and what it compiles to."""
+
+import importlib.util
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from capture.interpreted import InterpretedKernel, interpreter
+from capture.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, random
+from capture.sketch_oracle import truth
+from rankscope.capture.kernels import ParameterSigns
+from rankscope.capture.totals import GradientTotals
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
+)
+
+
+@pytest.fixture(scope="module")
+def process():
+    with interpreter() as process:
+        yield process
+
+
+@pytest.fixture
+def kernel(process):
+    return InterpretedKernel(process, WIDTH, num_processors=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("size", "start"),
+    [(1, 0), (3, 500), (WIDTH, 0), (WIDTH + 1, 0), (5 * WIDTH - 1, 1), (8191, 1_234_567),
+     (90 * WIDTH + 17, 2 * WIDTH - 5), (81 * WIDTH, 3 * WIDTH)],
+)  # fmt: skip
+def test_totals_follow_their_definition(kernel, dtype, size, start):
+    gradient = random(size, dtype)
+    expect(measured(kernel, gradient, start=start), truth("weight", SEED, gradient, WIDTH, start))
+
+
+@pytest.mark.parametrize("width", [127, 1021, 4093, 8209])
+@pytest.mark.parametrize("start", [0, 7])
+def test_widths_of_one_tile_and_of_several(process, width, start):
+    kernel = InterpretedKernel(process, width, num_processors=3)
+    gradient = random(20 * width + 3)
+    expect(
+        measured(kernel, gradient, width=width, start=start),
+        truth("weight", SEED, gradient, width, start),
+    )
+
+
+def test_parts_that_begin_at_any_address_add_up(kernel):
+    gradient = random(45 * WIDTH + 40)
+    cuts = [0, 1, WIDTH, 6 * WIDTH + 9, len(gradient)]
+    parts = [gradient[a:b] for a, b in itertools.pairwise(cuts)]
+    expect(measured(kernel, *parts), truth("weight", SEED, gradient, WIDTH))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 30 * WIDTH + 8])
+@pytest.mark.parametrize(
+    ("values", "largest"),
+    [([-math.inf, math.inf], math.inf), ([math.nan], math.nan),
+     ([math.nan, -math.inf, 3.0], math.nan)],
+)  # fmt: skip
+def test_values_that_are_not_finite_are_counted(kernel, dtype, place, values, largest):
+    gradient = random(30 * WIDTH + 11, dtype)
+    gradient[place : place + len(values)] = torch.tensor(values)
+    totals = measured(kernel, gradient, random(100, dtype))
+    assert int(totals.nonfinite[1]) == sum(not math.isfinite(value) for value in values)
+    np.testing.assert_equal(float(totals.largest[1]), largest)
+    np.testing.assert_equal(float(totals.squared_norms[1]), largest)
+    assert int((~totals.sketches[1].isfinite()).sum()) == int(totals.nonfinite[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float16, 60_000.0), (torch.float16, 1e-7), (torch.bfloat16, 3e38),
+     (torch.float32, 1e25), (torch.float32, 1e-25), (torch.float32, 0.0)],
+)  # fmt: skip
+def test_norms_hold_at_the_limits_of_a_dtype(kernel, dtype, scale):
+    gradient = (random(10 * WIDTH + 9).double() * 1e3 / 4 * scale).to(dtype)
+    totals = measured(kernel, gradient)
+    exact = truth("weight", SEED, gradient, WIDTH)
+    assert float(totals.squared_norms[1]) == pytest.approx(exact.squared_norm, rel=1e-6)
+    assert float(totals.largest[1]) == exact.largest
+    assert int(totals.nonfinite[1]) == 0
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_the_norm_alone_is_the_same(kernel, dtype):
+    for size in (40, 70_001):
+        totals = GradientTotals.zeros(3, WIDTH, CPU)
+        kernel.measure_norm(random(size, dtype), totals, 1)
+        exact = truth("weight", SEED, random(size, dtype).float(), WIDTH)
+        exact.sketch[:] = 0
+        expect(totals, exact)
+
+
+def test_the_same_bits_every_time(kernel):
+    signs = ParameterSigns("weight", SEED, CPU)
+    runs = [GradientTotals.zeros(2, WIDTH, CPU) for _ in range(2)]
+    for totals in runs:
+        kernel.measure(random(77 * WIDTH), signs, 5, totals, 0)
+    assert torch.equal(runs[0].sketches, runs[1].sketches)
+    assert torch.equal(runs[0].squared_norms, runs[1].squared_norms)
+
+
+def test_it_passes_the_check_before_use(kernel):
+    kernel.check()
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from rankscope.capture.kernels.triton import measure_tiles
+
+pointers = dict(gradient=sys.argv[1], row_signs="fp32", period="i8", sketches="fp32",
+                norms="fp64", tops="fp32", nonfinites="i64")
+constants = dict(WIDTH=4093, TILES=4, TILE=1024, ROWS=4, STRIDE=12304, SKETCH=True)
+names = measure_tiles.arg_names
+signature = {n: "*" + pointers[n] if n in pointers else "i32" for n in names}
+signature.update(dict.fromkeys(constants, "constexpr"))
+aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in pointers}
+source = ASTSource(measure_tiles, signature, constexprs=constants, attrs=aligned)
+target = GPUTarget("cuda", int(sys.argv[2]), 32)
+options = dict(num_warps=4, enable_fp_fusion=True)
+print(triton.compile(source, target=target, options=options).asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "load"), [("fp32", "80", ".v4.b32"), ("bf16", "90", ".v2.b32")]
+)
+def test_it_compiles_to_aligned_vector_loads(tmp_path, dtype, capability, load):
+    """The compiler needs no GPU. Four neighbouring elements must be one load."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMPILE, dtype, capability],
+        capture_output=True, text=True, env=environment, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sum(load in line and "evict_first" in line for line in done.stdout.splitlines()) == 8

@@ -1,0 +1,118 @@
+"""Watching for a part of a training: the same bits, right numbers, and nothing left behind."""
+
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope import Run
+from rankscope.core.signals import Table
+from support.loops import collect_warnings
+from support.modes import MODES, MORE_MODES, Training
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 14
+WATCHED = (range(5, 9), range(11, 14))
+NAMES = (
+    "plain",
+    "no_sync with bucket views",
+    "static graph",
+    "shared reentrant checkpoints",
+    "rounding hook",
+    "scaler, micro-batches, clipping",
+)
+CHOSEN = [mode for mode in MODES + MORE_MODES if mode.name in NAMES]
+_SHADOW = DistributedDataParallel._match_all_reduce_for_bwd_pass
+
+
+def train(rank: int, name: str, run_dir: str | None) -> dict[str, Any]:
+    mode = next(mode for mode in CHOSEN if mode.name == name)
+    training = Training(rank, mode)
+    norms, left = [], []
+    for step in range(STEPS):
+        if run_dir is not None and any(step == watched.start for watched in WATCHED):
+            training.watch(run_dir)
+        if run_dir is not None and any(step in watched for watched in WATCHED):
+            norms.append(training.oracle(step).norm)
+        training.step(step)
+        if any(step == watched.stop - 1 for watched in WATCHED):
+            training.close()
+            left.append(what_is_left(training))
+    return {"state": training.state(), "norms": norms, "left": left}
+
+
+def what_is_left(training: Training) -> list[str]:
+    """Name everything of the monitor that is still in the training."""
+    hooks = {
+        "before forward": training.ddp._forward_pre_hooks,
+        "after forward": training.ddp._forward_hooks,
+        "optimizer": training.optimizer._optimizer_step_post_hooks,
+        **{
+            name: parameter._post_accumulate_grad_hooks
+            for name, parameter in training.model.named_parameters()
+        },
+        **{name: p._backward_hooks for name, p in training.model.named_parameters()},
+    }
+    left = [name for name, registered in hooks.items() if registered]
+    left += [thread.name for thread in threading.enumerate() if "rankscope" in thread.name]
+    if DistributedDataParallel._match_all_reduce_for_bwd_pass is not _SHADOW:
+        left.append("shadow steps")
+    return left
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    warnings = collect_warnings()
+    results = {
+        mode.name: (
+            train(rank, mode.name, None),
+            train(rank, mode.name, f"{folder}/{mode.name}"),
+        )
+        for mode in CHOSEN
+    }
+    return {**results, "warnings": warnings}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
+def trained(request):
+    with tempfile.TemporaryDirectory() as folder:
+        yield run_ranks(train_all, request.param, folder), Path(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_watching_for_a_while_changes_and_leaves_nothing(trained, name):
+    for rank in trained[0]:
+        alone, watched = rank[name]
+        assert watched["left"] == [[], []]
+        for part, values in alone["state"]["parameters"].items():
+            assert values.tobytes() == watched["state"]["parameters"][part].tobytes()
+        optimizers = zip(alone["state"]["optimizer"], watched["state"]["optimizer"], strict=True)
+        for before, after in optimizers:
+            assert all(before[key].tobytes() == after[key].tobytes() for key in before)
+        assert alone["state"]["rng"].tobytes() == watched["state"]["rng"].tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_part_is_a_run_of_its_own(trained, name):
+    ranks, folder = trained
+    exact_TW = np.array([rank[name][1]["norms"] for rank in ranks]).T
+    for run_dir, steps in ((name, slice(0, 4)), (f"{name}-2", slice(4, 7))):
+        run = Run.open(folder / run_dir)
+        assert run.status == "complete"
+        observed = run.columns(Table.STEPS, "observed")["observed"].astype(bool)
+        learnt = name == "shared reentrant checkpoints"
+        assert observed.tolist() == [not learnt, *[True] * (len(exact_TW[steps]) - 1)]
+        _, norms_TW = run.per_worker("grad_norm")
+        np.testing.assert_allclose(norms_TW[observed], exact_TW[steps][observed], rtol=1e-6)
+
+
+def test_only_the_second_directory_is_told(trained):
+    first, *others = [rank["warnings"] for rank in trained[0]]
+    assert len(first) == len(CHOSEN)
+    assert all("already holds a run" in warning for warning in first)
+    assert not any(others)

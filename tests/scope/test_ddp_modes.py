@@ -1,0 +1,72 @@
+"""Every way of using DDP: what real ranks record, against an oracle; and the same bits as alone."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.mode_runs import STEPS, WIDTH, ModeRun, train_in_modes
+from support.modes import MODES, MORE_MODES
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+ALL = MODES + MORE_MODES
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
+def runs(request):
+    """Return each mode's run by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_ranks(train_in_modes, request.param, ALL, folder, timeout=240)
+        yield {
+            mode.name: ModeRun([rank[mode.name] for rank in ranks], mode, Path(folder))
+            for mode in ALL
+        }
+
+
+@pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
+class TestInEveryMode:
+    def test_every_bit_is_as_without_the_monitor(self, runs, mode):
+        runs[mode.name].check_bits()
+
+    def test_every_step_is_observed(self, runs, mode):
+        """How often a shared parameter's hook is called is learnt in the first step."""
+        first = 1 if mode.checkpoint == "shared reentrant" else 0
+        assert runs[mode.name].steps.tolist() == list(range(first, STEPS))
+        assert runs[mode.name].run.status == "complete"
+
+    def test_norms_and_losses(self, runs, mode):
+        runs[mode.name].check_norms_and_losses()
+
+    def test_the_reduced_norm_is_what_the_training_gets(self, runs, mode):
+        runs[mode.name].check_reduced_norm()
+
+    def test_the_reduction_is_audited(self, runs, mode):
+        runs[mode.name].check_reduction()
+
+    def test_groups(self, runs, mode):
+        runs[mode.name].check_groups()
+
+    def test_micro_batches(self, runs, mode):
+        runs[mode.name].check_micro_batches()
+
+    def test_the_scale_and_skipped_steps(self, runs, mode):
+        runs[mode.name].check_scale_and_skipped_steps()
+
+    def test_cosines(self, runs, mode):
+        errors = runs[mode.name].cosine_errors()
+        assert len(errors) == len(runs[mode.name].fine_steps()) >= 3
+        assert np.abs(errors).max() <= 4 / WIDTH**0.5
+
+
+def test_the_sketch_errs_as_theory_says(runs):
+    errors = np.concatenate([run.cosine_errors() for run in runs.values()])
+    assert np.sqrt(np.mean(errors**2)) <= 1.25 / WIDTH**0.5
+
+
+def test_the_comparison_would_see_a_difference(runs):
+    one, other = (runs[mode.name].ranks[0]["alone"] for mode in (MODES[0], MODES[4]))
+    name = "head.weight"
+    assert (one["parameters"][name] != other["parameters"][name]).any()

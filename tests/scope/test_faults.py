@@ -1,0 +1,251 @@
+"""Faults of the monitor itself: told once, and the training ends with the same bits."""
+
+import copy
+import errno
+import io
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankscope import Run
+from rankscope.core.signals import Table
+from rankscope.record import files
+from support.loops import Loop
+from support.models import make_batch
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 10
+FAULT_STEP = 3
+
+Undo = Callable[[], None] | None
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def break_hook(loop: Loop) -> Undo:
+    loop.scope._books._tap._sketcher.measure = fail
+    return None
+
+
+def break_delivery(loop: Loop) -> Undo:
+    loop.scope._courier._deliver = fail
+    return None
+
+
+def break_diagnosis(loop: Loop) -> Undo:
+    loop.scope._diagnosis.observe = None
+    return None
+
+
+def give_nonsense(loop: Loop) -> Undo:
+    loop.scope.loss(torch.ones(3, 3))
+    return None
+
+
+def fill_disk(loop: Loop) -> Undo:
+    sync, files.os.fsync = files.os.fsync, fail
+
+    def undo() -> None:
+        files.os.fsync = sync
+
+    return undo
+
+
+def move_directory(loop: Loop) -> Undo:
+    loop.scope.run_dir.rename(f"{loop.scope.run_dir} before")
+    return None
+
+
+def close_early(loop: Loop) -> Undo:
+    loop.scope.close(timeout=0.5)
+    return None
+
+
+def kill_channel(loop: Loop) -> Undo:
+    loop.scope._channel.close()
+    return None
+
+
+def block_channel(loop: Loop) -> Undo:
+    """Let the side channel wait until the training is over: a training that waits never ends."""
+    over = threading.Event()
+    gather = loop.scope._channel.gather
+
+    def wait_and_gather(message: Any) -> Any:
+        assert over.wait(60)
+        return gather(message)
+
+    loop.scope._channel.gather = wait_and_gather
+    return over.set
+
+
+FAULTS: dict[str, tuple[Callable[[Loop], Undo], int, tuple[int, int]]] = {
+    # What is done, on which rank, and how many warnings that rank and the others log.
+    "hook": (break_hook, 1, (1, 1)),
+    "delivery": (break_delivery, 1, (1, 1)),
+    "diagnosis": (break_diagnosis, 0, (1, 1)),
+    "nonsense": (give_nonsense, 1, (1, 1)),
+    "full disk": (fill_disk, 0, (1, 1)),
+    "directory moved": (move_directory, 0, (1, 1)),
+    "close": (close_early, 1, (0, 1)),
+    "dead channel": (kill_channel, 1, (1, 1)),
+    "slow peer": (block_channel, 1, (0, 0)),
+    "stuck peer": (block_channel, 1, (1, 1)),
+}
+
+
+def train(rank: int, kind: str, run_dir: str | None) -> dict[str, Any]:
+    on_disk = kind in ("full disk", "directory moved")
+    loop = Loop(rank, run_dir, flush_seconds=0.0 if on_disk else 10.0)
+    undo: Undo = None
+    for step in range(STEPS):
+        if step == FAULT_STEP and run_dir is not None:
+            inject, where, _ = FAULTS[kind]
+            if kind == "stuck peer":
+                loop.scope._courier._queue.maxsize = 2
+            undo = inject(loop) if rank == where else None
+        loop.step(step)
+    if undo is not None and kind == "slow peer":
+        undo()
+    if run_dir is not None:
+        loop.scope.close(timeout=0.5 if kind == "stuck peer" else 10.0)
+        dist.barrier()
+    if undo is not None:
+        undo()
+    if run_dir is not None:
+        assert loop.scope._courier.join(30)
+    return {"warnings": loop.warnings, "bits": loop.bits()}
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    alone = train(rank, "", None)
+    watched = {kind: train(rank, kind, f"{folder}/{kind}") for kind in FAULTS}
+    return {"alone": alone, **watched}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
+def trained(request):
+    with tempfile.TemporaryDirectory() as folder:
+        yield run_ranks(train_all, request.param, folder), Path(folder)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+class TestFaults:
+    def test_training_ends_with_the_same_bits(self, trained, kind):
+        for by_kind in trained[0]:
+            assert by_kind[kind]["bits"] == by_kind["alone"]["bits"]
+
+    def test_it_is_told_once(self, trained, kind):
+        _, where, (told_there, told_elsewhere) = FAULTS[kind]
+        for rank, by_kind in enumerate(trained[0]):
+            warnings = by_kind[kind]["warnings"]
+            assert len(warnings) == (told_there if rank == where else told_elsewhere), warnings
+            if kind in ("hook", "delivery", "diagnosis", "nonsense") and rank != where:
+                assert f"ranks [{where}] stopped monitoring at step" in warnings[0]
+
+    def test_what_was_gathered_before_is_kept(self, trained, kind):
+        if kind == "directory moved":
+            assert not (trained[1] / kind / "run.json").exists()
+            return
+        run = Run.open(trained[1] / kind)
+        expected = {"slow peer": "complete", "full disk": "running"}.get(kind, "incomplete")
+        assert run.status == expected
+        rows = run.table(Table.STEPS).num_rows
+        assert rows == STEPS if kind == "slow peer" else rows <= STEPS // 2
+
+
+def train_with_nonfinite(rank: int, where: str, run_dir: str | None) -> dict[str, Any]:
+    loop = Loop(rank, run_dir)
+    for step in range(6):
+        loss = loop.forward(step)
+        if rank == 1 and step == FAULT_STEP:
+            if where == "loss":
+                loss = loss * float("nan")
+            else:
+                loss.register_hook(lambda gradient: gradient * float("inf"))
+        if loop.scope is not None:
+            loop.scope.loss(loss)
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.close()
+    return {"warnings": loop.warnings, "bits": loop.bits()}
+
+
+def train_with_all_nonfinite(rank: int, folder: str) -> dict[str, Any]:
+    return {
+        where: (
+            train_with_nonfinite(rank, where, None),
+            train_with_nonfinite(rank, where, f"{folder}/{where}"),
+        )
+        for where in ("loss", "gradient")
+    }
+
+
+def test_values_that_are_not_finite_are_a_finding_and_no_fault(tmp_path):
+    results = run_ranks(train_with_all_nonfinite, 2, str(tmp_path))
+    for where in ("loss", "gradient"):
+        for by_kind in results:
+            alone, watched = by_kind[where]
+            assert alone["bits"] == watched["bits"]
+            assert watched["warnings"] == []
+        run = Run.open(tmp_path / where)
+        _, nonfinite_TW = run.per_worker("nonfinite")
+        first = nonfinite_TW.astype(bool)[: FAULT_STEP + 1].tolist()
+        assert first == [[False, False]] * FAULT_STEP + [[False, True]]
+        [finding] = run.findings()
+        assert (finding.cause, finding.first_step) == ("numerics.nonfinite", FAULT_STEP)
+
+
+def copy_while_watched(rank: int, folder: str) -> list[str]:
+    loop = Loop(rank, f"{folder}/run")
+    for step in range(4):
+        loop.step(step)
+        twin = copy.deepcopy(loop.ddp)
+        stored = io.BytesIO()
+        torch.save(loop.ddp, stored)
+        stored.seek(0)
+        for other in (twin, torch.load(stored, weights_only=False)):
+            other(**make_batch(rank, 50))["loss"].backward()
+    loop.close()
+    names = [type(hook).__module__ for hook in twin._forward_pre_hooks.values()]
+    return [*loop.warnings, *(name for name in names if "rankscope" in name)]
+
+
+def test_copies_of_the_model_are_not_watched(tmp_path):
+    assert run_ranks(copy_while_watched, 2, str(tmp_path)) == [[], []]
+    run = Run.open(tmp_path / "run")
+    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(4))
+    assert (run.columns(Table.STEPS, "samples_drawn")["samples_drawn"] == 6).all()
+
+
+def watch_again_after_a_fault(rank: int, folder: str) -> int:
+    loop = Loop(rank, f"{folder}/run")
+    for step in range(3):
+        if step == 1 and rank == 0:
+            break_hook(loop)
+        loop.step(step)
+    loop.close()
+    loop.watch(f"{folder}/run")
+    for step in range(3, 6):
+        loop.step(step)
+    loop.close()
+    return len(loop.warnings)
+
+
+def test_a_job_can_be_watched_again_after_a_fault(tmp_path):
+    assert run_ranks(watch_again_after_a_fault, 2, str(tmp_path)) == [2, 1]  # and the new directory
+    assert Run.open(tmp_path / "run").status == "incomplete"
+    again = Run.open(tmp_path / "run-2")
+    assert again.status == "complete"
+    assert again.columns(Table.STEPS, "observed")["observed"].tolist() == [1, 1, 1]

@@ -1,0 +1,165 @@
+"""Passes that raise, or that nothing comes of: the training goes on, and so do the books."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rankscope import Run
+from rankscope.core.signals import Table
+from support.loops import Loop
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+NUM_BATCHES = 8
+LOST = (0, 2, 3, 6)
+"""Batches of which nothing comes."""
+
+PLACES = [
+    "dropped",  # the training does not like the loss
+    "in forward",
+    "in the loss function",
+    "at the output",
+    "in the model",
+    "at different places",
+    "in an early micro-batch",
+]
+
+
+class InterruptedPassError(Exception):
+    pass
+
+
+def stop(*_: Any) -> None:
+    raise InterruptedPassError
+
+
+def press_key(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def run_into(loop: Loop, number: int, place: str, *, named: bool = False) -> None:
+    """Begin with a batch, and give up at the given place."""
+    if place == "in forward":
+        handle = loop.model.hidden.register_forward_hook(stop)
+    else:
+        handle = loop.model.embedding.weight.register_hook(stop)
+    with contextlib.suppress(InterruptedPassError, KeyboardInterrupt):
+        loss = loop.forward(number)
+        give(loop, loss, named=named)
+        if place == "in the loss function":
+            scaled = 3 * loss
+            scaled.register_hook(press_key)
+            scaled.backward()
+        elif place == "at the output":
+            loss.register_hook(press_key)
+            loss.backward()
+        elif place != "dropped":
+            loss.backward()
+    handle.remove()
+
+
+def give(loop: Loop, loss: torch.Tensor, *, named: bool) -> None:
+    if loop.scope is not None and named:
+        loop.scope.loss(loss)
+
+
+def train(rank: int, place: str, run_dir: str | None, *, named: bool) -> dict[str, Any]:
+    loop = Loop(rank, run_dir)
+    losses = []
+    own_place = place
+    if place == "at different places":
+        own_place = ("at the output", "in the model", "in the loss function")[rank]
+    for number in range(NUM_BATCHES):
+        if loop.scope is not None and named:
+            loop.scope.batch([100 * number + rank, f"{number} {rank}"])
+        if number not in LOST:
+            loss = loop.forward(number)
+            give(loop, loss, named=named)
+            loss.backward()
+            losses.append(loss.item())
+            loop.optimizer.step()
+        elif place == "in an early micro-batch":
+            with loop.ddp.no_sync():
+                run_into(loop, number, "in the model", named=named)
+        else:
+            run_into(loop, number, own_place, named=named)
+            loop.ddp.reducer._reset_state()  # else DDP itself may refuse to go on
+        loop.optimizer.zero_grad()
+    loop.close()
+    assert loop.warnings == []
+    return {"losses": losses, "bits": loop.bits()}
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    return {
+        (place, named): (
+            train(rank, place, None, named=named),
+            train(rank, place, f"{folder}/{place} {named}", named=named),
+        )
+        for place in PLACES
+        for named in (False, True)
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
+def trained(request):
+    with tempfile.TemporaryDirectory() as folder:
+        yield run_ranks(train_all, request.param, folder), Path(folder)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["seen", "given"])
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_of_such_a_pass_is_recorded(trained, place, named):
+    results, folder = trained
+    run = Run.open(folder / f"{place} {named}")
+    assert run.status == "complete"
+    kept = [number for number in range(NUM_BATCHES) if number not in LOST]
+    steps, losses_TW = run.per_worker("loss")
+    assert steps.tolist() == list(range(len(kept)))
+    for rank, by_place in enumerate(results):
+        alone, watched = by_place[place, named]
+        assert alone["bits"] == watched["bits"], rank
+        np.testing.assert_allclose(losses_TW[:, rank], watched["losses"], rtol=1e-6)
+    assert run.columns(Table.STEPS, "observed")["observed"].all()
+    _, norms_TW = run.per_worker("grad_norm")
+    _, scales_TW = run.per_worker("grad_scale")
+    assert np.isfinite(norms_TW).all()
+    assert (scales_TW == 1).all()
+    assert run.table(Table.MICRO).num_rows == 0
+    samples = run.columns(Table.SAMPLES, "step", "rank", "samples")
+    for step, rank, row in zip(*samples.values(), strict=True):
+        if named:
+            assert row[0] == 100 * kept[step] + rank
+        assert len(row) == (2 if named else 3)
+
+
+def abort_without_zeroing(rank: int, folder: str) -> Any:
+    results = []
+    for run_dir in (None, f"{folder}/run"):
+        loop = Loop(rank, run_dir)
+        for number in range(6):
+            if number in (1, 3):
+                with loop.ddp.no_sync():
+                    run_into(loop, number, "in the model")
+                continue
+            loop.step(number)
+        loop.close()
+        results.append(loop.bits())
+        assert loop.warnings == []
+    return results
+
+
+def test_what_an_aborted_pass_left_in_the_gradients_is_noticed(tmp_path):
+    for alone, watched in run_ranks(abort_without_zeroing, 2, str(tmp_path)):
+        assert alone == watched
+    run = Run.open(tmp_path / "run")
+    _, flags_TW = run.per_worker("grad_carried_over")
+    assert flags_TW.astype(bool).tolist() == [[b, b] for b in (False, True, True, False)]
+    observed = run.columns(Table.STEPS, "observed")["observed"].astype(bool)
+    assert observed.tolist() == [True, False, False, True]

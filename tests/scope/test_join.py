@@ -1,0 +1,89 @@
+"""Uneven inputs: ranks that have run out of data shadow the steps of the others in ``join()``."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rankscope import Run
+from rankscope.core.signals import Table
+from support.loops import Loop
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = (5, 3, 4)
+"""Steps for which each rank has data, in each of two epochs."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "unused parameters": {"find_unused_parameters": True},
+    "micro-batches": {},
+}
+
+
+def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
+    loop = Loop(rank, run_dir, ddp=dict(WAYS[way]))
+    losses = []
+    for epoch in range(2):
+        with loop.ddp.join():
+            for step in range(NUM_STEPS[rank]):
+                number = 100 * epoch + 2 * step
+                if way == "micro-batches":
+                    with loop.ddp.no_sync():
+                        loop.forward(number).backward()
+                loss = loop.forward(number + 1)
+                loss.backward()
+                losses.append(loss.item())
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+    loop.close()
+    assert loop.warnings == []
+    bits = loop.bits()
+    return {"losses": losses, "bits": bits}
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    return {way: (train(rank, way, None), train(rank, way, f"{folder}/{way}")) for way in WAYS}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
+def trained(request):
+    with tempfile.TemporaryDirectory() as folder:
+        yield run_ranks(train_all, request.param, folder), Path(folder)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_steps_of_the_others_go_on(trained, way):
+    results, folder = trained
+    num_ranks = len(results)
+    run = Run.open(folder / way)
+    assert run.status == "complete"
+    longest = max(NUM_STEPS[:num_ranks])
+    present_TW = np.array([[step < n for n in NUM_STEPS[:num_ranks]] for step in range(longest)])
+    present_TW = np.concatenate([present_TW, present_TW])
+    observed = run.columns(Table.STEPS, "observed")["observed"].astype(bool)
+    assert observed.tolist() == present_TW.all(axis=1).tolist()
+    for rank, by_way in enumerate(results):
+        alone, watched = by_way[way]
+        assert alone["bits"] == watched["bits"], rank
+        assert alone["losses"] == watched["losses"]
+    _, samples_TW = run.per_worker("num_samples")
+    per_step = 6 if way == "micro-batches" else 3
+    assert np.nan_to_num(samples_TW).tolist() == (per_step * present_TW).tolist()
+    for name in ("loss", "grad_norm"):
+        _, values_TW = run.per_worker(name)
+        assert np.isfinite(values_TW).tolist() == present_TW.tolist()
+
+
+def test_losses_are_those_of_the_rank(trained):
+    results, folder = trained
+    _, losses_TW = Run.open(folder / "plain").per_worker("loss")
+    for rank, by_way in enumerate(results):
+        losses_T = losses_TW[:, rank]
+        np.testing.assert_allclose(
+            losses_T[np.isfinite(losses_T)], by_way["plain"][1]["losses"], rtol=1e-6
+        )

@@ -1,0 +1,73 @@
+"""Ten thousand watched steps leave no object, no tensor and no memory behind."""
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope import Run
+from rankscope.core.signals import Table
+from support.loops import collect_warnings
+from support.ranks import run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+STEPS = 10_000
+COUNTED_AFTER = (2_000, 4_000, 6_000, 8_000, 10_000)
+_PAGE_BYTES = 4096
+
+
+def train(rank: int, run_dir: str) -> dict[str, Any]:
+    warnings = collect_warnings()
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    inputs = torch.randn(2, 4)
+    options = {"overhead_budget": None, "sketch_width": 31, "flush_seconds": 0.5}
+    counts = []
+    with rankscope.watch(ddp, optimizer, run_dir=run_dir, **options) as scope:
+        for step in range(STEPS):
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 250 == 249:
+                wait_for(scope, step - 1)  # the books of a step close when the next begins
+            if step + 1 in COUNTED_AFTER:
+                counts.append(count())
+    return {"warnings": warnings, "counts": counts}
+
+
+def wait_for(scope: rankscope.Scope, step: int) -> None:
+    while scope.latest is None or scope.latest.step < step:
+        time.sleep(0.001)
+
+
+def count() -> dict[str, int]:
+    gc.collect()
+    objects = gc.get_objects()
+    return {
+        "objects": len(objects),
+        "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in objects),
+        "bytes": int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES,
+    }
+
+
+@pytest.mark.timeout(280)
+def test_nothing_grows_with_the_number_of_steps(tmp_path):
+    for rank in run_ranks(train, 2, str(tmp_path / "run"), timeout=270):
+        assert rank["warnings"] == []
+        early, *later = rank["counts"]
+        for counts in later:
+            assert counts["tensors"] <= early["tensors"] + 20
+            # Rank 0 holds the rows of half a second until it writes them. One object per step
+            # would come to 8,000.
+            assert counts["objects"] <= early["objects"] + 3_000
+            assert counts["bytes"] <= early["bytes"] + 16 * 2**20
+    run = Run.open(tmp_path / "run")
+    assert run.table(Table.STEPS).num_rows == STEPS
+    assert run.status == "complete"

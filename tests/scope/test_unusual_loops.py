@@ -1,0 +1,209 @@
+"""Training loops off the beaten track: measured right or not at all, and never changed."""
+
+import contextlib
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rankscope import Run
+from rankscope.core.signals import Table
+from support.loops import Loop
+from support.models import make_batch
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 4
+UNMEASURED, CARRIED_OVER = "unmeasured", "carried over"
+
+Expected = str | float
+"""What is recorded of a step on one rank: one of the words above, or the gradient's norm."""
+
+
+def exact_norm(loop: Loop, *batches: int, branch: tuple[bool, ...] = ()) -> float:
+    """Return the norm of the mean gradient over batches, computed on a copy without DDP."""
+    alone = copy.deepcopy(loop.model)
+    alone.zero_grad()
+    with torch.random.fork_rng(devices=[]):
+        for index, number in enumerate(batches):
+            options = {"use_branch": True} if branch and branch[index] else {}
+            (alone(**make_batch(loop.rank, number), **options)["loss"] / len(batches)).backward()
+    parts = [p.grad.double().flatten() for p in alone.parameters() if p.grad is not None]
+    return torch.cat(parts).norm().item()
+
+
+def never_zeroed(loop: Loop) -> Iterator[Expected]:
+    for step in range(STEPS):
+        norm = exact_norm(loop, step)
+        loop.forward(step).backward()
+        loop.optimizer.step()
+        yield CARRIED_OVER if step else norm
+
+
+def zeroed_in_every_second_step(loop: Loop) -> Iterator[Expected]:
+    for step in range(STEPS):
+        norm = exact_norm(loop, step)
+        loop.forward(step).backward()
+        loop.optimizer.step()
+        if step % 2:
+            loop.optimizer.zero_grad(set_to_none=False)
+        yield CARRIED_OVER if step % 2 else norm
+
+
+def one_layer_never_zeroed(loop: Loop) -> Iterator[Expected]:
+    for step in range(STEPS):
+        norm = exact_norm(loop, step)
+        loop.forward(step).backward()
+        loop.optimizer.step()
+        for layer in (loop.model.embedding, loop.model.norm, loop.model.head):
+            layer.zero_grad(set_to_none=False)
+        yield CARRIED_OVER if step else norm
+
+
+def zeroed_before_backward(loop: Loop) -> Iterator[Expected]:
+    for step in range(STEPS):
+        norm = exact_norm(loop, step)
+        loss = loop.forward(step)
+        loop.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss.backward()
+        loop.optimizer.step()
+        yield norm
+
+
+def micro_batches_that_all_synchronise(loop: Loop) -> Iterator[Expected]:
+    for step in range(STEPS):
+        norm = exact_norm(loop, step)
+        loop.forward(step).backward()
+        if step % 2:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        yield CARRIED_OVER if step % 2 else norm
+
+
+def backward_twice(loop: Loop) -> Iterator[Expected]:
+    """The second pass adds the local gradient to the reduced one: a bug, but not the monitor's."""
+    for step in range(STEPS):
+        norm = exact_norm(loop, step)
+        loss = loop.forward(step)
+        if step == 1:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        yield UNMEASURED if step == 1 else norm
+
+
+def one_backward_for_two_forwards(loop: Loop) -> Iterator[Expected]:
+    for step in range(STEPS):
+        norm = exact_norm(loop, 2 * step, 2 * step + 1)
+        (loop.forward(2 * step) + loop.forward(2 * step + 1)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        yield norm
+
+
+def other_gradients_on_the_way(loop: Loop) -> Iterator[Expected]:
+    """``autograd.grad`` runs through the model without accumulating anything."""
+    for step in range(STEPS):
+        norm = exact_norm(loop, step)
+        loss = loop.forward(step)
+        torch.autograd.grad(loss, loop.model.head.bias, retain_graph=True)
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        yield norm
+
+
+def forward_passes_before_backward_passes(loop: Loop) -> Iterator[Expected]:
+    for step in range(STEPS):
+        numbers = range(3 * step, 3 * step + 3)
+        norm = exact_norm(loop, *numbers)
+        with loop.ddp.no_sync():
+            losses = [loop.forward(number) / 3 for number in numbers[:2]]
+            for loss in losses:
+                loss.backward()
+        (loop.forward(numbers[2]) / 3).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        yield norm
+
+
+def branch_in_some_micro_batches(loop: Loop) -> Iterator[Expected]:
+    """A parameter that only an early micro-batch uses is not read in the last one."""
+    for step in range(STEPS):
+        used = [(True, True), (True, False), (False, True), (True, True)][step]
+        if loop.rank == 1:
+            used = (True, True)
+        norm = exact_norm(loop, 2 * step, 2 * step + 1, branch=used)
+        for micro in range(2):
+            with loop.ddp.no_sync() if micro == 0 else contextlib.nullcontext():
+                batch: dict[str, Any] = make_batch(loop.rank, 2 * step + micro)
+                (loop.ddp(**batch, use_branch=used[micro])["loss"] / 2).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        yield UNMEASURED if used == (True, False) else norm
+
+
+LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
+    never_zeroed,
+    zeroed_in_every_second_step,
+    one_layer_never_zeroed,
+    zeroed_before_backward,
+    micro_batches_that_all_synchronise,
+    backward_twice,
+    one_backward_for_two_forwards,
+    other_gradients_on_the_way,
+    forward_passes_before_backward_passes,
+    branch_in_some_micro_batches,
+]
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    results = {}
+    for loop in LOOPS:
+        for views in (False, True):
+            name = f"{loop.__name__}{' in bucket views' * views}"
+            options: dict[str, Any] = {"ddp": {"gradient_as_bucket_view": views}}
+            if loop is branch_in_some_micro_batches:
+                options["ddp"]["find_unused_parameters"] = options["branch"] = True
+            alone = Loop(rank, None, **copy.deepcopy(options))
+            list(loop(alone))
+            watched = Loop(rank, f"{folder}/{name}", **options)
+            expected = list(loop(watched))
+            watched.close()
+            assert watched.warnings == []
+            results[name] = {"expected": expected, "same": alone.bits() == watched.bits()}
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
+def trained(request):
+    with tempfile.TemporaryDirectory() as folder:
+        yield run_ranks(train_all, request.param, folder), Path(folder)
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["own gradients", "bucket views"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_measured_right_or_not_at_all(trained, loop, views):
+    results, folder = trained
+    name = f"{loop.__name__}{' in bucket views' * views}"
+    run = Run.open(folder / name)
+    assert all(rank[name]["same"] for rank in results)
+    expected = [
+        list(step) for step in zip(*[rank[name]["expected"] for rank in results], strict=True)
+    ]
+    observed = run.columns(Table.STEPS, "observed")["observed"].astype(bool)
+    assert observed.tolist() == [not any(isinstance(e, str) for e in step) for step in expected]
+    assert observed.any()
+    _, flags = run.per_worker("grad_carried_over")
+    assert flags.astype(bool).tolist() == [[e == CARRIED_OVER for e in step] for step in expected]
+    _, norms = run.per_worker("grad_norm")
+    fine = [step for step, seen in enumerate(observed) if seen]
+    np.testing.assert_allclose(norms[fine], [expected[step] for step in fine], rtol=1e-6)
+    assert np.isfinite(run.columns(Table.STEPS, "loss_mean")["loss_mean"]).all()

@@ -1,0 +1,110 @@
+"""What can be watched at all, and what is refused in one sentence."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import rankscope
+from rankscope import Run
+from rankscope.core.signals import Table
+from rankscope.errors import UnsupportedError
+from support.models import make_batch, make_model
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def python_reducer() -> DistributedDataParallel:
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        return DistributedDataParallel(make_model())
+    finally:
+        torch._dynamo.config.optimize_ddp = True
+
+
+def mixed_precision() -> DistributedDataParallel:
+    return DistributedDataParallel(
+        make_model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)
+    )
+
+
+def delayed_reduction() -> DistributedDataParallel:
+    model = make_model()
+    return DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("head.bias", model.head.bias)],
+        param_to_hook_all_reduce=model.embedding.weight,
+    )
+
+
+REFUSED = {
+    "python_reducer": python_reducer,
+    "mixed_precision": mixed_precision,
+    "delay_all_reduce_named_params": delayed_reduction,
+}
+
+
+def try_all(rank: int, run_dir: str) -> list[str]:
+    problems = []
+    for make in REFUSED.values():
+        with pytest.raises(UnsupportedError) as caught:
+            rankscope.watch(make(), run_dir=run_dir)
+        problems.append(str(caught.value))
+    return problems
+
+
+def test_what_cannot_be_watched_is_refused_in_one_sentence(tmp_path):
+    for problems in run_ranks(try_all, 2, str(tmp_path / "run")):
+        for name, problem in zip(REFUSED, problems, strict=True):
+            assert problem.startswith("watch() expected")
+            assert f"got {name}" in problem.replace("optimize_ddp='python_reducer'", name)
+            assert ". " not in problem
+    assert not (tmp_path / "run").exists()
+
+
+def ignored_parameter(rank: int, run_dir: str) -> list[tuple[float, float]]:
+    """DDP leaves a parameter alone on request; it is neither reduced nor compared."""
+    model = make_model(dropout=0.0)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.bias"])
+    ddp = DistributedDataParallel(model)
+    norms = []
+    with rankscope.watch(ddp, run_dir=run_dir, overhead_budget=None):
+        for step in range(3):
+            ddp(**make_batch(rank, step))["loss"].backward()
+            reduced = [p.grad for name, p in model.named_parameters() if name != "head.bias"]
+            norms.append(torch.cat([part.double().flatten() for part in reduced]).norm().item())
+            ddp.zero_grad()
+    return norms
+
+
+def test_parameters_that_ddp_ignores_are_left_out(tmp_path):
+    norms, _ = run_ranks(ignored_parameter, 2, str(tmp_path / "run"))
+    reduced = Run.open(tmp_path / "run").columns(Table.STEPS, "grad_norm_reduced")
+    np.testing.assert_allclose(reduced["grad_norm_reduced"], norms, rtol=1e-6)
+
+
+def sparse_embedding(rank: int, run_dir: str) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 1))
+    ddp = DistributedDataParallel(model)
+    norms = []
+    with rankscope.watch(ddp, run_dir=run_dir, overhead_budget=None) as scope:
+        for step in range(4):
+            ids = torch.randint(50, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+            alone = torch.autograd.grad(model(ids).square().mean(), list(model.parameters()))
+            dense = [part.to_dense() if part.is_sparse else part for part in alone]
+            norms.append(torch.cat([part.double().flatten() for part in dense]).norm().item())
+            loss = ddp(ids).square().mean()
+            scope.loss(loss)
+            loss.backward()
+            ddp.zero_grad(set_to_none=step % 2 == 0)
+    return norms
+
+
+def test_sparse_gradients(tmp_path):
+    expected_WT = run_ranks(sparse_embedding, 2, str(tmp_path / "run"))
+    run = Run.open(tmp_path / "run")
+    assert run.columns(Table.STEPS, "observed")["observed"].all()
+    np.testing.assert_allclose(run.per_worker("grad_norm")[1], np.transpose(expected_WT), rtol=1e-6)

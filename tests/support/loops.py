@@ -1,0 +1,71 @@
+"""A plain training loop on one rank, with the warnings that the monitor logs beside it."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from support.models import make_batch, make_model
+
+
+def collect_warnings() -> list[str]:
+    """Return a list that gets every warning of the monitor in this process from now on."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rankscope")
+    logger.handlers, logger.propagate = [handler], False
+    return warnings
+
+
+class Loop:
+    """A small training on one rank, watched from its first step on if ``run_dir`` is given."""
+
+    def __init__(self, rank: int, run_dir: str | None, **options: Any) -> None:
+        self.rank = rank
+        self.warnings = collect_warnings()
+        self.model = make_model(branch=options.pop("branch", False))
+        self.ddp = DistributedDataParallel(self.model, **options.pop("ddp", {}))
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(100 + rank)
+        self.scope: Any = None
+        if run_dir is not None:
+            self.watch(run_dir, **options)
+
+    def watch(self, run_dir: str, **options: Any) -> None:
+        options = {"overhead_budget": None, **options}
+        self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
+
+    def close(self) -> None:
+        if self.scope is not None:
+            self.scope.close()
+
+    def step(self, step: int, *, optimize: bool = True, rank: int | None = None) -> None:
+        self.forward(step, rank=rank).backward()
+        if optimize:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def forward(self, step: int, *, rank: int | None = None) -> torch.Tensor:
+        """Return the loss of one batch."""
+        batch = make_batch(self.rank if rank is None else rank, step)
+        loss: torch.Tensor = self.ddp(**batch)["loss"]
+        return loss
+
+    def gradient_norm(self) -> float:
+        """Return the norm of what ``.grad`` holds now."""
+        parts = [p.grad.double().flatten() for p in self.model.parameters() if p.grad is not None]
+        return torch.cat(parts).norm().item()
+
+    def bits(self) -> dict[str, bytes]:
+        """Return every bit of the training's state."""
+        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        return {
+            **{name: value.numpy().tobytes() for name, value in self.model.state_dict().items()},
+            "momentum": b"".join(momentum.numpy().tobytes() for momentum in momenta),
+            "rng": torch.get_rng_state().numpy().tobytes(),
+            "numpy": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
+        }
