@@ -15,7 +15,7 @@ import kernel
 import scale
 import steps
 import torch
-from harness import num_parameters
+from harness import num_parameters, run_ranks
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ def bench_fsdp2(options: argparse.Namespace) -> list[Row]:
 def bench_naive(options: argparse.Namespace) -> list[Row]:
     """Compare with gathering whole gradients: time added, and bytes."""
     (naive,) = steps.run_steps("DDP", ["naive"], 512, options.more_pairs)
-    own = steps.run_ranks(steps.measure_own_cost, 2, "sketch", 512, options.more_pairs)
+    own = run_ranks(steps.measure_own_cost, 2, "sketch", 512, options.more_pairs)
     elements = num_parameters()
     whole = 2 * 4 * elements  # sent plus received, by each of two ranks
     large = steps.bytes_of_a_message(num_groups=40)

@@ -3,6 +3,7 @@
 The taps have tests of their own in every mode; here is the way from the model to the record.
 """
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -192,6 +193,27 @@ def test_deepspeed_from_the_engine_to_the_record(tmp_path):
         assert np.isfinite(columns["grad_norm_reduced"]).all()
         _, calls_TW = run.per_worker("optimizer_steps")
         assert (calls_TW[:-1] >= 1).all()
+
+
+def accumulate(rank, folder):
+    for tier in ("scalars", "exact"):
+        model = DistributedDataParallel(make_model(dropout=0.0))
+        with rankscope.watch(model, run_dir=f"{folder}/{tier}", tier=tier, overhead_budget=None):
+            for step in range(STEPS):
+                for micro in range(3):
+                    with model.no_sync() if micro < 2 else contextlib.nullcontext():
+                        (model(**make_batch(rank, 3 * step + micro))["loss"] / 3).backward()
+                model.zero_grad()
+
+
+def test_scalars_say_under_accumulation_what_inner_products_say(tmp_path):
+    run_ranks(accumulate, 2, str(tmp_path))
+    scalars, exact = (
+        Run.open(tmp_path / tier).columns(Table.STEPS, "cosine_weighted", "grad_norm_std")
+        for tier in ("scalars", "exact")
+    )
+    np.testing.assert_allclose(scalars["cosine_weighted"], exact["cosine_weighted"], atol=1e-6)
+    np.testing.assert_allclose(scalars["grad_norm_std"], exact["grad_norm_std"], rtol=1e-6)
 
 
 def refused(rank, folder):

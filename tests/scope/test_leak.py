@@ -59,7 +59,7 @@ def count() -> dict[str, int]:
 
 @pytest.mark.timeout(280)
 def test_nothing_grows_with_the_number_of_steps(tmp_path):
-    for rank in run_ranks(train, 2, str(tmp_path / "run"), timeout=270):
+    for number, rank in enumerate(run_ranks(train, 2, str(tmp_path / "run"), timeout=270)):
         assert rank["warnings"] == []
         early, *later = rank["counts"]
         for counts in later:
@@ -67,7 +67,8 @@ def test_nothing_grows_with_the_number_of_steps(tmp_path):
             # Rank 0 holds the rows of half a second until it writes them. One object per step
             # would come to 8,000.
             assert counts["objects"] <= early["objects"] + 3_000
-            assert counts["bytes"] <= early["bytes"] + 16 * 2**20
+            # Rank 0 also holds the Parquet parts that still grow, up to a fixed size each.
+            assert counts["bytes"] <= early["bytes"] + (16 if number else 96) * 2**20
     run = Run.open(tmp_path / "run")
     assert run.table(Table.STEPS).num_rows == STEPS
     assert run.status == "complete"

@@ -62,9 +62,11 @@ class DDPTap:
         self._fresh = False  # a forward pass waits for its backward pass
         self._begun = self._reduced_known = self._spoiled = False
         self._settled = False  # the step's reduction is over
-        self._measure = self._synchronises = False
+        self._due = self._measure = self._synchronises = False
         self._handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._on_gradient, name)
+            )
             for name, parameter in parameters.items()
         ]
         self._shadow = ShadowSteps(model, shadowed)
@@ -81,6 +83,7 @@ class DDPTap:
         self._synchronises = self._model.require_backward_grad_sync
         # Norms do not add up over micro-batches, so without sketches the last one says it all.
         self._measure = measure and (self._synchronises or self._sketcher.sketches)
+        self._due = measure
 
     def notice_backward(self) -> None:
         """Say, from inside it, that a backward pass has reached what the model returned."""
@@ -149,13 +152,12 @@ class DDPTap:
         self._fresh = False
         self._calls.begin_pass()
         self._spoiled = self._spoiled or self._settled  # it adds to a gradient that was reduced
-        if not self._measure:
-            return
-        self._totals.reset()
-        if not self._begun:
+        if self._due and not self._begun:
             self._begun = True
             others = [p.grad for n, p in self._parameters.items() if n != name]
             self._carried_over = _any_nonzero([g for g in others if g is not None])
+        if self._measure:
+            self._totals.reset()
 
     def _on_end(self) -> None:
         """Close a backward pass, after the reduction if it has one."""

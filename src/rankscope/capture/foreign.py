@@ -18,7 +18,7 @@ class ForeignHook:
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = torch.compiler.disable(hook)
+        self._hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> None:
         """Call the hook; it returns nothing, so inputs and outputs stay as they are."""

@@ -39,7 +39,7 @@ class _Multiplier:
 
     def __init__(self, loss: Tensor) -> None:
         self.value: Tensor | None = None
-        loss.register_hook(self._see)
+        loss.register_hook(self._see)  # type: ignore[no-untyped-call]
 
     def _see(self, gradient: Tensor | None) -> None:
         if gradient is not None:  # else nothing that follows the loss depends on it

@@ -53,7 +53,9 @@ class ForwardPasses:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a hook on a parameter would stay there
                 this.visible = True
-                tensor.register_hook(partial(self._on_gradient, this))
+                tensor.register_hook(  # type: ignore[no-untyped-call]
+                    partial(self._on_gradient, this)
+                )
 
     def take_idle(self) -> frozenset[int]:
         """Return the numbers of the passes that took no part in the step, and begin a new step."""
