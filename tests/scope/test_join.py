@@ -27,11 +27,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     loop = Loop(rank, run_dir, ddp=dict(WAYS[way]))
-    losses = []
+    losses, norms = [], []
     for epoch in range(2):
         with loop.ddp.join():
             for step in range(NUM_STEPS[rank]):
                 number = 100 * epoch + 2 * step
+                batches = (number, number + 1) if way == "micro-batches" else (number + 1,)
+                norms.append(loop.exact_norm(*batches))
                 if way == "micro-batches":
                     with loop.ddp.no_sync():
                         loop.forward(number).backward()
@@ -42,8 +44,7 @@ def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
                 loop.optimizer.zero_grad()
     loop.close()
     assert loop.warnings == []
-    bits = loop.bits()
-    return {"losses": losses, "bits": bits}
+    return {"losses": losses, "norms": norms, "bits": loop.bits()}
 
 
 def train_all(rank: int, folder: str) -> dict[str, Any]:
@@ -77,6 +78,22 @@ def test_the_steps_of_the_others_go_on(trained, way):
     for name in ("loss", "grad_norm"):
         _, values_TW = run.per_worker(name)
         assert np.isfinite(values_TW).tolist() == present_TW.tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_are_those_of_the_rank(trained, way):
+    results, folder = trained
+    _, norms_TW = Run.open(folder / way).per_worker("grad_norm")
+    _, scales_TW = Run.open(folder / way).per_worker("grad_scale")
+    for rank, by_way in enumerate(results):
+        present_T = np.isfinite(norms_TW[:, rank])
+        expected = np.array(by_way[way][1]["norms"])
+        observed_T = np.isfinite(norms_TW).all(axis=1)[present_T]
+        measured = norms_TW[present_T, rank]
+        np.testing.assert_allclose(measured[observed_T], expected[observed_T], rtol=1e-6)
+        # A step that is not observed by all keeps each rank's numbers as the hooks saw them.
+        raw = expected * scales_TW[present_T, rank]
+        np.testing.assert_allclose(measured[~observed_T], raw[~observed_T], rtol=1e-6)
 
 
 def test_losses_are_those_of_the_rank(trained):

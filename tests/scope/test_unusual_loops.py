@@ -26,21 +26,9 @@ Expected = str | float
 """What is recorded of a step on one rank: one of the words above, or the gradient's norm."""
 
 
-def exact_norm(loop: Loop, *batches: int, branch: tuple[bool, ...] = ()) -> float:
-    """Return the norm of the mean gradient over batches, computed on a copy without DDP."""
-    alone = copy.deepcopy(loop.model)
-    alone.zero_grad()
-    with torch.random.fork_rng(devices=[]):
-        for index, number in enumerate(batches):
-            options = {"use_branch": True} if branch and branch[index] else {}
-            (alone(**make_batch(loop.rank, number), **options)["loss"] / len(batches)).backward()
-    parts = [p.grad.double().flatten() for p in alone.parameters() if p.grad is not None]
-    return torch.cat(parts).norm().item()
-
-
 def never_zeroed(loop: Loop) -> Iterator[Expected]:
     for step in range(STEPS):
-        norm = exact_norm(loop, step)
+        norm = loop.exact_norm(step)
         loop.forward(step).backward()
         loop.optimizer.step()
         yield CARRIED_OVER if step else norm
@@ -48,7 +36,7 @@ def never_zeroed(loop: Loop) -> Iterator[Expected]:
 
 def zeroed_in_every_second_step(loop: Loop) -> Iterator[Expected]:
     for step in range(STEPS):
-        norm = exact_norm(loop, step)
+        norm = loop.exact_norm(step)
         loop.forward(step).backward()
         loop.optimizer.step()
         if step % 2:
@@ -58,7 +46,7 @@ def zeroed_in_every_second_step(loop: Loop) -> Iterator[Expected]:
 
 def one_layer_never_zeroed(loop: Loop) -> Iterator[Expected]:
     for step in range(STEPS):
-        norm = exact_norm(loop, step)
+        norm = loop.exact_norm(step)
         loop.forward(step).backward()
         loop.optimizer.step()
         for layer in (loop.model.embedding, loop.model.norm, loop.model.head):
@@ -68,7 +56,7 @@ def one_layer_never_zeroed(loop: Loop) -> Iterator[Expected]:
 
 def zeroed_before_backward(loop: Loop) -> Iterator[Expected]:
     for step in range(STEPS):
-        norm = exact_norm(loop, step)
+        norm = loop.exact_norm(step)
         loss = loop.forward(step)
         loop.optimizer.zero_grad(set_to_none=step % 2 == 0)
         loss.backward()
@@ -78,7 +66,7 @@ def zeroed_before_backward(loop: Loop) -> Iterator[Expected]:
 
 def micro_batches_that_all_synchronise(loop: Loop) -> Iterator[Expected]:
     for step in range(STEPS):
-        norm = exact_norm(loop, step)
+        norm = loop.exact_norm(step)
         loop.forward(step).backward()
         if step % 2:
             loop.optimizer.step()
@@ -89,7 +77,7 @@ def micro_batches_that_all_synchronise(loop: Loop) -> Iterator[Expected]:
 def backward_twice(loop: Loop) -> Iterator[Expected]:
     """The second pass adds the local gradient to the reduced one: a bug, but not the monitor's."""
     for step in range(STEPS):
-        norm = exact_norm(loop, step)
+        norm = loop.exact_norm(step)
         loss = loop.forward(step)
         if step == 1:
             loss.backward(retain_graph=True)
@@ -101,7 +89,7 @@ def backward_twice(loop: Loop) -> Iterator[Expected]:
 
 def one_backward_for_two_forwards(loop: Loop) -> Iterator[Expected]:
     for step in range(STEPS):
-        norm = exact_norm(loop, 2 * step, 2 * step + 1)
+        norm = loop.exact_norm(2 * step, 2 * step + 1)
         (loop.forward(2 * step) + loop.forward(2 * step + 1)).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -111,7 +99,7 @@ def one_backward_for_two_forwards(loop: Loop) -> Iterator[Expected]:
 def other_gradients_on_the_way(loop: Loop) -> Iterator[Expected]:
     """``autograd.grad`` runs through the model without accumulating anything."""
     for step in range(STEPS):
-        norm = exact_norm(loop, step)
+        norm = loop.exact_norm(step)
         loss = loop.forward(step)
         torch.autograd.grad(loss, loop.model.head.bias, retain_graph=True)
         loss.backward()
@@ -123,7 +111,7 @@ def other_gradients_on_the_way(loop: Loop) -> Iterator[Expected]:
 def forward_passes_before_backward_passes(loop: Loop) -> Iterator[Expected]:
     for step in range(STEPS):
         numbers = range(3 * step, 3 * step + 3)
-        norm = exact_norm(loop, *numbers)
+        norm = loop.exact_norm(*numbers)
         with loop.ddp.no_sync():
             losses = [loop.forward(number) / 3 for number in numbers[:2]]
             for loss in losses:
@@ -140,7 +128,7 @@ def branch_in_some_micro_batches(loop: Loop) -> Iterator[Expected]:
         used = [(True, True), (True, False), (False, True), (True, True)][step]
         if loop.rank == 1:
             used = (True, True)
-        norm = exact_norm(loop, 2 * step, 2 * step + 1, branch=used)
+        norm = loop.exact_norm(2 * step, 2 * step + 1, branch=used)
         for micro in range(2):
             with loop.ddp.no_sync() if micro == 0 else contextlib.nullcontext():
                 batch: dict[str, Any] = make_batch(loop.rank, 2 * step + micro)

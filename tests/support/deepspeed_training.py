@@ -99,7 +99,7 @@ def observe(rank: int, mode: Mode, steps: int) -> list[Observation]:
                 truth={name: value.double().numpy() for name, value in total.items()},
                 micro_norms=[_norm(part) for part in micro],
                 gradient=to_numpy(gradient),
-                estimated=tap.norm_is_estimated,
+                estimated=gradient.norm_estimated,
                 gradient_scale=float(tap.gradient_scale),
                 reduced_copies=tap.reduced_copies,
             )

@@ -1,5 +1,6 @@
 """A plain training loop on one rank, with the warnings that the monitor logs beside it."""
 
+import copy
 import logging
 from typing import Any
 
@@ -55,9 +56,19 @@ class Loop:
         loss: torch.Tensor = self.ddp(**batch)["loss"]
         return loss
 
-    def gradient_norm(self) -> float:
-        """Return the norm of what ``.grad`` holds now."""
-        parts = [p.grad.double().flatten() for p in self.model.parameters() if p.grad is not None]
+    def exact_norm(self, *batches: int, branch: tuple[bool, ...] = ()) -> float:
+        """Return the norm of the mean gradient over the batches that come next.
+
+        Computed on a copy without DDP, with the random numbers that the training will draw.
+        """
+        alone = copy.deepcopy(self.model)
+        alone.zero_grad()
+        with torch.random.fork_rng(devices=[]):
+            for index, number in enumerate(batches):
+                options = {"use_branch": True} if branch and branch[index] else {}
+                loss = alone(**make_batch(self.rank, number), **options)["loss"]
+                (loss / len(batches)).backward()
+        parts = [p.grad.double().flatten() for p in alone.parameters() if p.grad is not None]
         return torch.cat(parts).norm().item()
 
     def bits(self) -> dict[str, bytes]:

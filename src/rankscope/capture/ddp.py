@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rankscope.capture.backward import BackwardEnd
 from rankscope.capture.join import ShadowSteps
+from rankscope.capture.micro import MicroBatches
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.tap import Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
@@ -55,7 +56,7 @@ class DDPTap:
         self._backward = BackwardEnd(self._on_begin, self._on_end, guarded)
         self._totals = sketcher.new_totals()
         self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
-        self._micro = _MicroBatches()
+        self._micro = MicroBatches()
         self._calls = _HookCalls()
         self._carried_over: Tensor | None = None
         self._first = True  # the next gradient is the first of its backward pass
@@ -240,29 +241,3 @@ class _HookCalls:
         absent = {n: count for n, count in self._expected.items() if n not in self._counts}
         expected, self._expected = self._expected, absent | several
         return expected != self._expected
-
-
-class _MicroBatches:
-    """The squared norms of single micro-batches, told from sums that grow with each of them."""
-
-    def __init__(self) -> None:
-        self._before: Tensor | None = None
-        self._squared_norms: list[Tensor] = []
-
-    def reset(self) -> None:
-        self._before = None
-        self._squared_norms.clear()
-
-    def add(self, totals: GradientTotals, *, last: bool) -> None:
-        """Take the totals of the gradient accumulated so far."""
-        if last and self._before is None:
-            return  # a single micro-batch
-        sketch = totals.sketches.sum(0)
-        if self._before is None:
-            self._squared_norms.append(totals.squared_norms.sum())
-        else:
-            self._squared_norms.append((sketch - self._before).double().square().sum())
-        self._before = sketch
-
-    def squared_norms(self) -> Tensor | None:
-        return torch.stack(self._squared_norms) if self._squared_norms else None

@@ -85,8 +85,6 @@ class DeepSpeedTap:
     Attributes:
         gradient_scale: Scalar tensor: the loss scale that the gradient of the last measured step
             carries, 1 without one; None before such a step.
-        norm_is_estimated: Whether the squared norms that :meth:`collect` returned last are
-            estimates, with a relative RMS error of at most about ``sqrt(2/k)``.
 
     Raises:
         UnsupportedError: The engine works in a way that cannot be watched.
@@ -111,7 +109,6 @@ class DeepSpeedTap:
         self._measure = self._running = self._ending = self._complete = False
         self._num_backwards = 0
         self.gradient_scale: Tensor | None = None
-        self.norm_is_estimated = False
         self._calls = [
             _Intercepted(engine, _BEGIN, guarded, before=self._begin_backward),
             _Intercepted(engine, _REDUCE, guarded, before=self._before_reduction),
@@ -148,8 +145,9 @@ class DeepSpeedTap:
             totals, micro = self._local.result()
             off = self._read_reduced is ReadReduced.OFF
             reduced = None if off else self._reduced.clone()
-            self.norm_is_estimated = self._local.estimated
-            gradient = LocalGradient(totals, reduced, micro, self._local.carried_over)
+            gradient = LocalGradient(
+                totals, reduced, micro, self._local.carried_over, self._local.estimated
+            )
         self._local.reset()
         self._running = self._ending = self._complete = False
         self._num_backwards = 0

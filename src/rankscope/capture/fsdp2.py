@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankscope.capture.ddp import _MicroBatches
 from rankscope.capture.fsdp2_calls import listen
 from rankscope.capture.fsdp2_model import ManagedParameter, fsdp2_states, managed_parameters
 from rankscope.capture.fsdp2_shard import measure_shard
+from rankscope.capture.micro import MicroBatches
 from rankscope.capture.parts import GradientParts
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.tap import Guarded, LocalGradient, ReadReduced
@@ -67,7 +67,7 @@ class FSDP2Tap:
         self._parts = GradientParts(sketcher)
         self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
         self._scratch: GradientTotals | None = None
-        self._micro = _MicroBatches()
+        self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
         self._read: set[str] = set()  # in this step
         self._read_now: set[str] = set()  # in this backward pass
@@ -121,6 +121,7 @@ class FSDP2Tap:
                 self._parts.totals(),
                 None if self._reduced is None or not self._reduced_read else self._reduced.clone(),
                 self._micro_squared_norms(),
+                norm_estimated=self._parts.count > 1,
             )
         self._start_again()
         return gradient

@@ -19,8 +19,8 @@ class HandedOver:
 
     Attributes:
         gradient: What travels to the other workers.
-        values: LOCAL signals: ``grad_norm``, ``grad_max``, ``grad_nonfinite``, ``reduced_norm``
-            and ``grad_carried_over``, as far as they are known.
+        values: LOCAL signals: ``grad_norm``, ``grad_norm_estimated``, ``grad_max``,
+            ``grad_nonfinite``, ``reduced_norm`` and ``grad_carried_over``.
         micro_norms: Gradient norms of the micro-batches ``[M]``, empty when unknown.
     """
 
@@ -61,6 +61,7 @@ class GradientHandover:
         elif reduced_width:  # it could not be read in this step; a message has room for it
             sketches.append(totals.sketches.new_full((reduced_width,), math.nan))
         self._sketches = HostCopy(torch.cat(sketches)) if sketches else None
+        self._norm_estimated = measured.norm_estimated
         self._gram = None if gram is None else HostCopy(gram)
 
     def read(self) -> HandedOver:
@@ -83,6 +84,7 @@ class GradientHandover:
             ),
             {
                 "grad_norm": float(np.sqrt(squares_G.sum())),
+                "grad_norm_estimated": self._norm_estimated,
                 "grad_max": float(largest),
                 "grad_nonfinite": float(nonfinite),
                 "reduced_norm": float(np.sqrt(reduced_square)),

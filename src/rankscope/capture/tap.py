@@ -37,12 +37,15 @@ class LocalGradient:
         carried_over: Boolean scalar tensor: whether the gradient held something before the step
             began (it was not zeroed), so that ``totals`` is not purely local. None when the tap
             cannot be misled in this way.
+        norm_estimated: Whether the squared norms of ``totals`` are estimates, with a relative RMS
+            error of about ``sqrt(2/k)``, since the gradient was only ever seen in parts.
     """
 
     totals: GradientTotals
     reduced: GradientTotals | None = None
     micro_squared_norms: Tensor | None = None
     carried_over: Tensor | None = None
+    norm_estimated: bool = False
 
 
 class GradientTap(Protocol):

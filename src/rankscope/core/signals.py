@@ -121,6 +121,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given"),
         ("loss_sem", _FLOAT, "nats/token", _LOCAL, _NONE, "standard error of the local loss, from its micro-batches or samples"),
         ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction"),
+        ("grad_norm_estimated", _BOOL, "", _LOCAL, _NONE, "whether grad_norm is an estimate, since the gradient was only seen in parts: ZeRO 2 and 3 with accumulation"),
         ("grad_max", _FLOAT, "", _LOCAL, _BOTH, "largest magnitude of an element of the local gradient"),
         ("grad_nonfinite", _INT, "elements", _LOCAL, _HIGH, "elements of the local gradient that are infinite or NaN"),
         ("grad_scale", _FLOAT, "", _LOCAL, _BOTH, "what the loss was multiplied by before backward (scaler, accumulation), summed over micro-batches; its median over workers is undone in all gradient columns"),
