@@ -110,8 +110,7 @@ def render(results: dict[str, list[Row]]) -> str:
         "drawn at random, so that the machine's own drift cancels: the median of the pairwise "
         "ratios, and the 95 % interval of that median.",
         f"torch {torch.__version__}, {platform.machine()}, one thread per rank, 2 ranks over gloo, "
-        f"{num_parameters() / 1e6:.1f} M parameters, every step observed. No accelerator was at "
-        "hand, so the rows for it are not measured.",
+        f"{num_parameters() / 1e6:.1f} M parameters, every step observed.",
         "## Step time, watched / unwatched",
         _ratios([*results.get("ddp", []), *results.get("fsdp2", [])]),
         "The default is `sketch`: every pair, every group, and the norm of the reduced gradient.",

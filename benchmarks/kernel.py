@@ -1,8 +1,9 @@
 """The kernels against what the memory gives: bytes of the gradient per second, as ratios.
 
-On the CPU the reference is fp32 ``torch.dot`` of the same elements, on one thread, and seconds are
-the thread's own; a kernel and the reference take turns. On CUDA the reference is a device-to-device
-copy, with the bytes that it reads and those that it writes.
+On the CPU the reference is fp32 ``torch.dot`` over the very same bytes, since pages of memory
+differ in speed by more than kernels do; several buffers take turns. Both run on one thread and
+are timed by its own clock. On CUDA the reference is a device-to-device copy, with the bytes that
+it reads and those that it writes.
 
 Run ``python benchmarks/kernel.py``, or ``make bench``.
 """
@@ -24,11 +25,13 @@ from rankscope.capture.kernels.plain import PlainKernel
 
 Row = dict[str, Any]
 Clock = Callable[[], float]
+Work = Callable[[], object]
 WIDTH = 4093
-ELEMENTS = 16_000_000
-ELEMENTS_CUDA = 256_000_000
+BYTES = 64_000_000  # twice what a large cache holds
+BUFFERS = 4
+BYTES_CUDA = 1_024_000_000
 PAIRS = 40
-WARM_UP = 3
+WARM_UP = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_REFERENCE = "fp32 torch.dot, CPU, one thread"
 CUDA_REFERENCE = "copy, bytes read + written, CUDA"
@@ -74,15 +77,17 @@ def _cpu_kernels() -> list[Kernel]:
 
 
 def _cpu_rows(kernel: Kernel, pairs: int) -> list[Row]:
-    values = torch.randn(ELEMENTS)
-    reference = partial(torch.dot, values, values)
     rows = []
     for dtype in DTYPES:
-        gradient = values.to(dtype)
-        work = _sketching(kernel, gradient)
-        ratios = _ratios(work, reference, time.thread_time, pairs)
-        scale = gradient.element_size() / values.element_size()
-        rows.append(_row(kernel.name, dtype, CPU_REFERENCE, [scale * ratio for ratio in ratios]))
+        buffers = [torch.randn(BYTES // dtype.itemsize).to(dtype) for _ in range(BUFFERS)]
+        views = [buffer.view(torch.float32) for buffer in buffers]
+        ratios = _ratios(
+            [_sketching(kernel, buffer) for buffer in buffers],
+            [partial(torch.dot, view, view) for view in views],
+            time.thread_time,
+            pairs,
+        )
+        rows.append(_row(kernel.name, dtype, CPU_REFERENCE, ratios))
     return rows
 
 
@@ -93,29 +98,27 @@ def _cuda_rows(pairs: int) -> list[Row]:
     kernel = choose_kernel(device, WIDTH, period_signs(0))
     rows = []
     for dtype in DTYPES:
-        gradient = torch.randn(ELEMENTS_CUDA, device=device).to(dtype)
+        gradient = torch.randn(BYTES_CUDA // dtype.itemsize, device=device).to(dtype)
         copy = partial(torch.empty_like(gradient).copy_, gradient)
-        ratios = _ratios(_sketching(kernel, gradient), copy, _synchronised, pairs)
+        ratios = _ratios([_sketching(kernel, gradient)], [copy], _synchronised, pairs)
         rows.append(_row(kernel.name, dtype, CUDA_REFERENCE, [ratio / 2 for ratio in ratios]))
     return rows
 
 
-def _sketching(kernel: Kernel, gradient: Tensor) -> Callable[[], object]:
+def _sketching(kernel: Kernel, gradient: Tensor) -> Work:
     signs = ParameterSigns("parameter", 0, gradient.device)
     totals = GradientTotals.zeros(1, WIDTH, gradient.device)
     return partial(kernel.measure, gradient, signs, 0, totals, 0)
 
 
-def _ratios(
-    work: Callable[[], object], reference: Callable[[], object], clock: Clock, pairs: int
-) -> list[float]:
-    """Return the reference's seconds over those of the work, pair by pair."""
+def _ratios(works: list[Work], references: list[Work], clock: Clock, pairs: int) -> list[float]:
+    """Return the references' seconds over those of the work, pair by pair."""
     ratios = []
     for number in range(WARM_UP + pairs):
         start = clock()
-        work()
+        works[number % len(works)]()
         middle = clock()
-        reference()
+        references[number % len(references)]()
         end = clock()
         if number >= WARM_UP:
             ratios.append((end - middle) / (middle - start))

@@ -122,6 +122,13 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "watch() expected all gradients in DDP's buckets, got delay_all_reduce_named_params, "
             "which are reduced apart; leave it out"
         )
+    devices = {parameter.device for parameter in _trained(ddp).values()}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            "watch() expected all parameters of a worker on one device, got "
+            f"{', '.join(sorted(map(str, devices)))}; a model that is split over devices cannot "
+            "be watched yet"
+        )
 
 
 def _trained(ddp: DistributedDataParallel) -> dict[str, Tensor]:

@@ -39,10 +39,17 @@ def delayed_reduction() -> DistributedDataParallel:
     )
 
 
+def several_devices() -> DistributedDataParallel:
+    ddp = DistributedDataParallel(make_model())
+    ddp.module.head.bias = torch.nn.Parameter(torch.empty(50, device="meta"))
+    return ddp
+
+
 REFUSED = {
     "python_reducer": python_reducer,
     "mixed_precision": mixed_precision,
     "delay_all_reduce_named_params": delayed_reduction,
+    "cpu, meta": several_devices,
 }
 
 

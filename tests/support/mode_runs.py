@@ -11,7 +11,7 @@ import numpy as np
 from rankscope import Run
 from rankscope.core.signals import Table
 from support.loops import collect_warnings
-from support.modes import POISONED_STEP, Mode, Training, micro_batches
+from support.modes import POISONED_STEP, Mode, Training, assert_same_bits, micro_batches
 
 STEPS = 4
 WIDTH = 1021
@@ -92,16 +92,8 @@ class ModeRun:
         return np.array(errors)
 
     def check_bits(self) -> None:
-        for number, rank in enumerate(self.ranks):
-            alone, watched = rank["alone"], rank["watched"]
-            assert alone["scale"] == watched["scale"]
-            for name, value in alone["parameters"].items():
-                assert value.tobytes() == watched["parameters"][name].tobytes(), (number, name)
-            assert len(alone["optimizer"]) == len(watched["optimizer"]) > 0
-            for before, after in zip(alone["optimizer"], watched["optimizer"], strict=True):
-                for name, value in before.items():
-                    assert value.tobytes() == after[name].tobytes(), (number, name)
-            assert alone["rng"].tobytes() == watched["rng"].tobytes()
+        for rank in self.ranks:
+            assert_same_bits(rank["alone"], rank["watched"])
 
     def check_norms_and_losses(self) -> None:
         norms_TW, exact_TW = self.per_worker("grad_norm"), self.truth("norm")

@@ -218,6 +218,18 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     }
 
 
+def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Compare two states, bit for bit."""
+    assert one["scale"] == other["scale"]
+    for name, value in one["parameters"].items():
+        assert value.tobytes() == other["parameters"][name].tobytes(), name
+    assert len(one["optimizer"]) == len(other["optimizer"]) > 0
+    for before, after in zip(one["optimizer"], other["optimizer"], strict=True):
+        for name, value in before.items():
+            assert value.tobytes() == after[name].tobytes(), name
+    assert one["rng"].tobytes() == other["rng"].tobytes()
+
+
 def local_gradient(rank: int, mode: Mode, step: int, model: nn.Module) -> tuple[Tensor, float]:
     """Return this rank's own gradient ``[P]`` in float64 and its loss per token."""
     truth = _compute(rank, mode, step, model, lambda model, batch: model(**batch)["loss"])

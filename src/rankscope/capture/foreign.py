@@ -24,13 +24,6 @@ class ForeignHook:
         """Call the hook; it returns nothing, so inputs and outputs stay as they are."""
         self._hook(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing()
-
     def __reduce__(self) -> tuple[Any, ...]:
-        # A bound method of the standard library that takes anything and returns None.
+        # Copied and stored as a method of the standard library that takes anything, returns None.
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def _nothing() -> Callable[..., None]:
-    return contextlib.nullcontext().__exit__
