@@ -159,6 +159,12 @@ def _naive(rows: list[Row]) -> str:
 def _memory(rows: list[Row]) -> str:
     lines = ["| what | peak of a watched process − unwatched |", "|---|---|"]
     lines += [f"| {row['what']} | {row['extra_bytes'] / 1e6:.1f} MB |" for row in rows]
+    lines += [
+        "",
+        "Of the whole process: with the libraries that watching loads, the record's buffers"
+        " and the sketches. The gradient itself has "
+        f"{4 * num_parameters() / 1e6:.0f} MB.",
+    ]
     return "\n".join(lines)
 
 

@@ -6,7 +6,6 @@ from all ranks, as one would without a sketch.
 
 import argparse
 import json
-import resource
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -174,7 +173,9 @@ def peak_bytes(kind: str, variant: str, tokens: int) -> int:
         step = make(variant, tokens, stack)
         for _ in range(WARM_UP):
             step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss, which a new process inherits from the one that started it.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def run_memory(kind: str, variant: str, tokens: int = 512, ranks: int = 2) -> dict[str, Any]:
