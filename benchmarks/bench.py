@@ -21,6 +21,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, Any]
 NOT_MEASURED = "not measured"
+NAIVE_RANKS = (2, 4, 8)
 
 
 def bench_ddp(options: argparse.Namespace) -> list[Row]:
@@ -41,27 +42,29 @@ def bench_fsdp2(options: argparse.Namespace) -> list[Row]:
 
 def bench_naive(options: argparse.Namespace) -> list[Row]:
     """Compare with gathering whole gradients: time added, and bytes."""
-    (naive,) = steps.run_steps("DDP", ["naive"], 512, options.more_pairs)
-    own = run_ranks(steps.measure_own_cost, 2, "sketch", 512, options.more_pairs)
-    elements = num_parameters()
-    whole = 2 * 4 * elements  # sent plus received, by each of two ranks
-    large = steps.bytes_of_a_message(num_groups=40)
-    return [
-        {**naive, "own_milliseconds": own["overhead_milliseconds"]},
-        {
-            "what": f"bytes, whole gradients / sketches, {elements / 1e6:.1f} M parameters",
-            "ratio": whole / own["bytes_per_step"],
-        },
-        {
-            "what": "bytes, whole gradients / sketches, 1 B parameters in 40 groups (counted)",
-            "ratio": 4e9 / large,
-        },
-    ]
+    rows: list[Row] = []
+    for ranks in NAIVE_RANKS:
+        pairs = max(10, 2 * options.more_pairs // ranks**2)
+        naive, sketch = steps.run_steps("DDP", ["naive", "sketch"], 512, pairs, ranks)
+        own = run_ranks(steps.measure_own_cost, ranks, "sketch", 512, pairs)
+        rows.append(
+            {
+                "ranks": ranks,
+                "pairs": pairs,
+                "naive": naive,
+                "sketch": sketch,
+                "own_milliseconds": own["overhead_milliseconds"],
+                "bytes_ratio": 8 * (ranks - 1) * num_parameters() / own["bytes_per_step"],
+            }
+        )
+    return [*rows, {"ratio_1b": 4e9 / steps.bytes_of_a_message(num_groups=40)}]
 
 
 def bench_memory(options: argparse.Namespace) -> list[Row]:
     """Compare the peak memory of processes."""
-    return [steps.run_memory(kind, "sketch") for kind in ("DDP", "FSDP2")]
+    return [
+        steps.run_memory(kind, "sketch", blocks) for kind in ("DDP", "FSDP2") for blocks in (4, 16)
+    ]
 
 
 def bench_scale(options: argparse.Namespace) -> list[Row]:
@@ -140,30 +143,50 @@ def _ratios(rows: list[Row]) -> str:
 def _naive(rows: list[Row]) -> str:
     if not rows:
         return NOT_MEASURED
-    naive, *counted = rows
-    times = naive["added_milliseconds"] / naive["own_milliseconds"]
+    *measured, counted = rows
     lines = [
-        f"Gathering whole gradients takes {naive['median']:.2f} "
-        f"({naive['low']:.2f} – {naive['high']:.2f}) times as long as a plain step of 512 tokens: "
-        f"{naive['added_milliseconds']:.0f} ms are added. The monitor takes "
-        f"{naive['own_milliseconds']:.1f} ms of the training thread by its own clock, "
-        f"{times:.0f} times less.",
+        "A step of 512 tokens that also gathers the whole gradients of all ranks, against one that "
+        "is watched. Added time by the pairs of one run, and for the monitor by its own clock too, "
+        "which sees a few milliseconds where the pairs see the machine's noise.",
         "",
-        "| what | ratio |",
-        "|---|---|",
+        "| ranks | pairs | gathering: ratio | gathering adds | watching: ratio | watching adds "
+        "| its own clock | times less by its clock | times fewer bytes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {row['what']} | {row['ratio']:,.0f} |" for row in counted]
+    for row in measured:
+        naive, sketch, own = row["naive"], row["sketch"], row["own_milliseconds"]
+        lines.append(
+            f"| {row['ranks']} | {row['pairs']} | {_ratio(naive)} "
+            f"| {naive['added_milliseconds']:.0f} ms | {_ratio(sketch)} "
+            f"| {sketch['added_milliseconds']:.0f} ms | {own:.1f} ms "
+            f"| {naive['added_milliseconds'] / own:.0f} | {row['bytes_ratio']:,.0f} |"
+        )
+    lines += [
+        "",
+        f"With 1 B parameters in 40 groups (counted): {counted['ratio_1b']:,.0f} times fewer bytes "
+        "than one whole fp32 gradient per worker.",
+    ]
     return "\n".join(lines)
 
 
+def _ratio(row: Row) -> str:
+    return f"{row['median']:.3f} ({row['low']:.3f} – {row['high']:.3f})"
+
+
 def _memory(rows: list[Row]) -> str:
-    lines = ["| what | peak of a watched process − unwatched |", "|---|---|"]
-    lines += [f"| {row['what']} | {row['extra_bytes'] / 1e6:.1f} MB |" for row in rows]
+    lines = [
+        "| what | peak of a watched process − unwatched | largest spread of 5 processes |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {row['what']} | {row['extra_bytes'] / 1e6:.1f} MB "
+        f"| {row['spread_bytes'] / 1e6:.1f} MB |"
+        for row in rows
+    ]
     lines += [
         "",
-        "Of the whole process: with the libraries that watching loads, the record's buffers"
-        " and the sketches. The gradient itself has "
-        f"{4 * num_parameters() / 1e6:.0f} MB.",
+        "Median of 5 processes each. Both kinds have loaded the same libraries: each first watches"
+        " a tiny model for a few steps. A bucket of DDP holds 25 MB.",
     ]
     return "\n".join(lines)
 

@@ -17,12 +17,13 @@ from torch.nn import functional as F
 
 Step = Callable[[], None]
 WARM_UP = 5
+BLOCKS = 4
 
 
 class Model(nn.Module):
     """A stack of feed-forward blocks with an embedding and a head, about 10 M parameters."""
 
-    def __init__(self, width: int = 512, blocks: int = 4, vocabulary: int = 2048) -> None:
+    def __init__(self, width: int = 512, blocks: int = BLOCKS, vocabulary: int = 2048) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(
@@ -46,9 +47,9 @@ def make_batch(tokens: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.roll(-1)}
 
 
-def num_parameters() -> int:
+def num_parameters(blocks: int = BLOCKS) -> int:
     """Return the model's number of parameters."""
-    return sum(parameter.numel() for parameter in Model().parameters())
+    return sum(parameter.numel() for parameter in Model(blocks=blocks).parameters())
 
 
 def run_ranks(work: Callable[..., Any], ranks: int, *args: Any) -> Any:

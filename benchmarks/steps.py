@@ -15,11 +15,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from harness import (
+    BLOCKS,
     WARM_UP,
     Model,
     Step,
     make_batch,
     median_interval,
+    num_parameters,
     run_ranks,
     time_in_turns,
 )
@@ -64,18 +66,18 @@ class NaiveGather:
         return units @ units.T
 
 
-def make_ddp_step(variant: str, tokens: int, stack: ExitStack) -> Step:
+def make_ddp_step(variant: str, tokens: int, stack: ExitStack, blocks: int = BLOCKS) -> Step:
     """Return a training step under DDP: plain, naive, or watched as a variant says."""
     batch = make_batch(tokens)
-    model = DistributedDataParallel(Model())
+    model = DistributedDataParallel(Model(blocks=blocks))
     naive = NaiveGather(model) if variant == "naive" else None
     return _stepper(model, batch, variant, stack, naive)
 
 
-def make_fsdp2_step(variant: str, tokens: int, stack: ExitStack) -> Step:
+def make_fsdp2_step(variant: str, tokens: int, stack: ExitStack, blocks: int = BLOCKS) -> Step:
     """Return a training step under FSDP2, plain or watched as a variant says."""
     batch = make_batch(tokens)
-    model = Model()
+    model = Model(blocks=blocks)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -166,11 +168,19 @@ def bytes_of_a_message(num_groups: int) -> int:
     return Layout(sketch_width=4093, groups=groups, group_width=GROUP_WIDTH).num_bytes
 
 
-def peak_bytes(kind: str, variant: str, tokens: int) -> int:
-    """Return the peak memory of a process that trains a few steps of one variant."""
+def peak_bytes(kind: str, variant: str, tokens: int, blocks: int) -> int:
+    """Return the peak memory of a process that trains a few steps of one variant.
+
+    What watching loads and keeps whatever the model (libraries, threads) is there in every
+    variant, since each process first watches a model of a few parameters for a few steps.
+    """
     make = make_ddp_step if kind == "DDP" else make_fsdp2_step
     with ExitStack() as stack:
-        step = make(variant, tokens, stack)
+        small = make("sketch", 4, stack, 0)
+        for _ in range(WARM_UP):
+            small()
+    with ExitStack() as stack:
+        step = make(variant, tokens, stack, blocks)
         for _ in range(WARM_UP):
             step()
     # Not ru_maxrss, which a new process inherits from the one that started it.
@@ -178,11 +188,19 @@ def peak_bytes(kind: str, variant: str, tokens: int) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def run_memory(kind: str, variant: str, tokens: int = 512, ranks: int = 2) -> dict[str, Any]:
+def run_memory(
+    kind: str, variant: str, blocks: int, tokens: int = 512, ranks: int = 2
+) -> dict[str, Any]:
     """Return by how much a watched process's peak exceeds that of an unwatched one."""
-    plain = min(run_ranks(peak_bytes, ranks, kind, "plain", tokens) for _ in range(3))
-    watched = min(run_ranks(peak_bytes, ranks, kind, variant, tokens) for _ in range(3))
-    return {"what": f"{kind}, {variant}", "extra_bytes": watched - plain}
+    plain, watched = (
+        [run_ranks(peak_bytes, ranks, kind, name, tokens, blocks) for _ in range(5)]
+        for name in ("plain", variant)
+    )
+    return {
+        "what": f"{kind}, {variant}, {num_parameters(blocks) / 1e6:.1f} M parameters",
+        "extra_bytes": float(np.median(watched) - np.median(plain)),
+        "spread_bytes": max(np.ptp(plain).item(), np.ptp(watched).item()),
+    }
 
 
 def main() -> None:

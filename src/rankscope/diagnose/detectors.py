@@ -3,13 +3,13 @@
 Each detector watches one cause in the stream of steps and says what it has found so far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT, GatheredStep, Ints
-from rankscope.diagnose.evidence import Evidence, Groups
+from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks
 
 _SKIPS_IN_A_ROW = 20
@@ -31,26 +31,31 @@ class DuplicateBatches:
         self._last = -1
         self._count = 0
 
-    def observe(self, step: int, samples: Sequence[Ints], groups: Groups) -> Evidence | None:
-        """Take the groups of workers with identical batches in one step."""
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks when it shows enough identical batches."""
+        number, samples = step.gathered.step, step.gathered.samples
         streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         certain: list[tuple[int, ...]] = []
-        for group in groups:
-            first, coincidences = self._streaks.get(group, (step, 0))
+        for group in step.identical:
+            first, coincidences = self._streaks.get(group, (number, 0))
             coincidences += len(np.unique(samples[group[0]]))
             streaks[group] = first, coincidences
             if coincidences >= 3:
                 certain.append(group)
         self._streaks = streaks
         if not certain:
-            return None
+            return ()
         if self._count == 0:
             self._first = min(streaks[group][0] for group in certain)
         self._groups.update(certain)
         self._useful = self._num_workers - sum(len(group) - 1 for group in certain)
-        self._last = step
+        self._last = number
         self._count += 1
-        return self._evidence()
+        return (self._evidence(),)
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()
 
     def _evidence(self) -> Evidence:
         ranks = tuple(sorted({rank for group in self._groups for rank in group}))
@@ -92,13 +97,14 @@ class NonFinite:
         self._pending = False
         self._skips_in_a_row = 0
 
-    def observe(self, gathered: GatheredStep) -> Evidence | None:
+    def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks when it shows a new value or settles what an earlier one meant."""
+        gathered = step.gathered
         settled = self._pending and self._settle(_was_skipped(gathered))
         ranks = np.flatnonzero(gathered.workers["nonfinite"])
         if not len(ranks):
             self._skips_in_a_row = 0
-            return self._evidence() if settled else None
+            return (self._evidence(),) if settled else ()
         self._first = gathered.step if self._count == 0 else self._first
         self._last = gathered.step
         self._count += 1
@@ -108,15 +114,15 @@ class NonFinite:
         self._pending = not in_loss and _was_skipped(gathered) is not None
         if not self._pending:
             self._severity = Severity.ERROR
-        return self._evidence() if settled or not self._pending else None
+        return (self._evidence(),) if settled or not self._pending else ()
 
-    def close(self) -> Evidence | None:
+    def close(self) -> Iterable[Evidence]:
         """Settle what waits: the last step is like those before it, otherwise taken seriously."""
         if not self._pending:
-            return None
+            return ()
         skipped_before = self._severity is Severity.NOTE and self._count > 1
         self._settle(True if skipped_before else None)
-        return self._evidence()
+        return (self._evidence(),)
 
     def _settle(self, skipped: bool | None) -> bool:
         self._pending = False

@@ -1,13 +1,13 @@
 """The diagnosis of a run: feeds steps to the detectors and turns evidence into findings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 from rankscope.core.finding import Finding
-from rankscope.core.samples import identical_groups
-from rankscope.core.step import GatheredStep, StepReport
+from rankscope.core.step import StepReport
 from rankscope.diagnose.detectors import DuplicateBatches, NonFinite
-from rankscope.diagnose.evidence import Evidence
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.overlap import OverlappingShards
 from rankscope.diagnose.rules import describe
 from rankscope.record import Run
@@ -16,17 +16,19 @@ from rankscope.record import Run
 class Diagnosis:
     """Watches a run step by step; equal steps give equal findings, live or from a record.
 
-    Each cause has one finding, whose id is the cause. It is told when it opens, when its ranks or
-    its severity change, and each time its evidence has doubled.
+    Each fault has one finding. It is told when it opens, when its status, cause, ranks, groups or
+    severity change, and each time its evidence has doubled.
 
     Args:
         num_workers: W.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._duplicates = DuplicateBatches(num_workers)
-        self._overlap = OverlappingShards(num_workers)
-        self._nonfinite = NonFinite()
+        self._detectors: tuple[Detector, ...] = (
+            NonFinite(),
+            DuplicateBatches(num_workers),
+            OverlappingShards(num_workers),
+        )
         self._latest: dict[str, Finding] = {}
         self._told: dict[str, tuple[Finding, int]] = {}
         self._step = -1
@@ -43,11 +45,8 @@ class Diagnosis:
             The events to record: findings that opened or changed.
         """
         self._step = report.gathered.step
-        return [
-            finding
-            for evidence in self._evidence(report.gathered)
-            if (finding := self._update(evidence)) is not None
-        ]
+        observation = Observation(report)
+        return self._updates(detector.observe(observation) for detector in self._detectors)
 
     def close(self) -> list[Finding]:
         """End the run.
@@ -56,8 +55,7 @@ class Diagnosis:
             The last state of every finding that has changed since it was last told; nothing when
             called again.
         """
-        last = self._nonfinite.close()
-        events = [finding] if last is not None and (finding := self._update(last)) else []
+        events = self._updates(detector.close() for detector in self._detectors)
         for key, latest in self._latest.items():
             told, count = self._told[key]
             if replace(latest, step=told.step) != told:
@@ -65,26 +63,19 @@ class Diagnosis:
                 events.append(latest)
         return events
 
-    def _evidence(self, gathered: GatheredStep) -> Iterator[Evidence]:
-        samples = gathered.samples
-        groups = identical_groups(samples)
-        if (evidence := self._nonfinite.observe(gathered)) is not None:
-            yield evidence
-        if (evidence := self._duplicates.observe(gathered.step, samples, groups)) is not None:
-            yield evidence
-        named = bool(gathered.workers["samples_named"].all())
-        evidence = self._overlap.observe(gathered.step, samples, groups, named=named)
-        if evidence is not None:
-            yield evidence
+    def _updates(self, found: Iterable[Iterable[Evidence]]) -> list[Finding]:
+        return [
+            finding
+            for evidence in chain.from_iterable(found)
+            if (finding := self._update(evidence)) is not None
+        ]
 
     def _update(self, evidence: Evidence) -> Finding | None:
         """Keep the finding; return it when it is to be told."""
         finding = self._finding(evidence)
         self._latest[finding.id] = finding
         told, count = self._told.get(finding.id, (None, 0))
-        same = (
-            told is not None and told.ranks == finding.ranks and told.severity == finding.severity
-        )
+        same = told is not None and _character(told) == _character(finding)
         if same and evidence.count < 2 * count:
             return None
         self._told[finding.id] = finding, evidence.count
@@ -93,7 +84,7 @@ class Diagnosis:
     def _finding(self, evidence: Evidence) -> Finding:
         explanation, next_check = describe(evidence.cause, evidence.severity, evidence.fields)
         return Finding(
-            id=evidence.cause,
+            id=evidence.key or evidence.cause,
             cause=evidence.cause,
             severity=evidence.severity,
             ranks=evidence.ranks,
@@ -102,8 +93,15 @@ class Diagnosis:
             explanation=explanation,
             next_check=next_check,
             evidence=evidence.numbers,
+            groups=evidence.groups,
+            status=evidence.status,
             step=self._step,
         )
+
+
+def _character(finding: Finding) -> tuple[object, ...]:
+    """Return what may not change without being told."""
+    return finding.status, finding.cause, finding.severity, finding.ranks, finding.groups
 
 
 def diagnose_run(run: Run) -> tuple[Finding, ...]:

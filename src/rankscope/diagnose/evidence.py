@@ -1,18 +1,42 @@
-"""What detectors hand to the diagnosis."""
+"""What detectors are given, and what they hand to the diagnosis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 from rankscope.core.finding import Severity
+from rankscope.core.samples import identical_groups
+from rankscope.core.step import GatheredStep, StepReport
 
 Groups = Sequence[tuple[int, ...]]
 """Groups of ranks whose batches are identical."""
 
 
+@dataclass(frozen=True)
+class Observation:
+    """One step as detectors see it.
+
+    Attributes:
+        report: The step.
+    """
+
+    report: StepReport
+
+    @property
+    def gathered(self) -> GatheredStep:
+        """What the workers sent."""
+        return self.report.gathered
+
+    @cached_property
+    def identical(self) -> Groups:
+        """Groups of workers whose batches hold the same samples."""
+        return identical_groups(self.gathered.samples)
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a detector knows about its cause, over the whole run so far.
+    """What a detector knows about one fault, over the whole run so far.
 
     Attributes:
         cause: Name of the cause.
@@ -23,6 +47,9 @@ class Evidence:
         count: How much of it there is; a finding is told again when this has doubled.
         fields: What the templates of the rules need.
         numbers: Evidence for the record.
+        key: Names the fault inside the run, and so its finding; the cause, if empty.
+        groups: The parameter groups concerned; empty when none in particular.
+        status: ``open``, or ``closed`` once the fault has healed.
     """
 
     cause: str
@@ -33,3 +60,16 @@ class Evidence:
     count: int
     fields: Mapping[str, object] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    key: str = ""
+    groups: tuple[str, ...] = ()
+    status: str = "open"
+
+
+class Detector(Protocol):
+    """Watches the stream of steps for one kind of fault."""
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step, in order; return what is new or has changed."""
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run; return what had to wait for it."""

@@ -5,7 +5,7 @@ how severe the finding is.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from rankscope.core.finding import Severity
 from rankscope.core.samples import SampleCounts, SampleLedger
 from rankscope.core.step import Ints
-from rankscope.diagnose.evidence import Evidence, Groups
+from rankscope.diagnose.evidence import Evidence, Groups, Observation
 from rankscope.diagnose.rules import count, name_ranks
 
 SURE = 1e-3
@@ -54,37 +54,36 @@ class OverlappingShards:
         self._error = False
         self._previous = _NONE
 
-    def observe(
-        self, step: int, samples: Sequence[Ints], groups: Groups, *, named: bool
-    ) -> Evidence | None:
-        """Take the samples of one step.
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take the samples of one step; speaks when it proves an overlap, or more of it.
 
-        Args:
-            step: Step number.
-            samples: One array per worker.
-            groups: Groups of workers whose batches are identical.
-            named: Whether the training names its samples. Digests of content, which stand for
-                them otherwise, also agree when the data hold the same content twice.
+        Digests of content, which stand for samples that the training does not name, also agree
+        when the data hold the same content twice.
         """
-        self._named = self._named and named
+        gathered, groups = step.gathered, step.identical
+        self._named = self._named and bool(gathered.workers["samples_named"].all())
         doubles = {rank for group in groups for rank in group[1:]}
-        batches = [b[:0] if rank in doubles else b for rank, b in enumerate(samples)]
-        counts = self._ledger.observe(step, batches)
+        batches = [b[:0] if rank in doubles else b for rank, b in enumerate(gathered.samples)]
+        counts = self._ledger.observe(gathered.step, batches)
         if not self._ledger.exact:
-            return None
+            return ()
         self._global_batch = max(self._global_batch, counts.drawn)
         self._new_since += counts.new if self._first is not None else 0
-        overlap = _Overlap.of(step, counts, batches, groups, self._near(batches))
+        overlap = _Overlap.of(gathered.step, counts, batches, groups, self._near(batches))
         if self._first is None and overlap.size:
-            self._first = step
+            self._first = gathered.step
         self._pending.add(overlap)
         if not counts.new:  # repeats without new samples may be the next epoch: wait
-            return None
+            return ()
         news = self._pending.steps > 0
         self._known.merge(self._pending)
         self._pending = _Account(self._num_workers)
         proven = self._new_since > self._global_batch and self._known.steps >= _STEPS_OF_OVERLAP
-        return self._evidence() if proven and news else None
+        return (self._evidence(),) if proven and news else ()
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()
 
     def _near(self, batches: Sequence[Ints]) -> int:
         """Return how many draws have the content of one in the step before.
