@@ -26,6 +26,7 @@ class StepBooks:
         optimizer: The optimizer, if known.
         guard: Keeps exceptions out of the training, and counts the time.
         send: Takes each step whose books are closed.
+        first_step: Number of the first step.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class StepBooks:
         optimizer: torch.optim.Optimizer | None,
         guard: Guard,
         send: Callable[[LocalStep], None],
+        first_step: int = 0,
     ) -> None:
         self.paused = False
-        self.step = 0
+        self.step = first_step
         self._interval_at = instruments.governor.interval_at
         make_exact = instruments.make_exact
         self._exact = None if make_exact is None else make_exact(guard)
@@ -102,6 +104,7 @@ class StepBooks:
 
     def _hand_over(self) -> None:
         now = time.perf_counter()
+        busy = self._tap.busy_seconds
         named = self._samples.named
         idle = self._passes.take_idle()
         losses, grad_scale = self._losses.collect(idle)
@@ -115,6 +118,7 @@ class StepBooks:
                 **self._optimizer.collect(),
                 "samples_named": named,
                 "step_seconds": now - self._last_time,
+                "busy_seconds": busy,
                 "overhead_seconds": self._guard.take_seconds(),
             },
         )

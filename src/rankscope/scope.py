@@ -54,6 +54,7 @@ class Scope:
         instruments: What measures the model's gradients, and how.
         channel: Gathers steps.
         writer: Records the run; None on all ranks but 0.
+        diagnosis: What watches the steps; it knows the number of the first one.
         on_finding: Called with each finding that opens or changes.
         heartbeat: Tells the other ranks where this one is; None without.
     """
@@ -66,6 +67,7 @@ class Scope:
         channel: Channel,
         *,
         writer: RunWriter | None,
+        diagnosis: Diagnosis,
         on_finding: OnFinding | None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
@@ -76,15 +78,18 @@ class Scope:
         self._channel = channel
         self._heartbeat = heartbeat
         self._governor = instruments.governor
-        self._diagnosis = Diagnosis(channel.num_workers)
+        self._diagnosis = diagnosis
+        self._saves_state = True
         self._guard = Guard(self._fail_and_leave)
-        self._books = StepBooks(instruments, optimizer, self._guard, self._send)
+        first = diagnosis.next_step
+        self._books = StepBooks(instruments, optimizer, self._guard, self._send, first)
         self._courier = Courier(
             choose_gathering(channel, self._books.layout),
             interval_at=self._governor.interval_at,
             deliver=self._on_step,
             idle=self._on_idle,
             ended=self._on_end,
+            first_step=first,
         )
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
@@ -167,7 +172,8 @@ class Scope:
             self._heartbeat.stop()
         if delivered:
             self._channel.close()
-        self._finish_run(status if delivered and not self._off else "incomplete")
+        settled = delivered and not self._off
+        self._finish_run(status if settled else "incomplete", settled=settled)
         self._off = True
 
     def __enter__(self) -> Self:
@@ -226,12 +232,12 @@ class Scope:
         self._tell(findings)
 
     def _on_idle(self) -> None:
-        if self._writer is not None:
-            self._writer.flush_if_due()
+        if self._writer is not None and self._writer.flush_if_due():
+            self._save_state(self._writer)
 
     def _on_end(self, error: Exception) -> None:
         self._fail(error)
-        self._finish_run("incomplete")
+        self._finish_run("incomplete", settled=False)
 
     def _tell(self, findings: Sequence[Finding]) -> None:
         if self._on_finding is None:
@@ -260,14 +266,28 @@ class Scope:
             exc_info=None if isinstance(error, Goodbye) else error,
         )
 
-    def _finish_run(self, status: str) -> None:
+    def _finish_run(self, status: str, *, settled: bool) -> None:
+        """Close the run; what detectors remember is only saved when no step is under way."""
         if self._writer is None:
             return
         try:
             self._writer.add_findings(self._diagnosis.close())
+            self._writer.flush()
+            if settled:
+                self._save_state(self._writer, at_end=True)
             self._writer.close(status, overhead=self._governor.summary())
         except Exception as error:
             self._fail(error)
+
+    def _save_state(self, writer: RunWriter, *, at_end: bool = False) -> None:
+        """Write what the detectors remember; where that fails, the run is recorded all the same."""
+        if not self._saves_state:
+            return
+        try:
+            writer.save_state(self._diagnosis.state, at_end=at_end)
+        except Exception as error:
+            self._saves_state = False
+            _log.warning("a restarted job cannot go on from %s: %s", writer.path, error)
 
 
 def _close_at_exit(reference: "weakref.ref[Scope]") -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,11 +19,14 @@ from rankscope.core.groups import GroupsOption
 from rankscope.core.hang import HangReport
 from rankscope.core.signals import schema_hash
 from rankscope.core.tiers import Tier
+from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.diagnose.restart import state_after
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.exchange import Channel, GlooChannel, Hello
 from rankscope.exchange.heartbeat import Heartbeat, default_store
 from rankscope.instruments import Options, choice, choose_instruments
 from rankscope.record import RunWriter
+from rankscope.record.states import pack_state, unpack_state
 from rankscope.scope import OnFinding, Scope
 from rankscope.wrapping import find_wrapper
 
@@ -58,7 +62,8 @@ def watch(
         optimizer: Its optimizer, for the learning rate and the count of optimizer steps. An
             engine brings its own.
         run_dir: Directory that rank 0 writes. When it already holds a run (a restarted job), a
-            numbered sibling is used instead, and said. With several data-parallel groups (a
+            numbered sibling is used instead, and said; with as many workers as before, step
+            numbers and detectors go on from the run before. With several data-parallel groups (a
             mesh), each group's first rank writes one: the group of global rank 0 ``run_dir``, any
             other its sibling ``<name>-from-rank-<first rank>``.
         tier: ``"scalars"``, ``"sketch"`` or ``"exact"``: how much of the gradients is compared,
@@ -111,13 +116,14 @@ def watch(
     }
     info = {"facts": _facts(instruments.device), "config": dict(config or {})}
     directory = _own_directory(Path(run_dir), dist.get_process_group_ranks(group))
-    writer = _open_run(channel, directory, described, info, flush_seconds)
+    writer, diagnosis = _open_run(channel, directory, described, info, flush_seconds)
     return Scope(
         model,
         optimizer,
         instruments,
         channel,
         writer=writer,
+        diagnosis=diagnosis,
         on_finding=on_finding,
         heartbeat=_heartbeat(channel, group, hang_seconds),
     )
@@ -146,8 +152,12 @@ def _tell_of_hang(rank: int, report: HangReport) -> None:
 
 def _open_run(
     channel: Channel, run_dir: Path, options: dict[str, Any], info: dict[str, Any], flush: float
-) -> RunWriter | None:
-    """Agree on options with all ranks, and open the run's directory on rank 0."""
+) -> tuple[RunWriter | None, Diagnosis]:
+    """Agree on options with all ranks, and open the run's directory on rank 0.
+
+    Returns:
+        The writer, on rank 0, and the diagnosis, which may go on from the run before.
+    """
     facts = info.pop("facts")
     hellos = channel.gather_hellos(Hello({"schema": schema_hash(), **options}, facts))
     for rank, hello in enumerate(hellos):
@@ -156,7 +166,8 @@ def _open_run(
                 f"watch() expected the same options on every rank, got {hello.agreement} on rank "
                 f"{rank} and {hellos[0].agreement} on rank 0; pass equal options"
             )
-    writer, problem = None, ""
+    hosts = tuple(str(hello.facts["host"]) for hello in hellos)
+    writer, problem, start = None, "", None
     if channel.rank == 0:
         ranks = [{"rank": rank, **hello.facts} for rank, hello in enumerate(hellos)]
         info = {
@@ -167,13 +178,35 @@ def _open_run(
             **info,
         }
         try:
-            writer = RunWriter(_free_directory(run_dir), info, flush_seconds=flush)
+            previous, path = _free_directory(run_dir)
+            if previous is not None:
+                start = state_after(previous, channel.num_workers, hosts, options["groups"])
+            if previous is not None and start is not None:
+                info |= {"continues": previous.name, "first_step": start["step"] + 1}
+            writer = RunWriter(path, info, flush_seconds=flush, start=start)
         except RankscopeError as error:
             problem = str(error)
-    answers = channel.gather_hellos(Hello({}, {}, problem))
-    if answers[0].problem:
-        raise RunError(answers[0].problem)
-    return writer
+    diagnosis = Diagnosis(channel.num_workers, hosts)
+    _share_start(channel, diagnosis, b"" if start is None else pack_state(start), problem)
+    if writer is not None:
+        writer.add_findings(diagnosis.findings)
+    return writer, diagnosis
+
+
+def _share_start(channel: Channel, diagnosis: Diagnosis, packed: bytes, problem: str) -> None:
+    """Tell all ranks what rank 0 could not do, or else let all begin with its state.
+
+    Raises:
+        RunError: Rank 0 has a problem.
+    """
+    size = {"state_bytes": len(packed)}
+    answer = channel.gather_hellos(Hello({}, size, problem))[0]
+    if answer.problem:
+        raise RunError(answer.problem)
+    if answer.facts["state_bytes"]:
+        message = np.zeros(answer.facts["state_bytes"], np.uint8)
+        message[: len(packed)] = np.frombuffer(packed, np.uint8)
+        diagnosis.restore(unpack_state(channel.broadcast(message).tobytes()))
 
 
 def _own_directory(run_dir: Path, ranks: list[int]) -> Path:
@@ -183,15 +216,15 @@ def _own_directory(run_dir: Path, ranks: list[int]) -> Path:
     return run_dir.with_name(f"{run_dir.name}-from-rank-{ranks[0]}")
 
 
-def _free_directory(run_dir: Path) -> Path:
-    """Return ``run_dir``, or its first free numbered sibling when it already holds a run."""
-    candidate, number = run_dir, 1
+def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
+    """Return the last run in ``run_dir`` and its numbered siblings, and the first free one."""
+    previous, candidate, number = None, run_dir, 1
     while (candidate / "run.json").exists():
         number += 1
-        candidate = run_dir.with_name(f"{run_dir.name}-{number}")
-    if candidate != run_dir:
+        previous, candidate = candidate, run_dir.with_name(f"{run_dir.name}-{number}")
+    if previous is not None:
         _log.warning("%s already holds a run; this one is recorded in %s", run_dir, candidate)
-    return candidate
+    return previous, candidate
 
 
 def _facts(device: torch.device) -> dict[str, Any]:

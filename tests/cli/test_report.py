@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from rankscope.cli.report import report
 from rankscope.cli.verdict import render_run, render_study
 from rankscope.diagnose.assessment import assess
-from rankscope.errors import RunError
+from rankscope.errors import RunError, UsageError
 from rankscope.record import Run, RunWriter
 from web.recorded_runs import record_run, record_study
 
@@ -190,3 +190,45 @@ def test_names_cannot_control_the_terminal(tmp_path: Path):
 
     assert "[bold red]name[/]" in file.getvalue()
     assert not {"\x1b", "\x07", "\r"} & set(file.getvalue())
+
+
+def test_again_shows_the_findings_of_a_new_diagnosis(copied: Path, tmp_path: Path):
+    result = call(copied, "--again", "--no-html")
+    assert result.exit_code == 1
+    assert "data.duplicate_batches" in result.output
+    assert "The findings are those in findings.jsonl." in result.output
+    told = json.loads(call(copied, "--again", "--no-html", "--json").stdout)
+    assert told["differences"] == []
+    assert told["findings"][0]["cause"] == "data.duplicate_batches"
+    assert "differences" not in json.loads(call(copied, "--no-html", "--json").stdout)
+
+    changed = tmp_path / "changed"
+    shutil.copytree(copied, changed)
+    (event,) = (copied / "findings.jsonl").read_text().splitlines()[-1:]
+    other = json.loads(event) | {"severity": "note", "last_step": 2}
+    gone = other | {"id": HOSTILE, "cause": "numerics.nonfinite"}
+    (changed / "findings.jsonl").write_text("".join(json.dumps(e) + "\n" for e in (gone, other)))
+    result = call(changed, "--again", "--no-html")
+    assert result.exit_code == 1
+    assert "These findings are not those in findings.jsonl." in result.output
+    assert "only in findings.jsonl" in result.output
+    assert "data.duplicate_batches: other severity, last step" in result.output
+    assert "not closed" not in result.output
+    assert "\x1b" not in result.output
+    told = json.loads(call(changed, "--again", "--no-html", "--json").stdout)
+    assert len(told["differences"]) == 2
+
+    (changed / "findings.jsonl").unlink()
+    info = json.loads((changed / "run.json").read_text()) | {"status": "running"}
+    (changed / "run.json").write_text(json.dumps(info))
+    assert call(changed, "--no-html").exit_code == 0
+    result = call(changed, "--again", "--no-html")
+    assert result.exit_code == 1
+    assert "data.duplicate_batches: not in findings.jsonl" in result.output
+    assert "The run is not closed" in result.output
+
+
+def test_again_takes_no_study(study: Path):
+    result = call(study, "--again")
+    assert isinstance(result.exception, UsageError)
+    assert "name one of its runs" in str(result.exception)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankscope.core.block_ratio import BlockRatio, ratio_of_sums
 from rankscope.core.dispersion import population_std
-from rankscope.core.nulls import dispersion_ratio, expected_std, weighted_mean_and_sem
+from rankscope.core.nulls import expected_std, weighted_mean_and_sem
 
 NAN = float("nan")
 units = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 300)), max_size=12)
@@ -74,6 +75,14 @@ def test_expected_std_by_hand_and_without_enough_workers():
     assert expected_std(np.array([0.0, 0.0])) == 0.0
     assert math.isnan(expected_std(np.array([3.0, NAN])))
     assert math.isnan(expected_std(np.empty(0)))
+
+
+def dispersion_ratio(observed_stds, expected_stds):
+    """Return observed over expected dispersion, over steps where both are finite."""
+    blocks = BlockRatio()
+    for observed, expected in zip(observed_stds, expected_stds, strict=True):
+        blocks.add(observed**2, expected**2)
+    return ratio_of_sums(blocks.sums(), root=True).value
 
 
 def test_ratio_by_hand_and_without_a_null():

@@ -49,6 +49,36 @@ def _next(rounds, answer):
         return None
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 5, 64])
+def test_a_broadcast_brings_rank_0s_bytes_to_all(num_workers):
+    message = np.random.default_rng(0).integers(0, 256, 777, np.uint8)
+    own = message.copy()
+
+    def work(channel):
+        given = message if channel.rank == 0 else np.full(777, 255, np.uint8)
+        return channel.broadcast(given), channel.traffic
+
+    for received, traffic in on_threads(num_workers, work):
+        assert received.dtype == np.uint8
+        assert (received == own).all()
+        assert traffic.sent <= 2 * 777 + 64
+    assert (message == own).all()
+
+
+def broadcast(rank):
+    channel = GlooChannel()
+    messages = [np.arange(size) % 251 + 1 if rank == 0 else np.ones(size) for size in (0, 1, 9999)]
+    received = [channel.broadcast(message.astype(np.uint8)) for message in messages]
+    channel.close()
+    return received
+
+
+def test_a_broadcast_on_real_ranks():
+    for received in run_ranks(broadcast, 3):
+        for values in received:
+            np.testing.assert_array_equal(values, np.arange(len(values)) % 251 + 1)
+
+
 def test_all_workers_get_the_same_bits_and_small_errors():
     values = np.random.default_rng(0).normal(size=(100, 300)).astype(np.float32)
     results = values.copy()

@@ -47,7 +47,7 @@ def read_steps_with_polars(path: Path) -> list[int]:
 
 
 def read_steps_with_run(path: Path) -> list[int]:
-    return [step.step for step in Run.open(path).iter_gathered()]
+    return [step.step for step in Run.open(path).iter_reports()]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_killed_writer_leaves_a_run_that_opens(tmp_path, seed):
     run = Run.open(tmp_path / "run")
     assert run.status == "running"
     assert run.num_workers == NUM_WORKERS
-    gathered = list(run.iter_gathered())
+    gathered = [report.gathered for report in run.iter_reports()]
     assert [step.step for step in gathered] == list(range(len(gathered)))
     assert len(gathered) >= flushed
     for step in gathered:

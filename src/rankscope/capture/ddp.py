@@ -7,6 +7,7 @@ views, ``no_sync``, static graphs, unused parameters, compiled models, activatio
 any communication hook.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from rankscope.capture.backward import BackwardEnd
+from rankscope.capture.busy import BusyClock
 from rankscope.capture.join import ShadowSteps
 from rankscope.capture.micro import MicroBatches
 from rankscope.capture.sketch import Sketcher
@@ -58,6 +60,7 @@ class DDPTap:
         self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
         self._micro = MicroBatches()
         self._calls = _HookCalls()
+        self._busy = BusyClock(model, sketcher.device)
         self._carried_over: Tensor | None = None
         self._first = True  # the next gradient is the first of its backward pass
         self._fresh = False  # a forward pass waits for its backward pass
@@ -100,6 +103,11 @@ class DDPTap:
         """Whether a backward pass began since then and never ended: it raised."""
         return self._backward.running
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long this worker was busy before it began to wait for the others; NaN if unknown."""
+        return self._busy.seconds if self.complete else math.nan
+
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
         gradient = None
@@ -121,8 +129,10 @@ class DDPTap:
             handle.remove()
         self._handles.clear()
         self._shadow.remove()
+        self._busy.remove()
 
     def _start_again(self) -> None:
+        self._busy.begin_step(reduced=self.complete)
         self._backward.begin()
         self._micro.reset()
         self._calls.reset()
@@ -137,6 +147,7 @@ class DDPTap:
         self._first = True
 
     def _see(self, name: str, parameter: Tensor) -> None:
+        self._busy.see_gradient()
         self._backward.notice()
         if self._first:
             self._first = False
@@ -165,6 +176,8 @@ class DDPTap:
         if self._first:
             return  # no parameter took part: the training asked for other gradients
         self._settled = self._synchronises
+        if self._synchronises:
+            self._busy.see_reduced()
         self._spoiled = self._calls.end_pass() or self._spoiled
         if not self._measure:
             return

@@ -15,6 +15,7 @@ The gradient is that of the loss divided by the accumulation steps, times the lo
 the reduction averages, before DeepSpeed unscales and clips it in ``step``.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -137,6 +138,11 @@ class DeepSpeedTap:
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
         return self._running
+
+    @property
+    def busy_seconds(self) -> float:
+        """NaN: ZeRO waits for the others in the backward pass or in the optimizer."""
+        return math.nan
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""

@@ -5,6 +5,7 @@ sharded ``.grad``: what is about to be reduced is this worker's gradient and not
 layout and precision.
 """
 
+import math
 import weakref
 from functools import partial
 from typing import Any
@@ -112,6 +113,11 @@ class FSDP2Tap:
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
         return self._open and not _in_backward()
+
+    @property
+    def busy_seconds(self) -> float:
+        """NaN: layers gather their parameters, and so wait for all workers."""
+        return math.nan
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""

@@ -73,6 +73,14 @@ class GradientTap(Protocol):
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long this worker was busy in the step before it began to wait for the others.
+
+        The time from the end of the step before's reduction until the last local gradient of this
+        step was ready; NaN where it cannot be known. Read it before :meth:`collect`.
+        """
+
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
 

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,11 +12,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rankscope.cli.verdict import render_run, render_study
-from rankscope.core.finding import Severity
+from rankscope.cli.verdict import render_differences, render_run, render_study
+from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import assess
-from rankscope.errors import MissingExtraError, RunError
+from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.record import Run
+from rankscope.record.files import to_plain
 from rankscope.web import write_report, write_study_report
 from rankscope.web.study_words import headline_of, is_study, open_study
 from rankscope.web.words import missing
@@ -49,25 +51,43 @@ def report(
             "--output", help="The page's file.", show_default="report.html in that directory"
         ),
     ] = None,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again",
+            help="Diagnose the run's tables again, and say where that differs from findings.jsonl.",
+        ),
+    ] = False,
 ) -> None:
     """Show the verdict of a run or a study, and write its page.
 
     The page is one file that opens offline. Exit code: 0 healthy, or nothing as severe as
     --fail-on; 1 findings at or above it; 2 bad usage or input.
     """
-    shown = _report_study if is_study(path) else _report_run
-    severity = shown(path, as_json=as_json, html=html, output=output)
+    if is_study(path):
+        if again:
+            raise UsageError(f"--again takes a run, and {path} is a study: name one of its runs")
+        severity = _report_study(path, as_json=as_json, html=html, output=output)
+    else:
+        severity = _report_run(path, as_json=as_json, html=html, output=output, again=again)
     if severity is not None and severity >= Severity[fail_on.name]:
         raise typer.Exit(1)
 
 
-def _report_run(path: Path, *, as_json: bool, html: bool, output: Path | None) -> Severity | None:
+def _report_run(
+    path: Path, *, as_json: bool, html: bool, output: Path | None, again: bool
+) -> Severity | None:
     if (path / "study.json").is_file():
         raise RunError(
             f"the study in {path} has no summary.json yet: wait until it has finished, continue "
             f"it with rankscope study --resume, or report one of the runs in {path / 'runs'}"
         )
     run = Run.open(path)
+    differences: list[str] | None = None
+    if again:
+        diagnosed = diagnose_run(run)
+        differences = _differences(run.findings(), diagnosed)
+        run = run.with_findings(diagnosed)
     assessment = assess(run)
     found = run.findings()
     severities = [finding.severity for finding in found]
@@ -75,6 +95,8 @@ def _report_run(path: Path, *, as_json: bool, html: bool, output: Path | None) -
         severities.append(assessment.severity)
     if not as_json:
         render_run(run, assessment, Console())
+        if differences is not None:
+            render_differences(differences, run.status, Console())
     page = _page(lambda: write_report(run, output)) if html else None
     if as_json:
         _print_json(
@@ -88,12 +110,37 @@ def _report_run(path: Path, *, as_json: bool, html: bool, output: Path | None) -
                 "recommendation": assessment.recommendation,
                 "values": assessment.values,
                 "findings": [finding.to_json() for finding in found],
+                **({} if differences is None else {"differences": differences}),
                 "report": page and str(page),
             }
         )
     else:
         _say_where(page)
     return max(severities, default=None)
+
+
+def _differences(recorded: Iterable[Finding], again: Iterable[Finding]) -> list[str]:
+    """Say for each finding how a new diagnosis differs from ``findings.jsonl``."""
+    before, after = ({one.id: _comparable(one) for one in found} for found in (recorded, again))
+    told = []
+    for name in dict.fromkeys([*before, *after]):
+        if name not in after:
+            told.append(f"{name}: only in findings.jsonl")
+        elif name not in before:
+            told.append(f"{name}: not in findings.jsonl")
+        else:
+            one, other = before[name], after[name]
+            changed = [key for key in one if one[key] != other[key]]
+            if changed:
+                told.append(f"{name}: other {', '.join(changed).replace('_', ' ')}")
+    return told
+
+
+def _comparable(finding: Finding) -> dict[str, Any]:
+    """Return a finding as the file holds it, without when it was written."""
+    event: dict[str, Any] = to_plain(finding.to_json())
+    del event["step"]
+    return event
 
 
 def _report_study(path: Path, *, as_json: bool, html: bool, output: Path | None) -> Severity | None:

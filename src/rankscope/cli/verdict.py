@@ -77,6 +77,19 @@ def render_run(run: Run, assessment: Assessment, console: Console) -> None:
     console.print()
 
 
+def render_differences(differences: Sequence[str], status: str, console: Console) -> None:
+    """Print how the findings of a new diagnosis differ from those that the run has told."""
+    _heading(console, "Diagnosed again", space=False)
+    if not differences:
+        _show(console, _plain("The findings are those in findings.jsonl."))
+    else:
+        _show(console, _plain("These findings are not those in findings.jsonl."))
+        _points(console, differences)
+        if status == "running":
+            _show(console, _plain("The run is not closed: it may have changes yet to tell."))
+    console.print()
+
+
 def render_study(study_dir: Path, console: Console) -> None:
     """Print the verdict of a study: its configurations side by side, and why they differ.
 

@@ -78,30 +78,6 @@ def expected_std(sems_W: NDArray[np.floating]) -> float:
     return largest * float(np.sqrt((len(sems) - 1) / len(sems) * mean_square))
 
 
-def dispersion_ratio(
-    observed_stds_T: NDArray[np.floating], expected_stds_T: NDArray[np.floating]
-) -> float:
-    """Return observed over expected dispersion of a run, ``sqrt(Σ observed² / Σ expected²)``.
-
-    Sums of squares, since it is the variances whose expectations agree.
-
-    Args:
-        observed_stds_T: Loss std over workers, one per step ``[T]``.
-        expected_stds_T: The one that sampling alone would give ``[T]``.
-
-    Returns:
-        The ratio over steps where both are finite; NaN without any, or when sampling would give
-        no dispersion at all.
-    """
-    observed: Floats = np.asarray(observed_stds_T, np.float64)
-    expected: Floats = np.asarray(expected_stds_T, np.float64)
-    both = np.isfinite(observed) & np.isfinite(expected)
-    denominator = float(np.linalg.norm(expected[both]))
-    if denominator == 0.0:
-        return float("nan")
-    return float(np.linalg.norm(observed[both])) / denominator
-
-
 def _sem(shares_U: Floats, deviations_U: Floats) -> float:
     if len(shares_U) < 2:
         return float("nan")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.state import Stateful
 from rankscope.core.step import Ints
 
 MAX_SHARED_PAIRS = 64
@@ -58,7 +59,7 @@ class SampleCounts:
     identical_groups: tuple[tuple[int, ...], ...]
 
 
-class SampleLedger:
+class SampleLedger(Stateful):
     """Remembers which samples were drawn, and by whom.
 
     Costs 12 bytes per different sample and 9 per pair of a sample and a worker. Who drew a sample
@@ -69,6 +70,8 @@ class SampleLedger:
             times as many pairs are remembered; beyond that, a repeat whose owners are unknown
             counts as the worker's own: the reading that accuses nobody.
     """
+
+    SETTINGS = ("_capacity",)
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         self._capacity = capacity
@@ -185,8 +188,10 @@ def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
 
 
-class _SortedMap:
+class _SortedMap(Stateful):
     """A growing map from int64 to small integers, kept in a few sorted arrays of doubling sizes."""
+
+    SETTINGS = ("_value_type",)
 
     def __init__(self, value_type: type[np.signedinteger[Any]]) -> None:
         self._value_type = value_type

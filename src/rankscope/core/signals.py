@@ -135,6 +135,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("lr", _FLOAT, "", _LOCAL, _BOTH, "learning rate of the optimizer's first parameter group"),
         ("optimizer_steps", _INT, "", _LOCAL, _LOW, "calls of optimizer.step since the step before"),
         ("step_seconds", _FLOAT, "s", _LOCAL, _HIGH, "wall time since the step before"),
+        ("busy_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time from the end of the reduction before until this worker's last local gradient was ready, so before it began to wait for the others; DDP on the CPU"),
         ("overhead_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time the monitor took from this worker's training thread"),
     ),
     *_declare(

@@ -8,10 +8,11 @@ import numpy as np
 
 from rankscope.core.dispersion import finite_mean
 from rankscope.core.finding import Finding, Severity
-from rankscope.core.nulls import dispersion_ratio
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT, Floats
-from rankscope.diagnose.verdicts import Values, Verdict, judge, statements
+from rankscope.diagnose.dispersion_words import Values
+from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
+from rankscope.diagnose.verdicts import Verdict, judge, statements
 from rankscope.record import Run
 
 _MEANS = (
@@ -80,12 +81,12 @@ def measure(run: Run) -> Values:
     drawn, distinct = (_known(columns[name]) for name in names[1:3])
     losses = columns["loss_mean"]
     measured = losses[np.isfinite(losses)]
-    ratio = dispersion_ratio(columns["loss_std"], columns["loss_std_expected"])
     return {
         "num_workers": run.num_workers,
         "steps": len(losses),
         **{name: _defined(finite_mean(columns[name])) for name in _MEANS},
-        "dispersion_ratio": _defined(ratio),
+        **dispersion_numbers(columns["loss_std"], columns["loss_std_expected"]),
+        **noise_numbers(run),
         **_samples(run, int(drawn[np.isfinite(drawn)].sum())),
         "effective_batch": _defined(finite_mean(distinct)),
         "global_batch": _defined(finite_mean(drawn)),

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from rankscope.core.finding import Severity
+from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep, Ints
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks
@@ -15,12 +16,14 @@ from rankscope.diagnose.rules import count, name_ranks
 _SKIPS_IN_A_ROW = 20
 
 
-class DuplicateBatches:
+class DuplicateBatches(Stateful):
     """Whole batches that are the same on two or more workers.
 
     Small batches can coincide by chance, so at least three different samples must coincide, in
     one step or in consecutive steps of the same workers.
     """
+
+    SETTINGS = ("_num_workers",)
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -80,7 +83,7 @@ class DuplicateBatches:
         )
 
 
-class NonFinite:
+class NonFinite(Stateful):
     """Infinities and NaN in local losses and gradients.
 
     A gradient scaler overflows now and then on purpose, and the optimizer skips that step. So a

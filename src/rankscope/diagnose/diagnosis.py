@@ -1,34 +1,52 @@
 """The diagnosis of a run: feeds steps to the detectors and turns evidence into findings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from rankscope.core.finding import Finding
+from rankscope.core.recorded import as_recorded
+from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport
+from rankscope.diagnose.alike import AlikePairs
 from rankscope.diagnose.detectors import DuplicateBatches, NonFinite
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.overlap import OverlappingShards
-from rankscope.diagnose.rules import describe
+from rankscope.diagnose.rules import RULES, describe
+from rankscope.diagnose.sampling import Sampling
+from rankscope.diagnose.stragglers import Stragglers
+from rankscope.errors import RunError
 from rankscope.record import Run
+from rankscope.record.files import to_plain
+from rankscope.record.states import START_FILE, read_state
 
 
 class Diagnosis:
-    """Watches a run step by step; equal steps give equal findings, live or from a record.
+    """Watches a run step by step; equal records give equal findings, live or afterwards.
 
     Each fault has one finding. It is told when it opens, when its status, cause, ranks, groups or
     severity change, and each time its evidence has doubled.
 
     Args:
         num_workers: W.
+        hosts: Host of each rank; empty when unknown.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
+        outliers = WorkerOutliers(num_workers, hosts)
         self._detectors: tuple[Detector, ...] = (
             NonFinite(),
             DuplicateBatches(num_workers),
             OverlappingShards(num_workers),
+            outliers,
+            AlikePairs(num_workers, lambda: outliers.set_apart),
+            Sampling(num_workers),
+            Stragglers(num_workers, hosts),
         )
+        self._num_workers = num_workers
+        self._num_steps = 0
         self._latest: dict[str, Finding] = {}
         self._told: dict[str, tuple[Finding, int]] = {}
         self._step = -1
@@ -38,14 +56,60 @@ class Diagnosis:
         """All findings so far, each in its latest state, in order of appearance."""
         return tuple(self._latest.values())
 
+    @property
+    def num_steps(self) -> int:
+        """Steps diagnosed so far, those of the runs that this one continues included."""
+        return self._num_steps
+
+    @property
+    def next_step(self) -> int:
+        """The number after the last step's: where a run that continues this one begins."""
+        return self._step + 1
+
+    def state(self) -> State:
+        """Return what is known so far, detectors and findings, as plain data."""
+        return {
+            "num_workers": self._num_workers,
+            "num_steps": self._num_steps,
+            "step": self._step,
+            "detectors": {type(one).__name__: one.state() for one in self._detectors},
+            "findings": [to_plain(finding.to_json()) for finding in self._latest.values()],
+            "told": [[to_plain(told.to_json()), count] for told, count in self._told.values()],
+        }
+
+    def restore(self, state: State) -> None:
+        """Go on where another diagnosis stood: with its findings, and the budget that it spent.
+
+        Raises:
+            StateError: The state is not of such a diagnosis; this one is then of no use.
+        """
+        detectors = {type(one).__name__: one for one in self._detectors}
+        try:
+            if state["num_workers"] != self._num_workers:
+                raise StateError(f"it is of {state['num_workers']} workers")
+            if state["detectors"].keys() != detectors.keys():
+                raise StateError("it is of other detectors")
+            for name, detector in detectors.items():
+                detector.restore(state["detectors"][name])
+            findings = [Finding.from_json(event) for event in state["findings"]]
+            told = [(Finding.from_json(event), int(count)) for event, count in state["told"]]
+            self._num_steps, self._step = int(state["num_steps"]), int(state["step"])
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise StateError(f"it is not the state of a diagnosis ({error!r})") from error
+        self._latest = {finding.id: finding for finding in findings}
+        self._told = {finding.id: (finding, count) for finding, count in told}
+
     def observe(self, report: StepReport) -> list[Finding]:
-        """Take one step, in order.
+        """Take one step, in order. Detectors see of it what the record will hold.
 
         Returns:
             The events to record: findings that opened or changed.
         """
         self._step = report.gathered.step
-        observation = Observation(report)
+        self._num_steps += 1
+        observation = Observation(as_recorded(report))
         return self._updates(detector.observe(observation) for detector in self._detectors)
 
     def close(self) -> list[Finding]:
@@ -82,7 +146,8 @@ class Diagnosis:
         return finding
 
     def _finding(self, evidence: Evidence) -> Finding:
-        explanation, next_check = describe(evidence.cause, evidence.severity, evidence.fields)
+        rule = evidence.key if evidence.key in RULES else evidence.cause
+        explanation, next_check = describe(rule, evidence.severity, evidence.fields)
         return Finding(
             id=evidence.key or evidence.cause,
             cause=evidence.cause,
@@ -104,6 +169,15 @@ def _character(finding: Finding) -> tuple[object, ...]:
     return finding.status, finding.cause, finding.severity, finding.ranks, finding.groups
 
 
+def hosts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the host of each rank, as ``run.json`` states it; nothing unless it has them all."""
+    entries = info.get("ranks")
+    entries = entries if isinstance(entries, list) else []
+    hosts = {e.get("rank"): e.get("host") for e in entries if isinstance(e, Mapping)}
+    named = tuple(hosts.get(rank) for rank in range(len(hosts)))
+    return tuple(str(host) for host in named) if all(named) else ()
+
+
 def diagnose_run(run: Run) -> tuple[Finding, ...]:
     """Diagnose a recorded run again, from its tables alone.
 
@@ -116,8 +190,25 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
     Raises:
         RunError: A file of the run cannot be read.
     """
-    diagnosis = Diagnosis(run.num_workers)
-    for gathered in run.iter_gathered():
-        diagnosis.observe(StepReport(gathered, {}))
+    diagnosis = Diagnosis(run.num_workers, hosts_of(run.info))
+    if "continues" in run.info:
+        diagnosis.restore(_state_at_start(run))
+    for report in run.iter_reports():
+        diagnosis.observe(report)
     diagnosis.close()
     return diagnosis.findings
+
+
+def _state_at_start(run: Run) -> State:
+    """Return what was known when a run began that continues another."""
+    file = run.path / START_FILE
+    try:
+        state = read_state(file)
+    except StateError as error:
+        raise RunError(f"cannot use {file}: {error}; its findings are in findings.jsonl") from error
+    if state is None:
+        raise RunError(
+            f"{file} is missing: without it, a run that continues another cannot be diagnosed "
+            "again; its findings are in findings.jsonl"
+        )
+    return state

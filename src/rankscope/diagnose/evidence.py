@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rankscope.core.finding import Severity
 from rankscope.core.samples import identical_groups
+from rankscope.core.state import State
 from rankscope.core.step import GatheredStep, StepReport
 
 Groups = Sequence[tuple[int, ...]]
@@ -66,10 +67,25 @@ class Evidence:
 
 
 class Detector(Protocol):
-    """Watches the stream of steps for one kind of fault."""
+    """Watches the stream of steps for one kind of fault.
+
+    After ``close`` it may be asked for its state, and another of the same build may go on from
+    there with the steps of a restarted job. :class:`rankscope.core.state.Stateful` gives both
+    ``state`` and ``restore`` to a class.
+    """
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step, in order; return what is new or has changed."""
 
     def close(self) -> Iterable[Evidence]:
         """End the run; return what had to wait for it."""
+
+    def state(self) -> State:
+        """Return a copy of all that it remembers."""
+
+    def restore(self, state: State) -> None:
+        """Remember what a detector of the same build remembered.
+
+        Raises:
+            StateError: The state does not fit.
+        """

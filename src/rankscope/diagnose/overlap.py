@@ -12,6 +12,7 @@ import numpy as np
 
 from rankscope.core.finding import Severity
 from rankscope.core.samples import SampleCounts, SampleLedger
+from rankscope.core.state import Stateful
 from rankscope.core.step import Ints
 from rankscope.diagnose.evidence import Evidence, Groups, Observation
 from rankscope.diagnose.rules import count, name_ranks
@@ -24,7 +25,7 @@ _STEPS_OF_OVERLAP = 3
 _NONE = np.empty(0, np.int64)
 
 
-class OverlappingShards:
+class OverlappingShards(Stateful):
     """Different workers that draw the same samples within an epoch.
 
     The length of an epoch is unknown here. But in a healthy job, the first repeats come when every
@@ -41,6 +42,8 @@ class OverlappingShards:
     them. When the run has drawn more different samples than the ledger remembers, new ones cannot
     be told from old ones any more, and the detector falls silent.
     """
+
+    SETTINGS = ("_num_workers",)
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -176,7 +179,7 @@ class _Overlap:
         )
 
 
-class _Account:
+class _Account(Stateful):
     """Sums of overlaps over steps, and which worker takes part in how many of them."""
 
     def __init__(self, num_workers: int) -> None:
@@ -253,7 +256,7 @@ class _Account:
         return tuple(np.flatnonzero(self._links_W == self._links).tolist()) if self._links else ()
 
 
-class _ShareTest:
+class _ShareTest(Stateful):
     """Tests whether repeats hit a worker's own samples less often than an innocent job would.
 
     Under the null, each repeat is an own one with probability p or more. Then the product of

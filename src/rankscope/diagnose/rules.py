@@ -42,6 +42,13 @@ _CHECK_SAMPLER = (
     "num_replicas, with its own rank, and calls set_epoch with the same epoch."
 )
 
+_DRIFT = Advice(
+    "The {what} disagree {late} times as much as sampling explains in the later half of the run, "
+    "and {early} times in the earlier half.",
+    "Nothing, if the order or the mixture of the data changes on purpose; otherwise compare what "
+    "kind of data the workers draw in both halves.",
+)
+
 RULES: Mapping[str, Rule] = {
     "data.duplicate_batches": Rule(
         "Workers train on the same batches",
@@ -82,6 +89,92 @@ RULES: Mapping[str, Rule] = {
             ),
         },
     ),
+    "data.worker_outlier": Rule(
+        "A worker differs from the others, in its loss too",
+        {
+            Severity.WARNING: Advice(
+                "{Ranks} {differ} from the other workers since about step {first}: {what}{where}."
+                "{host}{now} A healthy run of {steps} would show anything like it with a "
+                "probability of at most {bound}.",
+                "Look at the batches of {ranks} from step {first} on: labels, masks, tokenizer, "
+                "files. Then run one of them on another worker: what follows the batch is data, "
+                "what stays with the worker is its parameters or its hardware.",
+            ),
+            Severity.NOTE: Advice(
+                "{Ranks} differed from the other workers from about step {first} on: {what}{where}."
+                "{host}{now} Since then so many workers differ that nothing tells who is at fault.",
+                "See the finding that took its place.",
+            ),
+        },
+    ),
+    "compute.worker_outlier": Rule(
+        "A worker's gradient differs from the others, and its loss does not",
+        {
+            Severity.WARNING: Advice(
+                "{Ranks} {differ} from the other workers since about step {first}, with a loss "
+                "like theirs: {what}{where}.{host}{now} A healthy run of {steps} would show "
+                "anything like it with a probability of at most {bound}.",
+                "Compare parameters, precision and library versions of {ranks} with another "
+                "worker's, and run the same batch on both: a gradient that still differs is made "
+                "by the worker's state or its hardware.",
+            ),
+            Severity.NOTE: Advice(
+                "{Ranks} differed from the other workers from about step {first} on: {what}{where}."
+                "{host}{now} Since then so many workers differ that nothing tells who is at fault.",
+                "See the finding that took its place.",
+            ),
+        },
+    ),
+    "inconclusive": Rule(
+        "Workers differ, and nothing tells who is at fault",
+        {
+            Severity.WARNING: Advice(
+                "{Ranks} differ from each other since about step {first}: {what}{where}.{now} "
+                "Among {workers} workers nothing tells which of them is at fault, or whether "
+                "their data differ on purpose. A healthy run of {steps} would show anything like "
+                "it with a probability of at most {bound}.",
+                "Run the same batch on both: if they agree, their data differ in kind; if not, "
+                "compare parameters and hardware.",
+            ),
+            Severity.NOTE: Advice(
+                "The workers differ from each other since about step {first}; {ranks} stand out "
+                "most: {what}{where}.{host}{now} So many differ that nothing tells who is at "
+                "fault. Shards of different kinds (domains, languages, lengths) look like this.",
+                "Nothing, if every worker is meant to have data of its own kind; otherwise "
+                "shuffle before sharding.",
+            ),
+        },
+    ),
+    "gross-outlier": Rule(
+        "A single value far out",
+        {
+            Severity.NOTE: Advice(
+                "At step {step} the {what} of {ranks} was {z} robust standard deviations away "
+                "from the other workers', farther than anything before. One step proves nothing: "
+                "should it come again, a finding of its own will say so.",
+                "Look at that batch, if the loss of the run jumped there too.",
+            ),
+        },
+    ),
+    "pairs-alike": Rule(
+        "Workers resemble each other too much",
+        {
+            Severity.WARNING: Advice(
+                "The gradients of {ranks} resemble each other more than those of other workers "
+                "since about step {first} (cosine {above} above other pairs), though their "
+                "batches are not the same.{now} A healthy run of {steps} would show anything like "
+                "it with a probability of at most {bound}.",
+                "Look for data or random numbers that they share: overlapping shards, the same "
+                "documents, the same noise.",
+            ),
+            Severity.NOTE: Advice(
+                "The gradients of {ranks} resemble each other more than those of other pairs "
+                "since about step {first} (cosine {above}).{now} So many workers are alike in "
+                "blocks that shards of different kinds explain it best.",
+                "Nothing, if blocks of workers are meant to have data of their own kind.",
+            ),
+        },
+    ),
     "numerics.nonfinite": Rule(
         "Infinities or NaN in loss or gradient",
         {
@@ -94,6 +187,68 @@ RULES: Mapping[str, Rule] = {
                 "The gradient of {ranks} held an infinity or NaN in {steps}, and the optimizer "
                 "skipped every such step, as it does when a gradient scaler tries its limits.",
                 "Nothing, as long as it stays rare.",
+            ),
+        },
+    ),
+    "sampling.too_similar": Rule(
+        "Workers are more alike than different data can be",
+        {
+            Severity.WARNING: Advice(
+                "The workers are more alike than sampling explains, since about step "
+                "{first}{until}: their {what} lie closer together than those of micro-batches "
+                "dealt at random{ratio}. A healthy run of {steps} would show anything like it with "
+                "a probability of at most {bound}.",
+                "Check that the data loader shards by rank, and name the samples with "
+                "scope.batch(ids): then equal batches are certain.",
+            ),
+            Severity.NOTE: Advice(
+                "The workers are more alike than sampling explains, since about step "
+                "{first}{until}, although no two of them draw the same sample: their {what} lie "
+                "closer together than those of micro-batches dealt at random{ratio}.",
+                "Nothing, if all workers are given the same kind or length of data at the same "
+                "time; otherwise check that different samples do not hold the same content.",
+            ),
+        },
+    ),
+    "sampling.too_different": Rule(
+        "The workers' data differ in kind",
+        {
+            Severity.NOTE: Advice(
+                "The workers' data differ in kind, since about step {first}{until}: the {what} of "
+                "one worker's micro-batches resemble each other more than those of other "
+                "workers{ratio}.",
+                "Nothing, if every worker is meant to have data of its own kind (domain, "
+                "language, length); otherwise shuffle before sharding.",
+            ),
+        },
+    ),
+    "sampling.ratio": Rule(
+        "The dispersion is not what sampling explains",
+        {
+            Severity.NOTE: Advice(
+                "The workers' {what} lie {ratio} times as far apart as the spread inside their "
+                "batches explains (95 % interval {low} to {high}), {reading}. Without "
+                "micro-batches this is an estimate, not a proof.",
+                "Compare what kind of data the workers draw, and whether they draw different ones.",
+            ),
+        },
+    ),
+    "sampling.drift": Rule(
+        "The dispersion of losses drifts against what sampling explains", {Severity.NOTE: _DRIFT}
+    ),
+    "sampling.gradient_drift": Rule(
+        "The dispersion of gradients drifts against what sampling explains",
+        {Severity.NOTE: _DRIFT},
+    ),
+    "time.straggler": Rule(
+        "Others wait for a slow worker",
+        {
+            Severity.NOTE: Advice(
+                "{When} the gradient of {who} was ready {behind} later than the typical worker's "
+                "({share} of a step), and the last in most steps. All others waited for it, "
+                "{lost} in all.",
+                "Compare {who} with a fast worker: data loading, load and clock rate of the "
+                "processor, and work that only some ranks do, such as logging.",
             ),
         },
     ),

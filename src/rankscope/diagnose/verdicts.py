@@ -4,14 +4,19 @@ Dispersion is put into words against its null only. A ratio far from 1 is a reas
 a finding: what is certain comes from findings, and from exact equality.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankscope.core.finding import Finding, Severity
+from rankscope.diagnose.dispersion_words import (
+    Values,
+    say_dispersion,
+    say_gradients,
+    say_noise_scale,
+    short,
+    spread_in_words,
+)
 from rankscope.diagnose.rules import count, name_ranks
-
-Values = dict[str, float | int | None]
 
 NOTHING_TO_CHANGE = "Nothing to change."
 _ALIKE_LOSS = 1e-6
@@ -32,13 +37,14 @@ def judge(values: Values, findings: Sequence[Finding]) -> Verdict:
     """Return the verdict: the worst finding's, or else what the numbers allow to say."""
     if not values["steps"]:
         return Verdict("Nothing is recorded yet.", "Let the run take its first steps.")
-    known = [finding for finding in findings if finding.cause in _BY_CAUSE]
+    known = [f for f in findings if f.cause in _BY_CAUSE and not f.id.startswith("sampling.")]
     if known:
         order = list(_BY_CAUSE)
         worst = max(known, key=lambda f: (f.severity, -order.index(f.cause)))
         return _BY_CAUSE[worst.cause](values, worst)
-    if findings:
-        worst = max(findings, key=lambda finding: finding.severity)
+    told = [finding for finding in findings if not finding.cause.startswith("time.")]
+    if told:
+        worst = max(told, key=lambda f: (f.severity, f.status == "open"))
         return Verdict(worst.explanation, worst.next_check)
     return _without_findings(values)
 
@@ -51,7 +57,9 @@ def statements(values: Values, findings: Sequence[Finding]) -> tuple[str, ...]:
     parts = (
         _say_loss(values),
         _say_metrics(values),
-        _say_dispersion(values),
+        say_dispersion(values),
+        say_gradients(values),
+        say_noise_scale(values, causes),
         _say_samples(values, causes),
         _say_limits(values, causes),
         _say_cost(values),
@@ -123,11 +131,11 @@ def _without_findings(values: Values) -> Verdict:
     if values["samples_drawn"] is None:
         return _without_samples(values)
     who = f"the {num_workers} workers train on different samples"
-    spread = _spread(values)
+    spread = spread_in_words(values)
     if values["effective_batch"] != values["global_batch"]:
         return Verdict(
-            f"No fault proven: a global batch of {_short(values['global_batch'])} samples holds "
-            f"{_short(values['effective_batch'])} different ones on average.",
+            f"No fault proven: a global batch of {short(values['global_batch'])} samples holds "
+            f"{short(values['effective_batch'])} different ones on average.",
             "Nothing to change if that is the padding at the end of an epoch.",
         )
     if spread is None:
@@ -176,34 +184,14 @@ def _say_metrics(values: Values) -> str:
     parts = []
     if values["loss_std"] is not None:
         parts.append(
-            f"losses differ by {_short(values['loss_std'])} nats/token (std over workers, "
-            f"{_short(values['loss_range'])} from lowest to highest)"
+            f"losses differ by {short(values['loss_std'])} nats/token (std over workers, "
+            f"{short(values['loss_range'])} from lowest to highest)"
         )
     if values["grad_norm_std"] is not None:
-        parts.append(f"gradient norms by {_short(values['grad_norm_std'])}")
+        parts.append(f"gradient norms by {short(values['grad_norm_std'])}")
     if values["cosine_mean"] is not None:
         parts.append(f"two workers' gradients have a mean cosine of {values['cosine_mean']:.3f}")
     return f"On average over steps, {'; '.join(parts)}." if parts else ""
-
-
-def _say_dispersion(values: Values) -> str:
-    ratio, expected = values["dispersion_ratio"], values["loss_std_expected"]
-    if values["num_workers"] == 1 or values["loss_std"] is None:
-        return ""
-    if ratio is None:
-        return (
-            "How much dispersion sampling alone would give cannot be known: each worker reported "
-            "one loss per step. One loss per sample, or several micro-batches, would tell."
-        )
-    meaning = {
-        "about": "as much as different samples of the same data give",
-        "further": "more than sampling gives: the workers' data, or their state, differ in kind",
-        "closer": "less than different samples would give: the workers share data",
-    }[_spread(values) or "about"]
-    return (
-        f"Sampling alone would give a loss std of {_short(expected)}; the observed one is "
-        f"{ratio:.2f} times that, {meaning}."
-    )
 
 
 def _say_samples(values: Values, causes: set[str]) -> str:
@@ -212,8 +200,8 @@ def _say_samples(values: Values, causes: set[str]) -> str:
     text = f"In the whole run, {_coverage(values)}"
     if values["effective_batch"] is not None:
         text += (
-            f"; a global batch of {_short(values['global_batch'])} held "
-            f"{_short(values['effective_batch'])} different ones on average"
+            f"; a global batch of {short(values['global_batch'])} held "
+            f"{short(values['effective_batch'])} different ones on average"
         )
         if not causes and values["distinct_samples"] != values["samples_drawn"]:
             text += "; the others are repeats in later steps, as in later epochs"
@@ -263,22 +251,6 @@ def _coverage(values: Values) -> str:
     return f"{distinct:,} of the {drawn:,} samples drawn are different"
 
 
-def _spread(values: Values) -> str | None:
-    """Return whether losses lie ``closer``, ``about`` or ``further`` apart than by sampling.
-
-    The band around 1 is 40 % and three standard errors that the ratio would have for normal
-    losses, since short runs and few workers measure it badly.
-    """
-    ratio = values["dispersion_ratio"]
-    if ratio is None:
-        return None
-    degrees = _number(values, "steps") * max(_number(values, "num_workers") - 1, 1)
-    band = 1.4 + 3 / math.sqrt(2 * degrees)
-    if ratio > band:
-        return "further"
-    return "closer" if ratio < 1 / band else "about"
-
-
 def _all_alike(values: Values) -> bool:
     cosine, spread, loss = values["cosine_mean"], values["loss_range"], values["loss_last"]
     if cosine is None or spread is None or loss is None or _number(values, "steps") < _FEW_STEPS:
@@ -289,12 +261,3 @@ def _all_alike(values: Values) -> bool:
 def _number(source: Values | Finding, name: str) -> int:
     value = source.evidence.get(name) if isinstance(source, Finding) else source[name]
     return int(value or 0)
-
-
-def _short(value: float | None) -> str:
-    """Return a number with three significant digits, without an exponent where that reads well."""
-    if value is None:
-        return "an unknown amount"
-    if value == 0:
-        return "0"
-    return f"{value:,.4g}" if abs(value) >= 100 else f"{value:.3g}"

@@ -12,6 +12,7 @@ operation           sent                     received                 messages i
 ``gather``          (W−1)n                   (W−1)n                   W−1, in a ring
 ``gather_to_root``  n; rank 0: nothing       nothing; rank 0: (W−1)n  1
 ``reduce_…``        2(1 − 1/W)n              2(1 − 1/W)n              2·⌈log2 W⌉
+``broadcast``       2(1 − 1/W)n              2(1 − 1/W)n              2·⌈log2 W⌉
 ==================  =======================  =======================  ================
 
 gloo adds 96 bytes to each message (its header, and one that announces it); with those of TCP and
@@ -122,6 +123,13 @@ class Channel(Protocol):
             ChannelError: A peer is gone, or did not answer in time.
         """
 
+    def broadcast(self, message: Bytes) -> Bytes:
+        """Return rank 0's message ``[n]``; the others give one of that size; blocks.
+
+        Raises:
+            ChannelError: A peer is gone, or did not answer in time.
+        """
+
     def close(self) -> None:
         """Free the channel; for the thread that made it, when no gather is under way."""
 
@@ -169,6 +177,14 @@ class CountingChannel(ABC):
             ChannelError: A peer is gone, or did not answer in time.
         """
         return self._reduce(values, np.maximum)
+
+    def broadcast(self, message: Bytes) -> Bytes:
+        """Return rank 0's message ``[n]``; the others give one of that size; blocks.
+
+        Raises:
+            ChannelError: A peer is gone, or did not answer in time.
+        """
+        return self._reduce(message if self._rank == 0 else np.zeros_like(message), np.maximum)
 
     def _reduce(self, values: Values, combine: Combine) -> Values:
         total = values.copy()

@@ -28,6 +28,7 @@ class Courier:
         deliver: Called in this thread with what came of every step.
         idle: Called in this thread at least every few seconds.
         ended: Called in this thread when the channel ends other than by :meth:`leave`.
+        first_step: Number of the first step.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Courier:
         deliver: Callable[[Outcome], None],
         idle: Callable[[], None],
         ended: Callable[[Exception], None],
+        first_step: int = 0,
     ) -> None:
         self._gathering = gathering
         self._interval_at = interval_at
@@ -46,7 +48,7 @@ class Courier:
         self._ended = ended
         self._queue: queue.Queue[Callable[[], WorkerStep] | None] = queue.Queue(_MOST_WAITING)
         self._leaving = threading.Event()
-        self._next_step = 0
+        self._next_step = first_step
         self._thread = threading.Thread(target=self._run, name="rankscope", daemon=True)
         self._thread.start()
 

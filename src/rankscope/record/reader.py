@@ -8,18 +8,15 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rankscope.core.direction import from_upper_triangle
 from rankscope.core.finding import Finding
-from rankscope.core.signals import DType, Source, Table, signal, signals
-from rankscope.core.step import Floats, GatheredStep, Ints
+from rankscope.core.signals import DType, Table, signal, signals
+from rankscope.core.step import Floats, Ints, StepReport
 from rankscope.errors import RunError
-from rankscope.record.schema import SCHEMA_VERSION, Array, arrow_schema, row_keys, to_numpy
-
-Columns = dict[str, Array]
-
-_LOCAL = tuple(s.name for s in signals(Table.WORKERS, Source.LOCAL))
+from rankscope.record.replay import read_reports
+from rankscope.record.schema import SCHEMA_VERSION, arrow_schema, row_keys, to_numpy
+from rankscope.record.tables import Columns, parts_of, read_part
 
 
 class Run:
@@ -84,7 +81,7 @@ class Run:
             RunError: A file cannot be read.
         """
         schema = arrow_schema(table)
-        parts = [_read_part(file, schema) for file in self._parts(table)]
+        parts = [read_part(file, schema) for file in parts_of(self.path, table)]
         rows = pa.concat_tables([schema.empty_table(), *parts])
         return rows.sort_by([(key, "ascending") for key in row_keys(table)])
 
@@ -164,94 +161,36 @@ class Run:
             latest[finding.id] = finding
         return tuple(latest.values())
 
-    def iter_gathered(self) -> Iterator[GatheredStep]:
-        """Yield the recorded steps as the workers reported them, without sketches.
+    def with_findings(self, findings: Iterable[Finding]) -> "Run":
+        """Return this run with other findings than those in ``findings.jsonl``."""
+        return _Rediagnosed(self.path, self.info, tuple(findings))
 
-        Holds about one file of each table in memory at a time. Micro-batches are there in the
-        steps that recorded them. Steps that are written meanwhile are left out.
+    def iter_reports(self, first_step: int = 0) -> Iterator[StepReport]:
+        """Yield the recorded steps as detectors saw them live: every number has the same bits.
+
+        What no table holds (sketches, inner products) is missing in them, see
+        :func:`rankscope.core.recorded.as_recorded`. Holds about one file of each table in memory
+        at a time. Steps that are written meanwhile are left out.
+
+        Args:
+            first_step: The first step to yield.
 
         Raises:
             RunError: A file cannot be read, or a step has no workers.
         """
-        steps = self.columns(Table.STEPS, "step", "time", "observed")
-        workers = _StepCursor(self._blocks(Table.WORKERS))
-        samples = _StepCursor(self._blocks(Table.SAMPLES))
-        micro = _StepCursor(self._blocks(Table.MICRO))
-        for step, time, observed in zip(*(steps[name].tolist() for name in steps), strict=True):
-            local = workers.take(step)
-            if local is None:
-                raise RunError(f"{self.path} lacks the workers of step {step}: the run is damaged")
-            yield _gathered(step, time, observed, local, samples.take(step), micro.take(step))
-
-    def _parts(self, table: Table) -> list[Path]:
-        return sorted((self.path / table).glob("part-*.parquet"))
-
-    def _blocks(self, table: Table) -> Iterator[Columns]:
-        """Yield a table in the order of its files, in blocks of rows."""
-        schema = arrow_schema(table)
-        for file in self._parts(table):
-            for batch in _read_part(file, schema).to_batches(max_chunksize=8192):
-                block = pa.table(batch)
-                yield {s.name: to_numpy(block[s.name], s.dtype) for s in signals(table)}
+        return read_reports(self.path, first_step)
 
 
-class _StepCursor:
-    """Walks through blocks of rows that are ordered by step, one step at a time."""
+class _Rediagnosed(Run):
+    """A run whose findings are not read from its directory."""
 
-    def __init__(self, blocks: Iterable[Columns]) -> None:
-        self._blocks = iter(blocks)
-        self._rows: Columns = {}
-        self._at = 0
+    def __init__(self, path: Path, info: dict[str, Any], findings: tuple[Finding, ...]) -> None:
+        super().__init__(path, info)
+        self._findings = findings
 
-    def take(self, step: int) -> Columns | None:
-        """Return the rows of one step, None if there are none. Steps must be asked in order."""
-        taken: list[Columns] = []
-        while self._at < len(self._rows.get("step", ())) or self._next_block():
-            steps = self._rows["step"]
-            start, end = np.searchsorted(steps, [step, step + 1])
-            if end > start:
-                taken.append({name: values[start:end] for name, values in self._rows.items()})
-            self._at = int(end)
-            if end < len(steps):
-                break
-        if len(taken) < 2:
-            return taken[0] if taken else None
-        return {name: np.concatenate([part[name] for part in taken]) for name in taken[0]}
-
-    def _next_block(self) -> bool:
-        self._rows, self._at = next(self._blocks, {}), 0
-        return bool(self._rows)
-
-
-def _gathered(
-    step: int,
-    time: float,
-    observed: bool,
-    local: Columns,
-    samples: Columns | None,
-    micro: Columns | None,
-) -> GatheredStep:
-    width = len(local["rank"])
-    samples_of: list[Ints] = [np.empty(0, np.int64) for _ in range(width)]
-    if samples is not None:
-        for rank, values in zip(samples["rank"], samples["samples"], strict=True):
-            samples_of[rank] = values
-    losses: tuple[Floats, ...] = ()
-    weights: tuple[Floats, ...] = ()
-    if micro is not None:
-        ends = np.searchsorted(micro["rank"], np.arange(1, width))
-        losses = tuple(np.split(micro["loss"], ends))
-        weights = tuple(np.split(micro["loss_weight"], ends))
-    return GatheredStep(
-        step=step,
-        time=time,
-        observed=observed,
-        workers={name: local[name] for name in _LOCAL},
-        sketches_WK=None,
-        samples=tuple(samples_of),
-        micro_losses=losses,
-        micro_weights=weights,
-    )
+    def findings(self) -> tuple[Finding, ...]:
+        """Return the findings that were given."""
+        return self._findings
 
 
 def _names(table: Table) -> tuple[str, ...]:
@@ -266,19 +205,3 @@ def _read_info(file: Path) -> dict[str, Any]:
     if not isinstance(info, dict) or not isinstance(info.get("schema_version"), int):
         raise RunError(f"{file} states no schema_version: it is not the run.json of a run")
     return info
-
-
-def _read_part(file: Path, schema: pa.Schema) -> pa.Table:
-    """Read one Parquet file from a single open handle, shaped as the schema says."""
-    try:
-        with file.open("rb") as handle:
-            rows = pq.read_table(handle)
-        columns = [
-            rows[field.name].cast(field.type)
-            if field.name in rows.column_names
-            else pa.nulls(len(rows), field.type)
-            for field in schema
-        ]
-        return pa.table(columns, schema=schema)
-    except (OSError, pa.ArrowException) as error:
-        raise RunError(f"cannot read {file}: it is damaged; remove it to read the rest") from error

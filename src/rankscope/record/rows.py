@@ -5,12 +5,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from rankscope.core.direction import upper_triangle
+from rankscope.core.recorded import MAX_PAIRED_WORKERS, has_micro_batches, known_micro_norms
 from rankscope.core.signals import Source, Table, signals
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.record.schema import Array
-
-MAX_PAIRED_WORKERS = 64
-"""Workers up to which the cosines of all pairs are recorded: 2,016 pairs, 8 kB a step."""
 
 Rows = Mapping[str, Array | list[Array]]
 """Rows by column: an array, or for a column of lists one array per row."""
@@ -52,7 +50,7 @@ def _worker_rows(report: StepReport) -> Rows:
 
 def _micro_rows(report: StepReport) -> Rows:
     losses = report.gathered.micro_losses
-    if max(map(len, losses), default=0) < 2:
+    if not has_micro_batches(report.gathered):
         return {"step": np.empty(0, np.int64)}
     lengths = [len(worker) for worker in losses]
     return {
@@ -66,9 +64,8 @@ def _micro_rows(report: StepReport) -> Rows:
 
 
 def _micro_norms(step: GatheredStep, lengths: list[int]) -> Array:
-    if [len(norms) for norms in step.micro_norms] != lengths:
-        return np.full(sum(lengths), np.nan)
-    return np.concatenate(step.micro_norms)
+    norms = known_micro_norms(step)
+    return np.concatenate(norms) if norms else np.full(sum(lengths), np.nan)
 
 
 def _sample_rows(report: StepReport) -> Rows:

@@ -6,10 +6,11 @@ then stays as it is: few files, and never a row twice or a gap.
 """
 
 import json
+import math
 import platform
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pyarrow as pa
 import rankscope
 from rankscope.core.finding import Finding
 from rankscope.core.signals import DType, Table, signals
+from rankscope.core.state import State
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError
 from rankscope.record.files import append, create_directory, replace, to_plain, write_error
@@ -33,9 +35,13 @@ from rankscope.record.schema import (
     to_arrow,
     to_arrow_lists,
 )
+from rankscope.record.states import START_FILE, STATE_FILE, pack_state
 
 PART_BYTES = 16 * 2**20
 """Bytes after which a part is finished and the next one begins."""
+STATE_BYTES_PER_FLUSH = 4 * 2**20
+"""Bytes of the detectors' state that are written per flush on average: a larger one is left out in
+the flushes that follow."""
 
 _WRITE_ORDER = (
     Table.SAMPLES,
@@ -58,13 +64,19 @@ class RunWriter:
         info: What ``run.json`` says about the run: configuration, hosts, versions. Values that
             JSON does not know (numpy, paths) are made plain, numbers that are not finite null.
         flush_seconds: Time between two writes of ``flush_if_due``.
+        start: What the detectors remember when the run begins, if it continues another.
 
     Raises:
         RunError: The directory is not empty, or cannot be created or written.
     """
 
     def __init__(
-        self, path: str | Path, info: Mapping[str, Any], *, flush_seconds: float = 10.0
+        self,
+        path: str | Path,
+        info: Mapping[str, Any],
+        *,
+        flush_seconds: float = 10.0,
+        start: State | None = None,
     ) -> None:
         self.path = Path(path)
         self.flush_seconds = flush_seconds
@@ -73,6 +85,7 @@ class RunWriter:
         self._file_lock = threading.RLock()
         self._num_steps = 0
         self._last_flush: float | None = None
+        self._flushes_without_state = 0
         self._closed = False
         self._info = {
             **info,
@@ -82,6 +95,8 @@ class RunWriter:
             "started": _now(),
         }
         create_directory(self.path)
+        if start is not None:
+            replace(self.path / START_FILE, pack_state(start))
         self._write_info()
 
     def add(self, report: StepReport) -> None:
@@ -140,6 +155,25 @@ class RunWriter:
         self._last_flush = now
         self.flush()
         return True
+
+    def save_state(self, take: Callable[[], State], *, at_end: bool = False) -> None:
+        """Write what the detectors remember, after a flush: a large state not after each.
+
+        Args:
+            take: Returns it; called only when it is to be written.
+            at_end: Write it in any case.
+
+        Raises:
+            RunError: It cannot be written; the file is then as it was before.
+            TypeError: It holds something that is neither an array nor plain JSON.
+        """
+        with self._file_lock:
+            if self._closed or (self._flushes_without_state > 0 and not at_end):
+                self._flushes_without_state -= 1
+                return
+            content = pack_state(take())
+            replace(self.path / STATE_FILE, content)
+            self._flushes_without_state = math.ceil(len(content) / STATE_BYTES_PER_FLUSH) - 1
 
     def close(self, status: str = "complete", **facts: Any) -> None:
         """Flush, and say in ``run.json`` how the run ended. A second call does nothing.

@@ -1,0 +1,335 @@
+"""The test of exchangeability: is one unit unlike the others, in any signal, in any way?
+
+Units are workers, or pairs of workers. Every step gives one value per signal and unit; every bet
+(:mod:`rankscope.core.bets`) turns them into e-values, and one e-detector per bet, signal and unit
+collects them. Their mean with fixed weights, M, is the evidence that *some* unit is unlike the
+others: in a healthy run of N steps it reaches c with a probability of at most N/c.
+
+A unit that was found unlike the others is set apart: the others are compared without it from the
+next step on (which their exchangeability allows, given the past), and the unit is compared with
+them, so that one sees when it heals.
+
+Legend of shapes: S signals, U units, B bets, A units set apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.bets import (
+    RARE_FROM,
+    RARE_STAKE,
+    Bet,
+    Kind,
+    Ranked,
+    RobustScale,
+    distances,
+    e_values,
+    normal_scores,
+    rank_units,
+)
+from rankscope.core.edetector import ShiryaevRoberts
+from rankscope.core.state import State, StateError, Stateful
+from rankscope.core.step import Floats, Ints
+
+Floats32 = NDArray[np.float32]
+
+RECENT = 64
+"""Steps whose deviations are remembered, to tell how large a difference is."""
+
+CERTAIN = float(np.log(1e8))
+"""Log evidence that a unit set apart keeps at most, so that it heals in bounded time."""
+
+HEALED = 0.25
+"""Certainty at and below which a unit set apart counts as being like the others again."""
+
+_STILL_CERTAIN = 0.95
+_SEEN_QUICKLY = 0.5
+
+RARE_FADES = 0.95
+"""What remains of the evidence for rare errors after a step without one."""
+
+_NEAR_THE_STRONGEST = 0.6
+_NEARLY_AS_STRONG = 0.8
+_ONE_SIDED = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One way in which a unit is unlike the others.
+
+    Attributes:
+        signal: Index of the signal.
+        kind: High, low, spread or rare.
+        log_evidence: Logarithm of the evidence in this signal alone.
+        age: How many steps ago it began, this one included.
+        deviation: Median deviation over the recent steps since then, in units of the signal; the
+            largest one for spread and rare errors.
+    """
+
+    signal: int
+    kind: Kind
+    log_evidence: float
+    age: float
+    deviation: float
+
+
+class ExchangeabilityTest:
+    """Compares units in several signals, step after step, in constant memory.
+
+    Args:
+        num_units: U.
+        weights_S: Share of each signal in the evidence; they sum to 1.
+        relative_S: Whether deviations from the median are told in parts of it.
+        bets: What to bet on; their weights sum to 1.
+
+    Attributes:
+        z_SU: Distances from the median in the last step, in robust standard deviations; 0 for
+            what that step did not measure.
+    """
+
+    def __init__(
+        self,
+        num_units: int,
+        weights_S: Floats,
+        relative_S: NDArray[np.bool_],
+        bets: Sequence[Bet],
+    ) -> None:
+        shape = len(bets), len(weights_S), num_units
+        self.num_units = num_units
+        self._relative_S = relative_S
+        self._bets = tuple(bets)
+        self._patient_B = np.array([bet.kind is Kind.RARE for bet in bets])
+        shares_B = np.array([bet.weight for bet in bets])
+        self._weights_BS = (shares_B[:, None] * weights_S / max(1, num_units)).astype(np.float32)
+        self._scale = RobustScale(len(weights_S))
+        self._detectors = ShiryaevRoberts(*shape)
+        self._e = np.ones(shape, np.float32)
+        self._recent = np.full((RECENT, *shape[1:]), np.nan, np.float32)
+        self._fed_S = np.zeros(len(weights_S), np.int64)
+        self._apart: dict[int, _Apart] = {}
+        self.z_SU = np.zeros(shape[1:], np.float32)
+
+    @property
+    def set_apart(self) -> tuple[int, ...]:
+        """Units that are set apart, in the order in which that was done."""
+        return tuple(self._apart)
+
+    def observe(self, values_SU: Floats, rows: Ints) -> None:
+        """Take one step.
+
+        Args:
+            values_SU: Values of the signals named by ``rows``, NaN where a unit has none. Units
+                that are set apart have theirs, too.
+            rows: Indices of the signals that this step measures, ascending.
+        """
+        together = np.array(values_SU, np.float64)
+        together[~np.isfinite(together)] = np.nan
+        values = together.copy()
+        together[:, list(self._apart)] = np.nan
+        ranked = rank_units(together)
+        middle_S, away, current_S = distances(ranked)
+        usable = ranked.counts_S >= 3
+        scales_S = np.full(len(rows), np.nan)
+        scales_S[usable] = self._scale.observe(current_S[usable], rows[usable])
+        e = self._e if len(rows) == self._e.shape[1] else np.empty_like(self._e[:, rows])
+        e_values(ranked, away, scales_S, self._bets, e)
+        self._detectors.observe(e, ... if e is self._e else (slice(None), rows))
+        self._remember(values, middle_S, scales_S, rows)
+        for unit, apart in self._apart.items():
+            z_S = self.z_SU[rows, unit]
+            apart.observe(_compare(values[:, unit], z_S, ranked, away, middle_S, self._bets), rows)
+
+    @property
+    def evidence(self) -> float:
+        """M: evidence that some unit is unlike the others, 0 at first."""
+        return float(self.evidence_of_units().sum())
+
+    def evidence_of_units(self) -> Floats:
+        """Return the share of each unit in M ``[U]``; 0 for units that are set apart."""
+        weighted = self._weights_BS[:, :, None] * self._detectors.evidence
+        evidence: Floats = weighted.reshape(-1, self.num_units).sum(axis=0).astype(np.float64)
+        evidence[list(self._apart)] = 0
+        return evidence
+
+    def traces(self, unit: int, least: float = 0.0) -> list[Trace]:
+        """Return in which signals and how a unit is unlike the others, the strongest first.
+
+        Args:
+            unit: The unit.
+            least: Signals with less logarithmic evidence are left out, and those with less than
+                0.6 of the strongest one's: what chance gives to some of many signals.
+        """
+        log_BS, ages_BS = self._log_evidence(unit)
+        best_S, log_S = log_BS.argmax(axis=0).tolist(), log_BS.max(axis=0)
+        least = max(least, _NEAR_THE_STRONGEST * float(log_S.max()))
+        traces = []
+        for signal in np.argsort(-log_S, kind="stable").tolist():
+            if log_S[signal] >= least > 0:
+                age = float(ages_BS[best_S[signal], signal])
+                kind, deviation = self._kind(signal, unit, age, log_BS[:, signal])
+                traces.append(Trace(signal, kind, float(log_S[signal]), age, deviation))
+        return traces
+
+    def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
+        """Return the logarithm of each bet's evidence, and its age, ``[B, S]`` each."""
+        apart = self._apart.get(unit)
+        if apart is not None:
+            return apart.log_BS, apart.ages_BS
+        evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
+        return np.log(np.maximum(evidence_BS, 1.0)), self._detectors.age[:, :, unit]
+
+    def set_unit_apart(self, unit: int) -> None:
+        """Compare the others without this unit from the next step on."""
+        log_BS, ages_BS = self._log_evidence(unit)
+        self._apart[unit] = _Apart(log_BS, ages_BS.copy(), self._patient_B)
+
+    def certainty(self, unit: int) -> float:
+        """Return how sure it still is that a unit set apart is unlike the others, 1 to 0."""
+        return self._apart[unit].certainty
+
+    def start_anew(self) -> None:
+        """Forget the evidence on all units. What it has spent of the budget stays spent."""
+        self._detectors.restart(...)
+
+    def take_back(self, unit: int) -> None:
+        """Let a unit count among the others again; its detectors start anew."""
+        del self._apart[unit]
+        self._detectors.restart((slice(None), slice(None), unit))
+
+    def state(self) -> State:
+        """Return a copy of all that it remembers of the steps so far."""
+        return {
+            "scale": self._scale.state(),
+            "detectors": self._detectors.state(),
+            "recent": self._recent.copy(),
+            "fed": self._fed_S.copy(),
+            "apart": [[unit, apart.state()] for unit, apart in self._apart.items()],
+        }
+
+    def restore(self, state: State) -> None:
+        """Remember what a test of the same units, signals and bets remembered.
+
+        Raises:
+            StateError: The state is that of another test.
+        """
+        try:
+            shapes = self._recent.shape, self._fed_S.shape
+            if (state["recent"].shape, state["fed"].shape) != shapes:
+                raise StateError("these are the states of other units or signals")
+            self._scale.restore(state["scale"])
+            self._detectors.restore(state["detectors"])
+            self._recent, self._fed_S = state["recent"].copy(), state["fed"].copy()
+            self._apart = {}
+            for unit, apart in state["apart"]:
+                self._apart[int(unit)] = _Apart(*self._log_evidence(int(unit)), self._patient_B)
+                self._apart[int(unit)].restore(apart)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StateError(f"this is not the state of a test: {error!r}") from error
+
+    def _remember(self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Ints) -> None:
+        away = values - middle_S[:, None]
+        unit_S = np.where(self._relative_S[rows] & (middle_S > 0), middle_S, 1.0)
+        self._recent[self._fed_S[rows] % RECENT, rows] = away / unit_S[:, None]
+        self._fed_S[rows] += 1
+        self.z_SU[:] = 0
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            z = np.abs(away) / scales_S[:, None]
+        self.z_SU[rows] = np.where(scales_S[:, None] > 0, np.nan_to_num(z), 0)
+
+    def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> tuple[Kind, float]:
+        """Return how a unit differs, by its recent deviations, and the typical or largest one."""
+        recent = self._recent_deviations(signal, unit, age)
+        best = self._bets[int(log_B.argmax())].kind
+        if not len(recent):
+            return best, float("nan")
+        middle = float(np.median(recent))
+        if np.mean(np.sign(recent) == np.sign(middle)) >= _ONE_SIDED:
+            return (Kind.UP if middle > 0 else Kind.DOWN), middle
+        two_sided = [
+            (log, bet.kind)
+            for log, bet in zip(log_B.tolist(), self._bets, strict=True)
+            if bet.kind in (Kind.SPREAD, Kind.RARE)
+        ]
+        log, kind = max(two_sided, key=lambda pair: pair[0], default=(0.0, best))
+        if log < _NEARLY_AS_STRONG * log_B.max():
+            return best, middle
+        return kind, float(recent[np.abs(recent).argmax()])
+
+    def _recent_deviations(self, signal: int, unit: int, age: float) -> Floats32:
+        fed = int(self._fed_S[signal])
+        count = int(min(max(age, 1.0), fed, RECENT))
+        recent: Floats32 = self._recent[(fed - 1 - np.arange(count)) % RECENT, signal, unit]
+        return recent[np.isfinite(recent)]
+
+
+class _Apart(Stateful):
+    """A unit that is set apart: a CUSUM for each bet and signal.
+
+    The one that was strongest at first is watched until it has lost nearly everything; if another
+    one is still certain then, it takes its place. Bets on rare errors lose slowly by nature, so
+    they are watched only where no other bet sees the fault.
+    """
+
+    SETTINGS = ("_patient_B",)
+
+    def __init__(self, log_BS: Floats, ages_BS: Floats32, patient_B: NDArray[np.bool_]) -> None:
+        self.log_BS = np.minimum(log_BS, CERTAIN)
+        self.ages_BS = ages_BS
+        self._patient_B = patient_B
+        quick_BS = np.where(patient_B[:, None], 0, log_BS)
+        seen = quick_BS.max() >= _SEEN_QUICKLY * log_BS.max()
+        self._bet, self._signal = _argmax(quick_BS if seen else log_BS)
+
+    @property
+    def certainty(self) -> float:
+        return float(self.log_BS[self._bet, self._signal]) / CERTAIN
+
+    def observe(self, e_BS: Floats, rows: Ints) -> None:
+        self.ages_BS[:, rows] += 1
+        self.log_BS[:, rows] = np.clip(self.log_BS[:, rows] + np.log(e_BS), 0, CERTAIN)
+        if self.certainty <= HEALED:
+            quick_BS = np.where(self._patient_B[:, None], 0, self.log_BS)
+            if quick_BS.max() >= _STILL_CERTAIN * CERTAIN:
+                self._bet, self._signal = _argmax(quick_BS)
+
+
+def _argmax(values_BS: Floats) -> tuple[int, int]:
+    row, column = divmod(int(values_BS.argmax()), values_BS.shape[1])
+    return row, column
+
+
+def _compare(
+    values_S: Floats,
+    z_S: Floats32,
+    ranked: Ranked,
+    away: Ranked,
+    middle_S: Floats,
+    bets: Sequence[Bet],
+) -> Floats:
+    """Return the e-values of one unit among the others, for each bet and signal."""
+    e = np.ones((len(bets), len(values_S)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        distances_S = np.abs(values_S - middle_S)
+    for signal in np.flatnonzero(np.isfinite(values_S) & (ranked.counts_S >= 2)):
+        count = int(ranked.counts_S[signal]) + 1
+        scores = normal_scores(count)
+        plain = scores[_doubled(ranked.sorted_SU[signal, : count - 1], values_S[signal])]
+        folded = scores[_doubled(away.sorted_SU[signal, : count - 1], distances_S[signal])]
+        for index, bet in enumerate(bets):
+            if bet.kind is Kind.RARE:
+                far = z_S[signal] > RARE_FROM
+                e[index, signal] = 1 - RARE_STAKE + RARE_STAKE * count if far else RARE_FADES
+                continue
+            score = {Kind.UP: plain, Kind.DOWN: -plain, Kind.SPREAD: folded}[bet.kind]
+            e[index, signal] = np.exp(bet.strength * score)
+            e[index, signal] /= np.exp(bet.strength * scores[::2]).mean()
+    return e
+
+
+def _doubled(sorted_U: Floats, value: float) -> int:
+    """Return twice the mid-rank from 0 that a value has among sorted others."""
+    left = int(np.searchsorted(sorted_U, value, side="left"))
+    return left + int(np.searchsorted(sorted_U, value, side="right"))

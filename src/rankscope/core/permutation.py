@@ -1,0 +1,178 @@
+"""Exact e-values for the spread between workers, by moving their micro-batches around.
+
+A worker brings several *units* in a step: the losses, or the gradient norms, of its micro-batches.
+Null hypothesis: given all steps before, the units of a step are exchangeable, each together with
+its weight. Then the spread between the workers' means is as likely to be any of those that come
+out when the units are dealt anew, and its rank among them is uniform.
+
+For a group G of permutations that leaves the null alone, random ``g_1 … g_B`` of G and the
+identity ``g_0``, the spreads ``T(g_0 x) … T(g_B x)`` are exchangeable (Hemerik and Goeman, "Exact
+testing with random permutations", 2018). So ``e = f(T_0) / mean_b f(T_b)``, with f a function of
+the mid-rank among the B + 1, has expectation 1 whatever the distribution of the units: heavy
+tails, ties and weights included. G need not hold all permutations: here it holds the rotations of
+a random cyclic order, one order and B additions for a step instead of B shuffles.
+
+Two groups, for two nulls:
+
+- *all units*: all units of the step are exchangeable. Workers that share their data have the same
+  units, so their means lie closer together than nearly all others.
+- *same index*: only units of the same micro-batch index are exchangeable across workers. It holds
+  also when the index carries meaning, for instance when batches are sorted by length. It sees a
+  worker that is high in all its units, but never that units are the same.
+
+Legend of shapes: U units of all workers, W workers with units, B rotations with the identity.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.step import Floats, Ints
+
+STRENGTHS = (0.4, 0.9)
+"""Exponents κ of the bets ``f = rank^−κ``: for small deviations, and for large ones."""
+
+MOST_ROTATIONS = 64
+LEAST_ROTATIONS = 16
+_ROTATED_UNITS = 2**16
+_AT_ONCE = 2**13
+_TIE = 2.0**-30
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of one step, worker by worker.
+
+    Attributes:
+        values_U: Value of each unit.
+        weights_U: Its weight, positive.
+        index_U: Its micro-batch index inside its worker.
+        starts_W: Where the units of each worker begin; only workers that have any.
+    """
+
+    values_U: Floats
+    weights_U: Floats
+    index_U: Ints
+    starts_W: Ints
+
+
+def pool_units(
+    values: Sequence[Floats], weights: Sequence[Floats] | None = None, *, from_index: int = 0
+) -> Units | None:
+    """Return the units of all workers, or None when they cannot be compared.
+
+    Args:
+        values: One array per worker.
+        weights: Beside it; None or any NaN (unknown): all units count alike. Units of weight 0
+            are left out.
+        from_index: Micro-batch index of the first unit that is taken of each worker.
+
+    Returns:
+        None with units of fewer than two workers, with no worker that has two, and when a unit
+        is not finite.
+    """
+    lengths_W = np.array([len(worker) for worker in values], np.int64)
+    if lengths_W.max(initial=0) < 2:
+        return None
+    flat_U = np.concatenate(values)
+    weights_U = np.ones(len(flat_U)) if weights is None else np.concatenate(weights)
+    if len(weights_U) != len(flat_U) or np.isnan(weights_U).any():
+        weights_U = np.ones(len(flat_U))
+    ends_W = np.cumsum(lengths_W)
+    owners_U = np.repeat(np.arange(len(lengths_W)), lengths_W)
+    index_U = np.arange(len(flat_U)) - (ends_W - lengths_W)[owners_U]
+    kept_U = (index_U >= from_index) & (weights_U > 0)
+    if not kept_U.all():
+        flat_U, weights_U = flat_U[kept_U], weights_U[kept_U]
+        owners_U, index_U = owners_U[kept_U], index_U[kept_U]
+    starts_W = np.flatnonzero(np.diff(owners_U, prepend=-1))
+    usable = 2 <= len(starts_W) < len(flat_U) and np.isfinite(flat_U).all()
+    return Units(flat_U, weights_U, index_U, starts_W) if usable else None
+
+
+def spread_ranks(units: Units, rng: np.random.Generator, *, same_index: bool) -> Floats:
+    """Rank the spread between workers among those that other deals of the units would give.
+
+    The spread is ``T = Σ_i (Σ_u w_u (v_u − m))²``, over workers i and their units u, with m the
+    weighted mean of all units: for equal weights, U²/W times the variance of the workers' means.
+
+    Args:
+        units: The units.
+        rng: Draws the rotations; must not depend on the values of this step.
+        same_index: Whether units move between workers only inside the same micro-batch index.
+
+    Returns:
+        Mid-ranks in (0, 1) ``[B]`` of the observed spread, at 0, and of the others. Spreads that
+        are equal up to rounding share the middle of their ranks.
+    """
+    groups_U = units.index_U if same_index else np.zeros(len(units.values_U), np.int64)
+    circles, places_U, shifts_BG = _rotations(groups_U, rng)
+    largest = float(np.abs(units.values_U).max()) or 1.0
+    values_U = units.values_U / largest
+    weights_U = units.weights_U / float(units.weights_U.max())
+    values_U -= float(np.dot(weights_U, values_U)) / float(weights_U.sum())
+    products_U = weights_U * values_U
+    products = products_U[circles]
+    spreads_B = np.empty(len(shifts_BG))
+    rows = max(_AT_ONCE // len(groups_U), 1)  # larger arrays fall out of the cache
+    for start in range(0, len(shifts_BG), rows):
+        shifts = shifts_BG[start : start + rows]
+        turned_BU = places_U + (shifts.take(groups_U, axis=1) if shifts.shape[1] > 1 else shifts)
+        sums_BW = np.add.reduceat(products.take(turned_BU), units.starts_W, axis=1)
+        spreads_B[start : start + rows] = np.einsum("bw,bw->b", sums_BW, sums_BW)
+    tie = max(_TIE * float(np.dot(products_U, values_U)), _ROUNDING**2 * len(values_U))
+    return _mid_ranks(spreads_B, tie)
+
+
+def rank_bets(ranks_B: Floats) -> tuple[Floats, Floats]:
+    """Return the e-values of bets on a low and on a high rank, one per entry of ``STRENGTHS``.
+
+    Args:
+        ranks_B: Mid-ranks in (0, 1), that of the observation at 0.
+    """
+    powers = -np.array(STRENGTHS)[:, None]
+    low, high = ranks_B**powers, (1 - ranks_B) ** powers
+    return low[:, 0] / low.mean(axis=1), high[:, 0] / high.mean(axis=1)
+
+
+def _rotations(
+    groups_U: Ints, rng: np.random.Generator
+) -> tuple[Ints, NDArray[np.int32], NDArray[np.int32]]:
+    """Deal the units anew.
+
+    The units of each group stand in a random circle, which turns by a random number of places.
+    A single circle of few units is turned to each of its places once.
+
+    Returns:
+        The circles, written down twice each ``[2U]``; where in there the unit of each place stands
+        ``[U]``; and how far each circle turns ``[B, G]``. Rotation 0 leaves all where they are.
+    """
+    size = len(groups_U)
+    sizes_G = np.bincount(groups_U)
+    one = len(sizes_G) == 1
+    order_U = rng.permutation(size) if one else np.argsort(groups_U + rng.random(size))
+    starts_G = np.cumsum(sizes_G) - sizes_G
+    places_U = np.empty(size, np.int32)
+    places_U[order_U] = np.arange(size, dtype=np.int32)
+    places_U += starts_G.astype(np.int32)[groups_U]
+    circles = [order_U[start : start + n] for start, n in zip(starts_G, sizes_G, strict=True)]
+    twice = np.concatenate([circle for circle in circles for _ in range(2)])
+    if one and size <= MOST_ROTATIONS:
+        return twice, places_U, np.arange(size, dtype=np.int32)[:, None]
+    count = int(np.clip(_ROTATED_UNITS // size, LEAST_ROTATIONS, MOST_ROTATIONS))
+    shifts_BG = rng.integers(0, np.maximum(sizes_G, 1), (count, len(sizes_G)), np.int32)
+    shifts_BG[0] = 0
+    return twice, places_U, shifts_BG
+
+
+def _mid_ranks(spreads_B: Floats, tie: float) -> Floats:
+    if tie <= 0:
+        return np.full(len(spreads_B), 0.5)
+    _, inverse_B, counts = np.unique(
+        np.rint(spreads_B / tie), return_inverse=True, return_counts=True
+    )
+    middles: Floats = (np.cumsum(counts) - counts / 2) / len(spreads_B)
+    return middles[inverse_B]

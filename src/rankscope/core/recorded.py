@@ -1,0 +1,80 @@
+"""What a run's tables hold of a step: the view that detectors get, live and offline alike.
+
+A live step holds more than its record does: sketches, cosines in double precision, the one
+micro-batch of a step without accumulation. A detector that used those could not be asked again
+later. So :func:`as_recorded` reduces a step to its record before any detector sees it.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from rankscope.core.direction import from_upper_triangle, upper_triangle
+from rankscope.core.step import Floats, GatheredStep, StepReport
+
+MAX_PAIRED_WORKERS = 64
+"""Workers up to which the cosines of all pairs are recorded: 2,016 pairs, 8 kB a step."""
+
+
+def as_recorded(report: StepReport) -> StepReport:
+    """Return a step with the bits that come back from its record; without effect on such a step.
+
+    Without sketches and inner products; cosines rounded to float32, up to 64 workers; micro-batches
+    only where some worker had two or more, and their norms only if some were measured; groups only
+    if there are two or more.
+    """
+    groups = _has_groups(report.gathered)
+    return replace(
+        report,
+        gathered=_gathered(report.gathered),
+        cosines_WW=_rounded(report.cosines_WW),
+        group_cosine_rest_WG=_unless_unknown(report.group_cosine_rest_WG) if groups else None,
+    )
+
+
+def has_micro_batches(step: GatheredStep) -> bool:
+    """Return whether some worker had two or more micro-batches."""
+    return max(map(len, step.micro_losses), default=0) >= 2
+
+
+def _gathered(step: GatheredStep) -> GatheredStep:
+    groups, micro = _has_groups(step), has_micro_batches(step)
+    return replace(
+        step,
+        sketches_WK=None,
+        group_sketches_WGK=None,
+        gram_WW=None,
+        reduced_sketch_K=None,
+        reduced_copies=1,
+        consensus=None,
+        reports_WR=None,
+        groups_in_turn=None,
+        groups=step.groups if groups else (),
+        group_norms_WG=step.group_norms_WG if groups else None,
+        micro_losses=step.micro_losses if micro else (),
+        micro_weights=step.micro_weights if micro else (),
+        micro_norms=known_micro_norms(step),
+    )
+
+
+def _has_groups(step: GatheredStep) -> bool:
+    return step.group_norms_WG is not None and len(step.groups) >= 2
+
+
+def known_micro_norms(step: GatheredStep) -> tuple[Floats, ...]:
+    """Return the norms beside the micro-batches' losses; empty when none is known."""
+    norms = step.micro_norms
+    beside = [len(worker) for worker in norms] == [len(worker) for worker in step.micro_losses]
+    if not beside or not has_micro_batches(step) or np.isnan(np.concatenate(norms)).all():
+        return ()
+    return norms
+
+
+def _rounded(cosines_WW: Floats | None) -> Floats | None:
+    if cosines_WW is None or not 2 <= len(cosines_WW) <= MAX_PAIRED_WORKERS:
+        return None
+    return from_upper_triangle(upper_triangle(cosines_WW).astype(np.float32), len(cosines_WW))
+
+
+def _unless_unknown(values: Floats | None) -> Floats | None:
+    return None if values is None or np.isnan(values).all() else values

@@ -1,0 +1,188 @@
+"""What an object remembers, as plain data: to go on after a restart, without pickle.
+
+A class that derives from :class:`Stateful` needs no code for it::
+
+    class Counter(Stateful):
+        SETTINGS = ("_limit",)          # given to the constructor; no part of the state
+
+        def __init__(self, limit: int) -> None:
+            self._limit = limit
+            self._seen: dict[int, int] = {}
+
+    state = before.state()              # {"_seen": {"dict": [[7, 1]]}}
+    after = Counter(3)
+    after.restore(state)                # goes on where `before` stood
+
+Attributes may be None, numbers, text, members of an enumeration, numpy arrays, other ``Stateful``
+objects, and tuples, lists, sets, deques and dicts of these. A ``Stateful`` dataclass is made anew;
+any other object, and an enumeration, is restored into the one that the constructor has put in its
+place.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import numpy as np
+
+State = Mapping[str, Any]
+"""Nested mappings of str and lists, whose leaves are numpy arrays, numbers, text and None."""
+
+_TAGS: Mapping[type, str] = {
+    tuple: "tuple",
+    list: "list",
+    set: "set",
+    frozenset: "frozenset",
+    deque: "deque",
+    dict: "dict",
+}
+_KINDS = {tag: kind for kind, tag in _TAGS.items()}
+
+_CLASSES: dict[str, type["Stateful"]] = {}
+
+
+class StateError(ValueError):
+    """A state that does not fit the object that is to take it."""
+
+
+class Stateful:
+    """Gives ``state`` and ``restore`` to a class, over all attributes that are not ``SETTINGS``."""
+
+    __slots__ = ()
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        _CLASSES[_name(cls)] = cls
+
+    def state(self) -> State:
+        """Return a copy of what the object remembers.
+
+        Raises:
+            TypeError: An attribute is of a kind that cannot be saved.
+        """
+        return {name: _encode(getattr(self, name)) for name in self._attributes()}
+
+    def restore(self, state: State) -> None:
+        """Remember what an object of the same build remembered.
+
+        Args:
+            state: What its ``state`` returned.
+
+        Raises:
+            StateError: The state has other attributes, or values of another kind. The object may
+                then hold part of it and is of no use.
+        """
+        names = self._attributes()
+        if set(state) != set(names):
+            raise StateError(f"this is not the state of a {type(self).__name__}")
+        for name in names:
+            setattr(self, name, _decode(state[name], getattr(self, name)))
+
+    def _attributes(self) -> list[str]:
+        if _is_made_anew(type(self)):
+            return _fields(type(self))
+        slots = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
+        return [n for n in (*slots, *getattr(self, "__dict__", ())) if n not in self.SETTINGS]
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Stateful):
+        return {"object": value.state(), "class": _name(type(value))}
+    if isinstance(value, Enum):
+        return {"enum": value.value}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.copy()
+    if isinstance(value, np.bool_ | np.integer | np.float64):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    tag = _TAGS.get(type(value))
+    if tag is None:
+        raise TypeError(f"a {type(value).__name__} cannot be part of a state")
+    if isinstance(value, dict):
+        return {tag: [[_encode(key), _encode(item)] for key, item in value.items()]}
+    items = {tag: [_encode(item) for item in value]}
+    return {**items, "maxlen": value.maxlen} if isinstance(value, deque) else items
+
+
+def _decode(encoded: Any, now: Any = None) -> Any:
+    """Return a value from its state.
+
+    Args:
+        encoded: Its state.
+        now: The value that it replaces, None if unknown: tells what is expected.
+    """
+    if isinstance(encoded, Mapping):
+        value = _decode_tagged(encoded, now)
+    else:
+        value = encoded.copy() if isinstance(encoded, np.ndarray) else encoded
+    if not _may_replace(value, now):
+        raise StateError(f"expected {_kind(now)}, got {_kind(value)}")
+    return value
+
+
+def _decode_tagged(encoded: Mapping[str, Any], now: Any) -> Any:
+    if "object" in encoded:
+        return _decode_object(encoded, now)
+    if "enum" in encoded:
+        if not isinstance(now, Enum) or encoded["enum"] not in [m.value for m in type(now)]:
+            raise StateError(f"there is no member {encoded['enum']!r} to take")
+        return type(now)(encoded["enum"])
+    tag, items = next(((tag, encoded[tag]) for tag in _KINDS if tag in encoded), ("", ()))
+    if not tag or not isinstance(items, list):
+        raise StateError(f"there is no value in {list(encoded)}")
+    if tag == "dict":
+        old = now if isinstance(now, dict) else {}
+        keys = [_decode(key) for key, _ in items]
+        return {key: _decode(item[1], old.get(key)) for key, item in zip(keys, items, strict=True)}
+    before = list(now) if isinstance(now, tuple | list | deque) else []
+    before += [None] * (len(items) - len(before))
+    values = [_decode(item, old) for item, old in zip(items, before, strict=False)]
+    return deque(values, encoded.get("maxlen")) if tag == "deque" else _KINDS[tag](values)
+
+
+def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
+    kind, state = _CLASSES.get(encoded["class"]), encoded["object"]
+    if kind is None:
+        raise StateError(f"there is no class {encoded['class']}")
+    if _is_made_anew(kind):
+        if set(state) != set(_fields(kind)):
+            raise StateError(f"this is not the state of a {kind.__name__}")
+        return kind(**{name: _decode(item) for name, item in state.items()})
+    if type(now) is not kind:
+        raise StateError(f"there is no {kind.__name__} to take this state")
+    now.restore(state)
+    return now
+
+
+def _is_made_anew(kind: type) -> bool:
+    return is_dataclass(kind)
+
+
+def _fields(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _may_replace(value: Any, now: Any) -> bool:
+    """Return whether a value is of a kind that may stand where ``now`` stands."""
+    if now is None or value is None:
+        fixed = isinstance(now, np.ndarray | Enum | Stateful) and not _is_made_anew(type(now))
+        return not fixed
+    if isinstance(now, np.ndarray):
+        return isinstance(value, np.ndarray) and _kind(value) == _kind(now)
+    if isinstance(now, bool | int | float) and not isinstance(now, Enum):
+        return isinstance(value, bool | int | float)
+    return type(value) is type(now)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} with {value.ndim} axes"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,184 @@
+"""Pairs and blocks of workers whose gradients resemble each other too much.
+
+The pairs of a step are exchangeable when its workers are, so the test that compares workers
+(:mod:`rankscope.core.exchangeability`) compares pairs just as well, in their cosine. Pairs that
+exact evidence speaks of (identical batches), and those of workers that were found to differ, are
+left out.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from rankscope.core.bets import pair_bets
+from rankscope.core.budget import PAIRS, alarm_level, false_alarm_bound
+from rankscope.core.direction import upper_triangle
+from rankscope.core.exchangeability import HEALED, ExchangeabilityTest
+from rankscope.core.finding import Severity
+from rankscope.core.state import State, StateError
+from rankscope.core.step import Floats, GatheredStep
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.rules import count, name_ranks
+
+FEWEST, MOST = 3, 64
+"""Numbers of workers among which pairs are compared."""
+
+KEY = "pairs-alike"
+_SUSPICIOUS = 0.6
+_ROW = np.zeros(1, np.int64)
+
+Pair = tuple[int, int]
+
+
+class AlikePairs:
+    """Finds workers whose gradients resemble each other more than those of other pairs.
+
+    Args:
+        num_workers: W.
+        set_apart: Tells which workers were found to differ from the others.
+    """
+
+    def __init__(self, num_workers: int, set_apart: Callable[[], Sequence[int]]) -> None:
+        self._num_workers = num_workers if FEWEST <= num_workers <= MOST else 0
+        self._set_apart = set_apart
+        self._pairs: list[Pair] = list(combinations(range(self._num_workers), 2))
+        self._test = ExchangeabilityTest(
+            len(self._pairs), np.ones(1), np.zeros(1, bool), pair_bets()
+        )
+        self._active: set[int] = set()
+        self._ranks: set[int] = set()
+        self._first = self._last = -1
+        self._count = self._told = self._steps = 0
+        self._excess = 0.0
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks of pairs that begin, go on, or cease to be too much alike."""
+        cosines_WW = step.report.cosines_WW
+        if not self._num_workers or cosines_WW is None:
+            return ()
+        self._steps += 1
+        self._test.observe(self._cosines(cosines_WW, step)[None], _ROW)
+        changed = self._follow(step.gathered.step)
+        level = alarm_level(PAIRS)
+        while (evidence_P := self._test.evidence_of_units()).sum() >= level:
+            self._open(evidence_P, step.gathered)
+            changed = True
+        return (self._evidence(),) if changed else ()
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run; tells the last state."""
+        return (self._evidence(),) if self._active else ()
+
+    def state(self) -> State:
+        """Return a copy of all that it remembers."""
+        return {
+            "test": self._test.state(),
+            "active": sorted(self._active),
+            "ranks": sorted(self._ranks),
+            "numbers": [self._first, self._last, self._count, self._told, self._steps],
+            "excess": self._excess,
+        }
+
+    def restore(self, state: State) -> None:
+        """Remember what a detector of as many workers remembered.
+
+        Raises:
+            StateError: The state does not fit.
+        """
+        try:
+            self._test.restore(state["test"])
+            self._active, self._ranks = set(state["active"]), set(state["ranks"])
+            self._first, self._last, self._count, self._told, self._steps = state["numbers"]
+            self._excess = float(state["excess"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"this is not the state of a search for pairs: {error}") from error
+
+    def _cosines(self, cosines_WW: Floats, step: Observation) -> Floats:
+        """Return the cosine of each pair that is to be compared, NaN for others."""
+        cosines_WW = cosines_WW.copy()
+        for group in step.identical:
+            cosines_WW[np.ix_(group, group)] = np.nan
+        apart = list(self._set_apart())
+        cosines_WW[apart] = cosines_WW[:, apart] = np.nan
+        return upper_triangle(cosines_WW).astype(np.float64)
+
+    def _open(self, evidence_P: Floats, gathered: GatheredStep) -> None:
+        """Set the strongest pair apart, with all pairs of the block that it belongs to."""
+        log_P = np.log1p(evidence_P * len(self._pairs))
+        strongest = int(log_P.argmax())
+        block = _connected(
+            self._pairs[strongest],
+            [self._pairs[p] for p in np.flatnonzero(log_P >= _SUSPICIOUS * log_P[strongest])],
+        )
+        if self._count == 0:
+            age = self._test.traces(strongest)[0].age
+            self._first = max(0, gathered.step - round(age - 1) * gathered.interval)
+            self._count = max(1, gathered.step - self._first)
+        apart = self._test.set_apart
+        for index, pair in enumerate(self._pairs):
+            if block.issuperset(pair) and index not in apart:
+                self._test.set_unit_apart(index)
+                self._active.add(index)
+        self._ranks |= block
+        self._last = gathered.step
+
+    def _follow(self, step: int) -> bool:
+        """Count on and take healed pairs back; return whether that is worth telling."""
+        if not self._active:
+            return False
+        self._count += 1
+        certain = {pair: self._test.certainty(pair) for pair in self._active}
+        if max(certain.values()) >= 1:
+            self._last = step
+        if max(certain.values()) > HEALED:
+            return self._count >= 2 * self._told
+        for pair in self._active:  # a block heals as a whole
+            self._test.take_back(pair)
+        self._active = set()
+        return True
+
+    def _evidence(self) -> Evidence:
+        self._told = self._count
+        ranks = tuple(sorted(self._ranks))
+        many = 2 * len(ranks) >= self._num_workers
+        return Evidence(
+            cause="data.overlapping_shards",
+            severity=Severity.NOTE if many else Severity.WARNING,
+            ranks=ranks,
+            first_step=self._first,
+            last_step=self._last,
+            count=self._count,
+            fields={
+                "ranks": name_ranks(ranks),
+                "first": f"{self._first:,}",
+                "above": f"{self._above():+.2f}".replace("-", "−"),
+                "now": "" if self._active else f" It was last seen at step {self._last:,}.",
+                "steps": count(self._steps, "step"),
+                "bound": f"{false_alarm_bound(self._steps):.1g}",
+            },
+            numbers={
+                "cosine_above_other_pairs": self._above(),
+                "steps_compared": self._steps,
+                "false_alarm_probability": false_alarm_bound(self._steps),
+            },
+            key=KEY,
+            status="open" if self._active else "closed",
+        )
+
+    def _above(self) -> float:
+        """Return by how much the cosine of the pairs exceeds that of others, the median."""
+        traces = [self._test.traces(pair)[:1] for pair in self._active]
+        deviations = [trace.deviation for found in traces for trace in found]
+        if deviations:
+            self._excess = float(np.median(deviations))
+        return self._excess
+
+
+def _connected(start: Pair, pairs: Iterable[Pair]) -> set[int]:
+    """Return the workers that pairs link to the first pair."""
+    block, rest = set(start), list(pairs)
+    while linked := [pair for pair in rest if block & set(pair)]:
+        block.update(*linked)
+        rest = [pair for pair in rest if not block & set(pair)]
+    return block

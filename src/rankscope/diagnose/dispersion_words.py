@@ -1,0 +1,101 @@
+"""What an assessment says of dispersion against sampling, and of the gradient noise scale."""
+
+import math
+from collections.abc import Callable
+
+Values = dict[str, float | int | None]
+"""The numbers of an assessment by name; None where one is undefined."""
+
+
+def say_dispersion(values: Values) -> str:
+    """Return how the loss dispersion compares with sampling, or that this cannot be known."""
+    ratio, expected = values["dispersion_ratio"], values["loss_std_expected"]
+    if values["num_workers"] == 1 or values["loss_std"] is None:
+        return ""
+    if ratio is None:
+        return (
+            "How much dispersion sampling alone would give cannot be known: each worker reported "
+            "one loss per step. One loss per sample, or several micro-batches, would tell."
+        )
+    meaning = {
+        "about": "as much as different samples of the same data give",
+        "further": "more than sampling gives: the workers' data, or their state, differ in kind",
+        "closer": "less than different samples would give: the workers share data",
+    }[spread_in_words(values) or "about"]
+    return (
+        f"Sampling alone would give a loss std of {short(expected)}; the observed one is "
+        f"{ratio:.2f} times that{_interval(values, 'dispersion_ratio')}, {meaning}."
+    )
+
+
+def say_gradients(values: Values) -> str:
+    """Return how the dispersion of gradients compares with that of micro-batches, if known."""
+    ratio = values["gradient_ratio"]
+    if ratio is None:
+        return ""
+    return (
+        f"Gradients differ between workers {ratio:.2f} times as much as their micro-batches "
+        f"explain{_interval(values, 'gradient_ratio')}."
+    )
+
+
+def say_noise_scale(values: Values, causes: set[str]) -> str:
+    """Return the gradient noise scale in words; nothing where workers share data."""
+    scale, low, batch = (
+        values["noise_scale"],
+        values["noise_scale_low"],
+        values["noise_scale_batch"],
+    )
+    if batch is None or "data.duplicate_batches" in causes or low is None:
+        return ""
+    from_micro = values["noise_scale_from_micro"]
+    unit = "micro-batches" if from_micro else "workers"
+    unit = "samples" if values["noise_scale_in_samples"] else unit
+    if scale is None or values["noise_scale_high"] is None:
+        size = f"at least {short(low)} {unit} (95 % confidence)"
+    else:
+        size = f"about {short(scale)} {unit}{_interval(values, 'noise_scale', short)}"
+    text = (
+        f"The gradient noise scale is {size}, where noise and gradient are equally long; a step "
+        f"averages {short(batch)}"
+    )
+    if not from_micro:
+        text += (
+            ". Without micro-batches it follows from local and reduced norms alone: it is the "
+            "weighted cosine in other words, and cannot tell shared data from quiet gradients"
+        )
+    return f"{text}."
+
+
+def _interval(
+    values: Values, name: str, show: Callable[[float | None], str] = lambda end: f"{end:.2f}"
+) -> str:
+    low, high = values[f"{name}_low"], values[f"{name}_high"]
+    if low is None or high is None:
+        return ""
+    return f" (95 % interval {show(low)} to {show(high)})"
+
+
+def spread_in_words(values: Values) -> str | None:
+    """Return whether losses lie ``closer``, ``about`` or ``further`` apart than by sampling.
+
+    The band around 1 is 40 % and three standard errors that the ratio would have for normal
+    losses, since short runs and few workers measure it badly.
+    """
+    ratio = values["dispersion_ratio"]
+    if ratio is None:
+        return None
+    degrees = (values["steps"] or 0) * max((values["num_workers"] or 0) - 1, 1)
+    band = 1.4 + 3 / math.sqrt(2 * degrees)
+    if ratio > band:
+        return "further"
+    return "closer" if ratio < 1 / band else "about"
+
+
+def short(value: float | None) -> str:
+    """Return a number with three significant digits, without an exponent where that reads well."""
+    if value is None:
+        return "an unknown amount"
+    if value == 0:
+        return "0"
+    return f"{value:,.4g}" if abs(value) >= 100 else f"{value:.3g}"

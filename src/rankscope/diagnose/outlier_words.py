@@ -1,0 +1,268 @@
+"""The words of findings about workers that differ from the others."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from rankscope.core.bets import Kind
+from rankscope.core.budget import false_alarm_bound
+from rankscope.core.exchangeability import Trace
+from rankscope.core.finding import Severity
+from rankscope.diagnose.rules import count, name_ranks
+
+_NAMED_WORKERS = 16
+_NAMED_GROUPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """What is compared.
+
+    Attributes:
+        name: Column in the record.
+        label: Its name in words.
+        relative: Whether a deviation is a part of the median, or an absolute difference.
+        group: Group of parameters; empty for the worker as a whole.
+    """
+
+    name: str
+    label: str
+    relative: bool
+    group: str = ""
+
+
+Traces = Sequence[tuple[Signal, Trace]]
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault: workers that came to differ at the same time in the same way.
+
+    Attributes:
+        key: Names it inside the run.
+        first_step: Where it seems to have begun.
+        tie: Whether nothing tells who is at fault.
+        ranks: All workers that it has concerned, ascending.
+        active: Those that still differ.
+        traces: How each worker differs, the strongest trace first.
+        last_step: The last step that showed it.
+        count: Steps since it was found; for a tie, how often it was found.
+        told: ``count`` when it was last told.
+        wait: For a tie, steps without any evidence after which it counts as healed.
+        absorbed: Whether a tie has taken its place.
+    """
+
+    key: str
+    first_step: int
+    tie: bool = False
+    ranks: list[int] = field(default_factory=list)
+    active: list[int] = field(default_factory=list)
+    traces: dict[int, Traces] = field(default_factory=dict)
+    last_step: int = -1
+    count: int = 0
+    told: int = 0
+    wait: int = 0
+    absorbed: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any worker still differs."""
+        return bool(self.active)
+
+    @property
+    def ways(self) -> set[tuple[str, Kind]]:
+        """The signals that differ, and how."""
+        return {
+            (signal.name, trace.kind) for traces in self.traces.values() for signal, trace in traces
+        }
+
+    def add(self, worker: int, traces: Traces, step: int) -> None:
+        """Let the fault concern one more worker, or again."""
+        self.ranks = sorted({*self.ranks, worker})
+        self.active = sorted({*self.active, worker})
+        self.traces[worker] = traces
+        self.last_step = step
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        plain["traces"] = [
+            [worker, [[asdict(signal), *_trace_to_plain(trace)] for signal, trace in traces]]
+            for worker, traces in self.traces.items()
+        ]
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Fault":
+        """Read what :meth:`to_plain` returned.
+
+        Raises:
+            KeyError: Something is missing.
+            TypeError, ValueError: Something is of another kind.
+        """
+        fault = cls(**{name: plain[name] for name in _PLAIN})
+        fault.traces = {
+            int(worker): [(Signal(**signal), _trace_from_plain(*rest)) for signal, *rest in traces]
+            for worker, traces in plain["traces"]
+        }
+        return fault
+
+
+_PLAIN = tuple(each.name for each in fields(Fault) if each.name != "traces")
+
+
+def _trace_to_plain(trace: Trace) -> list[Any]:
+    return [trace.signal, trace.kind.value, trace.log_evidence, trace.age, trace.deviation]
+
+
+def _trace_from_plain(
+    signal: int, kind: str, log_evidence: float, age: float, deviation: float
+) -> Trace:
+    return Trace(signal, Kind(kind), log_evidence, age, deviation)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a finding says of a fault.
+
+    Attributes:
+        cause: Name of the cause.
+        severity: How bad it is.
+        groups: The groups of parameters that stand out; empty when all or none do.
+        fields: For the templates of the rules.
+        numbers: Evidence for the record.
+    """
+
+    cause: str
+    severity: Severity
+    groups: tuple[str, ...]
+    fields: Mapping[str, object]
+    numbers: Mapping[str, Any]
+
+
+def describe_fault(
+    fault: Fault, num_workers: int, hosts: Sequence[str], num_steps: int, num_groups: int
+) -> Statement:
+    """Return what is to be said of a fault.
+
+    Args:
+        fault: The fault.
+        num_workers: W.
+        hosts: Host of each rank; empty when unknown.
+        num_steps: Steps that were compared so far.
+        num_groups: G, groups of parameters that are compared.
+    """
+    groups = _groups(fault, num_groups)
+    one = len(fault.ranks) == 1
+    words = {
+        "Ranks": name_ranks(fault.ranks).capitalize(),
+        "ranks": name_ranks(fault.ranks),
+        "differ": "differs" if one else "differ",
+        "first": f"{fault.first_step:,}",
+        "what": _what(fault),
+        "where": _where(groups, fault),
+        "host": _host(fault.ranks, hosts),
+        "now": "" if fault.is_open else f" It was last seen at step {fault.last_step:,}.",
+        "steps": count(num_steps, "step"),
+        "bound": f"{false_alarm_bound(num_steps):.1g}",
+        "workers": num_workers,
+    }
+    numbers = {
+        "steps_compared": num_steps,
+        "false_alarm_probability": false_alarm_bound(num_steps),
+        "workers": {str(w): _numbers(fault.traces[w]) for w in fault.ranks[:_NAMED_WORKERS]},
+    }
+    return Statement(_cause(fault), _severity(fault, num_workers), groups, words, numbers)
+
+
+def _cause(fault: Fault) -> str:
+    if fault.tie:
+        return "inconclusive"
+    in_loss = any(name == "loss" for name, _ in fault.ways)
+    return "data.worker_outlier" if in_loss else "compute.worker_outlier"
+
+
+def _severity(fault: Fault, num_workers: int) -> Severity:
+    """Return how bad it is; a tie among many is more likely meant (domains) than a fault."""
+    harmless = fault.absorbed or (fault.tie and num_workers > 3)
+    return Severity.NOTE if harmless else Severity.WARNING
+
+
+def _what(fault: Fault) -> str:
+    """Return the strongest statement for each signal: ``loss +13 %, direction −0.18``."""
+    found: dict[str, str] = {}
+    for worker in sorted(fault.active or fault.ranks, key=lambda w: -_strength(fault.traces[w])):
+        traces = fault.traces[worker]
+        of_totals = [pair for pair in traces if not pair[0].group]
+        for signal, trace in of_totals or traces[:1]:
+            whose = f" (rank {worker})" if fault.tie else ""
+            found.setdefault(signal.name, _phrase(signal, trace) + whose)
+    return ", ".join(found.values()) or "too little by now to tell"
+
+
+def _strength(traces: Traces) -> float:
+    return max((trace.log_evidence for _, trace in traces), default=0.0)
+
+
+def _phrase(signal: Signal, trace: Trace) -> str:
+    size = _size(signal, trace.deviation)
+    label = f"{signal.label} of {signal.group}" if signal.group else signal.label
+    if trace.kind is Kind.SPREAD:
+        return f"{label} now high, now low (up to {size})"
+    if trace.kind is Kind.RARE:
+        return f"rare large errors of the {label} (up to {size})"
+    return f"{label} {size}"
+
+
+def _size(signal: Signal, deviation: float) -> str:
+    if deviation != deviation:
+        return "different"
+    if not signal.relative:
+        return f"{deviation:+.2f}".replace("-", "−")
+    if signal.name == "grad_norm":
+        return f"× {1 + deviation:.2f}"
+    return f"{100 * deviation:+.1f} %".replace("-", "−")
+
+
+def _groups(fault: Fault, num_groups: int) -> tuple[str, ...]:
+    """Return the groups that stand out in the workers, unless that is true of half of them."""
+    strongest: Counter[str] = Counter()
+    for traces in fault.traces.values():
+        for signal, trace in traces:
+            if signal.group:
+                strongest[signal.group] = max(strongest[signal.group], round(trace.log_evidence))
+    if 2 * len(strongest) > num_groups:
+        return ()
+    return tuple(name for name, _ in strongest.most_common(_NAMED_GROUPS))
+
+
+def _where(groups: Sequence[str], fault: Fault) -> str:
+    """Return the groups that stand out, unless the statement itself names one."""
+    in_total = any(not signal.group for traces in fault.traces.values() for signal, _ in traces)
+    return f"; most in {', '.join(groups)}" if groups and (in_total or len(groups) > 1) else ""
+
+
+def _host(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return a sentence when the workers are those of one host among several."""
+    if len(set(hosts)) < 2 or len(ranks) < 2:
+        return ""
+    mine = {hosts[rank] for rank in ranks}
+    if len(mine) > 1:
+        return ""
+    (host,) = mine
+    everyone = "all" if len(ranks) == list(hosts).count(host) else "some"
+    return f" They are {everyone} of the workers on host {host}."
+
+
+def _numbers(traces: Traces) -> list[dict[str, Any]]:
+    return [
+        {
+            "signal": signal.name,
+            **({"group": signal.group} if signal.group else {}),
+            "how": trace.kind.value,
+            "deviation": trace.deviation if trace.deviation == trace.deviation else None,
+            "log10_evidence": round(trace.log_evidence / 2.302585092994046, 1),
+        }
+        for signal, trace in list(traces)[:8]
+    ]

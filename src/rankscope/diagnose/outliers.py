@@ -1,0 +1,346 @@
+"""Workers that differ from the others: which, since when, in what, and by how much.
+
+Each step compares the workers in loss, gradient norm and direction, and in norm and direction of
+every group of parameters (:mod:`rankscope.core.exchangeability`). When the common evidence reaches
+its level, the worker with most of it is blamed and set apart, and the others are compared without
+it. Where those who would have to be blamed are not a minority, nothing tells who is right: the
+finding is ``inconclusive``.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.bets import worker_bets
+from rankscope.core.budget import OUTLIERS, alarm_level
+from rankscope.core.exchangeability import HEALED, ExchangeabilityTest
+from rankscope.core.state import State, StateError, Stateful
+from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.gross import GrossOutliers
+from rankscope.diagnose.outlier_words import Fault, Signal, Traces, describe_fault
+
+TOTALS = (
+    Signal("loss", "loss", relative=True),
+    Signal("grad_norm", "gradient norm", relative=True),
+    Signal("cosine_rest", "direction", relative=False),
+)
+"""The signals of a worker as a whole."""
+
+REMEMBERED_BATCHES = 64
+"""Batches of each worker that are remembered: one that comes again is not compared."""
+
+_SUSPICIOUS = 0.5
+_SAME_ONSET = 10
+_SAME_ONSET_PART = 0.25
+_NOTEWORTHY = 3.0
+_PART_OF_STRONGEST = 0.6
+_SHORTEST_WAIT, _WAIT = 20, 10
+
+
+class WorkerOutliers:
+    """Finds workers that differ from the others.
+
+    Args:
+        num_workers: W.
+        hosts: Host of each rank; empty when unknown.
+    """
+
+    def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
+        self._num_workers = num_workers
+        self._hosts = tuple(hosts)
+        self._totals = _Part(num_workers, TOTALS)
+        self._groups: _Part | None = None
+        self._comparable = _Comparable(num_workers)
+        self._gross = GrossOutliers([signal.label for signal in TOTALS], num_workers)
+        self._faults: list[Fault] = []
+        self._steps = 0
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks of faults that begin, change, grow or heal."""
+        if self._num_workers < 2:
+            return ()
+        self._steps += 1
+        self._feed(step)
+        changed = [*self._judge(step.gathered), *self._follow(step.gathered.step)]
+        gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
+        return [
+            *([gross] if gross is not None else []),
+            *(self._evidence(fault) for fault in {fault.key: fault for fault in changed}.values()),
+        ]
+
+    @property
+    def set_apart(self) -> tuple[int, ...]:
+        """Workers that differ from the others at present."""
+        return self._totals.test.set_apart
+
+    def _z_of_unsuspected(self) -> NDArray[np.float32]:
+        z_SW = self._totals.test.z_SU.copy()
+        z_SW[:, list(self.set_apart)] = 0
+        return z_SW
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run; tells the last state of every open fault."""
+        return [self._evidence(fault) for fault in self._faults if fault.is_open]
+
+    def state(self) -> State:
+        """Return a copy of all that it remembers."""
+        groups = self._groups
+        return {
+            "totals": self._totals.test.state(),
+            "groups": None if groups is None else groups.test.state(),
+            "group_names": [] if groups is None else groups.group_names,
+            "comparable": self._comparable.state(),
+            "gross": self._gross.state(),
+            "faults": [fault.to_plain() for fault in self._faults],
+            "steps": self._steps,
+        }
+
+    def restore(self, state: State) -> None:
+        """Remember what a detector of as many workers remembered.
+
+        Raises:
+            StateError: The state does not fit.
+        """
+        try:
+            if state["groups"] is not None:
+                names = state["group_names"]
+                self._groups = _Part(self._num_workers, _group_signals(names))
+                self._groups.test.restore(state["groups"])
+            self._totals.test.restore(state["totals"])
+            self._comparable.restore(state["comparable"])
+            self._gross.restore(state["gross"])
+            self._faults = [Fault.from_plain(plain) for plain in state["faults"]]
+            self._steps = int(state["steps"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"this is not the state of a search for outliers: {error}") from error
+
+    def _feed(self, step: Observation) -> None:
+        gathered, report = step.gathered, step.report
+        usable_W = self._comparable.observe(gathered)
+        rows = [gathered.workers["loss"]]
+        if gathered.observed:
+            directions_W = report.derived.get("cosine_rest", np.full(self._num_workers, np.nan))
+            rows += [gathered.workers["grad_norm"], directions_W]
+        self._totals.observe(np.stack(rows), usable_W)
+        norms_WG = gathered.group_norms_WG
+        if not gathered.observed or norms_WG is None or len(gathered.groups) < 2:
+            return
+        if self._groups is None or self._groups.group_names != list(gathered.groups):
+            self._groups = _Part(self._num_workers, _group_signals(gathered.groups))
+        cosines_WG = report.group_cosine_rest_WG
+        if cosines_WG is None:
+            cosines_WG = np.full(norms_WG.shape, np.nan)
+        self._groups.observe(np.concatenate([norms_WG.T, cosines_WG.T]), usable_W)
+
+    @property
+    def _parts(self) -> tuple["_Part", ...]:
+        return (self._totals,) if self._groups is None else (self._totals, self._groups)
+
+    def _evidence_of_workers(self) -> Floats:
+        evidence_W = np.zeros(self._num_workers)
+        for part in self._parts:
+            evidence_W += 0.5 * part.test.evidence_of_units()
+        return evidence_W
+
+    def _judge(self, gathered: GatheredStep) -> list[Fault]:
+        """Blame workers until what is left of the evidence is below the level."""
+        changed = []
+        level = alarm_level(OUTLIERS)
+        while (evidence_W := self._evidence_of_workers()).sum() >= level:
+            log_W = np.log1p(evidence_W * self._num_workers)
+            suspects = np.flatnonzero(log_W >= _SUSPICIOUS * log_W.max()).tolist()
+            worker, apart = int(evidence_W.argmax()), self._totals.test.set_apart
+            tie = next((fault for fault in self._faults if fault.tie and fault.is_open), None)
+            many = 2 * (len(suspects) + len(apart)) >= self._num_workers
+            if many or (tie is not None and worker in tie.ranks):
+                changed += self._say_tie(sorted({*suspects, *apart}), gathered)
+            else:
+                changed.append(self._blame(worker, gathered))
+        return changed
+
+    def _blame(self, worker: int, gathered: GatheredStep) -> Fault:
+        traces = self._traces(worker)
+        first = self._onset(traces, gathered)
+        for part in self._parts:
+            part.test.set_unit_apart(worker)
+        fault = self._same_fault(worker, traces, first, gathered.step)
+        if fault is None:
+            since = gathered.step - first + 1
+            fault = Fault(f"outlier-{len(self._faults) + 1}", first_step=first, count=since)
+            self._faults.append(fault)
+        fault.add(worker, traces, gathered.step)
+        return fault
+
+    def _same_fault(self, worker: int, traces: Traces, first: int, now: int) -> Fault | None:
+        """Return the open fault that began with this one and shows alike, or healed here before."""
+        ways = {(signal.name, trace.kind) for signal, trace in traces}
+        for fault in self._faults:
+            if fault.tie or not ways & fault.ways:
+                continue
+            apart = abs(fault.first_step - first)
+            near = apart <= max(
+                _SAME_ONSET, _SAME_ONSET_PART * (now - min(first, fault.first_step))
+            )
+            if (fault.is_open and near) or (not fault.is_open and fault.ranks == [worker]):
+                return fault
+        return None
+
+    def _say_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
+        """Say that workers differ while nothing tells which of them are at fault."""
+        traces = {worker: self._traces(worker) for worker in suspects}
+        first = min(self._onset(found, gathered) for found in traces.values())
+        absorbed = [fault for fault in self._faults if fault.is_open and not fault.tie]
+        for fault in absorbed:
+            first = min(first, fault.first_step)
+            fault.absorbed, fault.active = True, []
+        for worker in self._totals.test.set_apart:
+            self._take_back(worker)
+        tie = next((fault for fault in self._faults if fault.tie), None)
+        if tie is None:
+            tie = Fault(key="workers-differ", first_step=first, tie=True)
+            self._faults.append(tie)
+        tie.wait = max(_SHORTEST_WAIT, _WAIT * (gathered.step - max(tie.last_step, first) + 1))
+        tie.count += 1
+        for worker, found in traces.items():
+            tie.add(worker, found, gathered.step)
+        for part in self._parts:
+            part.test.start_anew()
+        return [*absorbed, tie]
+
+    def _follow(self, step: int) -> list[Fault]:
+        """Count on, and let workers that are like the others again count among them."""
+        changed = []
+        for fault in self._faults:
+            if not fault.is_open:
+                continue
+            if fault.tie:
+                healed = step - fault.last_step > fault.wait
+                active = [] if healed else fault.active
+            else:
+                active = [worker for worker in fault.active if not self._has_healed(worker)]
+                fault.last_step = step if self._shows(active) else fault.last_step
+                fault.count += 1
+            if active != fault.active:
+                for worker in set(fault.active) - set(active):
+                    self._take_back(worker)
+                fault.active = active
+                changed.append(fault)
+            elif fault.count >= 2 * fault.told:
+                changed.append(fault)
+        return changed
+
+    def _shows(self, workers: Sequence[int]) -> bool:
+        return any(part.test.certainty(w) >= 1 for part in self._parts for w in workers)
+
+    def _has_healed(self, worker: int) -> bool:
+        return all(part.test.certainty(worker) <= HEALED for part in self._parts)
+
+    def _take_back(self, worker: int) -> None:
+        for part in self._parts:
+            part.test.take_back(worker)
+
+    def _traces(self, worker: int) -> Traces:
+        least = _NOTEWORTHY
+        for part in self._parts:
+            strongest = part.test.traces(worker)[:1]
+            least = max([least, *(_PART_OF_STRONGEST * trace.log_evidence for trace in strongest)])
+        found = [
+            (part.signals[trace.signal], trace)
+            for part in self._parts
+            for trace in part.test.traces(worker, least)
+        ]
+        return sorted(found, key=lambda pair: -pair[1].log_evidence)
+
+    def _onset(self, traces: Traces, gathered: GatheredStep) -> int:
+        if not traces:
+            return gathered.step
+        signal, trace = traces[0]
+        interval = 1 if signal.name == "loss" else gathered.interval
+        return max(0, gathered.step - round(trace.age - 1) * interval)
+
+    def _evidence(self, fault: Fault) -> Evidence:
+        fault.told = fault.count
+        for worker in fault.active:
+            if not fault.tie:
+                fault.traces[worker] = self._traces(worker) or fault.traces[worker]
+        said = describe_fault(fault, self._num_workers, self._hosts, self._steps, self._num_groups)
+        return Evidence(
+            cause=said.cause,
+            severity=said.severity,
+            ranks=tuple(fault.ranks),
+            first_step=fault.first_step,
+            last_step=fault.last_step,
+            count=max(1, fault.count),
+            fields=said.fields,
+            numbers=said.numbers,
+            key=fault.key,
+            groups=said.groups,
+            status="open" if fault.is_open else "closed",
+        )
+
+    @property
+    def _num_groups(self) -> int:
+        return 0 if self._groups is None else len(self._groups.signals) // 2
+
+
+class _Part:
+    """The signals of workers as wholes, or those of their groups."""
+
+    def __init__(self, num_workers: int, signals: Sequence[Signal]) -> None:
+        self.signals = tuple(signals)
+        equal_S = np.full(len(signals), 1 / len(signals))
+        relative_S = np.array([signal.relative for signal in signals])
+        self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
+
+    @property
+    def group_names(self) -> list[str]:
+        """The groups of parameters, in order."""
+        return list(dict.fromkeys(signal.group for signal in self.signals if signal.group))
+
+    def observe(self, values_SW: Floats, usable_W: NDArray[np.bool_]) -> None:
+        """Take the first signals of one step, as many as were measured."""
+        values = np.where(usable_W, values_SW, np.nan)
+        rows = np.flatnonzero(np.isfinite(values).any(axis=1))
+        if len(rows):
+            self.test.observe(values[rows], rows)
+
+
+def _group_signals(groups: Sequence[str]) -> list[Signal]:
+    return [
+        *(Signal("grad_norm", "gradient norm", relative=True, group=name) for name in groups),
+        *(Signal("cosine_rest", "direction", relative=False, group=name) for name in groups),
+    ]
+
+
+class _Comparable(Stateful):
+    """Which workers may be compared in a step.
+
+    Not those whose batch is one of their last 64 ones again, since they know it by heart and the
+    others do not; nor those whose batch has another size than most, as at the end of an epoch.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._recent_WN = np.full((num_workers, REMEMBERED_BATCHES), MISSING_INT)
+        self._at = 0
+
+    def observe(self, gathered: GatheredStep) -> NDArray[np.bool_]:
+        """Take one step; return for each worker ``[W]`` whether it may be compared."""
+        digests_W = gathered.workers["batch_digest"]
+        known_W = digests_W != MISSING_INT
+        repeated_W = (self._recent_WN == digests_W[:, None]).any(axis=1) & known_W
+        self._recent_WN[:, self._at % REMEMBERED_BATCHES] = digests_W
+        self._at += 1
+        comparable_W: NDArray[np.bool_] = ~repeated_W & _usual(gathered.workers["num_samples"])
+        return comparable_W
+
+
+def _usual(sizes_W: Ints) -> NDArray[np.bool_]:
+    """Return which workers have a batch of the size that most have; all, if most have none."""
+    sizes, counts = np.unique(sizes_W, return_counts=True)
+    usual = sizes[counts.argmax()]
+    if 2 * counts.max() <= len(sizes_W):
+        return np.ones(len(sizes_W), bool)
+    same: NDArray[np.bool_] = sizes_W == usual
+    return same

@@ -1,0 +1,47 @@
+"""Steps whose batches came before."""
+
+import numpy as np
+
+from rankscope.core.state import Stateful
+from rankscope.core.step import MISSING_INT, GatheredStep
+
+_OF_A_WORKER = 64
+_OF_ALL = 4096
+
+
+class Repeats(Stateful):
+    """Tells whether a step's batches came before.
+
+    A worker that knows its batch by heart, or meets it with the same micro-batches again, is not a
+    new draw: what it shows was decided when the batch first came.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_factors_W",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._factors_W = 2 * np.arange(num_workers, dtype=np.int64) + 1
+        self._recent_WN = np.full((num_workers, _OF_A_WORKER), MISSING_INT, np.int64)
+        self._steps_N = np.full(_OF_ALL, MISSING_INT, np.int64)
+        self._count = 0
+
+    def observe(self, gathered: GatheredStep) -> bool:
+        """Take one step.
+
+        Returns:
+            Whether a worker's batch is one of its last 64, or all workers' batches together are
+            those of one of the last 4,096 steps. False where samples are unknown.
+        """
+        digests_W = gathered.workers["batch_digest"]
+        known_W = digests_W != MISSING_INT
+        if not known_W.any():
+            return False
+        all_of_them = int(np.sum(digests_W * self._factors_W))  # wraps around, as it should
+        same_W = (self._recent_WN == digests_W[:, None]).any(axis=1) & known_W
+        repeated = bool(same_W.any() or (self._steps_N == all_of_them).any())
+        self._recent_WN[:, self._count % _OF_A_WORKER] = digests_W
+        self._steps_N[self._count % _OF_ALL] = all_of_them
+        self._count += 1
+        return repeated

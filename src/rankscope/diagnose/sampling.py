@@ -1,0 +1,270 @@
+"""Workers against sampling: are they all more alike, or all more different, than chance makes them?
+
+A fault that all workers share leaves them exchangeable, so comparing one with the others shows
+nothing. What shows it is the spread *inside* workers. Two kinds of evidence:
+
+- With two or more micro-batches a worker, exact e-values (:mod:`rankscope.core.permutation`).
+  Workers that are too similar are a warning inside the false-alarm budget, or a note where the
+  samples are known to differ; workers whose data differ in kind are a note, since shards by
+  domain are healthy.
+- The ratio of the spread between workers to what the spread inside them predicts
+  (:mod:`rankscope.diagnose.ratios`). Where losses are known by sample only, and not by
+  micro-batch, it is all there is, and makes notes at most; so does a ratio that drifts.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+
+import numpy as np
+
+from rankscope.core.block_ratio import ratio_of_sums
+from rankscope.core.budget import SAMPLING, alarm_level, false_alarm_bound
+from rankscope.core.dispersion import population_std
+from rankscope.core.edetector import ShiryaevRoberts
+from rankscope.core.finding import Severity
+from rankscope.core.noise_scale import GradientNoise, gradient_noise, micro_squares
+from rankscope.core.nulls import expected_std
+from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
+from rankscope.core.state import Stateful
+from rankscope.core.step import Floats, GatheredStep, StepReport
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.ratios import RatioWatch
+from rankscope.diagnose.repeats import Repeats
+from rankscope.diagnose.rules import count
+
+SEED = 0x5A3B
+"""Seeds the rotations, together with the step's number."""
+
+RECENT = 64
+"""Steps over which a finding tells how large the ratio is."""
+
+_TAIL_SHARE = 0.5
+_HEADROOM = 10.0
+_HEALED = 1e-4
+_PROVEN = 0.9
+_LOSSES, _NORMS = 0, 1
+
+
+class _News(Enum):
+    """What an alarm has to say after a step."""
+
+    NONE = "none"
+    OPENED = "opened"
+    CONTINUED = "continued"
+    CLOSED = "closed"
+
+
+class Sampling(Stateful):
+    """Compares the spread between workers with the spread inside them.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        level = alarm_level(SAMPLING * _TAIL_SHARE)
+        self._low = _Alarm(level, len(STRENGTHS))
+        self._high = _Alarm(level, 2, len(STRENGTHS))
+        self._similar = Severity.WARNING
+        self._steps = 0
+        self._exact = False
+        self._averaged = False
+        self._recent: deque[tuple[float, float, bool]] = deque(maxlen=RECENT)
+        self._repeats = Repeats(num_workers)
+        self._losses = RatioWatch("losses")
+        self._gradients = RatioWatch("gradients", "sampling.gradient_drift")
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks when workers are too similar or too different, or cease to be.
+
+        Steps with identical batches are left out, which are exact evidence of their own, and so
+        are steps whose batches came before.
+        """
+        if self._num_workers < 2:
+            return ()
+        self._steps += 1
+        gathered = step.gathered
+        if self._repeats.observe(gathered) or step.identical:
+            return ()
+        observed = population_std(gathered.workers["loss"]) ** 2
+        expected = expected_std(gathered.workers["loss_sem"]) ** 2
+        self._recent.append((observed, expected, _all_distinct(step.report)))
+        found = list(self._bet(gathered))
+        found += self._losses.add(gathered.step, observed, expected, exact=self._exact)
+        noise = noise_of(step.report)
+        if noise is not None:
+            found += self._gradients.add(gathered.step, noise.between, noise.within, exact=True)
+        return found
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()
+
+    def _bet(self, gathered: GatheredStep) -> Iterable[Evidence]:
+        """Bet on the rank of the spread between workers among other deals of the units."""
+        losses = pool_units(gathered.micro_losses, gathered.micro_weights)
+        norms = pool_units(gathered.micro_norms)
+        if losses is None and norms is None:
+            return
+        self._exact = True
+        rng = np.random.default_rng([SEED, gathered.step])
+        low = self._units_for_low(gathered, losses)
+        if low is not None:
+            e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
+            news = self._low.observe(gathered.step, e_low)
+            if news is not _News.NONE:
+                yield self._say_similar(news, "losses" if low is losses else "gradient norms")
+        told = False
+        for source, units in ((_LOSSES, losses), (_NORMS, norms)):
+            if units is not None:
+                _, e_high = rank_bets(spread_ranks(units, rng, same_index=True))
+                told |= self._high.observe(gathered.step, e_high, source) is not _News.NONE
+        if told:
+            yield self._say_different()
+
+    def _units_for_low(self, gathered: GatheredStep, losses: Units | None) -> Units | None:
+        """Return the units that may move to any other place.
+
+        Losses may. All but the first gradient norm of a worker are estimates, so the later ones
+        may among themselves. Losses that were averaged over workers before they got here are
+        equal to the last bit while gradients differ, and tell nothing.
+        """
+        if losses is None:
+            return pool_units(gathered.micro_norms, from_index=1)
+        if gathered.observed:
+            losses_W, norms_W = gathered.workers["loss"], gathered.workers["grad_norm"]
+            equal = population_std(losses_W) <= 1e-9 * float(np.abs(losses_W).max())
+            self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
+        return None if self._averaged else losses
+
+    def _say_similar(self, news: _News, what: str) -> Evidence:
+        if news is _News.OPENED:
+            proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
+            differ = sum(proven) >= _PROVEN * len(proven)
+            self._similar = Severity.NOTE if differ else Severity.WARNING
+        cause = "data.duplicate_batches"
+        return self._evidence("sampling.too_similar", cause, self._similar, self._low, what)
+
+    def _say_different(self) -> Evidence:
+        losses, norms = self._high.evidence.mean(axis=1).tolist()
+        what = "losses" if losses >= norms else "gradient norms"
+        return self._evidence(
+            "sampling.too_different", "inconclusive", Severity.NOTE, self._high, what
+        )
+
+    def _evidence(
+        self, key: str, cause: str, severity: Severity, alarm: "_Alarm", what: str
+    ) -> Evidence:
+        ratio = _recent_ratio(list(self._recent)[-alarm.duration :])
+        known = math.isfinite(ratio)
+        bound = false_alarm_bound(self._steps)
+        return Evidence(
+            cause=cause,
+            severity=severity,
+            ranks=(),
+            first_step=alarm.first,
+            last_step=alarm.last,
+            count=alarm.count,
+            fields={
+                "first": f"{alarm.first:,}",
+                "what": what,
+                "ratio": f" (losses {ratio:.2f} times as far as sampling explains)"
+                if known
+                else "",
+                "until": "" if alarm.is_open else f" until step {alarm.last:,}",
+                "steps": count(self._steps, "step"),
+                "bound": f"{bound:.1g}",
+            },
+            numbers={
+                "steps": alarm.count,
+                "steps_compared": self._steps,
+                "dispersion_ratio": ratio if known else None,
+                "false_alarm_probability": bound,
+            },
+            key=key,
+            status="open" if alarm.is_open else "closed",
+        )
+
+
+class _Alarm(Stateful):
+    """E-detectors with equal weights that alarm together.
+
+    Once they have, their evidence is kept from growing further, so that they heal in bounded time.
+
+    Args:
+        level: Evidence at which they alarm.
+        shape: Their shape.
+    """
+
+    SETTINGS = ("_level",)
+
+    def __init__(self, level: float, *shape: int) -> None:
+        self._level = level
+        self._detectors = ShiryaevRoberts(*shape)
+        self._fed: deque[int] = deque(maxlen=RECENT)
+        self.is_open = False
+        self.first = -1
+        self.last = -1
+        self.count = 0
+        self.duration = 1
+
+    @property
+    def evidence(self) -> Floats:
+        """Evidence of each of them."""
+        return self._detectors.evidence.astype(np.float64)
+
+    def observe(self, step: int, e: Floats, at: int | None = None) -> _News:
+        """Take the e-values of a step; ``at`` is the row that they belong to, if not all."""
+        self._detectors.observe(e.astype(np.float32), ... if at is None else at)
+        if not self._fed or self._fed[-1] != step:
+            self._fed.append(step)
+            self.duration = min(self.duration + 1, RECENT)
+        total = float(self._detectors.evidence.mean())
+        if not self.is_open:
+            return self._open(step) if total >= self._level else _News.NONE
+        cap = _HEADROOM * self._level
+        np.minimum(self._detectors.evidence, cap, out=self._detectors.evidence)
+        if total < _HEALED * self._level:
+            self.is_open = False
+            return _News.CLOSED
+        if float(e.mean()) <= 1.0:
+            return _News.NONE
+        self.last = step
+        self.count += 1
+        return _News.CONTINUED
+
+    def _open(self, step: int) -> _News:
+        strongest = int(self._detectors.evidence.argmax())
+        age = float(self._detectors.age.flat[strongest])
+        self.duration = int(np.clip(round(age), 1, len(self._fed)))
+        began = self._fed[-self.duration]
+        self.first = began if self.first < 0 else self.first
+        self.last = step
+        self.count += self.duration
+        self.is_open = True
+        return _News.OPENED
+
+
+def noise_of(report: StepReport) -> GradientNoise | None:
+    """Return what a step's norms say about the noise of gradients; None when not observed."""
+    if not report.observed:
+        return None
+    squares_W, num_micro = micro_squares(report.gathered.micro_norms)
+    reduced = report.values.get("grad_norm_reduced", math.nan)
+    return gradient_noise(report.gathered.workers["grad_norm"], reduced, squares_W, num_micro)
+
+
+def _all_distinct(report: StepReport) -> bool:
+    """Return whether every sample of the step is known, and no two are the same."""
+    drawn = report.values.get("samples_drawn", math.nan)
+    return drawn > 0 and drawn == report.values.get("samples_distinct", math.nan)
+
+
+def _recent_ratio(steps: list[tuple[float, float, bool]]) -> float:
+    sums = np.array([pair for *pair, _ in steps if np.isfinite(pair).all()]).reshape(-1, 2)
+    return ratio_of_sums(sums, root=True).value

@@ -1,0 +1,273 @@
+"""The detector of stragglers: workers, or whole hosts, that all others wait for.
+
+It reads ``busy_seconds``, the time for which a worker was busy before it began to wait. Speed is
+no random sample, so this stands beside the budget of false alarms: it raises notes only.
+
+Legend of shapes: S steps of a window, W workers.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
+
+import numpy as np
+
+from rankscope.core.finding import Severity
+from rankscope.core.lateness import Bools, Lateness, find_end, find_onset, typical_worker
+from rankscope.core.state import State, Stateful
+from rankscope.core.step import Floats, Ints
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.rules import name_ranks
+
+WARM_UP = 10
+"""Steps that are left out: they compile, allocate and fill caches."""
+WINDOW = 50
+"""Steps that are judged together."""
+
+_PATIENCE = 2  # windows in a row, to speak and to fall silent
+
+
+class Stragglers:
+    """Workers that are clearly slower than the typical one, most of the time.
+
+    The typical worker of a step is the median one, the faster of the two middle ones if their
+    number is even: so up to half of the workers can be named, one of two among them. A worker is
+    slow in a window when it takes at least 10 % of the step's time (and 2 ms) more than the
+    typical worker in 75 % of the window's steps, and the last worker of most steps is a slow one.
+    Two windows in a row open a finding; two in which a worker exceeds half of that margin in less
+    than half of the steps close it.
+
+    Where the workers of several hosts are known, all slow ones of a host make one finding. A job
+    that was restarted warms up again, and may have moved to other hosts: its windows begin anew.
+
+    Args:
+        num_workers: W.
+        hosts: Host of each rank; empty when unknown.
+    """
+
+    def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
+        self._places = _places(num_workers, hosts)
+        self._steps_S = np.zeros(WINDOW, np.int64)
+        self._seconds_S = np.zeros(WINDOW)
+        self._behind_SW = np.zeros((WINDOW, num_workers))
+        self._num_seen = 0
+        self._windows: deque[Lateness] = deque(maxlen=_PATIENCE + 1)
+        self._gone: list[_Place] = []  # slow before a restart, and no longer there
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks at the end of a window."""
+        gone, self._gone = tuple(place.evidence() for place in self._gone), []
+        return gone + self._take(step)
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run; a window that is not full does not count."""
+        return ()
+
+    def state(self) -> State:
+        """Return what is known of places that were slow."""
+        return {"places": [place.description() for place in self._places if place.was_slow]}
+
+    def restore(self, state: State) -> None:
+        """Go on with what was known before a restart; places that are no more have healed.
+
+        Raises:
+            StateError: It is not such a state.
+        """
+        places = {place.key: place for place in self._places}
+        for description in state["places"]:
+            before = _Place.described(description)
+            now = places.get(before.key)
+            if now is not None and now.ranks == before.ranks:
+                now.restore(before.state())
+            elif before.is_open:
+                before.end()
+                self._gone.append(before)
+
+    def _take(self, step: Observation) -> tuple[Evidence, ...]:
+        workers = step.gathered.workers
+        busy_W = workers["busy_seconds"]
+        if np.count_nonzero(np.isfinite(busy_W)) < 2:
+            return ()
+        self._num_seen += 1
+        if self._num_seen <= WARM_UP:
+            return ()
+        at = (self._num_seen - WARM_UP - 1) % WINDOW
+        self._steps_S[at] = step.gathered.step
+        self._behind_SW[at] = busy_W - typical_worker(busy_W)
+        self._seconds_S[at] = _largest(workers["step_seconds"], busy_W)
+        return tuple(self._judge()) if at == WINDOW - 1 else ()
+
+    def _judge(self) -> Iterator[Evidence]:
+        window = Lateness.of(self._steps_S, self._seconds_S, self._behind_SW)
+        before_W = self._windows[-1].slow_W if self._windows else np.zeros_like(window.slow_W)
+        self._windows.append(window)
+        confirmed_W = window.slow_W & before_W
+        for place in self._places:
+            if place.take(confirmed_W, self._windows):
+                yield place.evidence()
+
+
+class _Place(Stateful):
+    """A host with its ranks, or a single rank; and what is known of it.
+
+    Args:
+        ranks: Its ranks.
+        host: Name of the host; empty when hosts are unknown, or all the same.
+    """
+
+    SETTINGS = ("ranks", "_host")
+
+    def __init__(self, ranks: Sequence[int], host: str = "") -> None:
+        self.ranks = tuple(ranks)
+        self._host = host
+        self._open = False
+        self._slow: list[int] = []
+        self._first = self._last = -1
+        self._count = 0
+        self._lost = self._behind = self._share = 0.0
+        self._quiet = 0
+
+    @classmethod
+    def described(cls, description: State) -> Self:
+        """Return the place with this description."""
+        place = cls(description["ranks"], description["host"])
+        place.restore(description["known"])
+        return place
+
+    def description(self) -> State:
+        """Return all that there is to know, as plain data."""
+        return {"ranks": list(self.ranks), "host": self._host, "known": self.state()}
+
+    @property
+    def key(self) -> str:
+        """What names it inside the run."""
+        return f"time.straggler:{f'host-{self._host}' if self._host else f'rank-{self.ranks[0]}'}"
+
+    @property
+    def was_slow(self) -> bool:
+        """Whether it is slow, or has been."""
+        return self._count > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is slow."""
+        return self._open
+
+    def end(self) -> None:
+        """Say that it is slow no longer."""
+        self._open = False
+
+    def take(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
+        """Take the latest window and those before it; return whether there is news.
+
+        Args:
+            confirmed_W: Workers that were slow in the latest window and in the one before.
+            windows: The latest windows in order, one more than it takes to be slow.
+        """
+        confirmed = [rank for rank in self.ranks if confirmed_W[rank]]
+        if not self._open:
+            if confirmed:
+                self._begin(confirmed, windows)
+            return bool(confirmed)
+        self._slow = sorted({*self._slow, *confirmed})
+        latest = windows[-1]
+        behind_S = self._lateness(latest)
+        lingers = bool(latest.lingers_W[self._slow].any())
+        if lingers:
+            self._quiet = 0
+            self._measure(behind_S, latest)
+        else:
+            self._quiet += 1
+            self._open = self._quiet < _PATIENCE
+        if self._quiet <= 1:
+            end = find_end(behind_S, self._behind)
+            self._add(latest.steps_S[:end], behind_S[:end], latest.margin)
+        return lingers or not self._open
+
+    def evidence(self) -> Evidence:
+        """Return what is known."""
+        healed = "" if self._open else f" to step {self._last:,}"
+        return Evidence(
+            cause="time.straggler",
+            severity=Severity.NOTE,
+            ranks=tuple(self._slow),
+            first_step=self._first,
+            last_step=self._last,
+            count=self._count,
+            fields={
+                "When": f"{'From' if healed else 'Since'} step {self._first:,}{healed}",
+                "who": self._name(),
+                "behind": _duration(self._behind),
+                "share": f"{self._share:.0%}",
+                "lost": _duration(self._lost),
+            },
+            numbers={
+                "seconds_behind": self._behind,
+                "share_of_step": self._share,
+                "seconds_lost": self._lost,
+                "slow_steps": self._count,
+                **({"host": self._host} if self._host else {}),
+            },
+            key=self.key,
+            status="open" if self._open else "closed",
+        )
+
+    def _begin(self, slow: list[int], windows: Sequence[Lateness]) -> None:
+        self._open, self._quiet = True, 0
+        self._slow = slow
+        self._count, self._lost = 0, 0.0
+        latest = windows[-1]
+        steps = np.concatenate([window.steps_S for window in windows])
+        behind = np.concatenate([self._lateness(window) for window in windows])
+        self._measure(behind[-len(latest.steps_S) :], latest)
+        start = find_onset(behind, self._behind)
+        self._first = int(steps[start])
+        self._add(steps[start:], behind[start:], latest.margin)
+
+    def _measure(self, behind_S: Floats, latest: Lateness) -> None:
+        self._behind = float(np.median(behind_S))
+        self._share = self._behind / latest.seconds
+
+    def _add(self, steps_S: Ints, behind_S: Floats, margin: float) -> None:
+        """Add the steps in which it was behind."""
+        over_S = behind_S >= margin / 2
+        self._last = int(steps_S[over_S].max(initial=self._last))
+        self._count += int(np.count_nonzero(over_S))
+        self._lost += float(np.sum(behind_S[over_S]))
+
+    def _lateness(self, window: Lateness) -> Floats:
+        """Return how late the last of the slow workers was; 0 where that is unknown."""
+        lateness_S: Floats = np.nan_to_num(window.behind_SW[:, self._slow]).max(axis=1)
+        return lateness_S
+
+    def _name(self) -> str:
+        ranks = name_ranks(self._slow)
+        if not self._host:
+            return ranks
+        if len(self._slow) > 1 and len(self._slow) == len(self.ranks):
+            return f"host {self._host} ({ranks})"
+        return f"{ranks} on host {self._host}"
+
+
+def _places(num_workers: int, hosts: Sequence[str]) -> tuple[_Place, ...]:
+    """Return the hosts, if there are several, or else the single ranks."""
+    if len(hosts) != num_workers or len(set(hosts)) < 2:
+        return tuple(_Place([rank]) for rank in range(num_workers))
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    return tuple(_Place(ranks[host], host) for host in ranks)
+
+
+def _largest(seconds_W: Floats, busy_W: Floats) -> float:
+    """Return how long a step took; at least as long as its slowest worker was busy."""
+    return float(np.nanmax(np.concatenate([seconds_W, busy_W])))
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in words: ``35 ms``, ``4.2 s``, ``1.5 h``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -1,0 +1,152 @@
+"""A recorded run as a stream of steps, as they were when they were live."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from rankscope.core.direction import from_upper_triangle
+from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints, StepReport
+from rankscope.errors import RunError
+from rankscope.record.tables import Columns, blocks_of, last_step_of
+
+_LOCAL = tuple(s.name for s in signals(Table.WORKERS, Source.LOCAL))
+_DERIVED = tuple(s.name for s in signals(Table.WORKERS, Source.DERIVED))
+_VALUES = signals(Table.STEPS, Source.DERIVED)
+_OTHERS = (Table.WORKERS, Table.SAMPLES, Table.MICRO, Table.PAIRS, Table.GROUPS)
+
+Rows = Mapping[Table, Columns | None]
+"""The rows of one step in every table but ``steps``; None where it has none."""
+
+
+def read_reports(run: Path, first_step: int = 0) -> Iterator[StepReport]:
+    """Yield the recorded steps in order, each with all that its rows hold.
+
+    Equal, bit for bit, to what :func:`rankscope.core.recorded.as_recorded` made of them when they
+    were live. Holds about one file of each table in memory at a time; steps that are written
+    meanwhile are left out.
+
+    Args:
+        run: The run directory.
+        first_step: The first step to yield.
+
+    Raises:
+        RunError: A file cannot be read, or a step's rows are damaged.
+    """
+    last_step = last_step_of(run)
+    if last_step is None:
+        return
+    cursors = {table: _StepCursor(blocks_of(run, table, first_step)) for table in _OTHERS}
+    for block in blocks_of(run, Table.STEPS, first_step):
+        values = {s.name: _as_floats(block[s.name], s.dtype).tolist() for s in _VALUES}
+        keys = zip(*(block[name].tolist() for name in ("step", "time", "observed")), strict=True)
+        for row, (step, time, observed) in enumerate(keys):
+            if step > last_step:
+                return
+            if step < first_step:
+                continue
+            rows = {table: cursor.take(step) for table, cursor in cursors.items()}
+            value = {name: column[row] for name, column in values.items()}
+            try:
+                yield _report(step, time, observed, value, rows)
+            except (ValueError, IndexError, KeyError) as error:
+                raise RunError(f"{run}: the rows of step {step} are damaged ({error})") from error
+
+
+class _StepCursor:
+    """Walks through blocks of rows that are ordered by step, one step at a time."""
+
+    def __init__(self, blocks: Iterable[Columns]) -> None:
+        self._blocks = iter(blocks)
+        self._rows: Columns = {}
+        self._at = 0
+
+    def take(self, step: int) -> Columns | None:
+        """Return the rows of one step, None if there are none. Steps must be asked in order."""
+        taken: list[Columns] = []
+        while self._at < len(self._rows.get("step", ())) or self._next_block():
+            steps = self._rows["step"]
+            start, end = np.searchsorted(steps, [step, step + 1])
+            if end > start:
+                taken.append({name: values[start:end] for name, values in self._rows.items()})
+            self._at = int(end)
+            if end < len(steps):
+                break
+        if len(taken) < 2:
+            return taken[0] if taken else None
+        return {name: np.concatenate([part[name] for part in taken]) for name in taken[0]}
+
+    def _next_block(self) -> bool:
+        self._rows, self._at = next(self._blocks, {}), 0
+        return bool(self._rows)
+
+
+def _report(
+    step: int, time: float, observed: bool, values: Mapping[str, float], rows: Rows
+) -> StepReport:
+    local = rows[Table.WORKERS]
+    if local is None:
+        raise ValueError("it lacks the workers")
+    width = len(local["rank"])
+    losses, weights, norms = _micro(rows[Table.MICRO], width)
+    groups, norms_WG, cosines_WG = _groups(rows[Table.GROUPS], width)
+    interval = values["interval"]
+    gathered = GatheredStep(
+        step=step,
+        time=time,
+        observed=observed,
+        workers={name: local[name] for name in _LOCAL},
+        sketches_WK=None,
+        samples=_samples(rows[Table.SAMPLES], width),
+        micro_losses=losses,
+        micro_weights=weights,
+        micro_norms=norms,
+        groups=groups,
+        group_norms_WG=norms_WG,
+        interval=int(interval) if np.isfinite(interval) else 1,
+    )
+    derived = {name: local[name] for name in _DERIVED}
+    return StepReport(gathered, values, derived, _cosines(rows[Table.PAIRS], width), cosines_WG)
+
+
+def _samples(rows: Columns | None, width: int) -> tuple[Ints, ...]:
+    samples_of: list[Ints] = [np.empty(0, np.int64) for _ in range(width)]
+    if rows is not None:
+        for rank, values in zip(rows["rank"], rows["samples"], strict=True):
+            samples_of[rank] = values
+    return tuple(samples_of)
+
+
+def _micro(rows: Columns | None, width: int) -> tuple[tuple[Floats, ...], ...]:
+    """Return losses, weights and gradient norms of each worker's micro-batches."""
+    if rows is None:
+        return (), (), ()
+    ends = np.searchsorted(rows["rank"], np.arange(1, width))
+    losses, weights, norms = (
+        tuple(np.split(rows[name], ends)) for name in ("loss", "loss_weight", "grad_norm")
+    )
+    return losses, weights, () if np.isnan(rows["grad_norm"]).all() else norms
+
+
+def _groups(
+    rows: Columns | None, width: int
+) -> tuple[tuple[str, ...], Floats | None, Floats | None]:
+    """Return the groups' names ``[G]``, and norms and cosines by worker and group ``[W, G]``."""
+    if rows is None:
+        return (), None, None
+    norms_WG = rows["grad_norm"].reshape(width, -1)
+    cosines_WG = rows["cosine_rest"].reshape(width, -1)
+    names = tuple(rows["group"][: norms_WG.shape[1]].tolist())
+    return names, norms_WG, None if np.isnan(cosines_WG).all() else cosines_WG
+
+
+def _cosines(rows: Columns | None, width: int) -> Floats | None:
+    return None if rows is None else from_upper_triangle(rows["cosines"][0], width)
+
+
+def _as_floats(column: Ints | Floats, dtype: DType) -> Floats:
+    """Return a column of the steps as floats, with NaN where an integer has no value."""
+    if dtype is not DType.INT:
+        return column.astype(np.float64)
+    return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))

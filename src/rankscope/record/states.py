@@ -1,0 +1,103 @@
+"""Files that hold a state: what the detectors of a run remember, for the job's next start.
+
+A file is a NumPy archive without pickles: one array per array of the state, and ``tree``, the
+state itself as JSON in bytes, in which ``{"$array": 3}`` stands for ``array-3``.
+"""
+
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.signals import schema_hash
+from rankscope.core.state import State, StateError
+
+STATE_FILE = "detectors.npz"
+"""What the detectors remembered when the tables were last written, or at the end."""
+
+START_FILE = "detectors-start.npz"
+"""What they remembered at the start of a run that continues another."""
+
+STATE_FORMAT = 1
+"""Raised when a state of the same shape has come to mean something else."""
+
+_PLACE = "$array"
+_DAMAGES = (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile)
+
+
+def pack_state(state: State) -> bytes:
+    """Return the content of a state's file.
+
+    Raises:
+        TypeError: Something in it is neither an array nor plain JSON.
+    """
+    arrays: list[NDArray[Any]] = []
+    header = {"format": STATE_FORMAT, "schema": schema_hash(), "state": _take_out(state, arrays)}
+    contents: dict[str, Any] = {f"array-{i}": array for i, array in enumerate(arrays)}
+    contents["tree"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    file = BytesIO()
+    np.savez(file, **contents)
+    return file.getvalue()
+
+
+def unpack_state(content: bytes) -> State:
+    """Return the state that a file holds.
+
+    Raises:
+        StateError: It is damaged, or of another release whose states mean something else.
+    """
+    try:
+        with np.load(BytesIO(content), allow_pickle=False) as archive:
+            header = json.loads(archive["tree"].tobytes())
+            if (header["format"], header["schema"]) != (STATE_FORMAT, schema_hash()):
+                raise StateError("it is of another release of rankscope")
+            state: State = _put_back(header["state"], archive)
+    except StateError:
+        raise
+    except (*_DAMAGES, zlib.error, NotImplementedError) as error:
+        raise StateError(f"it is damaged ({error})") from error
+    return state
+
+
+def read_state(file: Path) -> State | None:
+    """Return the state in a file, None if there is no such file.
+
+    Raises:
+        StateError: It cannot be read, is damaged, or is of another release.
+    """
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StateError(f"it cannot be read ({error.strerror})") from error
+    return unpack_state(content)
+
+
+def _take_out(value: Any, arrays: list[NDArray[Any]]) -> Any:
+    """Return a state with a mark in place of each array; collect the arrays."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            raise TypeError("an array of objects cannot be saved")
+        arrays.append(value)
+        return {_PLACE: len(arrays) - 1}
+    if isinstance(value, Mapping):
+        assert all(isinstance(key, str) and key != _PLACE for key in value)
+        return {key: _take_out(item, arrays) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_take_out(item, arrays) for item in value]
+    return value
+
+
+def _put_back(value: Any, archive: Mapping[str, Any]) -> Any:
+    if isinstance(value, dict):
+        if _PLACE in value:
+            return archive[f"array-{value[_PLACE]}"]
+        return {key: _put_back(item, archive) for key, item in value.items()}
+    return [_put_back(item, archive) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,168 @@
+"""States: what an object remembers, there and back, and what it refuses."""
+
+import json
+import math
+from collections import deque
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import pytest
+
+from rankscope.core.samples import SampleLedger
+from rankscope.core.state import StateError, Stateful
+
+
+class Colour(IntEnum):
+    RED = 1
+    BLUE = 2
+
+
+class Inner(Stateful):
+    __slots__ = ("values",)
+
+    def __init__(self, size=0):
+        self.values = np.zeros(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark(Stateful):
+    step: int
+    score: float
+    where: tuple[int, ...] = ()
+
+
+class Outer(Stateful):
+    SETTINGS = ("limit",)
+
+    def __init__(self, limit):
+        self.limit = limit
+        self.number = 0.0
+        self.maybe = None
+        self.best = None
+        self.marks = {}
+        self.colour = Colour.RED
+        self.pairs = {}
+        self.seen = set()
+        self.recent = deque(maxlen=3)
+        self.history = []
+        self.inner = Inner(2)
+        self.inners = (Inner(1), Inner(1))
+        self.flags = np.zeros((2, 2), bool)
+
+
+def filled():
+    outer = Outer(7)
+    outer.number = -math.inf
+    outer.maybe = (1, "two", 3.5)
+    outer.best = Mark(3, math.inf, (1, 2))
+    outer.marks = {7: Mark(4, 0.1), 9: None}
+    outer.colour = Colour.BLUE
+    outer.pairs = {(0, 3): (1, 2), "text": [np.arange(3), {4}]}
+    outer.seen = {(1, 2), (3,)}
+    outer.recent.extend(range(5))
+    outer.history = [(np.array([2.0**-1074, np.nan]), np.int64(5))]
+    outer.inner.values = np.array([0.1, -0.0, np.inf])
+    outer.inners[1].values[:] = 9
+    outer.flags[1] = True
+    return outer
+
+
+def test_an_object_goes_on_with_the_same_values_of_the_same_kinds():
+    restored, original = Outer(8), filled()
+    restored.restore(original.state())
+    assert restored.limit == 8
+    assert restored.number == -math.inf
+    assert restored.maybe == (1, "two", 3.5)
+    assert restored.best == Mark(3, math.inf, (1, 2))
+    assert restored.marks == {7: Mark(4, 0.1), 9: None}
+    assert restored.colour is Colour.BLUE
+    assert restored.pairs[0, 3] == (1, 2)
+    np.testing.assert_array_equal(restored.pairs["text"][0], np.arange(3))
+    assert restored.pairs["text"][1] == {4}
+    assert restored.seen == {(1, 2), (3,)}
+    assert restored.recent == deque([2, 3, 4], maxlen=3)
+    assert restored.recent.maxlen == 3
+    assert restored.history[0][0].tobytes() == original.history[0][0].tobytes()
+    assert restored.history[0][1] == 5
+    assert restored.inner.values.tobytes() == original.inner.values.tobytes()
+    assert [inner.values.tolist() for inner in restored.inners] == [[0], [9]]
+    assert restored.flags.dtype == bool
+    assert restored.flags.tolist() == [[False, False], [True, True]]
+
+
+def test_a_state_is_a_copy_and_so_is_what_is_restored():
+    original = filled()
+    state = original.state()
+    original.inner.values[:] = 5
+    restored = Outer(7)
+    restored.restore(state)
+    assert restored.inner.values[0] == 0.1
+    restored.inner.values[0] = 6
+    again = Outer(7)
+    again.restore(state)
+    assert again.inner.values[0] == 0.1
+
+
+def test_a_state_is_arrays_and_plain_values():
+    def plain(value):
+        if isinstance(value, np.ndarray):
+            return "array"
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    text = plain(filled().state())
+    assert json.loads(json.dumps(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s: s.pop("number"), "not the state of a Outer"),
+        (lambda s: s.update(new=1), "not the state of a Outer"),
+        (lambda s: s.update(number="many"), "expected a float, got a str"),
+        (lambda s: s.update(inner=3), "expected a Inner"),
+        (lambda s: s.update(inner={"list": []}), "expected a Inner"),
+        (lambda s: s.update(colour={"enum": 9}), "no member 9"),
+        (lambda s: s.update(colour=1), "expected a Colour"),
+        (lambda s: s.update(number=s["inner"]), "no Inner to take"),
+        (lambda s: s.update(number={"object": {}, "class": "os.system"}), "no class os.system"),
+        (lambda s: s["best"]["object"].pop("score"), "not the state of a Mark"),
+        (lambda s: s.update(flags=np.zeros((2, 2))), "expected an array of bool with 2 axes"),
+        (lambda s: s.update(flags=np.zeros(2, bool)), "with 1 axes"),
+        (lambda s: s.update(flags=None), "expected an array"),
+        (lambda s: s.update(pairs={"list": []}), "expected a dict, got a list"),
+        (lambda s: s.update(seen={"unknown": []}), "no value in"),
+        (lambda s: s.update(seen={"set": 3}), "no value in"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, told):
+    state = filled().state()
+    change(state)
+    with pytest.raises(StateError, match=told):
+        Outer(7).restore(state)
+
+
+@pytest.mark.parametrize("value", [object(), np.array([None]), np.float32(1), print, b"bytes"])
+def test_what_cannot_be_saved_is_an_error_at_once(value):
+    outer = Outer(7)
+    outer.maybe = value
+    with pytest.raises(TypeError, match="cannot be part of a state"):
+        outer.state()
+
+
+def test_a_ledger_goes_on_where_it_stood():
+    rng = np.random.default_rng(0)
+    steps = [[rng.integers(0, 900, 7) for _ in range(5)] for _ in range(80)]
+    whole, first, second = (SampleLedger(600) for _ in range(3))
+    for step, samples in enumerate(steps[:37]):
+        assert whole.observe(step, samples) == first.observe(step, samples)
+    second.restore(first.state())
+    for step, samples in enumerate(steps[37:], start=37):
+        assert whole.observe(step, samples) == second.observe(step, samples)
+    assert (whole.drawn, whole.distinct, whole.exact) == (
+        second.drawn,
+        second.distinct,
+        second.exact,
+    )

@@ -1,0 +1,191 @@
+"""Steps read back from a record have the bits that detectors saw when they were live."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from rankscope.core.recorded import as_recorded
+from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.core.step import MISSING_INT, GatheredStep
+from rankscope.core.summarize import summarize
+from rankscope.errors import RunError
+from rankscope.record import Run, RunWriter
+from record.step_reports import make_report
+from support.same import assert_same
+
+W = 4
+NAMES = ("embedding", "layers.0", "layers.1", "head")
+
+
+def local_values(rng, width):
+    """Return the columns that workers send: any values, and every fifth or so missing."""
+    columns = {}
+    for s in signals(Table.WORKERS, Source.LOCAL):
+        missing = rng.random(width) < 0.2
+        if s.dtype is DType.FLOAT:
+            values = np.where(missing, np.nan, rng.normal(size=width) * 10.0 ** rng.integers(-9, 9))
+            columns[s.name] = np.where(rng.random(width) < 0.05, np.inf, values)
+        elif s.dtype is DType.INT:
+            numbers = rng.integers(-(2**62), 2**62, width)
+            columns[s.name] = np.where(missing, MISSING_INT, numbers)
+        else:
+            columns[s.name] = missing
+    columns["num_samples"] = rng.integers(0, 9, width)
+    return columns
+
+
+def live_step(step, width, *, groups=NAMES):
+    """Return a step as the exchange gives it: observed or not, with all that it may hold."""
+    rng = np.random.default_rng([step, width])
+    observed = step % 3 < 2
+    lengths = [[0] * width, [1] * width, [2] * width, rng.integers(0, 5, width)][step % 4]
+    sketches = rng.normal(size=(width, 31)).astype(np.float32) + 0.5
+    if step % 7 == 0:
+        sketches[0] = 0.0
+    if step % 5 == 0:
+        sketches[-1, 3] = np.nan
+    narrow = rng.normal(size=(width, len(groups), 11)).astype(np.float32)
+    narrow[:, : step % 2] = np.nan
+    return GatheredStep(
+        step=step,
+        time=1.7e9 + 0.1 * step,
+        observed=observed,
+        workers=local_values(rng, width),
+        sketches_WK=sketches if observed else None,
+        samples=tuple(rng.integers(-(2**63), 2**63, rng.integers(0, 4)) for _ in range(width))
+        if step % 6
+        else tuple(np.empty(0, np.int64) for _ in range(width)),
+        micro_losses=tuple(rng.normal(size=n) for n in lengths),
+        micro_weights=tuple(rng.normal(size=n) for n in lengths),
+        micro_norms=tuple(
+            np.where(rng.random(n) < 0.5, np.nan, 1.0) * (1 if observed else np.nan)
+            for n in lengths
+        ),
+        groups=groups if observed else (),
+        group_norms_WG=rng.random((width, len(groups))) if observed else None,
+        group_sketches_WGK=narrow if observed and step % 4 else None,
+        reduced_sketch_K=sketches.mean(axis=0) if observed else None,
+        interval=1 + step % 2,
+    )
+
+
+def record(path, reports, *, flush_every=None):
+    reports = list(reports)
+    writer = RunWriter(path, {"num_workers": reports[0].gathered.num_workers if reports else W})
+    for number, report in enumerate(reports):
+        writer.add(report)
+        if flush_every and number % flush_every == 0:
+            writer.flush()
+    writer.close()
+    return Run.open(path)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 8])
+def test_reports_come_back_as_detectors_saw_them(tmp_path, width):
+    live = [summarize(live_step(step, width)) for step in range(60)]
+    run = record(tmp_path / "run", live, flush_every=7)
+    for read, report in zip(run.iter_reports(), live, strict=True):
+        assert_same(read, as_recorded(report))
+        assert_same(as_recorded(read), read)
+
+
+@pytest.mark.parametrize("groups", [(), ("all",)])
+def test_less_than_two_groups_are_none(tmp_path, groups):
+    live = [summarize(live_step(step, 3, groups=groups)) for step in range(12)]
+    run = record(tmp_path / "run", live)
+    for read, report in zip(run.iter_reports(), live, strict=True):
+        assert_same(read, as_recorded(report))
+        assert (read.gathered.groups, read.gathered.group_norms_WG) == ((), None)
+
+
+def test_what_a_step_without_accumulation_or_pairs_holds(tmp_path):
+    wide = [summarize(live_step(step, 65)) for step in range(4)]
+    for read, report in zip(record(tmp_path / "run", wide).iter_reports(), wide, strict=True):
+        assert_same(read, as_recorded(report))
+        assert read.cosines_WW is None
+        assert (len(read.gathered.micro_losses) > 0) == (read.step >= 2)
+
+
+def test_cosines_are_rounded_before_a_detector_sees_them():
+    report = summarize(live_step(1, 3))
+    seen = as_recorded(report).cosines_WW
+    assert (seen != report.cosines_WW).any()
+    np.testing.assert_array_equal(seen, report.cosines_WW.astype(np.float32))
+
+
+def test_many_steps_in_several_blocks_and_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("rankscope.record.writer.PART_BYTES", 20_000)
+    live = [summarize(live_step(step, 7)) for step in range(1500)]
+    run = record(tmp_path / "run", live, flush_every=200)
+    assert len(list((run.path / "workers").iterdir())) > 2
+    for read, report in zip(run.iter_reports(), live, strict=True):
+        assert_same(read, as_recorded(report))
+
+
+def test_from_a_later_step_on_earlier_rows_are_not_even_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("rankscope.record.writer.PART_BYTES", 1_000)
+    live = [summarize(live_step(step, 3)) for step in (0, 1, 2, 5, 9, 10, 11)]
+    run = record(tmp_path / "run", live, flush_every=1)
+    for first, expected in [(0, 7), (3, 4), (5, 4), (6, 3), (11, 1), (12, 0)]:
+        reports = list(run.iter_reports(first))
+        assert len(reports) == expected
+        for read, report in zip(reports, live[len(live) - expected :], strict=True):
+            assert_same(read, as_recorded(report))
+    for table in ("steps", "workers", "samples", "groups"):
+        file = min((run.path / table).iterdir())
+        data = bytearray(file.read_bytes())
+        data[8:40] = bytes(32)  # the rows of the first part, not its footer
+        file.write_bytes(data)
+    assert [report.step for report in run.iter_reports(5)] == [5, 9, 10, 11]
+    with pytest.raises(RunError, match="it is damaged"):
+        list(run.iter_reports())
+
+
+def test_old_columns_that_are_missing_are_undefined(tmp_path):
+    run = record(tmp_path / "run", [summarize(live_step(step, 3)) for step in range(3)])
+    file = run.path / "steps" / "part-000000.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["interval", "cosine_min"]), file)
+    for report in run.iter_reports():
+        assert np.isnan(report.cosine_min)
+        assert report.gathered.interval == 1
+
+
+def test_workers_may_have_different_numbers_of_micro_batches(tmp_path):
+    step = live_step(0, 3)
+    lengths = [2, 0, 3]
+    step = replace(
+        step,
+        micro_losses=tuple(np.arange(n) / 2 for n in lengths),
+        micro_weights=tuple(np.arange(n) + 5.0 for n in lengths),
+        micro_norms=tuple(np.arange(n) + 1.0 for n in lengths),
+    )
+    (read,) = record(tmp_path / "run", [summarize(step)]).iter_reports()
+    for name in ("micro_losses", "micro_weights", "micro_norms"):
+        assert_same(getattr(read.gathered, name), getattr(step, name))
+
+
+def test_steps_that_are_written_meanwhile_are_left_out(tmp_path):
+    writer = RunWriter(tmp_path / "run", {})
+    for step in range(4):
+        writer.add(make_report(step))
+        writer.flush()
+    steps = []
+    for report in Run.open(writer.path).iter_reports():
+        steps.append(report.step)
+        writer.add(make_report(10 + report.step))
+        writer.flush()
+    assert steps == [0, 1, 2, 3]
+
+
+def test_a_run_without_steps_has_no_reports(tmp_path):
+    assert list(record(tmp_path / "run", []).iter_reports()) == []
+
+
+def test_a_step_without_workers_is_damage(tmp_path):
+    run = record(tmp_path / "run", map(make_report, range(3)))
+    file = run.path / "workers" / "part-000000.parquet"
+    pq.write_table(pq.read_table(file).slice(0, 2 * W), file)
+    with pytest.raises(RunError, match=r"rows of step 2 are damaged \(it lacks the workers\)"):
+        list(run.iter_reports())

@@ -1,0 +1,174 @@
+"""Which worker the others wait for: ranks that are slow before the reduction begins."""
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope import Run
+from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.diagnose.stragglers import WARM_UP, WINDOW
+from support.comm_hooks import register_comm_hook
+from support.loops import Loop
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+SLEEP = 0.03
+STEPS = 8
+LONG = WARM_UP + 2 * WINDOW + 1
+
+
+def load_slowly(run_dir: str, rank: int, slow: tuple[int, ...], num_steps: int) -> list[str]:
+    """Train a model with buffers, which rank 0 broadcasts before each forward pass."""
+    loop = Loop(rank, run_dir)
+    for step in range(num_steps):
+        if rank in slow:
+            time.sleep(SLEEP)
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def accumulate(run_dir: str, rank: int) -> list[str]:
+    loop = Loop(rank, run_dir, every=3)
+    for step in range(STEPS):
+        with loop.ddp.no_sync():
+            if rank == 1:
+                time.sleep(SLEEP)
+            loop.forward(2 * step).backward()
+        loop.step(2 * step + 1)
+    loop.close()
+    return loop.warnings
+
+
+def raise_once(run_dir: str, rank: int) -> list[str]:
+    def fail(gradient: Any) -> None:
+        raise ValueError("not this one")
+
+    loop = Loop(rank, run_dir)
+    for step in range(STEPS):
+        if step == 4:
+            loss = loop.forward(100)
+            loss.register_hook(fail)
+            with contextlib.suppress(ValueError):
+                loss.backward()
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def join_late(run_dir: str, rank: int) -> list[str]:
+    loop = Loop(rank, run_dir)
+    loop.step(0)
+    loop.step(1)
+    with loop.ddp.join():
+        for step in range(4 - (rank == 1)):
+            loop.step(2 + step)
+    loop.step(6)  # torch leaves the join's collectives on
+    loop.close()
+    return loop.warnings
+
+
+def compress(run_dir: str, rank: int) -> list[str]:
+    loop = Loop(rank, None)
+    register_comm_hook(loop.ddp, "all-reduce")
+    loop.watch(run_dir)
+    for step in range(STEPS):
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def reduce_exactly(run_dir: str, rank: int) -> list[str]:
+    loop = Loop(rank, run_dir, tier="exact")
+    for step in range(STEPS):
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def train_all(rank: int, folder: str) -> list[str]:
+    untouched = DistributedDataParallel._sync_buffers
+    warnings = []
+    warnings += load_slowly(f"{folder}/first slow", rank, (0,), STEPS)
+    warnings += load_slowly(f"{folder}/last slow", rank, (2,), LONG)
+    warnings += load_slowly(f"{folder}/all alike", rank, (0, 1, 2), LONG)
+    for name, work in (
+        ("accumulated", accumulate),
+        ("raised", raise_once),
+        ("joined", join_late),
+        ("hook", compress),
+        ("exact", reduce_exactly),
+    ):
+        warnings += work(f"{folder}/{name}", rank)
+    if DistributedDataParallel._sync_buffers is not untouched:
+        warnings.append("broadcasts are still timed")
+    return warnings
+
+
+@pytest.fixture(scope="module")
+def trained():
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_ranks(train_all, 3, folder) == [[], [], []]
+        yield Path(folder)
+
+
+def busy(folder: Path, name: str) -> np.ndarray:
+    return Run.open(folder / name).per_worker("busy_seconds")[1]
+
+
+@pytest.mark.parametrize(("name", "slow"), [("first slow", 0), ("last slow", 2)])
+def test_only_the_slow_rank_is_busy_for_long(trained, name, slow):
+    """Wall time is the same on all; rank 0 also makes the others wait for its buffers."""
+    busy_TW = busy(trained, name)
+    assert np.isnan(busy_TW[0]).all()
+    assert (busy_TW[1:, slow] > SLEEP).all()
+    typical_W = np.median(busy_TW[1:], axis=0)
+    assert (np.delete(typical_W, slow) < typical_W[slow]).all()
+    seconds_TW = Run.open(trained / name).per_worker("step_seconds")[1]
+    assert (np.median(seconds_TW[1:], axis=0) > SLEEP).all()
+    assert (busy_TW[2:] < seconds_TW[2:] + seconds_TW[1:-1]).all()
+
+
+def test_a_note_names_the_rank_that_the_others_wait_for(trained):
+    run = Run.open(trained / "last slow")
+    [finding] = [f for f in run.findings() if f.cause == "time.straggler"]
+    assert (finding.ranks, finding.status, str(finding.severity)) == ((2,), "open", "note")
+    assert finding.first_step < WARM_UP + WINDOW
+    assert finding.evidence["seconds_behind"] > SLEEP / 2
+    assert diagnose_run(run) == run.findings()
+
+
+def test_there_is_no_note_when_all_load_slowly(trained):
+    run = Run.open(trained / "all alike")
+    assert np.isfinite(run.per_worker("busy_seconds")[1][1:]).all()
+    assert [f for f in run.findings() if f.cause == "time.straggler"] == []
+
+
+def test_all_micro_batches_of_a_step_count_observed_or_not(trained):
+    busy_TW = busy(trained, "accumulated")
+    assert (busy_TW[1:, 1] > SLEEP).all()
+    assert (np.median(busy_TW[1:, [0, 2]], axis=0) < np.median(busy_TW[1:, 1])).all()
+
+
+def test_the_step_after_a_backward_pass_that_raised_is_not_known(trained):
+    known_TW = np.isfinite(busy(trained, "raised"))
+    assert known_TW.all(axis=1).tolist() == [False, True, True, True, False, True, True, True]
+
+
+def test_from_a_join_on_nothing_is_known(trained):
+    """Its first gradient waits until all workers have begun their forward pass."""
+    known_TW = np.isfinite(busy(trained, "joined"))
+    assert known_TW.tolist() == [[False] * 3, [True] * 3, *[[False] * 3] * 5]
+
+
+@pytest.mark.parametrize("name", ["hook", "exact"])
+def test_with_a_communication_hook_nothing_is_known(trained, name):
+    """It may wait inside the backward pass."""
+    assert np.isnan(busy(trained, name)).all()

@@ -1,0 +1,149 @@
+"""A job that is killed and restarted, on real ranks; and the record against what was live."""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from rankscope import Run
+from rankscope.core.recorded import as_recorded
+from rankscope.core.signals import Table
+from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.record import writer
+from rankscope.record.states import START_FILE, STATE_FILE, read_state
+from support.loops import Loop
+from support.ranks import RankError, run_ranks
+from support.same import assert_same
+
+KILLED_AFTER = 14
+
+
+def copied_batches(rank, run_dir, num_steps, kill):
+    """Train with the same batches on both ranks; with ``kill``, die when all is on disk."""
+    writer.STATE_BYTES_PER_FLUSH = 1  # so the state is older than the tables
+    told = []
+    loop = Loop(rank, run_dir, flush_seconds=0.0, on_finding=told.append)
+    for step in range(num_steps):
+        loop.step(step, rank=0)
+    if kill:
+        while loop.scope.latest is None or loop.scope.latest.step < num_steps - 2:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    loop.scope.close()
+    diagnosis = loop.scope._diagnosis
+    findings = [finding.to_json() for finding in loop.scope.findings]
+    return diagnosis.num_steps, loop.scope.latest.step, findings, told, loop.warnings
+
+
+def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
+    with pytest.raises(RankError, match="died"):
+        run_ranks(copied_batches, 2, str(tmp_path / "sft"), KILLED_AFTER, True)
+    first = Run.open(tmp_path / "sft")
+    last = first.columns(Table.STEPS, "step")["step"][-1]
+    assert last == KILLED_AFTER - 2  # the books of the last step were still open
+    assert read_state(first.path / STATE_FILE)["step"] < last
+
+    results = run_ranks(copied_batches, 2, str(tmp_path / "sft"), 10, False)
+    second = Run.open(tmp_path / "sft-2")
+    assert (second.info["continues"], second.info["first_step"]) == ("sft", last + 1)
+    assert read_state(second.path / START_FILE)["num_steps"] == last + 1
+    steps = second.columns(Table.STEPS, "step")["step"]
+    assert steps.tolist() == list(range(last + 1, last + 11))
+    recorded = [finding.to_json() for finding in second.findings()]
+    assert recorded == [finding.to_json() for finding in diagnose_run(second)]
+    for num_steps, latest, findings, told, _ in results:
+        assert num_steps == last + 11
+        assert latest == last + 10
+        assert findings == recorded
+        assert {finding.step > last for finding in told} <= {True}
+    [duplicates] = [f for f in second.findings() if f.cause == "data.duplicate_batches"]
+    assert (duplicates.first_step, duplicates.last_step) == (0, last + 10)
+    assert duplicates.evidence["steps"] == last + 11
+    assert [len(warnings) for *_, warnings in results] == [1, 0]
+
+
+def few_steps(rank, run_dir):
+    loop = Loop(rank, run_dir)
+    for step in range(3):
+        loop.step(step)
+    loop.scope.close()
+    return loop.scope._diagnosis.num_steps, loop.scope.latest.step, loop.warnings
+
+
+def test_a_restart_that_cannot_go_on_starts_anew_on_all_ranks(tmp_path):
+    assert [result[:2] for result in run_ranks(few_steps, 1, str(tmp_path / "run"))] == [(3, 2)]
+    results = run_ranks(few_steps, 2, str(tmp_path / "run"))
+    assert [result[:2] for result in results] == [(3, 2)] * 2
+    assert "it had 1 workers, this job has 2" in results[0][2][1]
+    (tmp_path / "run-2" / STATE_FILE).write_bytes(b"torn")
+    results = run_ranks(few_steps, 2, str(tmp_path / "run"))
+    assert [result[:2] for result in results] == [(3, 2)] * 2
+    assert "damaged" in results[0][2][1]
+    assert "continues" not in Run.open(tmp_path / "run-3").info
+    results = run_ranks(few_steps, 2, str(tmp_path / "run"))
+    assert [result[:2] for result in results] == [(6, 5)] * 2
+    assert Run.open(tmp_path / "run-4").info["continues"] == "run-3"
+
+
+def without_a_state(rank, run_dir):
+    def fail():
+        raise TypeError("no such state")
+
+    loop = Loop(rank, run_dir, flush_seconds=0.0)
+    loop.scope._diagnosis.state = fail
+    for step in range(4):
+        loop.step(step)
+    loop.scope.close()
+    return loop.warnings
+
+
+def test_a_state_that_cannot_be_saved_is_logged_once_and_changes_nothing_else(tmp_path):
+    warnings, others = run_ranks(without_a_state, 2, str(tmp_path / "run"))
+    assert len(warnings) == 1
+    assert "a restarted job cannot go on" in warnings[0]
+    assert others == []
+    run = Run.open(tmp_path / "run")
+    assert (run.status, run.table(Table.STEPS).num_rows) == ("complete", 4)
+
+
+def seen_live(rank, run_dir, tier):
+    """Train with and without accumulation; return each step as the detectors saw it."""
+    seen = []
+    loop = Loop(rank, run_dir, tier=tier, every=2)
+    diagnosis = loop.scope._diagnosis
+    observe = diagnosis.observe
+
+    def listen(report):
+        seen.append(as_recorded(report))
+        return observe(report)
+
+    diagnosis.observe = listen
+    for step in range(9):
+        for micro in range(1 + step % 3):
+            last = micro == step % 3
+            with contextlib.nullcontext() if last else loop.ddp.no_sync():
+                loop.forward(10 * step + micro).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.scope.close()
+    return seen, [finding.to_json() for finding in loop.scope.findings]
+
+
+@pytest.mark.parametrize("tier", ["scalars", "sketch", "exact"])
+def test_the_record_holds_what_detectors_saw_on_every_rank(tmp_path, tier):
+    results = run_ranks(seen_live, 3, str(tmp_path / "run"), tier)
+    run = Run.open(tmp_path / "run")
+    recorded = list(run.iter_reports())
+    assert len(recorded) == 9
+    assert any(report.gathered.micro_losses for report in recorded)
+    assert any(report.gathered.micro_norms for report in recorded) == (tier != "scalars")
+    assert any(report.cosines_WW is not None for report in recorded) == (tier != "scalars")
+    for seen, findings in results:
+        for read, live in zip(recorded, seen, strict=True):
+            gathered = replace(live.gathered, time=read.time)  # each rank reads its own clock
+            assert_same(read, replace(live, gathered=gathered))
+        assert findings == [finding.to_json() for finding in diagnose_run(run)]
