@@ -25,7 +25,7 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.exchange import Channel, GlooChannel, Hello
 from rankscope.exchange.heartbeat import Heartbeat, default_store
 from rankscope.instruments import Options, choice, choose_instruments
-from rankscope.record import RunWriter
+from rankscope.record import Run, RunWriter
 from rankscope.record.states import pack_state, unpack_state
 from rankscope.scope import OnFinding, Scope
 from rankscope.wrapping import find_wrapper
@@ -217,9 +217,12 @@ def _own_directory(run_dir: Path, ranks: list[int]) -> Path:
 
 
 def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
-    """Return the last run in ``run_dir`` and its numbered siblings, and the first free one."""
+    """Return the run before, if ``run_dir`` holds one already, and where to record this one.
+
+    Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
+    """
     previous, candidate, number = None, run_dir, 1
-    while (candidate / "run.json").exists():
+    while Run.is_run(candidate):
         number += 1
         previous, candidate = candidate, run_dir.with_name(f"{run_dir.name}-{number}")
     if previous is not None:

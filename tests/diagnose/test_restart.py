@@ -10,6 +10,7 @@ import pytest
 from diagnose.streams import gathered, replicated, sharded
 from rankscope.core.state import StateError
 from rankscope.core.summarize import summarize
+from rankscope.diagnose.detectors import NonFinite
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
 from rankscope.diagnose.restart import state_after
 from rankscope.errors import RunError
@@ -205,6 +206,14 @@ def test_what_cannot_be_used_is_logged_once(tmp_path, caplog, damage, reason):
     (message,) = caplog.messages
     assert reason in message
     assert "the detectors start anew" in message
+
+
+def test_a_state_that_no_rank_could_take_is_found_before_it_is_sent(tmp_path, caplog, monkeypatch):
+    Job(tmp_path / "run").close()
+    monkeypatch.setattr(NonFinite, "state", lambda detector: {"_seen": np.float32(1)})
+    with caplog.at_level(logging.WARNING, "rankscope"):
+        assert state_after(tmp_path / "run", W, HOSTS, ()) is None
+    assert "the detectors start anew" in caplog.text
 
 
 def test_another_job_does_not_go_on(tmp_path, caplog):

@@ -228,6 +228,21 @@ def test_one_worker_and_steps_without_losses_say_nothing():
     assert watch([micro_step(t, bad) for t in range(3)], 4) == []
 
 
+@pytest.mark.parametrize("size", [1e200, 1e-200, math.inf])
+def test_numbers_near_the_ends_of_the_range_do_no_harm(tmp_path, size):
+    rng = np.random.default_rng(0)
+    steps = []
+    for t in range(12):
+        step = micro_step(t, rng.random((4, 3)), gradients=rng.standard_normal((4, 3, 60)))
+        workers = {name: step.workers[name] * size for name in ("loss", "loss_sem", "grad_norm")}
+        workers["reduced_norm"] = step.workers["reduced_norm"] * min(size, 1.0)
+        norms = tuple(norms * size for norms in step.micro_norms)
+        steps.append(replace(step, workers={**step.workers, **workers}, micro_norms=norms))
+    assert watch(steps, 4) == []
+    run, _ = record(tmp_path, steps, 4, diagnosed=False)
+    assert assess(run).values["gradient_ratio"] is None
+
+
 def test_the_levels_of_both_tails_share_the_budget():
     sampling = Sampling(8)
     levels = [sampling._low._level, sampling._high._level]
@@ -339,3 +354,12 @@ def test_few_steps_give_no_interval_and_no_noise_scale_in_words(tmp_path):
     assert found.values["dispersion_ratio"] is not None
     assert found.values["dispersion_ratio_low"] is None
     assert not any("noise scale" in text for text in found.statements)
+
+
+def test_a_worker_that_was_found_to_differ_does_not_count_as_spread():
+    """One fault is one finding: what one worker does is no evidence about all of them."""
+    rng = np.random.default_rng(3)
+    spread = np.where(np.arange(8) == 5, 1.0, 0.0)[:, None]
+    steps = [micro_step(t, 2 + spread + 0.1 * rng.standard_normal((8, 4))) for t in range(80)]
+    assert {found.key for _, found in watch(steps)} == {DIFFERENT}
+    assert watch(steps, detector=Sampling(8, lambda: (5,))) == []

@@ -14,6 +14,7 @@ from rankscope.core.signals import Table
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.record import writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
+from rankscope.start import _free_directory
 from support.loops import Loop
 from support.ranks import RankError, run_ranks
 from support.same import assert_same
@@ -108,6 +109,16 @@ def test_a_state_that_cannot_be_saved_is_logged_once_and_changes_nothing_else(tm
     assert others == []
     run = Run.open(tmp_path / "run")
     assert (run.status, run.table(Table.STEPS).num_rows) == ("complete", 4)
+
+
+def test_a_restart_is_recorded_after_the_last_sibling(tmp_path):
+    for name in ("run", "run-2", "run-3", "run-2024", "run-x"):
+        (tmp_path / name).mkdir()
+        if name != "run-3":
+            (tmp_path / name / "run.json").touch()
+    assert _free_directory(tmp_path / "run") == (tmp_path / "run-2", tmp_path / "run-3")
+    assert _free_directory(tmp_path / "run-x") == (tmp_path / "run-x", tmp_path / "run-x-2")
+    assert _free_directory(tmp_path / "run-3") == (None, tmp_path / "run-3")
 
 
 def seen_live(rank, run_dir, tier):

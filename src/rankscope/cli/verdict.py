@@ -150,6 +150,7 @@ def _run_line(run: Run, assessment: Assessment) -> str:
         count(int(steps), "step") if steps is not None else "",
         str(run.info.get("model") or ""),
         "" if run.status == "complete" else run.status,
+        f"continues {run.info['continues']}" if run.info.get("continues") else "",
     ]
     return " · ".join(part for part in parts if part)
 

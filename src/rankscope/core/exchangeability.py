@@ -45,7 +45,7 @@ CERTAIN = float(np.log(1e8))
 HEALED = 0.25
 """Certainty at and below which a unit set apart counts as being like the others again."""
 
-_STILL_CERTAIN = 0.95
+_STILL_CERTAIN = 0.9
 _SEEN_QUICKLY = 0.5
 
 RARE_FADES = 0.95
@@ -140,7 +140,7 @@ class ExchangeabilityTest:
         self._remember(values, middle_S, scales_S, rows)
         for unit, apart in self._apart.items():
             z_S = self.z_SU[rows, unit]
-            apart.observe(_compare(values[:, unit], z_S, ranked, away, middle_S, self._bets), rows)
+            apart.observe(_compare(values[:, unit], z_S, ranked, self._bets), rows)
 
     @property
     def evidence(self) -> float:
@@ -187,7 +187,11 @@ class ExchangeabilityTest:
         self._apart[unit] = _Apart(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
-        """Return how sure it still is that a unit set apart is unlike the others, 1 to 0."""
+        """Return how sure it still is that a unit set apart is unlike the others, 1 to 0.
+
+        Raises:
+            KeyError: The unit is not set apart.
+        """
         return self._apart[unit].certainty
 
     def start_anew(self) -> None:
@@ -195,7 +199,11 @@ class ExchangeabilityTest:
         self._detectors.restart(...)
 
     def take_back(self, unit: int) -> None:
-        """Let a unit count among the others again; its detectors start anew."""
+        """Let a unit count among the others again; its detectors start anew.
+
+        Raises:
+            KeyError: The unit is not set apart.
+        """
         del self._apart[unit]
         self._detectors.restart((slice(None), slice(None), unit))
 
@@ -301,35 +309,42 @@ def _argmax(values_BS: Floats) -> tuple[int, int]:
     return row, column
 
 
-def _compare(
-    values_S: Floats,
-    z_S: Floats32,
-    ranked: Ranked,
-    away: Ranked,
-    middle_S: Floats,
-    bets: Sequence[Bet],
-) -> Floats:
-    """Return the e-values of one unit among the others, for each bet and signal."""
-    e = np.ones((len(bets), len(values_S)))
-    with np.errstate(invalid="ignore", over="ignore"):
-        distances_S = np.abs(values_S - middle_S)
-    for signal in np.flatnonzero(np.isfinite(values_S) & (ranked.counts_S >= 2)):
-        count = int(ranked.counts_S[signal]) + 1
-        scores = normal_scores(count)
-        plain = scores[_doubled(ranked.sorted_SU[signal, : count - 1], values_S[signal])]
-        folded = scores[_doubled(away.sorted_SU[signal, : count - 1], distances_S[signal])]
-        for index, bet in enumerate(bets):
+def _compare(values_S: Floats, z_S: Floats32, ranked: Ranked, bets: Sequence[Bet]) -> Floats:
+    """Return the e-values of one unit among the others, for each bet and signal ``[B, S]``."""
+    others_SU, unit_S1 = ranked.sorted_SU, values_S[:, None]
+    plain_S = _doubled(others_SU, unit_S1)
+    middle_S1 = _middle_with(others_SU, unit_S1, ranked.counts_S)[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        folded_S = _doubled(np.abs(others_SU - middle_S1), np.abs(unit_S1 - middle_S1))
+    e_BS = np.ones((len(bets), len(values_S)))
+    usable_S = np.isfinite(values_S) & (ranked.counts_S >= 2)
+    for others in np.unique(ranked.counts_S[usable_S]).tolist():
+        rows, count = np.flatnonzero(usable_S & (ranked.counts_S == others)), others + 1
+        plain, folded = normal_scores(count)[plain_S[rows]], normal_scores(count)[folded_S[rows]]
+        for bet, e in zip(bets, e_BS, strict=True):
             if bet.kind is Kind.RARE:
-                far = z_S[signal] > RARE_FROM
-                e[index, signal] = 1 - RARE_STAKE + RARE_STAKE * count if far else RARE_FADES
-                continue
-            score = {Kind.UP: plain, Kind.DOWN: -plain, Kind.SPREAD: folded}[bet.kind]
-            e[index, signal] = np.exp(bet.strength * score)
-            e[index, signal] /= np.exp(bet.strength * scores[::2]).mean()
-    return e
+                far = z_S[rows] > RARE_FROM
+                e[rows] = np.where(far, 1 - RARE_STAKE + RARE_STAKE * count, RARE_FADES)
+            else:
+                score = {Kind.UP: plain, Kind.DOWN: -plain, Kind.SPREAD: folded}[bet.kind]
+                mean = np.exp(bet.strength * normal_scores(count)[::2]).mean()
+                e[rows] = np.exp(bet.strength * score) / mean
+    return e_BS
 
 
-def _doubled(sorted_U: Floats, value: float) -> int:
-    """Return twice the mid-rank from 0 that a value has among sorted others."""
-    left = int(np.searchsorted(sorted_U, value, side="left"))
-    return left + int(np.searchsorted(sorted_U, value, side="right"))
+def _doubled(others_SU: Floats, unit_S1: Floats) -> Ints:
+    """Return twice the mid-rank from 0 that each row's unit has among the others."""
+    below, equal = others_SU < unit_S1, others_SU == unit_S1
+    doubled: Ints = 2 * np.count_nonzero(below, axis=1) + np.count_nonzero(equal, axis=1)
+    return doubled
+
+
+def _middle_with(sorted_SU: Floats, unit_S1: Floats, counts_S: Ints) -> Floats:
+    """Return the median of each row and its unit: that of n others and one more."""
+    rows, last = np.arange(len(counts_S)), sorted_SU.shape[1] - 1
+    at_S = np.count_nonzero(sorted_SU < unit_S1, axis=1)
+    middle_S = np.zeros(len(counts_S))
+    for index_S in (counts_S // 2, (counts_S + 1) // 2):
+        from_others = sorted_SU[rows, np.clip(index_S - (index_S > at_S), 0, last)]
+        middle_S += np.where(index_S == at_S, unit_S1[:, 0], from_others) / 2
+    return middle_S

@@ -61,8 +61,9 @@ def gradient_noise(
             where unknown.
         num_micro: M, micro-batches of each worker; 1 when unknown or when workers differ in it.
     """
-    squares_W = np.asarray(norms_W, np.float64) ** 2
-    width, reduced = len(squares_W), reduced_norm**2
+    with np.errstate(over="ignore"):
+        squares_W = np.square(np.asarray(norms_W, np.float64))
+    width, reduced = len(squares_W), reduced_norm * reduced_norm
     between, signal = _split(float(np.mean(squares_W)), reduced, width) if width > 1 else _UNKNOWN
     if num_micro < 2 or micro_squares_W is None:
         return GradientNoise(between, math.nan, between, signal, width)

@@ -30,7 +30,9 @@ def dispersion_numbers(observed_stds_T: Floats, expected_stds_T: Floats) -> Numb
         observed_stds_T: Loss std over workers, one per step.
         expected_stds_T: The one that sampling alone would give.
     """
-    ratio = _ratio(zip(observed_stds_T**2, expected_stds_T**2, strict=True), root=True)
+    with np.errstate(over="ignore"):
+        squares = np.square(observed_stds_T), np.square(expected_stds_T)
+    ratio = _ratio(zip(*squares, strict=True), root=True)
     return _numbers("dispersion_ratio", ratio)
 
 
@@ -91,7 +93,9 @@ def _micro(run: Run, steps_T: Ints, width: int) -> tuple[Floats, Ints]:
     here = at < len(steps_T)
     cells = at[here] * width + rows["rank"][here]
     size = len(steps_T) * width
-    squares_TW = np.bincount(cells, rows["grad_norm"][here] ** 2, size).reshape(-1, width)
+    with np.errstate(over="ignore"):
+        squares = np.square(rows["grad_norm"][here])
+    squares_TW = np.bincount(cells, squares, size).reshape(-1, width)
     counts_TW = np.bincount(cells, minlength=size).reshape(-1, width)
     equal_T = (counts_TW == counts_TW[:, :1]).all(axis=1)
     return squares_TW.astype(np.float64), np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)

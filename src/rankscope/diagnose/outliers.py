@@ -129,6 +129,8 @@ class WorkerOutliers:
             return
         if self._groups is None or self._groups.group_names != list(gathered.groups):
             self._groups = _Part(self._num_workers, _group_signals(gathered.groups))
+            for worker in self.set_apart:
+                self._groups.test.set_unit_apart(worker)
         cosines_WG = report.group_cosine_rest_WG
         if cosines_WG is None:
             cosines_WG = np.full(norms_WG.shape, np.nan)
@@ -223,7 +225,7 @@ class WorkerOutliers:
                 fault.last_step = step if self._shows(active) else fault.last_step
                 fault.count += 1
             if active != fault.active:
-                for worker in set(fault.active) - set(active):
+                for worker in () if fault.tie else sorted(set(fault.active) - set(active)):
                     self._take_back(worker)
                 fault.active = active
                 changed.append(fault)

@@ -14,7 +14,7 @@ from rankscope.core.state import State, StateError
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.errors import RunError
 from rankscope.record import Run
-from rankscope.record.states import START_FILE, STATE_FILE, read_state
+from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
 
 _log = logging.getLogger("rankscope")
 
@@ -34,8 +34,9 @@ def state_after(
         The state of a diagnosis; None when the detectors have to start anew, which is logged.
     """
     try:
-        diagnosis = _diagnosis_after(previous, num_workers, hosts, groups)
-        return diagnosis.state()
+        state = _diagnosis_after(previous, num_workers, hosts, groups).state()
+        Diagnosis(num_workers, hosts).restore(unpack_state(pack_state(state)))  # as all ranks will
+        return state
     except (StateError, RunError) as error:
         reason = str(error)
     except Exception as error:  # whatever it is, a job must not fail to start for it

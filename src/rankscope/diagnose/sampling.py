@@ -14,7 +14,8 @@ nothing. What shows it is the spread *inside* workers. Two kinds of evidence:
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 
 import numpy as np
@@ -61,12 +62,15 @@ class Sampling(Stateful):
 
     Args:
         num_workers: W.
+        set_apart: Tells which workers were found to differ from the others: they are left out, as
+            the spread that they make is explained.
     """
 
-    SETTINGS = ("_num_workers",)
+    SETTINGS = ("_num_workers", "_set_apart")
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, set_apart: Callable[[], Sequence[int]] = tuple) -> None:
         self._num_workers = num_workers
+        self._set_apart = set_apart
         level = alarm_level(SAMPLING * _TAIL_SHARE)
         self._low = _Alarm(level, len(STRENGTHS))
         self._high = _Alarm(level, 2, len(STRENGTHS))
@@ -89,14 +93,16 @@ class Sampling(Stateful):
             return ()
         self._steps += 1
         gathered = step.gathered
-        if self._repeats.observe(gathered) or step.identical:
+        apart = self._set_apart()
+        if self._repeats.observe(gathered) or step.identical or len(apart) > self._num_workers - 2:
             return ()
-        observed = population_std(gathered.workers["loss"]) ** 2
-        expected = expected_std(gathered.workers["loss_sem"]) ** 2
+        gathered = _without(gathered, apart)
+        observed = _square(population_std(gathered.workers["loss"]))
+        expected = _square(expected_std(gathered.workers["loss_sem"]))
         self._recent.append((observed, expected, _all_distinct(step.report)))
         found = list(self._bet(gathered))
         found += self._losses.add(gathered.step, observed, expected, exact=self._exact)
-        noise = noise_of(step.report)
+        noise = None if apart else noise_of(step.report)
         if noise is not None:
             found += self._gradients.add(gathered.step, noise.between, noise.within, exact=True)
         return found
@@ -250,6 +256,24 @@ class _Alarm(Stateful):
         return _News.OPENED
 
 
+def _without(gathered: GatheredStep, workers: Sequence[int]) -> GatheredStep:
+    """Return what the other workers sent, as far as it is used here."""
+    if not workers:
+        return gathered
+    kept = [worker for worker in range(gathered.num_workers) if worker not in workers]
+    used = ("loss", "loss_sem", "grad_norm")
+    micro = (gathered.micro_losses, gathered.micro_weights, gathered.micro_norms)
+    losses, weights, norms = (tuple(of[w] for w in kept) if of else () for of in micro)
+    return replace(
+        gathered,
+        workers={name: gathered.workers[name][kept] for name in used},
+        samples=tuple(gathered.samples[worker] for worker in kept),
+        micro_losses=losses,
+        micro_weights=weights,
+        micro_norms=norms,
+    )
+
+
 def noise_of(report: StepReport) -> GradientNoise | None:
     """Return what a step's norms say about the noise of gradients; None when not observed."""
     if not report.observed:
@@ -263,6 +287,10 @@ def _all_distinct(report: StepReport) -> bool:
     """Return whether every sample of the step is known, and no two are the same."""
     drawn = report.values.get("samples_drawn", math.nan)
     return drawn > 0 and drawn == report.values.get("samples_distinct", math.nan)
+
+
+def _square(value: float) -> float:
+    return value * value  # infinite when too large, where a power would raise
 
 
 def _recent_ratio(steps: list[tuple[float, float, bool]]) -> float:

@@ -9,7 +9,10 @@
     micro/*.parquet     one row per micro-batch, in steps with accumulation
     samples/*.parquet   the samples of each worker's batch, where they are known
     pairs/*.parquet     cosines of all pairs of workers, for up to 64 workers
+    groups/*.parquet    one row per observed step, worker and group of parameters
     findings.jsonl      events, one per line; the last one of an id wins
+    detectors.npz       what the detectors remember, for a restarted job
+    detectors-start.npz what they remembered when the run began, if it continues another
 """
 
 from rankscope.record.reader import Run

@@ -1,0 +1,258 @@
+"""The test of exchangeability: exact e-values, and evidence against units unlike the others."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from rankscope.core.bets import (
+    Kind,
+    RobustScale,
+    distances,
+    e_values,
+    normal_scores,
+    pair_bets,
+    rank_units,
+    worker_bets,
+)
+from rankscope.core.edetector import ShiryaevRoberts
+from rankscope.core.exchangeability import HEALED, ExchangeabilityTest, _compare
+from rankscope.core.state import StateError
+
+BETS = worker_bets()
+
+
+def values_of_bets(values_SU):
+    ranked = rank_units(np.asarray(values_SU, np.float64))
+    _, away, scales_S = distances(ranked)
+    out = np.full((len(BETS), *ranked.values_SU.shape), np.nan, np.float32)
+    e_values(ranked, away, scales_S, BETS, out)
+    return out
+
+
+STEPS = {
+    "distinct": [0.3, 1.0, -2.0, 5.0, 0.1],
+    "tied": [1.0, 1.0, 0.0, 2.0, 2.0],
+    "all equal": [3.0] * 5,
+    "far out": [0.0, 0.1, -0.1, 0.05, 60.0],
+    "two far out": [0.0, 0.1, -0.1, -70.0, 60.0],
+    "one missing": [0.3, np.nan, -2.0, 5.0, 0.1],
+    "large": [1e300, -1e300, 1.0, 2.0, 3.0],
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_the_e_values_of_a_step_have_mean_one_and_follow_the_units(step):
+    """Exactness: whoever holds which value, the mean over who is present is 1."""
+    e_BSU = values_of_bets([step])
+    present = np.isfinite(step)
+    assert np.isfinite(e_BSU).all()
+    assert (e_BSU >= 0).all()
+    np.testing.assert_allclose(e_BSU[:, 0, present].mean(axis=1), 1, rtol=1e-5)
+    assert (e_BSU[:, 0, ~present] == 1).all()
+    for order in [*permutations(range(5))][::17]:
+        shuffled = values_of_bets([np.array(step)[list(order)]])
+        np.testing.assert_allclose(shuffled[:, 0], e_BSU[:, 0][:, list(order)], rtol=1e-5)
+
+
+def test_equal_values_have_equal_e_values_and_no_spread_is_no_evidence():
+    e_BSU = values_of_bets([STEPS["tied"], STEPS["all equal"]])
+    assert (e_BSU[:, 0, 0] == e_BSU[:, 0, 1]).all()
+    np.testing.assert_allclose(e_BSU[:, 1], 1, rtol=1e-6)
+
+
+def test_every_bet_pays_on_its_own_kind():
+    kinds = np.array([bet.kind.value for bet in BETS])
+    e_BU = values_of_bets([STEPS["far out"]])[:, 0]
+    assert (e_BU[kinds == "high", 4] > 2).all() or e_BU[kinds == "high", 4].max() > 4
+    assert (e_BU[kinds == "low", 4] < 1).all()
+    assert e_BU[kinds == "rare", 4] > 4
+    assert e_BU[kinds == "spread", 4] > 2
+
+
+def test_two_units_show_only_their_order():
+    kinds = [bet.kind for bet in BETS]
+    e_BU = values_of_bets([[1.0, 2.0]])[:, 0]
+    for kind, e in zip(kinds, e_BU, strict=True):
+        if kind in (Kind.SPREAD, Kind.RARE):
+            assert e.tolist() == [1, 1]
+    assert (values_of_bets([[1.0, np.nan]]) == 1).all()
+
+
+def test_weights_of_all_bets_sum_to_one():
+    for bets in (worker_bets(), pair_bets()):
+        assert sum(bet.weight for bet in bets) == pytest.approx(1)
+
+
+def test_normal_scores_are_odd_and_grow():
+    scores = normal_scores(9)
+    assert len(scores) == 17
+    np.testing.assert_allclose(scores, -scores[::-1], atol=1e-12)
+    assert (np.diff(scores) > 0).all()
+
+
+def test_the_scale_remembers_the_past_and_follows_a_common_growth():
+    scale = RobustScale(1)
+    rows = np.zeros(1, np.int64)
+    for _ in range(200):
+        steady = scale.observe(np.array([1.0]), rows)[0]
+    assert steady == pytest.approx(1)
+    assert scale.observe(np.array([0.01]), rows)[0] == pytest.approx(1, abs=0.03)
+    assert scale.observe(np.array([100.0]), rows)[0] == pytest.approx(50)  # half of it at once
+
+
+def test_an_e_detector_is_the_sum_over_beginnings():
+    rng = np.random.default_rng(0)
+    e_T = rng.exponential(size=40).astype(np.float32)
+    detector = ShiryaevRoberts(1)
+    for e in e_T:
+        detector.observe(np.array([e]))
+    products = np.cumprod(e_T[::-1].astype(np.float64))
+    assert detector.evidence[0] == pytest.approx(products.sum(), rel=1e-4)
+    ages = np.arange(1, len(e_T) + 1)
+    assert detector.age[0] == pytest.approx((products * ages).sum() / products.sum(), rel=1e-4)
+    detector.restart(...)
+    assert detector.evidence[0] == detector.age[0] == 0
+
+
+def test_evidence_does_not_overflow():
+    detector = ShiryaevRoberts(1)
+    for _ in range(500):
+        detector.observe(np.array([8.0], np.float32))
+    assert np.isfinite(detector.evidence).all()
+
+
+def feed(test, rng, num_steps, change=None, num_signals=1):
+    rows = np.arange(num_signals)
+    for _ in range(num_steps):
+        values = 2 + 0.1 * rng.standard_normal((num_signals, test.num_units))
+        if change is not None:
+            change(values)
+        test.observe(values, rows)
+
+
+def make(num_units=8, num_signals=1):
+    weights = np.full(num_signals, 1 / num_signals)
+    return ExchangeabilityTest(num_units, weights, np.ones(num_signals, bool), BETS)
+
+
+@pytest.mark.parametrize("num_units", [2, 3, 8, 64])
+def test_evidence_grows_by_one_a_step_on_average_in_a_healthy_run(num_units):
+    """E[M_t] = t: the martingale behind the guarantee."""
+    steps, runs = 12, 400
+    final = []
+    for seed in range(runs):
+        rng = np.random.default_rng([seed, num_units])
+        test = make(num_units)
+        for _ in range(steps):
+            test.observe(rng.standard_t(3, (1, num_units)), np.zeros(1, np.int64))
+        final.append(test.evidence)
+    error = np.std(final) / np.sqrt(runs)
+    assert abs(np.mean(final) - steps) < 4 * error
+
+
+def shift(unit, by, signal=0):
+    def change(values):
+        values[signal, unit] += by
+
+    return change
+
+
+def test_a_shift_is_found_with_its_unit_signal_direction_size_and_beginning():
+    rng = np.random.default_rng(1)
+    test = make(num_signals=3)
+    feed(test, rng, 100, num_signals=3)
+    feed(test, rng, 40, shift(5, -0.3, signal=1), num_signals=3)
+    assert test.evidence > 1e6
+    assert test.evidence_of_units().argmax() == 5
+    trace = test.traces(5)[0]
+    assert (trace.signal, trace.kind) == (1, Kind.DOWN)
+    assert trace.deviation == pytest.approx(-0.15, abs=0.03)
+    assert trace.age == pytest.approx(40, abs=4)
+
+
+def test_a_unit_set_apart_leaves_the_others_alone_and_heals():
+    rng = np.random.default_rng(2)
+    test = make()
+    feed(test, rng, 30, shift(3, 0.3))
+    test.set_unit_apart(3)
+    assert test.set_apart == (3,)
+    before = test.evidence
+    feed(test, rng, 50, shift(3, 0.3))
+    assert test.certainty(3) == pytest.approx(1, abs=0.05)
+    assert test.evidence < before + 1000
+    for _ in range(150):
+        feed(test, rng, 1)
+        if test.certainty(3) <= HEALED:
+            break
+    assert test.certainty(3) <= HEALED
+    test.take_back(3)
+    assert test.set_apart == ()
+    assert test.evidence_of_units()[3] == 0
+
+
+def test_rare_large_errors_and_a_wider_spread_are_told_apart_from_shifts():
+    rng = np.random.default_rng(3)
+    rare, wide = make(), make()
+    for step in range(60):
+        size = 0.65 * rng.choice([-1, 1]) if step % 5 == 0 else 0.0
+        feed(rare, rng, 1, shift(2, size))
+        feed(wide, rng, 1, shift(6, 0.3 * rng.standard_normal()))
+    assert rare.evidence_of_units().argmax() == 2
+    assert rare.traces(2)[0].kind is Kind.RARE
+    assert abs(rare.traces(2)[0].deviation) > 0.25
+    assert wide.evidence_of_units().argmax() == 6
+    assert wide.traces(6)[0].kind in (Kind.SPREAD, Kind.RARE)
+
+
+def test_signals_that_a_step_does_not_measure_stay_as_they_are():
+    rng = np.random.default_rng(4)
+    test = make(num_signals=2)
+    feed(test, rng, 30, shift(1, 0.4, signal=1), num_signals=2)
+    age = test.traces(1)[0].age
+    test.observe(rng.standard_normal((1, 8)), np.zeros(1, np.int64))
+    assert test.traces(1)[0].age == age
+
+
+def test_restoring_goes_on_where_it_stood():
+    rng = np.random.default_rng(5)
+    test = make(num_signals=2)
+    feed(test, rng, 30, shift(4, 0.3), num_signals=2)
+    test.set_unit_apart(4)
+    feed(test, rng, 10, shift(1, 0.3), num_signals=2)
+    copy = make(num_signals=2)
+    copy.restore(test.state())
+    for one in (test, copy):
+        feed(one, np.random.default_rng(6), 20, shift(1, 0.3), num_signals=2)
+    assert copy.evidence == test.evidence
+    assert copy.certainty(4) == test.certainty(4)
+    assert copy.traces(1) == test.traces(1)
+
+
+@pytest.mark.parametrize("num_units", [3, 4, 8])
+def test_a_unit_set_apart_is_compared_fairly(num_units):
+    """Its e-values among the others have mean one, too, when it is like them."""
+    rng = np.random.default_rng(num_units)
+    values = rng.standard_normal((4000, num_units))
+    ranked = rank_units(np.where(np.arange(num_units) == 1, np.nan, values))
+    z = np.zeros(4000, np.float32)
+    e_BS = _compare(values[:, 1], z, ranked, BETS)
+    for bet, e in zip(BETS, e_BS, strict=True):
+        if bet.kind is not Kind.RARE:
+            assert abs(e.mean() - 1) < 4 * e.std() / np.sqrt(len(e))
+
+
+def test_a_foreign_state_is_refused():
+    with pytest.raises(StateError):
+        make(8).restore(make(9).state())
+    with pytest.raises(StateError):
+        make(8).restore({})
+
+
+def test_values_that_are_not_finite_are_left_out():
+    test = make()
+    for bad in (np.inf, -np.inf, np.nan):
+        values = np.arange(8.0)[None]
+        values[0, 0] = bad
+        test.observe(values, np.zeros(1, np.int64))
+    assert np.isfinite(test.evidence)

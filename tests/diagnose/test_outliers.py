@@ -1,0 +1,227 @@
+"""Workers that differ: blamed, described, merged, healed; and ties that nothing breaks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from diagnose.streams import gathered
+from rankscope.core.finding import Severity
+from rankscope.core.step import StepReport
+from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.diagnose.evidence import Observation
+from rankscope.diagnose.outliers import WorkerOutliers
+from rankscope.diagnose.rules import describe
+
+NO_SAMPLES = np.empty(0, np.int64)
+
+
+class Job:
+    """A simulated job whose workers have losses, norms, directions and groups of parameters."""
+
+    def __init__(self, num_workers=8, groups=6, seed=0, hosts=()):
+        self.rng = np.random.default_rng(seed)
+        self.num_workers, self.groups, self.hosts = num_workers, groups, hosts
+        self.step = 0
+
+    def report(self, change=None, **columns):
+        width, rng = self.num_workers, self.rng
+        values = {
+            "loss": 2 + 0.1 * rng.standard_normal(width),
+            "grad_norm": 1 + 0.07 * rng.standard_normal(width),
+            "cosine_rest": 0.3 + 0.05 * rng.standard_normal(width),
+            "group_norms": 1 + 0.07 * rng.standard_normal((width, self.groups)),
+            "group_cosines": 0.3 + 0.05 * rng.standard_normal((width, self.groups)),
+        }
+        if change is not None:
+            change(values)
+        directions = {"cosine_rest": values.pop("cosine_rest")}
+        norms, cosines = values.pop("group_norms"), values.pop("group_cosines")
+        step = replace(
+            gathered(self.step, [NO_SAMPLES] * width, None, **values, **columns),
+            observed=True,
+            groups=tuple(f"block {i}" for i in range(self.groups)),
+            group_norms_WG=norms,
+        )
+        self.step += 1
+        return StepReport(step, {}, directions, None, cosines)
+
+    def run(self, detector, num_steps, change=None, **columns):
+        told = []
+        for _ in range(num_steps):
+            told += detector.observe(Observation(self.report(change, **columns)))
+        return told
+
+
+def times(column, ranks, factor):
+    def change(values):
+        values[column][list(ranks)] *= factor
+
+    return change
+
+
+def say(evidence):
+    return describe(evidence.cause, evidence.severity, evidence.fields)[0]
+
+
+def test_a_worker_with_bad_data_is_named_with_its_beginning_and_size():
+    job, detector = Job(), WorkerOutliers(8)
+    assert job.run(detector, 200) == []
+    told = job.run(detector, 80, times("loss", [5], 1.13))
+    first = told[0]
+    assert (first.cause, first.severity, first.ranks) == (
+        "data.worker_outlier",
+        Severity.WARNING,
+        (5,),
+    )
+    assert abs(first.first_step - 200) <= 5
+    assert first.groups == ()
+    assert "Rank 5 differs" in say(told[-1])
+    assert "loss +1" in say(told[-1])
+    assert "probability of at most 0.0003" in say(told[-1])
+    assert len({one.key for one in told}) == 1
+
+
+def test_a_fault_in_one_block_names_the_block():
+    def change(values):
+        values["group_norms"][3, 4] *= 1.4
+
+    told = Job().run(WorkerOutliers(8), 40, change)
+    assert told[-1].cause == "compute.worker_outlier"
+    assert told[-1].ranks == (3,)
+    assert told[-1].groups == ("block 4",)
+    assert "gradient norm of block 4 × 1." in say(told[-1])
+
+
+def test_rare_large_errors_are_found_within_a_hundred_steps():
+    job, detector = Job(seed=3), WorkerOutliers(8)
+    told = []
+    for step in range(100):
+        factor = 1 + 0.455 * job.rng.choice([-1, 1]) if step % 5 == 0 else 1.0
+        told += job.run(detector, 1, times("grad_norm", [4], factor))
+    assert told[0].ranks == (4,)
+    assert "rare large errors of the gradient norm" in say(told[0])
+
+
+def test_two_workers_with_one_fault_are_one_finding():
+    told = Job(seed=1).run(WorkerOutliers(8), 60, times("loss", [2, 6], 1.15))
+    assert {one.key for one in told} == {"outlier-1"}
+    assert told[-1].ranks == (2, 6)
+    assert told[-1].severity is Severity.WARNING
+
+
+def test_workers_with_faults_of_their_own_are_findings_of_their_own():
+    job, detector = Job(seed=2), WorkerOutliers(8)
+    told = job.run(detector, 50, times("loss", [1], 1.2))
+    both = times("grad_norm", [6], 1.4)
+    told += job.run(detector, 60, lambda values: (times("loss", [1], 1.2)(values), both(values)))
+    assert {one.key: one.ranks for one in told} == {"outlier-1": (1,), "outlier-2": (6,)}
+
+
+def test_a_faulty_host_is_one_finding_that_names_it():
+    hosts = [f"node{rank // 8}" for rank in range(64)]
+    told = Job(64, seed=4).run(
+        WorkerOutliers(64, hosts), 90, times("grad_norm", range(16, 24), 1.12)
+    )
+    assert {one.key for one in told} == {"outlier-1"}
+    assert told[-1].ranks == tuple(range(16, 24))
+    assert "all of the workers on host node2" in say(told[-1])
+
+
+def test_a_fault_that_heals_is_closed_and_may_come_again_under_its_name():
+    job, detector = Job(seed=5), WorkerOutliers(8)
+    told = job.run(detector, 60, times("loss", [5], 1.2))
+    told += job.run(detector, 150)
+    assert told[-1].status == "closed"
+    assert abs(told[-1].last_step - 60) <= 25
+    assert "last seen at step" in say(told[-1])
+    again = job.run(detector, 60, times("loss", [5], 1.2))
+    assert again[0].status == "open"
+    assert again[0].key == told[0].key
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_camps_of_equal_size_are_a_note_that_blames_nobody(width):
+    told = Job(width, seed=6).run(WorkerOutliers(width), 300, times("loss", range(width // 2), 1.2))
+    assert told[-1].cause == "inconclusive"
+    assert {one.severity for one in told} == {Severity.NOTE}
+
+
+def test_of_two_workers_nobody_knows_who_is_right():
+    told = Job(2, seed=7).run(WorkerOutliers(2), 100, times("loss", [1], 1.2))
+    assert told[0].cause == "inconclusive"
+    assert told[0].severity is Severity.WARNING
+    assert told[0].ranks == (0, 1)
+
+
+def test_workers_that_all_differ_take_back_what_was_said_of_one():
+    def change(values):
+        values["loss"] += 0.2 * np.arange(8)
+
+    told = Job(seed=8).run(WorkerOutliers(8), 200, change)
+    last = {one.key: one for one in told}
+    assert {one.severity for one in last.values()} == {Severity.NOTE}
+    assert [key for key, one in last.items() if one.status == "open"] == ["workers-differ"]
+
+
+def test_a_tie_that_ends_is_closed():
+    job, detector = Job(seed=9), WorkerOutliers(8)
+    job.run(detector, 100, times("loss", range(4), 1.2))
+    told = job.run(detector, 1500)
+    assert [one.status for one in told] == ["closed"]
+
+
+def test_batches_that_come_again_are_not_compared():
+    """A worker that knows its few batches by heart has a low loss for no fault of its own."""
+    job, detector = Job(seed=10), WorkerOutliers(8)
+    for step in range(300):
+        digests = 1000 * np.arange(8) + np.where(np.arange(8) == 3, step % 4, step)
+        assert job.run(detector, 1, times("loss", [3], 0.7), batch_digest=digests) == [] or step < 4
+
+
+def test_a_shorter_batch_is_not_compared():
+    job, detector = Job(seed=11), WorkerOutliers(8)
+    sizes = [4, 4, 4, 2, 4, 4, 4, 4]
+    assert job.run(detector, 100, times("grad_norm", [3], 1.5), num_samples=sizes) == []
+
+
+def test_healthy_workers_of_every_number_are_silent():
+    for width in (1, 2, 3, 16):
+        assert Job(width, seed=width).run(WorkerOutliers(width), 300) == []
+
+
+def test_a_worker_without_values_and_steps_without_gradients_do_no_harm():
+    job, detector = Job(seed=12), WorkerOutliers(8)
+    told = []
+    for step in range(120):
+        report = job.report(times("loss", [2], 1.2))
+        report.gathered.workers["loss"][7] = np.nan
+        if step % 3:
+            report = replace(report, gathered=replace(report.gathered, observed=False))
+        told += detector.observe(Observation(report))
+    assert told[0].ranks == (2,)
+
+
+def test_a_restored_detector_goes_on():
+    job, detector = Job(seed=13), WorkerOutliers(8)
+    job.run(detector, 60, times("loss", [5], 1.2))
+    copy = WorkerOutliers(8)
+    copy.restore(detector.state())
+    later = [Job(seed=14).report(times("loss", [5], 1.2)) for _ in range(1)]
+    reports = [*later, *(Job(seed=s).report() for s in range(20, 120))]
+    for report in reports:
+        assert copy.observe(Observation(report)) == detector.observe(Observation(report))
+
+
+def test_a_single_value_far_out_is_a_note_at_once_and_not_every_time():
+    job = Job(seed=15)
+    diagnosis = Diagnosis(8)
+    told = []
+    for step in range(200):
+        factor = 5.0 if step in (100, 150) else 1.0
+        told += diagnosis.observe(job.report(times("grad_norm", [6], factor)))
+    notes = [one for one in told if one.id == "gross-outlier"]
+    assert [(note.step, note.ranks, note.severity) for note in notes] == [
+        (100, (6,), Severity.NOTE)
+    ]
+    assert "At step 100 the gradient norm of rank 6" in notes[0].explanation
