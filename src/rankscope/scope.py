@@ -44,6 +44,9 @@ OnFinding = Callable[[Finding], None]
 CLOSE_SECONDS = 10.0
 """How long ``close`` waits for the other workers' last step: they close at about the same time."""
 
+CLOSE_SECONDS_AFTER_ERROR = 3.0
+"""The same when the training raised: the others may never come."""
+
 
 class Scope:
     """A running monitor; made by :func:`rankscope.watch`.
@@ -188,7 +191,7 @@ class Scope:
         if error is None:
             self.close()
         else:
-            self._close(timeout=1.0, status="incomplete")
+            self._close(timeout=CLOSE_SECONDS_AFTER_ERROR, status="incomplete")
 
     # What torch calls, in the training thread ----------------------------------------------
 

@@ -50,6 +50,7 @@ def watch(
     config: Mapping[str, Any] | None = None,
     flush_seconds: float = 10.0,
     hang_seconds: float | None = 120.0,
+    resume: bool = True,
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
@@ -85,6 +86,8 @@ def watch(
         flush_seconds: Longest time that measured values stay in memory.
         hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: the log
             then names the ranks that the others wait for. None: no heartbeat.
+        resume: Whether a run that ``run_dir`` already holds goes on: its findings stay known, and
+            its detectors go on where they stood. False: a new attempt that begins with nothing.
 
     Returns:
         The running scope, also a context manager.
@@ -113,6 +116,7 @@ def watch(
         **dataclasses.asdict(options),
         "groups": list(instruments.groups.names),
         "parallel": wrapped.kind,
+        "resume": resume,
     }
     info = {"facts": _facts(instruments.device), "config": dict(config or {})}
     directory = _own_directory(Path(run_dir), dist.get_process_group_ranks(group))
@@ -179,7 +183,7 @@ def _open_run(
         }
         try:
             previous, path = _free_directory(run_dir)
-            if previous is not None:
+            if previous is not None and options["resume"]:
                 start = state_after(previous, channel.num_workers, hosts, options["groups"])
             if previous is not None and start is not None:
                 info |= {"continues": previous.name, "first_step": start["step"] + 1}

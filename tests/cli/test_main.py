@@ -32,7 +32,7 @@ STUDY = {
     "--weights",
     "--workers",
 }
-REPORT = {"--fail-on", "--html", "--json", "--no-html", "--output"}
+REPORT = {"--again", "--fail-on", "--html", "--json", "--no-html", "--output"}
 HELP = {"--help", "-h"}
 
 

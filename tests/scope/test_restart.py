@@ -67,8 +67,8 @@ def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
     assert [len(warnings) for *_, warnings in results] == [1, 0]
 
 
-def few_steps(rank, run_dir):
-    loop = Loop(rank, run_dir)
+def few_steps(rank, run_dir, **options):
+    loop = Loop(rank, run_dir, **options)
     for step in range(3):
         loop.step(step)
     loop.scope.close()
@@ -88,6 +88,17 @@ def test_a_restart_that_cannot_go_on_starts_anew_on_all_ranks(tmp_path):
     results = run_ranks(few_steps, 2, str(tmp_path / "run"))
     assert [result[:2] for result in results] == [(6, 5)] * 2
     assert Run.open(tmp_path / "run-4").info["continues"] == "run-3"
+
+
+def a_new_attempt(rank, run_dir):
+    few_steps(rank, run_dir)
+    return few_steps(rank, run_dir, resume=False)
+
+
+def test_a_new_attempt_begins_with_nothing(tmp_path):
+    results = run_ranks(a_new_attempt, 2, str(tmp_path / "run"))
+    assert [result[:2] for result in results] == [(3, 2)] * 2
+    assert "continues" not in Run.open(tmp_path / "run-2").info
 
 
 def without_a_state(rank, run_dir):

@@ -31,6 +31,7 @@ from rankscope.core.bets import (
     rank_units,
 )
 from rankscope.core.edetector import ShiryaevRoberts
+from rankscope.core.friedman import friedman
 from rankscope.core.state import State, StateError, Stateful
 from rankscope.core.step import Floats, Ints
 
@@ -45,6 +46,13 @@ CERTAIN = float(np.log(1e8))
 HEALED = 0.25
 """Certainty at and below which a unit set apart counts as being like the others again."""
 
+MANY = 8
+LEVEL_OF_MANY, LEVEL_OF_FEW = 1e-2, 1e-3
+"""Levels of the test whether the others are alike. Of many, some may be left out and it is asked
+again, so that chance alone hardly ever makes the others differ."""
+
+_FEWEST_STEPS = 8
+_FAR_OUT = 3.5
 _STILL_CERTAIN = 0.9
 _SEEN_QUICKLY = 0.5
 
@@ -181,6 +189,32 @@ class ExchangeabilityTest:
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
         return np.log(np.maximum(evidence_BS, 1.0)), self._detectors.age[:, :, unit]
 
+    def odd_ones_out(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
+        """Return who must be left out for the other units to be alike in a signal.
+
+        Friedman's test on the ranks of the recent steps; while it sees a difference, those whose
+        mean rank is farthest out are left out, too.
+
+        Args:
+            units: Who is left out to begin with, beside those who are set apart.
+            signal: Index of the signal.
+            age: Over how many recent steps, as far as they are remembered.
+
+        Returns:
+            Units, ascending; None when those who are alike are no majority.
+        """
+        recent_TU = self._recent_steps(signal, max(age, _FEWEST_STEPS))
+        out = {*units, *self._apart}
+        level = LEVEL_OF_MANY if self.num_units >= MANY else LEVEL_OF_FEW
+        while 2 * len(out) < self.num_units:
+            rest = [unit for unit in range(self.num_units) if unit not in out]
+            z_R, alike = friedman(recent_TU[:, rest], level)
+            if alike:
+                return sorted(out)
+            limit = min(float(np.abs(z_R).max()), _FAR_OUT)
+            out.update(rest[index] for index in np.flatnonzero(np.abs(z_R) >= limit))
+        return None
+
     def set_unit_apart(self, unit: int) -> None:
         """Compare the others without this unit from the next step on."""
         log_BS, ages_BS = self._log_evidence(unit)
@@ -267,10 +301,14 @@ class ExchangeabilityTest:
         return kind, float(recent[np.abs(recent).argmax()])
 
     def _recent_deviations(self, signal: int, unit: int, age: float) -> Floats32:
+        recent = self._recent_steps(signal, age)[:, unit]
+        return recent[np.isfinite(recent)]
+
+    def _recent_steps(self, signal: int, age: float) -> Floats32:
         fed = int(self._fed_S[signal])
         count = int(min(max(age, 1.0), fed, RECENT))
-        recent: Floats32 = self._recent[(fed - 1 - np.arange(count)) % RECENT, signal, unit]
-        return recent[np.isfinite(recent)]
+        recent: Floats32 = self._recent[(fed - 1 - np.arange(count)) % RECENT, signal]
+        return recent
 
 
 class _Apart(Stateful):

@@ -2,8 +2,8 @@
 
 The pairs of a step are exchangeable when its workers are, so the test that compares workers
 (:mod:`rankscope.core.exchangeability`) compares pairs just as well, in their cosine. Pairs that
-exact evidence speaks of (identical batches), and those of workers that were found to differ, are
-left out.
+exact evidence speaks of (identical batches), and those of workers that were found to differ or
+cannot be compared, are left out.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,12 +36,12 @@ class AlikePairs:
 
     Args:
         num_workers: W.
-        set_apart: Tells which workers were found to differ from the others.
+        not_compared: Tells which workers are to be left out of the step.
     """
 
-    def __init__(self, num_workers: int, set_apart: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, num_workers: int, not_compared: Callable[[], Sequence[int]]) -> None:
         self._num_workers = num_workers if FEWEST <= num_workers <= MOST else 0
-        self._set_apart = set_apart
+        self._not_compared = not_compared
         self._pairs: list[Pair] = list(combinations(range(self._num_workers), 2))
         self._test = ExchangeabilityTest(
             len(self._pairs), np.ones(1), np.zeros(1, bool), pair_bets()
@@ -51,6 +51,7 @@ class AlikePairs:
         self._first = self._last = -1
         self._count = self._told = self._steps = 0
         self._excess = 0.0
+        self._many = False
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks of pairs that begin, go on, or cease to be too much alike."""
@@ -78,6 +79,7 @@ class AlikePairs:
             "ranks": sorted(self._ranks),
             "numbers": [self._first, self._last, self._count, self._told, self._steps],
             "excess": self._excess,
+            "many": self._many,
         }
 
     def restore(self, state: State) -> None:
@@ -90,7 +92,7 @@ class AlikePairs:
             self._test.restore(state["test"])
             self._active, self._ranks = set(state["active"]), set(state["ranks"])
             self._first, self._last, self._count, self._told, self._steps = state["numbers"]
-            self._excess = float(state["excess"])
+            self._excess, self._many = float(state["excess"]), bool(state["many"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search for pairs: {error}") from error
 
@@ -99,8 +101,8 @@ class AlikePairs:
         cosines_WW = cosines_WW.copy()
         for group in step.identical:
             cosines_WW[np.ix_(group, group)] = np.nan
-        apart = list(self._set_apart())
-        cosines_WW[apart] = cosines_WW[:, apart] = np.nan
+        left_out = list(self._not_compared())
+        cosines_WW[left_out] = cosines_WW[:, left_out] = np.nan
         return upper_triangle(cosines_WW).astype(np.float64)
 
     def _open(self, evidence_P: Floats, gathered: GatheredStep) -> None:
@@ -111,8 +113,12 @@ class AlikePairs:
             self._pairs[strongest],
             [self._pairs[p] for p in np.flatnonzero(log_P >= _SUSPICIOUS * log_P[strongest])],
         )
+        age = self._test.traces(strongest)[0].age
+        members = [index for index, pair in enumerate(self._pairs) if block.issuperset(pair)]
+        odd = self._test.odd_ones_out(members, 0, age)
+        involved = {worker for index in odd or () for worker in self._pairs[index]}
+        self._many = self._many or odd is None or 2 * len(involved) >= self._num_workers
         if self._count == 0:
-            age = self._test.traces(strongest)[0].age
             self._first = max(0, gathered.step - round(age - 1) * gathered.interval)
             self._count = max(1, gathered.step - self._first)
         apart = self._test.set_apart
@@ -141,7 +147,7 @@ class AlikePairs:
     def _evidence(self) -> Evidence:
         self._told = self._count
         ranks = tuple(sorted(self._ranks))
-        many = 2 * len(ranks) >= self._num_workers
+        many = self._many or 2 * len(ranks) >= self._num_workers
         return Evidence(
             cause="data.overlapping_shards",
             severity=Severity.NOTE if many else Severity.WARNING,

@@ -36,17 +36,13 @@ class Diagnosis:
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         outliers = WorkerOutliers(num_workers, hosts)
-
-        def set_apart() -> Sequence[int]:
-            return outliers.set_apart
-
         self._detectors: tuple[Detector, ...] = (
             NonFinite(),
             DuplicateBatches(num_workers),
             OverlappingShards(num_workers),
             outliers,
-            AlikePairs(num_workers, set_apart),
-            Sampling(num_workers, set_apart),
+            AlikePairs(num_workers, lambda: outliers.not_compared),
+            Sampling(num_workers, lambda: outliers.set_apart),
             Stragglers(num_workers, hosts),
         )
         self._num_workers = num_workers

@@ -159,6 +159,7 @@ def describe_fault(
         "Ranks": name_ranks(fault.ranks).capitalize(),
         "ranks": name_ranks(fault.ranks),
         "differ": "differs" if one else "differ",
+        "stand": "stands" if one else "stand",
         "first": f"{fault.first_step:,}",
         "what": _what(fault),
         "where": _where(groups, fault),

@@ -55,6 +55,7 @@ class WorkerOutliers:
         self._comparable = _Comparable(num_workers)
         self._gross = GrossOutliers([signal.label for signal in TOTALS], num_workers)
         self._faults: list[Fault] = []
+        self._left_out: list[int] = []
         self._steps = 0
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
@@ -74,6 +75,11 @@ class WorkerOutliers:
     def set_apart(self) -> tuple[int, ...]:
         """Workers that differ from the others at present."""
         return self._totals.test.set_apart
+
+    @property
+    def not_compared(self) -> tuple[int, ...]:
+        """Workers that differ, or could not be compared in the last step."""
+        return tuple(sorted({*self.set_apart, *self._left_out}))
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
         z_SW = self._totals.test.z_SU.copy()
@@ -119,6 +125,7 @@ class WorkerOutliers:
     def _feed(self, step: Observation) -> None:
         gathered, report = step.gathered, step.report
         usable_W = self._comparable.observe(gathered)
+        self._left_out = np.flatnonzero(~usable_W).tolist()
         rows = [gathered.workers["loss"]]
         if gathered.observed:
             directions_W = report.derived.get("cosine_rest", np.full(self._num_workers, np.nan))
@@ -154,13 +161,26 @@ class WorkerOutliers:
             log_W = np.log1p(evidence_W * self._num_workers)
             suspects = np.flatnonzero(log_W >= _SUSPICIOUS * log_W.max()).tolist()
             worker, apart = int(evidence_W.argmax()), self._totals.test.set_apart
-            tie = next((fault for fault in self._faults if fault.tie and fault.is_open), None)
-            many = 2 * (len(suspects) + len(apart)) >= self._num_workers
-            if many or (tie is not None and worker in tie.ranks):
-                changed += self._say_tie(sorted({*suspects, *apart}), gathered)
-            else:
+            minority = 2 * (len(suspects) + len(apart)) < self._num_workers
+            in_tie = any(fault.tie and fault.is_open for fault in self._faults)
+            if minority and not in_tie and not self._is_one_of_many(worker):
                 changed.append(self._blame(worker, gathered))
+            else:
+                changed += self._say_tie(sorted({*suspects, *apart}), gathered)
         return changed
+
+    def _is_one_of_many(self, worker: int) -> bool:
+        """Return whether others differ just as steadily, so that no majority is alike."""
+        traces = self._traces(worker)
+        if not traces:
+            return False
+        (signal, strongest), totals = traces[0], self._totals
+        checks = [(totals, index) for index in range(len(TOTALS))]
+        if signal.group and self._groups is not None:
+            checks.append((self._groups, strongest.signal))
+        return any(
+            part.test.odd_ones_out([worker], index, strongest.age) is None for part, index in checks
+        )
 
     def _blame(self, worker: int, gathered: GatheredStep) -> Fault:
         traces = self._traces(worker)

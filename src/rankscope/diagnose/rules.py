@@ -137,7 +137,7 @@ RULES: Mapping[str, Rule] = {
                 "compare parameters and hardware.",
             ),
             Severity.NOTE: Advice(
-                "The workers differ from each other since about step {first}; {ranks} stand out "
+                "The workers differ from each other since about step {first}; {ranks} {stand} out "
                 "most: {what}{where}.{host}{now} So many differ that nothing tells who is at "
                 "fault. Shards of different kinds (domains, languages, lengths) look like this.",
                 "Nothing, if every worker is meant to have data of its own kind; otherwise "

@@ -7,6 +7,7 @@ a finding: what is certain comes from findings, and from exact equality.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rankscope.core.budget import false_alarm_bound
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.dispersion_words import (
     Values,
@@ -37,15 +38,14 @@ def judge(values: Values, findings: Sequence[Finding]) -> Verdict:
     """Return the verdict: the worst finding's, or else what the numbers allow to say."""
     if not values["steps"]:
         return Verdict("Nothing is recorded yet.", "Let the run take its first steps.")
-    known = [f for f in findings if f.cause in _BY_CAUSE and not f.id.startswith("sampling.")]
-    if known:
-        order = list(_BY_CAUSE)
-        worst = max(known, key=lambda f: (f.severity, -order.index(f.cause)))
-        return _BY_CAUSE[worst.cause](values, worst)
-    told = [finding for finding in findings if not finding.cause.startswith("time.")]
+    told = [f for f in findings if f.cause != "time.straggler" and f.id != "gross-outlier"]
     if told:
-        worst = max(told, key=lambda f: (f.severity, f.status == "open"))
-        return Verdict(worst.explanation, worst.next_check)
+        known = {cause: len(_BY_CAUSE) - at for at, cause in enumerate(_BY_CAUSE)}
+        worst = max(told, key=lambda f: (f.severity, f.status == "open", known.get(f.id, 0)))
+        if worst.id in _BY_CAUSE:
+            return _BY_CAUSE[worst.id](values, worst)
+        first_sentence = worst.explanation.partition(". ")[0].rstrip(".")
+        return Verdict(f"{first_sentence}.", worst.next_check)
     return _without_findings(values)
 
 
@@ -62,6 +62,7 @@ def statements(values: Values, findings: Sequence[Finding]) -> tuple[str, ...]:
         say_noise_scale(values, causes),
         _say_samples(values, causes),
         _say_limits(values, causes),
+        _say_budget(values, findings),
         _say_cost(values),
     )
     return tuple(part for part in parts if part)
@@ -231,6 +232,19 @@ def _say_limits(values: Values, causes: set[str]) -> str:
     return (
         "The three metrics alone cannot tell disjoint shards from overlapping ones; the identity "
         "of the samples can."
+    )
+
+
+def _say_budget(values: Values, findings: Sequence[Finding]) -> str:
+    """Return what silence about outliers is worth."""
+    steps, num_workers = int(values["steps"] or 0), values["num_workers"] or 0
+    found = any("false_alarm_probability" in finding.evidence for finding in findings)
+    if found or num_workers < 2:
+        return ""
+    return (
+        "No worker stands out from the others in loss, gradient norm or direction. A healthy run "
+        f"of {count(steps, 'step')} raises a finding of that kind with a probability of at most "
+        f"{false_alarm_bound(steps):.1g}."
     )
 
 
