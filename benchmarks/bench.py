@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import detection
 import kernel
 import scale
 import steps
@@ -78,6 +79,12 @@ def bench_kernel(options: argparse.Namespace) -> list[Row]:
     return kernel.run_kernels()
 
 
+def bench_detection(options: argparse.Namespace) -> list[Row]:
+    """Simulate healthy and faulty jobs, and train some; it has a page of its own."""
+    detection.main([])
+    return [{"page": str(detection.PAGE.relative_to(ROOT))}]
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "ddp": bench_ddp,
     "fsdp2": bench_fsdp2,
@@ -85,6 +92,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "kernel": bench_kernel,
     "memory": bench_memory,
     "scale": bench_scale,
+    "detection": bench_detection,
 }
 
 

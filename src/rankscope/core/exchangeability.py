@@ -54,7 +54,7 @@ again, so that chance alone hardly ever makes the others differ."""
 _FEWEST_STEPS = 8
 _FAR_OUT = 3.5
 _STILL_CERTAIN = 0.9
-_SEEN_QUICKLY = 0.5
+_SEEN_QUICKLY = 0.75
 
 RARE_FADES = 0.95
 """What remains of the evidence for rare errors after a step without one."""
@@ -316,7 +316,7 @@ class _Apart(Stateful):
 
     The one that was strongest at first is watched until it has lost nearly everything; if another
     one is still certain then, it takes its place. Bets on rare errors lose slowly by nature, so
-    they are watched only where no other bet sees the fault.
+    they are watched only where no other bet sees the fault as well.
     """
 
     SETTINGS = ("_patient_B",)

@@ -16,10 +16,10 @@ from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import name_ranks
 
 KEY = "gross-outlier"
-FROM = 20.0
+FROM = 30.0
 """Robust standard deviations from which a value can be a gross outlier."""
 
-_WARM_UP = 20
+_WARM_UP = 50
 _FEWEST_WORKERS = 4
 _STEPS_TOLD = 8
 

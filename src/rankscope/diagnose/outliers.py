@@ -32,8 +32,8 @@ REMEMBERED_BATCHES = 64
 """Batches of each worker that are remembered: one that comes again is not compared."""
 
 _SUSPICIOUS = 0.5
-_SAME_ONSET = 10
-_SAME_ONSET_PART = 0.25
+_SAME_ONSET = 15
+_SAME_ONSET_PART, _SAME_ONSET_ON_HOST = 0.25, 0.75
 _NOTEWORTHY = 3.0
 _PART_OF_STRONGEST = 0.6
 _SHORTEST_WAIT, _WAIT = 20, 10
@@ -125,6 +125,8 @@ class WorkerOutliers:
     def _feed(self, step: Observation) -> None:
         gathered, report = step.gathered, step.report
         usable_W = self._comparable.observe(gathered)
+        for group in step.identical:  # one of them speaks for all
+            usable_W[list(group[1:])] = False
         self._left_out = np.flatnonzero(~usable_W).tolist()
         rows = [gathered.workers["loss"]]
         if gathered.observed:
@@ -197,17 +199,23 @@ class WorkerOutliers:
 
     def _same_fault(self, worker: int, traces: Traces, first: int, now: int) -> Fault | None:
         """Return the open fault that began with this one and shows alike, or healed here before."""
-        ways = {(signal.name, trace.kind) for signal, trace in traces}
+        names = {signal.name for signal, _ in traces}
         for fault in self._faults:
-            if fault.tie or not ways & fault.ways:
+            if fault.tie or not names & {name for name, _ in fault.ways}:
                 continue
-            apart = abs(fault.first_step - first)
-            near = apart <= max(
-                _SAME_ONSET, _SAME_ONSET_PART * (now - min(first, fault.first_step))
-            )
-            if (fault.is_open and near) or (not fault.is_open and fault.ranks == [worker]):
+            if not fault.is_open:
+                if fault.ranks == [worker]:
+                    return fault
+                continue
+            span = now - min(first, fault.first_step)
+            part = _SAME_ONSET_ON_HOST if self._share_host(worker, fault) else _SAME_ONSET_PART
+            if abs(fault.first_step - first) <= max(_SAME_ONSET, part * span):
                 return fault
         return None
+
+    def _share_host(self, worker: int, fault: Fault) -> bool:
+        hosts = self._hosts
+        return len(set(hosts)) > 1 and {hosts[rank] for rank in fault.ranks} == {hosts[worker]}
 
     def _say_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
         """Say that workers differ while nothing tells which of them are at fault."""
