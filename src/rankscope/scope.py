@@ -271,10 +271,11 @@ class Scope:
 
     def _finish_run(self, status: str, *, settled: bool) -> None:
         """Close the run; what detectors remember is only saved when no step is under way."""
-        if self._writer is None:
-            return
         try:
-            self._writer.add_findings(self._diagnosis.close())
+            last = self._diagnosis.close()  # on every rank, so that all know the same findings
+            if self._writer is None:
+                return
+            self._writer.add_findings(last)
             self._writer.flush()
             if settled:
                 self._save_state(self._writer, at_end=True)

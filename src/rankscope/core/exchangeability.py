@@ -162,11 +162,12 @@ class ExchangeabilityTest:
         evidence[list(self._apart)] = 0
         return evidence
 
-    def traces(self, unit: int, least: float = 0.0) -> list[Trace]:
+    def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[Trace]:
         """Return in which signals and how a unit is unlike the others, the strongest first.
 
         Args:
             unit: The unit.
+            since: How many steps the deviations are taken from at most.
             least: Signals with less logarithmic evidence are left out, and those with less than
                 0.6 of the strongest one's: what chance gives to some of many signals.
         """
@@ -177,7 +178,7 @@ class ExchangeabilityTest:
         for signal in np.argsort(-log_S, kind="stable").tolist():
             if log_S[signal] >= least > 0:
                 age = float(ages_BS[best_S[signal], signal])
-                kind, deviation = self._kind(signal, unit, age, log_BS[:, signal])
+                kind, deviation = self._kind(signal, unit, min(age, since), log_BS[:, signal])
                 traces.append(Trace(signal, kind, float(log_S[signal]), age, deviation))
         return traces
 
@@ -188,6 +189,30 @@ class ExchangeabilityTest:
             return apart.log_BS, apart.ages_BS
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
         return np.log(np.maximum(evidence_BS, 1.0)), self._detectors.age[:, :, unit]
+
+    def steps_since(self, unit: int, signal: int) -> float:
+        """Return how many steps ago a unit came to differ in a signal, this step included.
+
+        Where the mean over all beginnings lies within the steps that are remembered, the beginning
+        with the most evidence is taken (that of a CUSUM): it depends less on luck before.
+        """
+        log_BS, ages_BS = self._log_evidence(unit)
+        log_B = log_BS[:, signal]
+        lasting_B = np.where(self._patient_B, 0, log_B)  # rare errors may come by chance before
+        best = (
+            lasting_B if lasting_B.max() >= _NEAR_THE_STRONGEST * log_B.max() else log_B
+        ).argmax()
+        bet, age = self._bets[best], float(ages_BS[best, signal])
+        if age > RECENT:
+            return age
+        recent_TU = self._recent_steps(signal, RECENT).astype(np.float64)
+        recent_TU[:, [other for other in self._apart if other != unit]] = np.nan
+        ranked = rank_units(recent_TU)
+        _, away, scales_T = distances(ranked)
+        e_BTU = np.ones((1, *recent_TU.shape), np.float32)
+        e_values(ranked, away, scales_T, (bet,), e_BTU)
+        since_T = np.log(e_BTU[0, :, unit].astype(np.float64)).cumsum()  # latest step first
+        return float(since_T.argmax() + 1)
 
     def odd_ones_out(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
         """Return who must be left out for the other units to be alike in a signal.

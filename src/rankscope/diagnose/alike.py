@@ -113,7 +113,7 @@ class AlikePairs:
             self._pairs[strongest],
             [self._pairs[p] for p in np.flatnonzero(log_P >= _SUSPICIOUS * log_P[strongest])],
         )
-        age = self._test.traces(strongest)[0].age
+        age = self._test.steps_since(strongest, 0)
         members = [index for index, pair in enumerate(self._pairs) if block.issuperset(pair)]
         odd = self._test.odd_ones_out(members, 0, age)
         involved = {worker for index in odd or () for worker in self._pairs[index]}

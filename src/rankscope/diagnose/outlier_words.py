@@ -221,7 +221,7 @@ def _size(signal: Signal, deviation: float) -> str:
         return "different"
     if not signal.relative:
         return f"{deviation:+.2f}".replace("-", "−")
-    if signal.name == "grad_norm":
+    if signal.name == "grad_norm" or deviation >= 1:
         return f"× {1 + deviation:.2f}"
     return f"{100 * deviation:+.1f} %".replace("-", "−")
 

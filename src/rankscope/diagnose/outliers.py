@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rankscope.core.bets import worker_bets
 from rankscope.core.budget import OUTLIERS, alarm_level
-from rankscope.core.exchangeability import HEALED, ExchangeabilityTest
+from rankscope.core.exchangeability import HEALED, RECENT, ExchangeabilityTest
 from rankscope.core.state import State, StateError, Stateful
 from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints
 from rankscope.diagnose.evidence import Evidence, Observation
@@ -186,7 +186,8 @@ class WorkerOutliers:
 
     def _blame(self, worker: int, gathered: GatheredStep) -> Fault:
         traces = self._traces(worker)
-        first = self._onset(traces, gathered)
+        first = self._onset(worker, traces, gathered)
+        traces = self._traces(worker, gathered.step - first + 1)
         for part in self._parts:
             part.test.set_unit_apart(worker)
         fault = self._same_fault(worker, traces, first, gathered.step)
@@ -220,7 +221,7 @@ class WorkerOutliers:
     def _say_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
         """Say that workers differ while nothing tells which of them are at fault."""
         traces = {worker: self._traces(worker) for worker in suspects}
-        first = min(self._onset(found, gathered) for found in traces.values())
+        first = min(self._onset(worker, found, gathered) for worker, found in traces.items())
         absorbed = [fault for fault in self._faults if fault.is_open and not fault.tie]
         for fault in absorbed:
             first = min(first, fault.first_step)
@@ -271,7 +272,8 @@ class WorkerOutliers:
         for part in self._parts:
             part.test.take_back(worker)
 
-    def _traces(self, worker: int) -> Traces:
+    def _traces(self, worker: int, since: int = RECENT) -> Traces:
+        """Return how a worker differs in the last ``since`` steps, the strongest trace first."""
         least = _NOTEWORTHY
         for part in self._parts:
             strongest = part.test.traces(worker)[:1]
@@ -279,22 +281,25 @@ class WorkerOutliers:
         found = [
             (part.signals[trace.signal], trace)
             for part in self._parts
-            for trace in part.test.traces(worker, least)
+            for trace in part.test.traces(worker, least, since)
         ]
         return sorted(found, key=lambda pair: -pair[1].log_evidence)
 
-    def _onset(self, traces: Traces, gathered: GatheredStep) -> int:
+    def _onset(self, worker: int, traces: Traces, gathered: GatheredStep) -> int:
         if not traces:
             return gathered.step
         signal, trace = traces[0]
+        part = self._groups if signal.group and self._groups is not None else self._totals
+        since = round(part.test.steps_since(worker, trace.signal) - 1)
         interval = 1 if signal.name == "loss" else gathered.interval
-        return max(0, gathered.step - round(trace.age - 1) * interval)
+        return max(0, gathered.step - since * interval)
 
     def _evidence(self, fault: Fault) -> Evidence:
         fault.told = fault.count
         for worker in fault.active:
             if not fault.tie:
-                fault.traces[worker] = self._traces(worker) or fault.traces[worker]
+                since = fault.last_step - fault.first_step + 1
+                fault.traces[worker] = self._traces(worker, since) or fault.traces[worker]
         said = describe_fault(fault, self._num_workers, self._hosts, self._steps, self._num_groups)
         return Evidence(
             cause=said.cause,
