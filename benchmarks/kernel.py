@@ -33,6 +33,7 @@ BYTES_CUDA = 1_024_000_000
 PAIRS = 40
 WARM_UP = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPERATIONS = "torch, signs + rows + dot alone"
 CPU_REFERENCE = "fp32 torch.dot, CPU, one thread"
 CUDA_REFERENCE = "copy, bytes read + written, CUDA"
 
@@ -45,7 +46,11 @@ def run_kernels(pairs: int = PAIRS) -> list[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = [row for kernel in _cpu_kernels() for row in _cpu_rows(kernel, pairs)]
+        works: list[tuple[str, Callable[[Tensor], Work]]] = [
+            *((kernel.name, partial(_sketching, kernel)) for kernel in _cpu_kernels()),
+            (OPERATIONS, _operations_alone),
+        ]
+        rows = [row for name, make in works for row in _cpu_rows(name, make, pairs)]
     finally:
         torch.set_num_threads(threads)
     return [*rows, *_cuda_rows(pairs)]
@@ -76,18 +81,18 @@ def _cpu_kernels() -> list[Kernel]:
     return [plain] if best.name == plain.name else [best, plain]
 
 
-def _cpu_rows(kernel: Kernel, pairs: int) -> list[Row]:
+def _cpu_rows(name: str, make: Callable[[Tensor], Work], pairs: int) -> list[Row]:
     rows = []
     for dtype in DTYPES:
         buffers = [torch.randn(BYTES // dtype.itemsize).to(dtype) for _ in range(BUFFERS)]
         views = [buffer.view(torch.float32) for buffer in buffers]
         ratios = _ratios(
-            [_sketching(kernel, buffer) for buffer in buffers],
+            [make(buffer) for buffer in buffers],
             [partial(torch.dot, view, view) for view in views],
             time.thread_time,
             pairs,
         )
-        rows.append(_row(kernel.name, dtype, CPU_REFERENCE, ratios))
+        rows.append(_row(name, dtype, CPU_REFERENCE, ratios))
     return rows
 
 
@@ -109,6 +114,30 @@ def _sketching(kernel: Kernel, gradient: Tensor) -> Work:
     signs = ParameterSigns("parameter", 0, gradient.device)
     totals = GradientTotals.zeros(1, WIDTH, gradient.device)
     return partial(kernel.measure, gradient, signs, 0, totals, 0)
+
+
+def _operations_alone(gradient: Tensor) -> Work:
+    """Return what no kernel in plain torch can do without, chunk by chunk in cache, and no more.
+
+    Signs element by element, the sum of rows with a sign each, and the squared norm; neither the
+    largest magnitude, nor non-finite values, nor the edges of parameters.
+    """
+    size = 64 * WIDTH
+    scratch, signs, rows, sketch = (
+        torch.ones(length) for length in (size, size, size // WIDTH, WIDTH)
+    )
+
+    def work() -> None:
+        for first in range(0, len(gradient) - size, size):
+            chunk = gradient[first : first + size]
+            if chunk.dtype == torch.float32:
+                torch.mul(chunk, signs, out=scratch)
+            else:
+                scratch.copy_(chunk).mul_(signs)
+            sketch.addmv_(scratch.view(-1, WIDTH).t(), rows)
+            torch.dot(scratch, scratch)
+
+    return work
 
 
 def _ratios(works: list[Work], references: list[Work], clock: Clock, pairs: int) -> list[float]:

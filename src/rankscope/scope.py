@@ -24,6 +24,7 @@ from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.errors import RunError
 from rankscope.exchange import (
     Channel,
     Courier,
@@ -284,11 +285,17 @@ class Scope:
             self._fail(error)
 
     def _save_state(self, writer: RunWriter, *, at_end: bool = False) -> None:
-        """Write what the detectors remember; where that fails, the run is recorded all the same."""
+        """Write what the detectors remember; if it cannot be told, the run goes on all the same.
+
+        Raises:
+            RunError: It cannot be written, as the tables cannot be either.
+        """
         if not self._saves_state:
             return
         try:
             writer.save_state(self._diagnosis.state, at_end=at_end)
+        except RunError:
+            raise
         except Exception as error:
             self._saves_state = False
             _log.warning("a restarted job cannot go on from %s: %s", writer.path, error)
