@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from rankscope.core.bets import worker_bets
 from rankscope.core.budget import OUTLIERS, alarm_level
 from rankscope.core.exchangeability import HEALED, RECENT, ExchangeabilityTest
-from rankscope.core.state import State, StateError, Stateful
-from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints
+from rankscope.core.state import State, StateError
+from rankscope.core.step import Floats, GatheredStep, Ints
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.gross import GrossOutliers
 from rankscope.diagnose.outlier_words import Fault, Signal, Traces, describe_fault
+from rankscope.diagnose.repeats import RecentBatches
 
 TOTALS = (
     Signal("loss", "loss", relative=True),
@@ -27,9 +28,6 @@ TOTALS = (
     Signal("cosine_rest", "direction", relative=False),
 )
 """The signals of a worker as a whole."""
-
-REMEMBERED_BATCHES = 64
-"""Batches of each worker that are remembered: one that comes again is not compared."""
 
 _SUSPICIOUS = 0.5
 _SAME_ONSET = 15
@@ -52,7 +50,7 @@ class WorkerOutliers:
         self._hosts = tuple(hosts)
         self._totals = _Part(num_workers, TOTALS)
         self._groups: _Part | None = None
-        self._comparable = _Comparable(num_workers)
+        self._batches = RecentBatches(num_workers)
         self._gross = GrossOutliers([signal.label for signal in TOTALS], num_workers)
         self._faults: list[Fault] = []
         self._left_out: list[int] = []
@@ -97,7 +95,7 @@ class WorkerOutliers:
             "totals": self._totals.test.state(),
             "groups": None if groups is None else groups.test.state(),
             "group_names": [] if groups is None else groups.group_names,
-            "comparable": self._comparable.state(),
+            "batches": self._batches.state(),
             "gross": self._gross.state(),
             "faults": [fault.to_plain() for fault in self._faults],
             "steps": self._steps,
@@ -115,7 +113,7 @@ class WorkerOutliers:
                 self._groups = _Part(self._num_workers, _group_signals(names))
                 self._groups.test.restore(state["groups"])
             self._totals.test.restore(state["totals"])
-            self._comparable.restore(state["comparable"])
+            self._batches.restore(state["batches"])
             self._gross.restore(state["gross"])
             self._faults = [Fault.from_plain(plain) for plain in state["faults"]]
             self._steps = int(state["steps"])
@@ -124,7 +122,9 @@ class WorkerOutliers:
 
     def _feed(self, step: Observation) -> None:
         gathered, report = step.gathered, step.report
-        usable_W = self._comparable.observe(gathered)
+        # Who knows a batch by heart, or has one of another size (at the end of an epoch), is
+        # unlike the others for no fault.
+        usable_W = ~self._batches.observe(gathered) & _usual(gathered.workers["num_samples"])
         for group in step.identical:  # one of them speaks for all
             usable_W[list(group[1:])] = False
         self._left_out = np.flatnonzero(~usable_W).tolist()
@@ -347,28 +347,6 @@ def _group_signals(groups: Sequence[str]) -> list[Signal]:
         *(Signal("grad_norm", "gradient norm", relative=True, group=name) for name in groups),
         *(Signal("cosine_rest", "direction", relative=False, group=name) for name in groups),
     ]
-
-
-class _Comparable(Stateful):
-    """Which workers may be compared in a step.
-
-    Not those whose batch is one of their last 64 ones again, since they know it by heart and the
-    others do not; nor those whose batch has another size than most, as at the end of an epoch.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self._recent_WN = np.full((num_workers, REMEMBERED_BATCHES), MISSING_INT)
-        self._at = 0
-
-    def observe(self, gathered: GatheredStep) -> NDArray[np.bool_]:
-        """Take one step; return for each worker ``[W]`` whether it may be compared."""
-        digests_W = gathered.workers["batch_digest"]
-        known_W = digests_W != MISSING_INT
-        repeated_W = (self._recent_WN == digests_W[:, None]).any(axis=1) & known_W
-        self._recent_WN[:, self._at % REMEMBERED_BATCHES] = digests_W
-        self._at += 1
-        comparable_W: NDArray[np.bool_] = ~repeated_W & _usual(gathered.workers["num_samples"])
-        return comparable_W
 
 
 def _usual(sizes_W: Ints) -> NDArray[np.bool_]:

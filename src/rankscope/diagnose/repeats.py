@@ -1,19 +1,48 @@
-"""Steps whose batches came before."""
+"""Batches that came before."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
+
+Bools = NDArray[np.bool_]
 
 _OF_A_WORKER = 64
 _OF_ALL = 4096
 
 
+class RecentBatches(Stateful):
+    """Remembers the last 64 batches of every worker.
+
+    A worker that meets one of them again knows it by heart.
+
+    Args:
+        num_workers: W.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._recent_WN = np.full((num_workers, _OF_A_WORKER), MISSING_INT, np.int64)
+        self._count = 0
+
+    def observe(self, gathered: GatheredStep) -> Bools:
+        """Take one step; return for each worker ``[W]`` whether its batch is one of its last 64.
+
+        False where samples are unknown.
+        """
+        digests_W = gathered.workers["batch_digest"]
+        known_W = digests_W != MISSING_INT
+        repeated_W: Bools = (self._recent_WN == digests_W[:, None]).any(axis=1) & known_W
+        self._recent_WN[:, self._count % _OF_A_WORKER] = digests_W
+        self._count += 1
+        return repeated_W
+
+
 class Repeats(Stateful):
     """Tells whether a step's batches came before.
 
-    A worker that knows its batch by heart, or meets it with the same micro-batches again, is not a
-    new draw: what it shows was decided when the batch first came.
+    A batch that comes again with the same micro-batches is not a new draw: what it shows was
+    decided when it first came.
 
     Args:
         num_workers: W.
@@ -23,7 +52,7 @@ class Repeats(Stateful):
 
     def __init__(self, num_workers: int) -> None:
         self._factors_W = 2 * np.arange(num_workers, dtype=np.int64) + 1
-        self._recent_WN = np.full((num_workers, _OF_A_WORKER), MISSING_INT, np.int64)
+        self._recent = RecentBatches(num_workers)
         self._steps_N = np.full(_OF_ALL, MISSING_INT, np.int64)
         self._count = 0
 
@@ -35,13 +64,11 @@ class Repeats(Stateful):
             those of one of the last 4,096 steps. False where samples are unknown.
         """
         digests_W = gathered.workers["batch_digest"]
-        known_W = digests_W != MISSING_INT
-        if not known_W.any():
+        if not (digests_W != MISSING_INT).any():
             return False
         all_of_them = int(np.sum(digests_W * self._factors_W))  # wraps around, as it should
-        same_W = (self._recent_WN == digests_W[:, None]).any(axis=1) & known_W
-        repeated = bool(same_W.any() or (self._steps_N == all_of_them).any())
-        self._recent_WN[:, self._count % _OF_A_WORKER] = digests_W
+        repeated_W = self._recent.observe(gathered)
+        repeated = bool(repeated_W.any() or (self._steps_N == all_of_them).any())
         self._steps_N[self._count % _OF_ALL] = all_of_them
         self._count += 1
         return repeated
