@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from rankscope.web.words import (
     finding_view,
     number,
     ranks_in_words,
+    steps_in_words,
     tiles,
     whole,
 )
@@ -52,6 +55,19 @@ def test_whole_numbers():
 )
 def test_ranks_in_words(ranks, num_workers, words):
     assert ranks_in_words(ranks, num_workers) == words
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "status", "words"),
+    [
+        (4, 4, "open", "step 4"),
+        (4, 1119, "open", "steps 4 to 1,119"),
+        (4, 119, "closed", "steps 4 to 119, over since"),
+    ],
+)
+def test_steps_in_words(first, last, status, words):
+    finding = Finding("id", "cause", Severity.NOTE, (), first, last, "It is.", "Look.", {})
+    assert steps_in_words(replace(finding, status=status)) == words
 
 
 def test_tiles_of_undefined_values_say_what_is_not_known():

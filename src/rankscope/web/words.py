@@ -49,10 +49,11 @@ def ranks_in_words(ranks: Sequence[int], num_workers: int) -> str:
 
 
 def steps_in_words(finding: Finding) -> str:
-    """Return when a finding showed: ``step 4`` or ``steps 4 to 119``."""
+    """Return when a finding showed: ``step 4`` or ``steps 4 to 119``, and whether it is over."""
+    over = ", over since" if finding.status == "closed" else ""
     if finding.first_step == finding.last_step:
-        return f"step {finding.first_step:,}"
-    return f"steps {finding.first_step:,} to {finding.last_step:,}"
+        return f"step {finding.first_step:,}{over}"
+    return f"steps {finding.first_step:,} to {finding.last_step:,}{over}"
 
 
 def ratio_in_words(values: Values) -> str:
