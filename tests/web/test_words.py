@@ -5,15 +5,16 @@ import pytest
 
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.rules import RULES
 from rankscope.web.study_words import Entry, headline_of, why_heading, why_they_differ
 from rankscope.web.words import (
-    cause_title,
     facts,
     finding_view,
     number,
     ranks_in_words,
     steps_in_words,
     tiles,
+    title_of_finding,
     whole,
 )
 
@@ -83,9 +84,17 @@ def test_tiles_say_when_not_all_samples_were_identified():
     assert shown["Different samples"]["note"] == "of 200 drawn, at least 25 %"
 
 
-def test_a_cause_of_a_later_release_is_shown_by_its_name():
-    assert cause_title("state.something_new") == "state.something_new"
-    assert cause_title("numerics.nonfinite") != "numerics.nonfinite"
+@pytest.mark.parametrize(
+    ("name", "cause", "title"),
+    [
+        ("state.something_new", "state.something_new", "state.something_new"),
+        ("outlier-1", "data.worker_outlier", RULES["data.worker_outlier"].title),
+        ("gross-outlier", "inconclusive", RULES["gross-outlier"].title),
+    ],
+)
+def test_a_finding_is_titled_by_its_rule_or_its_cause_or_the_name_of_that(name, cause, title):
+    finding = Finding(name, cause, Severity.NOTE, (), 1, 2, "It is.", "Look.", {})
+    assert title_of_finding(finding) == title
 
 
 def test_evidence_of_any_shape_is_one_short_line():

@@ -25,12 +25,12 @@ from rankscope.web.study_words import (
     why_they_differ,
 )
 from rankscope.web.words import (
-    cause_title,
     number,
     ranks_in_words,
     steps_in_words,
     tiles,
     title_of,
+    title_of_finding,
     whole,
 )
 
@@ -130,7 +130,7 @@ def _finding(finding: Finding, num_workers: int) -> Text:
     return Text.assemble(
         (f"{sign} {finding.severity}", f"bold {colour}"),
         "  ",
-        _plain(cause_title(finding.cause), "bold"),
+        _plain(title_of_finding(finding), "bold"),
         "  ",
         _plain(finding.cause, "dim"),
         "\n",

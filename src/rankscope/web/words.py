@@ -106,7 +106,7 @@ def finding_view(finding: Finding, num_workers: int) -> dict[str, Any]:
     """Return what the page shows of a finding."""
     return {
         "severity": str(finding.severity),
-        "title": cause_title(finding.cause),
+        "title": title_of_finding(finding),
         "cause": finding.cause,
         "ranks": ranks_in_words(finding.ranks, num_workers),
         "steps": steps_in_words(finding),
@@ -117,9 +117,13 @@ def finding_view(finding: Finding, num_workers: int) -> dict[str, Any]:
     }
 
 
-def cause_title(cause: str) -> str:
-    """Return the title of a cause; one that this release does not know is shown by its name."""
-    return RULES[cause].title if cause in RULES else cause
+def title_of_finding(finding: Finding) -> str:
+    """Return what a finding is about in a few words: its own rule's title, or its cause's.
+
+    A cause that this release does not know is shown by its name.
+    """
+    rule = RULES.get(finding.id) or RULES.get(finding.cause)
+    return finding.cause if rule is None else rule.title
 
 
 def title_of(info: Values, path: Path | str) -> str:
