@@ -11,7 +11,9 @@ from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
 from rankscope.diagnose.rules import count, name_ranks
 
-_NAMED_WORKERS = 16
+NAMED_WORKERS = 16
+"""Workers whose differences a finding tells one by one."""
+
 _NAMED_GROUPS = 5
 
 
@@ -172,7 +174,7 @@ def describe_fault(
     numbers = {
         "steps_compared": num_steps,
         "false_alarm_probability": false_alarm_bound(num_steps),
-        "workers": {str(w): _numbers(fault.traces[w]) for w in fault.ranks[:_NAMED_WORKERS]},
+        "workers": {str(w): _numbers(fault.traces[w]) for w in fault.ranks[:NAMED_WORKERS]},
     }
     return Statement(_cause(fault), _severity(fault, num_workers), groups, words, numbers)
 

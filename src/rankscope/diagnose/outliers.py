@@ -19,7 +19,13 @@ from rankscope.core.state import State, StateError
 from rankscope.core.step import Floats, GatheredStep, Ints
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.gross import GrossOutliers
-from rankscope.diagnose.outlier_words import Fault, Signal, Traces, describe_fault
+from rankscope.diagnose.outlier_words import (
+    NAMED_WORKERS,
+    Fault,
+    Signal,
+    Traces,
+    describe_fault,
+)
 from rankscope.diagnose.repeats import RecentBatches
 
 TOTALS = (
@@ -168,7 +174,8 @@ class WorkerOutliers:
             if minority and not in_tie and not self._is_one_of_many(worker):
                 changed.append(self._blame(worker, gathered))
             else:
-                changed += self._say_tie(sorted({*suspects, *apart}), gathered)
+                strongest_first = sorted(suspects, key=lambda w: -log_W[w])
+                changed += self._say_tie([*strongest_first, *apart][:NAMED_WORKERS], gathered)
         return changed
 
     def _is_one_of_many(self, worker: int) -> bool:
@@ -219,9 +226,14 @@ class WorkerOutliers:
         return len(set(hosts)) > 1 and {hosts[rank] for rank in fault.ranks} == {hosts[worker]}
 
     def _say_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
-        """Say that workers differ while nothing tells which of them are at fault."""
+        """Say that workers differ while nothing tells which of them are at fault.
+
+        Args:
+            suspects: Those who stand out most, the first one most of all.
+            gathered: The step.
+        """
         traces = {worker: self._traces(worker) for worker in suspects}
-        first = min(self._onset(worker, found, gathered) for worker, found in traces.items())
+        first = self._onset(suspects[0], traces[suspects[0]], gathered)
         absorbed = [fault for fault in self._faults if fault.is_open and not fault.tie]
         for fault in absorbed:
             first = min(first, fault.first_step)
@@ -296,7 +308,7 @@ class WorkerOutliers:
 
     def _evidence(self, fault: Fault) -> Evidence:
         fault.told = fault.count
-        for worker in fault.active:
+        for worker in fault.active[:NAMED_WORKERS]:
             if not fault.tie:
                 since = fault.last_step - fault.first_step + 1
                 fault.traces[worker] = self._traces(worker, since) or fault.traces[worker]
