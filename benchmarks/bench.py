@@ -129,6 +129,10 @@ def render(results: dict[str, list[Row]]) -> str:
         _naive(results.get("naive", [])),
         "## The kernel",
         kernel.render(results.get("kernel", [])),
+        "The native kernel is used where a C compiler is at hand. The rows of operations alone are "
+        "what no kernel in plain torch can do without: signs element by element, the sum of rows, "
+        "and the squared norm, chunk by chunk in cache, without magnitudes, non-finite values and "
+        "the edges of parameters. They bound what plain torch can reach.",
         "## Extra memory",
         _memory(results.get("memory", [])),
         "## Many workers",

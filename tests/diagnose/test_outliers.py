@@ -179,6 +179,21 @@ def test_batches_that_come_again_are_not_compared():
         assert job.run(detector, 1, times("loss", [3], 0.7), batch_digest=digests) == [] or step < 4
 
 
+def test_workers_with_identical_batches_do_not_make_an_outlier_of_one_with_its_own():
+    """Copies agree with copies, and exact evidence speaks of them."""
+    job, detector = Job(seed=16), WorkerOutliers(8)
+    for step in range(100):
+        report = job.report()
+        for column in (report.gathered.workers["loss"], report.gathered.workers["grad_norm"]):
+            column[1:] = column[1]
+        report.derived["cosine_rest"][1:] = 0.9
+        report.derived["cosine_rest"][0] = 0.2
+        same = np.array([step, -step - 1])
+        samples = (np.array([1000 + step, 2000 + step]), *[same] * 7)
+        report = replace(report, gathered=replace(report.gathered, samples=samples))
+        assert detector.observe(Observation(report)) == []
+
+
 def test_a_shorter_batch_is_not_compared():
     job, detector = Job(seed=11), WorkerOutliers(8)
     sizes = [4, 4, 4, 2, 4, 4, 4, 4]

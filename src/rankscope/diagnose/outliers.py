@@ -136,8 +136,9 @@ class WorkerOutliers:
         self._left_out = np.flatnonzero(~usable_W).tolist()
         rows = [gathered.workers["loss"]]
         if gathered.observed:
-            directions_W = report.derived.get("cosine_rest", np.full(self._num_workers, np.nan))
-            rows += [gathered.workers["grad_norm"], directions_W]
+            rows.append(gathered.workers["grad_norm"])
+            if "cosine_rest" in report.derived and not step.identical:  # copies agree with copies
+                rows.append(report.derived["cosine_rest"])
         self._totals.observe(np.stack(rows), usable_W)
         norms_WG = gathered.group_norms_WG
         if not gathered.observed or norms_WG is None or len(gathered.groups) < 2:
@@ -146,10 +147,10 @@ class WorkerOutliers:
             self._groups = _Part(self._num_workers, _group_signals(gathered.groups))
             for worker in self.set_apart:
                 self._groups.test.set_unit_apart(worker)
-        cosines_WG = report.group_cosine_rest_WG
-        if cosines_WG is None:
-            cosines_WG = np.full(norms_WG.shape, np.nan)
-        self._groups.observe(np.concatenate([norms_WG.T, cosines_WG.T]), usable_W)
+        columns = [norms_WG.T]
+        if report.group_cosine_rest_WG is not None and not step.identical:
+            columns.append(report.group_cosine_rest_WG.T)
+        self._groups.observe(np.concatenate(columns), usable_W)
 
     @property
     def _parts(self) -> tuple["_Part", ...]:
