@@ -190,25 +190,29 @@ class ExchangeabilityTest:
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
         return np.log(np.maximum(evidence_BS, 1.0)), self._detectors.age[:, :, unit]
 
-    def steps_since(self, unit: int, signal: int) -> float:
+    def steps_since(self, unit: int, signal: int, kind: Kind) -> float:
         """Return how many steps ago a unit came to differ in a signal, this step included.
 
         Where the mean over all beginnings lies within the steps that are remembered, the beginning
-        with the most evidence is taken (that of a CUSUM): it depends less on luck before.
+        with the most evidence is taken (that of a CUSUM): it depends less on luck before. For rare
+        errors always, since all beginnings between two of them are as good.
+
+        Args:
+            unit: The unit.
+            signal: Index of the signal.
+            kind: How it differs, as its trace says.
         """
         log_BS, ages_BS = self._log_evidence(unit)
-        log_B = log_BS[:, signal]
-        lasting_B = np.where(self._patient_B, 0, log_B)  # rare errors may come by chance before
-        best = (
-            lasting_B if lasting_B.max() >= _NEAR_THE_STRONGEST * log_B.max() else log_B
-        ).argmax()
+        of_kind = np.array([bet.kind is kind for bet in self._bets])
+        best = int(np.where(of_kind, log_BS[:, signal], -1).argmax())
         bet, age = self._bets[best], float(ages_BS[best, signal])
-        if age > RECENT:
+        if age > RECENT and kind is not Kind.RARE:
             return age
         recent_TU = self._recent_steps(signal, RECENT).astype(np.float64)
         recent_TU[:, [other for other in self._apart if other != unit]] = np.nan
         ranked = rank_units(recent_TU)
         _, away, scales_T = distances(ranked)
+        scales_T = np.maximum(scales_T, np.nanmedian(scales_T))  # steadier, as in observe
         e_BTU = np.ones((1, *recent_TU.shape), np.float32)
         e_values(ranked, away, scales_T, (bet,), e_BTU)
         since_T = np.log(e_BTU[0, :, unit].astype(np.float64)).cumsum()  # latest step first

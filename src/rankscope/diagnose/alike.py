@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from rankscope.core.bets import pair_bets
+from rankscope.core.bets import Kind, pair_bets
 from rankscope.core.budget import PAIRS, alarm_level, false_alarm_bound
 from rankscope.core.direction import upper_triangle
 from rankscope.core.exchangeability import HEALED, ExchangeabilityTest
@@ -113,7 +113,7 @@ class AlikePairs:
             self._pairs[strongest],
             [self._pairs[p] for p in np.flatnonzero(log_P >= _SUSPICIOUS * log_P[strongest])],
         )
-        age = self._test.steps_since(strongest, 0)
+        age = self._test.steps_since(strongest, 0, Kind.UP)
         members = [index for index, pair in enumerate(self._pairs) if block.issuperset(pair)]
         odd = self._test.odd_ones_out(members, 0, age)
         involved = {worker for index in odd or () for worker in self._pairs[index]}

@@ -303,7 +303,7 @@ class WorkerOutliers:
             return gathered.step
         signal, trace = traces[0]
         part = self._groups if signal.group and self._groups is not None else self._totals
-        since = round(part.test.steps_since(worker, trace.signal) - 1)
+        since = round(part.test.steps_since(worker, trace.signal, trace.kind) - 1)
         interval = 1 if signal.name == "loss" else gathered.interval
         return max(0, gathered.step - since * interval)
 
