@@ -5,6 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from rankscope.core.apart import HEALED, compare_with_others
 from rankscope.core.bets import (
     Kind,
     RobustScale,
@@ -16,7 +17,7 @@ from rankscope.core.bets import (
     worker_bets,
 )
 from rankscope.core.edetector import ShiryaevRoberts
-from rankscope.core.exchangeability import HEALED, ExchangeabilityTest, _compare
+from rankscope.core.exchangeability import ExchangeabilityTest
 from rankscope.core.state import StateError
 
 BETS = worker_bets()
@@ -236,7 +237,7 @@ def test_a_unit_set_apart_is_compared_fairly(num_units):
     values = rng.standard_normal((4000, num_units))
     ranked = rank_units(np.where(np.arange(num_units) == 1, np.nan, values))
     z = np.zeros(4000, np.float32)
-    e_BS = _compare(values[:, 1], z, ranked, BETS)
+    e_BS = compare_with_others(values[:, 1], z, ranked, BETS)
     for bet, e in zip(BETS, e_BS, strict=True):
         if bet.kind is not Kind.RARE:
             assert abs(e.mean() - 1) < 4 * e.std() / np.sqrt(len(e))

@@ -18,33 +18,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.apart import SetApart, compare_with_others
 from rankscope.core.bets import (
-    RARE_FROM,
-    RARE_STAKE,
     Bet,
     Kind,
-    Ranked,
     RobustScale,
     distances,
     e_values,
-    normal_scores,
     rank_units,
 )
 from rankscope.core.edetector import ShiryaevRoberts
 from rankscope.core.friedman import friedman
-from rankscope.core.state import State, StateError, Stateful
+from rankscope.core.state import State, StateError
 from rankscope.core.step import Floats, Ints
 
 Floats32 = NDArray[np.float32]
 
 RECENT = 64
 """Steps whose deviations are remembered, to tell how large a difference is."""
-
-CERTAIN = float(np.log(1e8))
-"""Log evidence that a unit set apart keeps at most, so that it heals in bounded time."""
-
-HEALED = 0.25
-"""Certainty at and below which a unit set apart counts as being like the others again."""
 
 MANY = 8
 LEVEL_OF_MANY, LEVEL_OF_FEW = 1e-2, 1e-3
@@ -53,12 +44,6 @@ again, so that chance alone hardly ever makes the others differ."""
 
 _FEWEST_STEPS = 8
 _FAR_OUT = 3.5
-_STILL_CERTAIN = 0.9
-_SEEN_QUICKLY = 0.75
-
-RARE_FADES = 0.95
-"""What remains of the evidence for rare errors after a step without one."""
-
 _NEAR_THE_STRONGEST = 0.6
 _NEARLY_AS_STRONG = 0.8
 _ONE_SIDED = 0.7
@@ -117,7 +102,7 @@ class ExchangeabilityTest:
         self._e = np.ones(shape, np.float32)
         self._recent = np.full((RECENT, *shape[1:]), np.nan, np.float32)
         self._fed_S = np.zeros(len(weights_S), np.int64)
-        self._apart: dict[int, _Apart] = {}
+        self._apart: dict[int, SetApart] = {}
         self.z_SU = np.zeros(shape[1:], np.float32)
 
     @property
@@ -148,7 +133,7 @@ class ExchangeabilityTest:
         self._remember(values, middle_S, scales_S, rows)
         for unit, apart in self._apart.items():
             z_S = self.z_SU[rows, unit]
-            apart.observe(_compare(values[:, unit], z_S, ranked, self._bets), rows)
+            apart.observe(compare_with_others(values[:, unit], z_S, ranked, self._bets), rows)
 
     @property
     def evidence(self) -> float:
@@ -247,7 +232,7 @@ class ExchangeabilityTest:
     def set_unit_apart(self, unit: int) -> None:
         """Compare the others without this unit from the next step on."""
         log_BS, ages_BS = self._log_evidence(unit)
-        self._apart[unit] = _Apart(log_BS, ages_BS.copy(), self._patient_B)
+        self._apart[unit] = SetApart(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
         """Return how sure it still is that a unit set apart is unlike the others, 1 to 0.
@@ -295,7 +280,7 @@ class ExchangeabilityTest:
             self._recent, self._fed_S = state["recent"].copy(), state["fed"].copy()
             self._apart = {}
             for unit, apart in state["apart"]:
-                self._apart[int(unit)] = _Apart(*self._log_evidence(int(unit)), self._patient_B)
+                self._apart[int(unit)] = SetApart(*self._log_evidence(int(unit)), self._patient_B)
                 self._apart[int(unit)].restore(apart)
         except (KeyError, TypeError, AttributeError) as error:
             raise StateError(f"this is not the state of a test: {error!r}") from error
@@ -338,80 +323,3 @@ class ExchangeabilityTest:
         count = int(min(max(age, 1.0), fed, RECENT))
         recent: Floats32 = self._recent[(fed - 1 - np.arange(count)) % RECENT, signal]
         return recent
-
-
-class _Apart(Stateful):
-    """A unit that is set apart: a CUSUM for each bet and signal.
-
-    The one that was strongest at first is watched until it has lost nearly everything; if another
-    one is still certain then, it takes its place. Bets on rare errors lose slowly by nature, so
-    they are watched only where no other bet sees the fault as well.
-    """
-
-    SETTINGS = ("_patient_B",)
-
-    def __init__(self, log_BS: Floats, ages_BS: Floats32, patient_B: NDArray[np.bool_]) -> None:
-        self.log_BS = np.minimum(log_BS, CERTAIN)
-        self.ages_BS = ages_BS
-        self._patient_B = patient_B
-        quick_BS = np.where(patient_B[:, None], 0, log_BS)
-        seen = quick_BS.max() >= _SEEN_QUICKLY * log_BS.max()
-        self._bet, self._signal = _argmax(quick_BS if seen else log_BS)
-
-    @property
-    def certainty(self) -> float:
-        return float(self.log_BS[self._bet, self._signal]) / CERTAIN
-
-    def observe(self, e_BS: Floats, rows: Ints) -> None:
-        self.ages_BS[:, rows] += 1
-        self.log_BS[:, rows] = np.clip(self.log_BS[:, rows] + np.log(e_BS), 0, CERTAIN)
-        if self.certainty <= HEALED:
-            quick_BS = np.where(self._patient_B[:, None], 0, self.log_BS)
-            if quick_BS.max() >= _STILL_CERTAIN * CERTAIN:
-                self._bet, self._signal = _argmax(quick_BS)
-
-
-def _argmax(values_BS: Floats) -> tuple[int, int]:
-    row, column = divmod(int(values_BS.argmax()), values_BS.shape[1])
-    return row, column
-
-
-def _compare(values_S: Floats, z_S: Floats32, ranked: Ranked, bets: Sequence[Bet]) -> Floats:
-    """Return the e-values of one unit among the others, for each bet and signal ``[B, S]``."""
-    others_SU, unit_S1 = ranked.sorted_SU, values_S[:, None]
-    plain_S = _doubled(others_SU, unit_S1)
-    middle_S1 = _middle_with(others_SU, unit_S1, ranked.counts_S)[:, None]
-    with np.errstate(over="ignore", invalid="ignore"):
-        folded_S = _doubled(np.abs(others_SU - middle_S1), np.abs(unit_S1 - middle_S1))
-    e_BS = np.ones((len(bets), len(values_S)))
-    usable_S = np.isfinite(values_S) & (ranked.counts_S >= 2)
-    for others in np.unique(ranked.counts_S[usable_S]).tolist():
-        rows, count = np.flatnonzero(usable_S & (ranked.counts_S == others)), others + 1
-        plain, folded = normal_scores(count)[plain_S[rows]], normal_scores(count)[folded_S[rows]]
-        for bet, e in zip(bets, e_BS, strict=True):
-            if bet.kind is Kind.RARE:
-                far = z_S[rows] > RARE_FROM
-                e[rows] = np.where(far, 1 - RARE_STAKE + RARE_STAKE * count, RARE_FADES)
-            else:
-                score = {Kind.UP: plain, Kind.DOWN: -plain, Kind.SPREAD: folded}[bet.kind]
-                mean = np.exp(bet.strength * normal_scores(count)[::2]).mean()
-                e[rows] = np.exp(bet.strength * score) / mean
-    return e_BS
-
-
-def _doubled(others_SU: Floats, unit_S1: Floats) -> Ints:
-    """Return twice the mid-rank from 0 that each row's unit has among the others."""
-    below, equal = others_SU < unit_S1, others_SU == unit_S1
-    doubled: Ints = 2 * np.count_nonzero(below, axis=1) + np.count_nonzero(equal, axis=1)
-    return doubled
-
-
-def _middle_with(sorted_SU: Floats, unit_S1: Floats, counts_S: Ints) -> Floats:
-    """Return the median of each row and its unit: that of n others and one more."""
-    rows, last = np.arange(len(counts_S)), sorted_SU.shape[1] - 1
-    at_S = np.count_nonzero(sorted_SU < unit_S1, axis=1)
-    middle_S = np.zeros(len(counts_S))
-    for index_S in (counts_S // 2, (counts_S + 1) // 2):
-        from_others = sorted_SU[rows, np.clip(index_S - (index_S > at_S), 0, last)]
-        middle_S += np.where(index_S == at_S, unit_S1[:, 0], from_others) / 2
-    return middle_S

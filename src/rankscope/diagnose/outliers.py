@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.apart import HEALED
 from rankscope.core.bets import worker_bets
 from rankscope.core.budget import OUTLIERS, alarm_level
-from rankscope.core.exchangeability import HEALED, RECENT, ExchangeabilityTest
+from rankscope.core.exchangeability import RECENT, ExchangeabilityTest
 from rankscope.core.state import State, StateError
 from rankscope.core.step import Floats, GatheredStep, Ints
 from rankscope.diagnose.evidence import Evidence, Observation
