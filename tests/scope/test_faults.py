@@ -123,7 +123,7 @@ def train(rank: int, kind: str, run_dir: str | None) -> dict[str, Any]:
     if undo is not None:
         undo()
     if run_dir is not None:
-        assert loop.scope._courier.join(30)
+        assert loop.scope._courier.join(30), f"the monitor hangs after {kind}"
     return {"warnings": loop.warnings, "bits": loop.bits()}
 
 
