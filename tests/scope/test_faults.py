@@ -123,7 +123,7 @@ def train(rank: int, kind: str, run_dir: str | None) -> dict[str, Any]:
     if undo is not None:
         undo()
     if run_dir is not None:
-        assert loop.scope._courier.join(30), f"the monitor hangs after {kind}"
+        assert loop.scope._courier.join(120), f"the monitor hangs after {kind}"
     return {"warnings": loop.warnings, "bits": loop.bits()}
 
 
@@ -136,7 +136,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
 def trained(request):
     with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, request.param, folder), Path(folder)
+        yield run_ranks(train_all, request.param, folder, timeout=400.0), Path(folder)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
