@@ -24,11 +24,10 @@ from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.errors import RunError
+from rankscope.errors import RankscopeError, RunError
 from rankscope.exchange import (
     Channel,
     Courier,
-    Goodbye,
     LocalStep,
     Outcome,
     Traffic,
@@ -261,13 +260,13 @@ class Scope:
             return
         self._off = True
         self._guard.open = False
-        reason = str(error) if isinstance(error, Goodbye) else f"{type(error).__name__}: {error}"
+        foreseen = isinstance(error, RankscopeError)  # such a message says it all
         _log.warning(
             "rankscope has switched itself off on rank %d after step %d; training goes on. %s",
             self._channel.rank,
             self._books.step - 1,
-            reason,
-            exc_info=None if isinstance(error, Goodbye) else error,
+            error if foreseen else f"{type(error).__name__}: {error}",
+            exc_info=None if foreseen else error,
         )
 
     def _finish_run(self, status: str, *, settled: bool) -> None:

@@ -152,6 +152,8 @@ class TestFaults:
             assert len(warnings) == (told_there if rank == where else told_elsewhere), warnings
             if kind in ("hook", "delivery", "diagnosis", "nonsense") and rank != where:
                 assert f"ranks [{where}] stopped monitoring at step" in warnings[0]
+            unforeseen = kind in ("hook", "delivery", "diagnosis") and rank == where
+            assert all(w.endswith("[traceback]") == unforeseen for w in warnings), warnings
 
     def test_what_was_gathered_before_is_kept(self, trained, kind):
         if kind == "directory moved":

@@ -13,10 +13,17 @@ from support.models import make_batch, make_model
 
 
 def collect_warnings() -> list[str]:
-    """Return a list that gets every warning of the monitor in this process from now on."""
+    """Return a list that gets every warning of the monitor in this process from now on.
+
+    One that is logged with a traceback ends in ``[traceback]``.
+    """
     warnings: list[str] = []
+
+    def collect(record: logging.LogRecord) -> None:
+        warnings.append(record.getMessage() + (" [traceback]" if record.exc_info else ""))
+
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = collect  # type: ignore[method-assign]
     logger = logging.getLogger("rankscope")
     logger.handlers, logger.propagate = [handler], False
     return warnings

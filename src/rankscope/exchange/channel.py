@@ -300,4 +300,6 @@ class GlooChannel(CountingChannel):
         try:
             yield self._group
         except (RuntimeError, ValueError) as error:
-            raise ChannelError(f"the side channel failed: {error}") from error
+            raise ChannelError(
+                f"the side channel to the other workers broke; one may have ended: {error}"
+            ) from error
