@@ -107,12 +107,12 @@ class StepBooks:
         busy = self._tap.busy_seconds
         named = self._samples.named
         idle = self._passes.take_idle()
-        losses, grad_scale = self._losses.collect(idle)
+        losses, multipliers = self._losses.collect(idle)
         local = LocalStep(
             step=self.step,
             gradient=self._collect_gradient(),
             losses=losses,
-            grad_scale=grad_scale,
+            multipliers=multipliers,
             samples=self._samples.collect(idle),
             values={
                 **self._optimizer.collect(),

@@ -88,7 +88,7 @@ class TestWhatTheLossWasMultipliedBy:
 
     def scale(self, meter):
         scale = meter.collect()[1]
-        return None if scale is None else float(scale.numpy())
+        return None if scale is None else float(scale.numpy().sum())
 
     @pytest.mark.parametrize("factor", [1.0, 65536.0, 1 / 3, -2.0, 0.0])
     @pytest.mark.parametrize("given", [False, True])

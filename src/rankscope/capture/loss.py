@@ -110,13 +110,13 @@ class LossMeter:
             idle: Numbers of forward passes that do not count.
 
         Returns:
-            The losses, and the sum over micro-batches of the factors that they were multiplied
-            by before backward (a float64 scalar); None when one of these is unknown.
+            The losses, and what each was multiplied by before backward (float64 ``[M]``); None
+            when one of these factors is unknown.
         """
         given = [micro for micro in self._given if micro.forward not in idle]
         seen = [micro for micro in self._seen if micro.forward not in idle]
         self._given, self._seen = [], []
-        return given or seen, _sum_of_multipliers(given) or _sum_of_multipliers(seen)
+        return given or seen, _multipliers(given) or _multipliers(seen)
 
     def _count(self, labels: Tensor) -> Tensor:
         if self._shifted and labels.dim() > 1:
@@ -128,7 +128,7 @@ def _multiplier(loss: Any) -> _Multiplier | None:
     return _Multiplier(loss) if isinstance(loss, Tensor) and loss.requires_grad else None
 
 
-def _sum_of_multipliers(collected: Sequence[MicroBatchLoss]) -> HostCopy | None:
+def _multipliers(collected: Sequence[MicroBatchLoss]) -> HostCopy | None:
     factors = [
         micro.multiplier.value
         for micro in collected
@@ -136,7 +136,7 @@ def _sum_of_multipliers(collected: Sequence[MicroBatchLoss]) -> HostCopy | None:
     ]
     if not factors or len(factors) < len(collected):
         return None
-    return HostCopy(torch.stack(factors).sum(dtype=torch.float64))
+    return HostCopy(torch.stack(factors).to(torch.float64))
 
 
 def to_arrays(

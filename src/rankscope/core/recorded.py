@@ -54,6 +54,7 @@ def _gathered(step: GatheredStep) -> GatheredStep:
         micro_losses=step.micro_losses if micro else (),
         micro_weights=step.micro_weights if micro else (),
         micro_norms=known_micro_norms(step),
+        micro_scales=_unless_all_unknown(step.micro_scales) if micro else (),
     )
 
 
@@ -68,6 +69,10 @@ def known_micro_norms(step: GatheredStep) -> tuple[Floats, ...]:
     if not beside or not has_micro_batches(step) or np.isnan(np.concatenate(norms)).all():
         return ()
     return norms
+
+
+def _unless_all_unknown(values: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    return values if values and not np.isnan(np.concatenate(values)).all() else ()
 
 
 def _rounded(cosines_WW: Floats | None) -> Floats | None:

@@ -19,6 +19,7 @@ class Table(StrEnum):
     SAMPLES = "samples"
     PAIRS = "pairs"
     GROUPS = "groups"
+    DIGESTS = "digests"
 
 
 class DType(StrEnum):
@@ -133,7 +134,30 @@ SIGNALS: tuple[Signal, ...] = (
         ("samples_named", _BOOL, "", _LOCAL, _NONE, "whether the training names its samples; else digests of their content stand for them"),
         ("batch_digest", _INT, "", _LOCAL, _NONE, "digest of the set of samples in the local batch"),
         ("lr", _FLOAT, "", _LOCAL, _BOTH, "learning rate of the optimizer's first parameter group"),
+        ("weight_decay", _FLOAT, "", _LOCAL, _BOTH, "weight decay of the optimizer's first parameter group"),
+        ("settings_digest", _INT, "", _LOCAL, _NONE, "digest of all settings of all parameter groups of the optimizer"),
         ("optimizer_steps", _INT, "", _LOCAL, _LOW, "calls of optimizer.step since the step before"),
+        ("unreduced", _BOOL, "", _LOCAL, _HIGH, "whether optimizer.step was called with gradients that no reduction had seen"),
+        ("replica", _INT, "", _LOCAL, _NONE, "workers with equal numbers hold the same parameters and optimizer state; null where these have one owner each"),
+        ("state_layout", _INT, "", _LOCAL, _NONE, "digest of names, shapes and types of parameters, buffers and optimizer state"),
+        ("param_digest", _INT, "", _LOCAL, _NONE, "digest of the parameters whose turn it was, after the step; null where each has one owner"),
+        ("buffer_digest", _INT, "", _LOCAL, _NONE, "digest of the buffers whose turn it was, after the step"),
+        ("optimizer_digest", _INT, "", _LOCAL, _NONE, "digest of the optimizer's state for the parameters whose turn it was, after the step"),
+        ("reduced_digest", _INT, "", _LOCAL, _NONE, "digest of the gradients whose turn it was, right after the reduction"),
+        ("applied_digest", _INT, "", _LOCAL, _NONE, "digest of the same gradients when optimizer.step was called"),
+        ("applied_scale", _FLOAT, "", _LOCAL, _BOTH, "norm of these gradients when optimizer.step was called, over their norm right after the reduction: below 1 when clipped"),
+        ("precision", _INT, "", _LOCAL, _NONE, "digest of the precision of the forward pass: types of parameters, autocast, TF32, determinism"),
+        ("rng_used", _INT, "", _LOCAL, _NONE, "random generators that moved during the forward passes: a sum of 1 Python, 2 numpy, 4 torch on the CPU, 8 the accelerator's"),
+        ("rng_digest", _INT, "", _LOCAL, _NONE, "digest of these generators' states before the first forward pass; null when none moved"),
+        ("canary_of", _INT, "", _LOCAL, _NONE, "in a canary step: the rank whose batch every worker replayed"),
+        ("canary_loss", _FLOAT, "nats/token", _LOCAL, _NONE, "loss of that batch, or a projection of the outputs where the model returns no loss"),
+        ("canary_norm", _FLOAT, "", _LOCAL, _NONE, "L2 norm of its gradient"),
+        ("canary_digest", _INT, "", _LOCAL, _NONE, "digest of all bits of its loss and gradient"),
+        ("canary_again", _INT, "", _LOCAL, _NONE, "the same of a second run of the same batch"),
+        ("canary_against", _INT, "", _LOCAL, _NONE, "the rank whose batch every worker replayed as well"),
+        ("canary_against_loss", _FLOAT, "nats/token", _LOCAL, _NONE, "loss of that batch"),
+        ("canary_against_norm", _FLOAT, "", _LOCAL, _NONE, "L2 norm of its gradient"),
+        ("canary_against_digest", _INT, "", _LOCAL, _NONE, "digest of all bits of its loss and gradient"),
         ("step_seconds", _FLOAT, "s", _LOCAL, _HIGH, "wall time since the step before"),
         ("busy_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time from the end of the reduction before until this worker's last local gradient was ready, so before it began to wait for the others; DDP on the CPU"),
         ("overhead_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time the monitor took from this worker's training thread"),
@@ -146,6 +170,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("loss", _FLOAT, "nats/token", _SEQ, _NONE, "local loss of the micro-batch per label token"),
         ("loss_weight", _FLOAT, "tokens", _SEQ, _NONE, "label tokens in the micro-batch"),
         ("grad_norm", _FLOAT, "", _SEQ, _NONE, "L2 norm of the micro-batch's own local gradient; all but the first of a step are estimates"),
+        ("loss_scale", _FLOAT, "", _SEQ, _NONE, "what the micro-batch's loss was multiplied by before backward"),
     ),
     *_declare(
         Table.SAMPLES,
@@ -165,6 +190,15 @@ SIGNALS: tuple[Signal, ...] = (
         ("group", _TEXT, "", _KEY, _NONE, "group of parameters: a transformer block, the embedding, the head"),
         ("grad_norm", _FLOAT, "", _SEQ, _BOTH, "L2 norm of the group's local gradient"),
         ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between the group's local gradient and the sum of all other workers'"),
+    ),
+    *_declare(
+        Table.DIGESTS,
+        ("step", _INT, "", _KEY, _NONE, "as in steps"),
+        ("rank", _INT, "", _KEY, _NONE, "as in workers"),
+        ("kind", _TEXT, "", _KEY, _NONE, "parameter, buffer, optimizer, reduced or applied (gradient)"),
+        ("name", _TEXT, "", _KEY, _NONE, "what was compared, by its name in the model; only what differs between workers is recorded"),
+        ("digest", _INT, "", _SEQ, _NONE, "digest of its bits on this worker"),
+        ("unchanged", _BOOL, "", _SEQ, _NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were"),
     ),
 )
 # fmt: on

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.replicas import StateDifference
+
 if TYPE_CHECKING:
     from rankscope.core.consensus import Consensus
 
@@ -55,12 +57,15 @@ class GatheredStep:
         micro_losses: One array per worker: the loss of each of its micro-batches.
         micro_weights: One array per worker, beside ``micro_losses``.
         micro_norms: One array per worker: gradient norm of each micro-batch; empty when unknown.
+        micro_scales: One array per worker, beside ``micro_losses``: what each loss was multiplied
+            by before backward.
         groups: Names of the parameter groups ``[G]``; empty when the step was not observed.
         group_norms_WG: Gradient norm by worker and group.
         group_sketches_WGK: Narrow sketches by worker and group.
         gram_WW: Exact inner products of the local gradients, in the tier that has them.
         reduced_sketch_K: Sketch of the reduced gradient, where it was read.
         reduced_copies: How many workers hold each element of the reduced gradient.
+        differences: What differs between workers that should hold the same.
         interval: Sampling interval in force: gradients are measured in multiples of it.
         consensus: Beyond 64 workers, what rank 0 knows of the workers' directions.
         reports_WR: Beyond 64 workers, what each worker says of its own.
@@ -76,12 +81,14 @@ class GatheredStep:
     micro_losses: tuple[Floats, ...] = ()
     micro_weights: tuple[Floats, ...] = ()
     micro_norms: tuple[Floats, ...] = ()
+    micro_scales: tuple[Floats, ...] = ()
     groups: tuple[str, ...] = ()
     group_norms_WG: Floats | None = None
     group_sketches_WGK: NDArray[np.float32] | None = None
     gram_WW: Floats | None = None
     reduced_sketch_K: NDArray[np.float32] | None = None
     reduced_copies: int = 1
+    differences: tuple[StateDifference, ...] = ()
     interval: int = 1
     consensus: "Consensus | None" = None
     reports_WR: NDArray[np.float32] | None = None

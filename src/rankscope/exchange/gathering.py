@@ -80,7 +80,7 @@ class FlatGathering:
         layout = _layout_of(self._layout, message.step, interval)
         messages = self._channel.gather(layout.pack(message))
         self._layout = replace(layout.grown(messages), measured=True)
-        gathered = layout.unpack(messages, step=message.step, time=time.time())
+        gathered = layout.unpack(messages, step=message.step, time=time.time(), state=message.state)
         gathered = undo_common_scale(replace(gathered, interval=interval))
         return Outcome(
             step=message.step,
@@ -130,7 +130,9 @@ class RootGathering:
         messages = self._channel.gather_to_root(packed)
         gathered = None
         if messages is not None:
-            gathered = layout.unpack(messages, step=message.step, time=time.time())
+            gathered = layout.unpack(
+                messages, step=message.step, time=time.time(), state=message.state
+            )
             gathered = undo_common_scale(
                 replace(gathered, interval=interval, consensus=consensus, groups_in_turn=turn)
             )

@@ -22,7 +22,7 @@ class LocalStep:
         step: Step number.
         gradient: The measured gradient; None when no valid one was measured.
         losses: One entry per micro-batch.
-        grad_scale: What the losses were multiplied by before backward, summed; None if unknown.
+        multipliers: What the losses were multiplied by before backward; None if unknown.
         samples: Ids or digests, in parts.
         values: LOCAL signals that are known already.
     """
@@ -30,7 +30,7 @@ class LocalStep:
     step: int
     gradient: GradientHandover | None
     losses: Sequence[MicroBatchLoss]
-    grad_scale: HostCopy | None
+    multipliers: HostCopy | None
     samples: Sequence[HostCopy | Ints]
     values: Mapping[str, float]
 
@@ -39,8 +39,11 @@ class LocalStep:
         losses, weights = to_arrays(self.losses)
         samples = to_array(self.samples)
         values = {**self.values, **_loss_values(losses, weights), **_sample_values(samples)}
-        if self.grad_scale is not None:
-            values["grad_scale"] = float(self.grad_scale.numpy())
+        multipliers = np.empty(0)
+        if self.multipliers is not None:
+            multipliers = np.asarray(self.multipliers.numpy(), np.float64)
+        if len(multipliers):
+            values["grad_scale"] = float(multipliers.sum())
         gradient, micro_norms = None, np.empty(0)
         if self.gradient is not None:
             measured = self.gradient.read()
@@ -55,17 +58,21 @@ class LocalStep:
             values=values,
             gradient=gradient,
             samples=samples,
-            micro=_micro(losses, weights, micro_norms),
+            micro=_micro(losses, weights, micro_norms, multipliers),
         )
 
 
-def _micro(losses: Sequence[Floats], weights: Sequence[Floats], norms_M: Floats) -> Floats:
-    """Return loss, weight and gradient norm of each micro-batch ``[3, M]``."""
+def _micro(
+    losses: Sequence[Floats], weights: Sequence[Floats], norms_M: Floats, multipliers_M: Floats
+) -> Floats:
+    """Return loss, weight, gradient norm and multiplier of each micro-batch ``[4, M]``."""
     parts = [_loss_values([loss], [weight]) for loss, weight in zip(losses, weights, strict=True)]
-    micro = np.full((3, max(len(parts), len(norms_M))), np.nan)
+    micro = np.full((4, max(len(parts), len(norms_M))), np.nan)
     micro[0, : len(parts)] = [part["loss"] for part in parts]
     micro[1, : len(parts)] = [part["loss_weight"] for part in parts]
     micro[2, : len(norms_M)] = norms_M
+    if len(multipliers_M) == len(parts):
+        micro[3, : len(parts)] = multipliers_M
     return micro
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.replicas import StateDifference, StateDigests, differences
 from rankscope.core.signals import DType, Source, Table, schema_hash, signals
 from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints, MeasuredGradient
 from rankscope.errors import RankscopeError
@@ -21,7 +22,12 @@ from rankscope.exchange.exact import sum_shares
 Bytes = NDArray[np.uint8]
 _T = TypeVar("_T", bound=np.generic)
 
-_HEADER = ("schema", "step", "leaving", "observed", "num_samples", "num_micro")
+MAX_DIGESTS = 32
+"""Digests that a worker may send with a step."""
+
+NO_DIGESTS = StateDigests()
+
+_HEADER = ("schema", "step", "leaving", "observed", "num_samples", "num_micro", "items")
 _LOCAL = signals(Table.WORKERS, Source.LOCAL)
 _NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.int64}
 
@@ -48,7 +54,9 @@ class WorkerStep:
         values: A number for each LOCAL signal that has one; all others travel as missing.
         gradient: What was measured of its gradient; None without a valid measurement.
         samples: int64 ``[B]``.
-        micro: float64 ``[3, M]``: loss, loss weight and gradient norm of each micro-batch.
+        micro: float64 ``[4, M]``: loss, loss weight, gradient norm and multiplier of each
+            micro-batch.
+        state: Digests of what should be equal on other workers.
         leaving: Whether this is the worker's last message.
     """
 
@@ -56,7 +64,8 @@ class WorkerStep:
     values: Mapping[str, float] = field(default_factory=dict)
     gradient: MeasuredGradient | None = None
     samples: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    micro: Floats = field(default_factory=lambda: np.empty((3, 0)))
+    micro: Floats = field(default_factory=lambda: np.empty((4, 0)))
+    state: StateDigests = field(default_factory=StateDigests)
     leaving: bool = False
 
 
@@ -75,6 +84,7 @@ class Layout:
         measured: Whether the message has room for a gradient at all.
         num_samples: Samples that fit into a message.
         num_micro: Micro-batches that fit into a message.
+        num_digests: Digests that fit into a message; it does not grow.
     """
 
     sketch_width: int
@@ -87,6 +97,7 @@ class Layout:
     measured: bool = True
     num_samples: int = 64
     num_micro: int = 16
+    num_digests: int = MAX_DIGESTS
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +113,7 @@ class Layout:
         message = np.zeros((), self._record)
         observed = step.gradient is not None and self.measured
         flags = (schema_hash(), step.step, step.leaving, observed)
-        message["header"] = (*flags, len(step.samples), step.micro.shape[1])
+        message["header"] = (*flags, len(step.samples), step.micro.shape[1], step.state.items)
         for slot, signal in enumerate(_LOCAL):
             numbers = message["local"][slot : slot + 1].view(_NUMPY[signal.dtype])
             value = step.values.get(signal.name, np.nan)
@@ -117,15 +128,20 @@ class Layout:
             message["report"] = step.gradient.report_R
         message["samples"][: len(step.samples)] = step.samples[: self.num_samples]
         message["micro"][:, : step.micro.shape[1]] = step.micro[:, : self.num_micro]
+        message["digests"][: len(step.state.names)] = step.state.digests_D
+        message["unchanged"][: len(step.state.names)] = step.state.unchanged_D
         return np.frombuffer(message.tobytes(), np.uint8).copy()
 
-    def unpack(self, messages: Bytes, *, step: int, time: float) -> GatheredStep:
+    def unpack(
+        self, messages: Bytes, *, step: int, time: float, state: StateDigests = NO_DIGESTS
+    ) -> GatheredStep:
         """Return the step that W messages describe together.
 
         Args:
             messages: uint8 ``[W, num_bytes]`` in rank order.
             step: The step that is expected.
             time: Unix time in seconds.
+            state: This worker's own digests, which name those of all.
 
         Raises:
             PayloadError: Another schema, or another step than expected.
@@ -138,17 +154,21 @@ class Layout:
         num_micro = np.minimum(header["num_micro"], self.num_micro)
         micro = records_W["micro"]
         observed = self.measured and bool(header["observed"].all())
+        workers = {s.name: _column(local[:, slot], s.dtype) for slot, s in enumerate(_LOCAL)}
+        alike = bool((header["items"] == state.items).all())
         return GatheredStep(
             step=step,
             time=time,
             observed=observed,
-            workers={s.name: _column(local[:, slot], s.dtype) for slot, s in enumerate(_LOCAL)},
+            workers=workers,
             samples=_rows(
                 records_W["samples"], np.minimum(header["num_samples"], self.num_samples)
             ),
             micro_losses=_rows(micro[:, 0], num_micro),
             micro_weights=_rows(micro[:, 1], num_micro),
             micro_norms=_rows(micro[:, 2], num_micro),
+            micro_scales=_rows(micro[:, 3], num_micro),
+            differences=_differences(state, records_W, workers["replica"]) if alike else (),
             **(self._gradients(records_W) if observed else {"sketches_WK": None}),
         )
 
@@ -206,11 +226,13 @@ class Layout:
                 ("gram", np.float64, (measured * self.gram_size,)),
                 ("group_norms", np.float64, (num_groups,)),
                 ("samples", np.int64, (self.num_samples,)),
-                ("micro", np.float64, (3, self.num_micro)),
+                ("micro", np.float64, (4, self.num_micro)),
+                ("digests", np.int64, (self.num_digests,)),
                 ("sketch", np.float32, (measured * self.sketch_width,)),
                 ("group_sketches", np.float32, (num_groups, self.group_width)),
                 ("reduced", np.float32, (measured * self.reduced_width,)),
                 ("report", np.float32, (measured * self.report_size,)),
+                ("unchanged", np.bool_, (self.num_digests,)),
             ]
         )
 
@@ -226,6 +248,14 @@ def _check(header: Mapping[str, Ints], step: int) -> None:
     leaving = np.flatnonzero(header["leaving"])
     if len(leaving):
         raise Goodbye(tuple(leaving.tolist()), step)
+
+
+def _differences(
+    own: StateDigests, records_W: NDArray[Any], replicas_W: NDArray[Any]
+) -> tuple[StateDifference, ...]:
+    count = len(own.names)
+    digests_WD, unchanged_WD = records_W["digests"][:, :count], records_W["unchanged"][:, :count]
+    return differences(own, digests_WD, unchanged_WD, replicas_W)
 
 
 def _room(now: int, needed: int) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.core.direction import from_upper_triangle
+from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints, StepReport
 from rankscope.errors import RunError
@@ -14,7 +15,9 @@ from rankscope.record.tables import Columns, blocks_of, last_step_of
 _LOCAL = tuple(s.name for s in signals(Table.WORKERS, Source.LOCAL))
 _DERIVED = tuple(s.name for s in signals(Table.WORKERS, Source.DERIVED))
 _VALUES = signals(Table.STEPS, Source.DERIVED)
-_OTHERS = (Table.WORKERS, Table.SAMPLES, Table.MICRO, Table.PAIRS, Table.GROUPS)
+_OTHERS = (Table.WORKERS, Table.SAMPLES, Table.MICRO, Table.PAIRS, Table.GROUPS, Table.DIGESTS)
+
+_MICRO = (("loss", False), ("loss_weight", False), ("grad_norm", True), ("loss_scale", True))
 
 Rows = Mapping[Table, Columns | None]
 """The rows of one step in every table but ``steps``; None where it has none."""
@@ -89,7 +92,7 @@ def _report(
     if local is None:
         raise ValueError("it lacks the workers")
     width = len(local["rank"])
-    losses, weights, norms = _micro(rows[Table.MICRO], width)
+    losses, weights, norms, scales = _micro(rows[Table.MICRO], width)
     groups, norms_WG, cosines_WG = _groups(rows[Table.GROUPS], width)
     interval = values["interval"]
     gathered = GatheredStep(
@@ -102,6 +105,8 @@ def _report(
         micro_losses=losses,
         micro_weights=weights,
         micro_norms=norms,
+        micro_scales=scales,
+        differences=_differences(rows[Table.DIGESTS], width),
         groups=groups,
         group_norms_WG=norms_WG,
         interval=int(interval) if np.isfinite(interval) else 1,
@@ -119,14 +124,28 @@ def _samples(rows: Columns | None, width: int) -> tuple[Ints, ...]:
 
 
 def _micro(rows: Columns | None, width: int) -> tuple[tuple[Floats, ...], ...]:
-    """Return losses, weights and gradient norms of each worker's micro-batches."""
+    """Return losses, weights, gradient norms and multipliers of each worker's micro-batches."""
     if rows is None:
-        return (), (), ()
+        return (), (), (), ()
     ends = np.searchsorted(rows["rank"], np.arange(1, width))
-    losses, weights, norms = (
-        tuple(np.split(rows[name], ends)) for name in ("loss", "loss_weight", "grad_norm")
+    losses, weights, norms, scales = (
+        () if optional and np.isnan(rows[name]).all() else tuple(np.split(rows[name], ends))
+        for name, optional in _MICRO
     )
-    return losses, weights, () if np.isnan(rows["grad_norm"]).all() else norms
+    return losses, weights, norms, scales
+
+
+def _differences(rows: Columns | None, width: int) -> tuple[StateDifference, ...]:
+    if rows is None:
+        return ()
+    digests_WD = rows["digest"].reshape(width, -1)
+    unchanged_WD = rows["unchanged"].reshape(width, -1)
+    return tuple(
+        StateDifference(
+            StateKind(rows["kind"][d]), rows["name"][d], digests_WD[:, d], unchanged_WD[:, d]
+        )
+        for d in range(digests_WD.shape[1])
+    )
 
 
 def _groups(

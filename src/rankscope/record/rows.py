@@ -23,6 +23,7 @@ def rows_of(report: StepReport) -> dict[Table, Rows]:
         Table.SAMPLES: _sample_rows(report),
         Table.PAIRS: _pair_row(report),
         Table.GROUPS: _group_rows(report),
+        Table.DIGESTS: _digest_rows(report),
     }
     return {table: table_rows for table, table_rows in rows.items() if len(table_rows["step"])}
 
@@ -60,12 +61,17 @@ def _micro_rows(report: StepReport) -> Rows:
         "loss": np.concatenate(losses),
         "loss_weight": np.concatenate(report.gathered.micro_weights),
         "grad_norm": _micro_norms(report.gathered, lengths),
+        "loss_scale": _micro_scales(report.gathered, lengths),
     }
 
 
 def _micro_norms(step: GatheredStep, lengths: list[int]) -> Array:
     norms = known_micro_norms(step)
     return np.concatenate(norms) if norms else np.full(sum(lengths), np.nan)
+
+
+def _micro_scales(step: GatheredStep, lengths: list[int]) -> Array:
+    return np.concatenate(step.micro_scales) if step.micro_scales else np.full(sum(lengths), np.nan)
 
 
 def _sample_rows(report: StepReport) -> Rows:
@@ -99,4 +105,19 @@ def _group_rows(report: StepReport) -> Rows:
         "group": np.tile(np.array(step.groups, object), num_workers),
         "grad_norm": step.group_norms_WG.ravel(),
         "cosine_rest": cosines_WG.ravel(),
+    }
+
+
+def _digest_rows(report: StepReport) -> Rows:
+    step = report.gathered
+    width, count = step.num_workers, len(step.differences)
+    if not count:
+        return {"step": np.empty(0, np.int64)}
+    return {
+        "step": np.full(width * count, step.step),
+        "rank": np.repeat(np.arange(width), count),
+        "kind": np.tile(np.array([str(d.kind) for d in step.differences], object), width),
+        "name": np.tile(np.array([d.name for d in step.differences], object), width),
+        "digest": np.stack([d.digests_W for d in step.differences], axis=1).ravel(),
+        "unchanged": np.stack([d.unchanged_W for d in step.differences], axis=1).ravel(),
     }

@@ -48,6 +48,7 @@ _WRITE_ORDER = (
     Table.MICRO,
     Table.PAIRS,
     Table.GROUPS,
+    Table.DIGESTS,
     Table.WORKERS,
     Table.STEPS,
 )

@@ -1,0 +1,141 @@
+"""What should be equal on several workers, compared by digests.
+
+Under DDP every worker holds all parameters, buffers and optimizer state; with HSDP, the workers of
+equal shards do. Their bits stay equal for as long as all apply the same gradients. So a single
+difference is exact evidence, and its place in the model tells where to look.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+MAX_TOLD = 4
+"""Differences of one kind that are told of a step: one is enough to prove the fault."""
+
+
+class StateKind(StrEnum):
+    """What is compared."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER = "optimizer"
+    """All state that the optimizer keeps for a parameter."""
+    REDUCED = "reduced"
+    """The gradient right after the reduction."""
+    APPLIED = "applied"
+    """The gradient when ``optimizer.step`` was called."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigests:
+    """One worker's digests of what was to be compared in one step. D items.
+
+    Attributes:
+        kinds: What each item is.
+        names: Its name in the model.
+        digests_D: Digest of its bits, int64 ``[D]``.
+        unchanged_D: For reduced gradients: whether the reduction left the bits of the local
+            gradient as they were.
+    """
+
+    kinds: tuple[StateKind, ...] = ()
+    names: tuple[str, ...] = ()
+    digests_D: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    unchanged_D: Bools = field(default_factory=lambda: np.empty(0, bool))
+
+    @property
+    def items(self) -> int:
+        """A 63-bit digest of kinds and names, equal on workers whose items are the same."""
+        text = "\n".join(
+            f"{kind} {name}" for kind, name in zip(self.kinds, self.names, strict=True)
+        )
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def of_kind(self, kind: StateKind) -> int | None:
+        """Return one digest of all items of a kind, None without any."""
+        chosen = [digest for k, digest in zip(self.kinds, self.digests_D, strict=True) if k is kind]
+        if not chosen:
+            return None
+        digest = hashlib.blake2b(np.array(chosen, np.int64).tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateDifference:
+    """Something that is not equal on workers that should hold the same.
+
+    Attributes:
+        kind: What it is.
+        name: Its name in the model.
+        digests_W: Digest of its bits on every worker, int64 ``[W]``.
+        unchanged_W: For a reduced gradient: whether the reduction left the local gradient's bits
+            as they were, bool ``[W]``.
+    """
+
+    kind: StateKind
+    name: str
+    digests_W: Ints
+    unchanged_W: Bools
+
+    def odd_ones_out(self, replicas_W: Ints) -> tuple[int, ...]:
+        """Return the workers that differ from most of those that should hold the same.
+
+        Args:
+            replicas_W: Workers with equal numbers should hold the same.
+
+        Returns:
+            Ranks in order; all workers concerned where no majority agrees.
+        """
+        odd: list[int] = []
+        for ranks in _classes(self.kind, replicas_W):
+            values, counts = np.unique(self.digests_W[ranks], return_counts=True)
+            if len(values) < 2:
+                continue
+            most = int(counts.argmax())
+            agreed = counts[most] * 2 > len(ranks)
+            odd += [r for r in ranks if not agreed or self.digests_W[r] != values[most]]
+        return tuple(sorted(odd))
+
+
+def differences(
+    own: StateDigests, digests_WD: Ints, unchanged_WD: Bools, replicas_W: Ints
+) -> tuple[StateDifference, ...]:
+    """Return what differs between workers that should hold the same.
+
+    Args:
+        own: One worker's items, which name those of all.
+        digests_WD: Everybody's digests.
+        unchanged_WD: Everybody's ``unchanged_D``.
+        replicas_W: Workers with equal numbers should hold the same parameters, optimizer state
+            and gradients; buffers are compared between all.
+
+    Returns:
+        At most ``MAX_TOLD`` of each kind, in order of the items.
+    """
+    found = [
+        StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
+        for d, (kind, name) in enumerate(zip(own.kinds, own.names, strict=True))
+        if any(np.ptp(digests_WD[ranks, d]) for ranks in _classes(kind, replicas_W))
+    ]
+    told: list[StateDifference] = []
+    for kind in StateKind:
+        told += [difference for difference in found if difference.kind is kind][:MAX_TOLD]
+    return tuple(told)
+
+
+def _classes(kind: StateKind, replicas_W: Ints) -> Sequence[list[int]]:
+    """Return groups of ranks that should hold the same."""
+    ranks = list(range(len(replicas_W)))
+    if kind is StateKind.BUFFER:
+        return [ranks]
+    ordered = sorted(ranks, key=lambda rank: int(replicas_W[rank]))
+    return [list(group) for _, group in groupby(ordered, key=lambda rank: int(replicas_W[rank]))]
