@@ -4,6 +4,7 @@ A step ends with the backward pass that synchronises gradients, but the optimize
 time belong to it as well. So its books close when the next step's first forward pass begins.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -47,7 +48,11 @@ class StepBooks:
         self._losses = LossMeter(shifted=instruments.shifted_labels)
         self._samples = SampleMeter()
         self._optimizer = OptimizerMeter(optimizer)
-        self._tap = instruments.make_tap(guard, self._shadow)
+        self._state = instruments.make_state_meter(optimizer)
+        self._state_step = -1
+        self._replica = math.nan if instruments.replica is None else instruments.replica
+        self._unreduced = False
+        self._tap = instruments.make_tap(guard, self._state, self._shadow)
         self._passes = ForwardPasses(self._tap.notice_backward, guard)
         self.layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
         self._last_time = time.perf_counter()
@@ -61,14 +66,23 @@ class StepBooks:
         self.close_step()
         self._samples.give(samples, self._passes.current + 1)
 
-    def begin_micro_batch(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Take the inputs of a forward pass in training."""
+    def begin_micro_batch(
+        self, args: Any, kwargs: Mapping[str, Any], *, bypassed: bool = False
+    ) -> None:
+        """Take the inputs of a forward pass in training.
+
+        Args:
+            args: Its inputs by position.
+            kwargs: Its inputs by name.
+            bypassed: Whether it goes past the wrapper, to the module inside.
+        """
         self.close_step()
+        self._begin_state()
         due = self.step % self._interval_at(self.step) == 0
         measure = due and not self.paused
         if self._exact is not None:
             self._exact.measure = measure
-        self._tap.begin_forward(measure=measure)
+        self._tap.begin_forward(measure=measure, bypassed=bypassed)
         self._passes.begin()
         self._samples.see(args, kwargs, self._passes.current)
 
@@ -76,6 +90,11 @@ class StepBooks:
         """Take what a forward pass in training returned."""
         self._passes.end(output)
         self._losses.see(output, kwargs, self._passes.current)
+
+    def begin_optimizer_step(self) -> None:
+        """Take notice that ``optimizer.step`` is about to run."""
+        self._unreduced |= self._tap.unreduced
+        self._state.see_applied()
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Take a call of ``optimizer.step`` that has ended."""
@@ -87,6 +106,8 @@ class StepBooks:
             self._hand_over()
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._tap.collect()
+            self._state.collect()
+            self._state_step = -1
             self._passes.take_idle()
             self._losses.collect()
             self._samples.collect()
@@ -102,27 +123,38 @@ class StepBooks:
         self._guard(self.close_step)
         self._guard(self._hand_over)
 
+    def _begin_state(self) -> None:
+        if self._state_step != self.step:
+            self._state_step = self.step
+            self._state.begin_step(self.step)
+
     def _hand_over(self) -> None:
         now = time.perf_counter()
         busy = self._tap.busy_seconds
         named = self._samples.named
         idle = self._passes.take_idle()
         losses, multipliers = self._losses.collect(idle)
+        self._begin_state()
+        self._state.see_state()
         local = LocalStep(
             step=self.step,
             gradient=self._collect_gradient(),
             losses=losses,
             multipliers=multipliers,
             samples=self._samples.collect(idle),
+            state=self._state.collect(),
             values={
                 **self._optimizer.collect(),
                 "samples_named": named,
+                "replica": self._replica,
+                "unreduced": self._unreduced,
                 "step_seconds": now - self._last_time,
                 "busy_seconds": busy,
                 "overhead_seconds": self._guard.take_seconds(),
             },
         )
         self.step += 1
+        self._unreduced = False
         self._last_time = now
         self._send(local)
 

@@ -9,7 +9,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
+from rankscope.capture.state_meter import StateMeter
 from rankscope.capture.tap import Guarded
+from rankscope.capture.witness import GradientWitness
 from rankscope.core.consensus import SKETCH_WIDTH as CONSENSUS_WIDTH
 from rankscope.core.governor import Governor
 from rankscope.core.groups import Groups, GroupsOption, group_parameters
@@ -52,8 +54,12 @@ class Instruments:
     """What measures one model.
 
     Attributes:
-        make_tap: Makes the tap, given a guard and what to call after a step that this rank only
-            shadows.
+        make_tap: Makes the tap, given a guard, a witness, and what to call after a step that this
+            rank only shadows.
+        make_state_meter: Makes what digests the training's state, given the optimizer.
+        module: The model inside the wrapper.
+        replica: Workers with equal numbers hold the same parameters; None where each parameter has
+            one owner.
         layout: What a step's message holds.
         governor: Decides in which steps gradients are measured.
         groups: Names of the parameter groups, and which parameter belongs to which.
@@ -64,7 +70,10 @@ class Instruments:
             exact tier; all ranks call it at the same point.
     """
 
-    make_tap: Callable[[Guarded, Callable[[], None]], GradientTap]
+    make_tap: Callable[[Guarded, GradientWitness, Callable[[], None]], GradientTap]
+    make_state_meter: Callable[[torch.optim.Optimizer | None], StateMeter]
+    module: torch.nn.Module
+    replica: int | None
     layout: Layout
     governor: Governor
     groups: Groups
@@ -122,17 +131,29 @@ def choose_instruments(wrapped: Wrapped, options: Options) -> Instruments:
         gram_size=num_workers * (num_workers + 1) // 2 if options.tier is Tier.EXACT else 0,
     )
 
-    def make_tap(guarded: Guarded, shadowed: Callable[[], None]) -> GradientTap:
-        return wrapped.make_tap(sketcher, guarded, reduced, shadowed)
+    def make_tap(
+        guarded: Guarded, witness: GradientWitness, shadowed: Callable[[], None]
+    ) -> GradientTap:
+        return wrapped.make_tap(sketcher, guarded, reduced, witness, shadowed)
 
-    inner = getattr(wrapped.wrapper, "module", wrapped.wrapper)
+    def make_state_meter(optimizer: torch.optim.Optimizer | None) -> StateMeter:
+        return StateMeter(
+            wrapped.module,
+            None if wrapped.kind == "DeepSpeed" else optimizer,  # its state is sharded, or flat
+            replicated=wrapped.replica is not None,
+            reduces=wrapped.reduces,
+        )
+
     return Instruments(
         make_tap=make_tap,
+        make_state_meter=make_state_meter,
+        module=wrapped.module,
+        replica=wrapped.replica,
         layout=layout,
         governor=Governor(options.overhead_budget, options.every),
         groups=groups,
         device=wrapped.device,
-        shifted_labels="CausalLM" in type(inner).__name__,
+        shifted_labels="CausalLM" in type(wrapped.module).__name__,
         make_exact=_make_exact(wrapped) if options.tier is Tier.EXACT else None,
     )
 

@@ -98,7 +98,16 @@ class Scope:
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
         ]
+        self._inside = self._bypassing = False
+        inner = instruments.module
+        if inner is not model and not _is_compiled(model) and not _is_compiled(inner):
+            before, after = self._before_inner_forward, self._after_inner_forward
+            self._hooks += [
+                inner.register_forward_pre_hook(ForeignHook(before), with_kwargs=True),
+                inner.register_forward_hook(ForeignHook(after), with_kwargs=True),
+            ]
         if optimizer is not None:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -196,14 +205,30 @@ class Scope:
     # What torch calls, in the training thread ----------------------------------------------
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        self._inside = True
         if model.training and torch.is_grad_enabled():
             self._guard(partial(self._books.begin_micro_batch, args, kwargs))
             self._beat("forward")
 
+    def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Notice a forward pass that goes past the wrapper: nothing reduces its gradients."""
+        self._bypassing = not self._inside and model.training and torch.is_grad_enabled()
+        if self._bypassing:
+            self._guard(partial(self._books.begin_micro_batch, args, kwargs, bypassed=True))
+
+    def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self._bypassing:
+            self._bypassing = False
+            self._guard(partial(self._books.see_output, output, kwargs))
+
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside = False
         if model.training and torch.is_grad_enabled():
             self._guard(partial(self._books.see_output, output, kwargs))
             self._beat("backward")
+
+    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._guard(self._books.begin_optimizer_step)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._guard(partial(self._books.count_optimizer_step, optimizer))
@@ -298,6 +323,11 @@ class Scope:
         except Exception as error:
             self._saves_state = False
             _log.warning("a restarted job cannot go on from %s: %s", writer.path, error)
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether a model is compiled: hooks inside it would break its graph."""
+    return hasattr(model, "_orig_mod")
 
 
 def _close_at_exit(reference: "weakref.ref[Scope]") -> None:

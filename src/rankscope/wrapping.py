@@ -17,10 +17,12 @@ from rankscope.capture.fsdp2_model import (
     fsdp2_device,
     fsdp2_parameters,
     fsdp2_process_group,
+    fsdp2_replica,
     is_fsdp2,
 )
 from rankscope.capture.names import canonical_name
 from rankscope.capture.tap import Guarded
+from rankscope.capture.witness import GradientWitness
 from rankscope.errors import UnsupportedError
 
 
@@ -35,6 +37,8 @@ class Wrapped:
         group: The process group whose ranks are compared; each of them is a worker.
         device: Where the gradients live.
         optimizer: The optimizer, where the wrapper holds it.
+        replica: Workers with equal numbers hold the same parameters; None when each parameter has
+            one owner.
     """
 
     kind: str
@@ -43,23 +47,43 @@ class Wrapped:
     group: dist.ProcessGroup
     device: torch.device
     optimizer: torch.optim.Optimizer | None = None
+    replica: int | None = 0
+
+    @property
+    def module(self) -> nn.Module:
+        """The model inside the wrapper."""
+        inner = getattr(self.wrapper, "module", None)
+        return inner if isinstance(inner, nn.Module) else self.wrapper
+
+    def reduces(self, parameter: Tensor) -> bool:
+        """Return whether the wrapper reduces the gradient of a parameter, as far as is known."""
+        if not isinstance(self.wrapper, DistributedDataParallel):
+            return True
+        return any(parameter is known for known in self.wrapper._module_parameters)
 
     def make_tap(
         self,
         sketcher: Sketcher,
         guarded: Guarded,
         reduced: ReadReduced,
+        witness: GradientWitness,
         shadowed: Callable[[], None],
     ) -> GradientTap:
         """Return a tap that reads this model's local gradients from now on."""
-        wrapper = self.wrapper
+        wrapper, parameters = self.wrapper, self.parameters
         if isinstance(wrapper, DistributedDataParallel):
             return DDPTap(
-                wrapper, self.parameters, sketcher, guarded, reduced=reduced, shadowed=shadowed
+                wrapper,
+                parameters,
+                sketcher,
+                guarded,
+                reduced=reduced,
+                witness=witness,
+                shadowed=shadowed,
             )
         if is_deepspeed(wrapper):
-            return DeepSpeedTap(wrapper, self.parameters, sketcher, guarded, reduced=reduced)
-        return FSDP2Tap(wrapper, self.parameters, sketcher, guarded, reduced=reduced)
+            return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
+        return FSDP2Tap(wrapper, parameters, sketcher, guarded, reduced=reduced, witness=witness)
 
 
 def find_wrapper(model: nn.Module) -> Wrapped:
@@ -86,7 +110,8 @@ def find_wrapper(model: nn.Module) -> Wrapped:
         return _find_deepspeed(inner)
     if is_fsdp2(inner):
         parameters, group = fsdp2_parameters(inner), fsdp2_process_group(inner)
-        return Wrapped("FSDP2", inner, parameters, group, fsdp2_device(inner))
+        device, replica = fsdp2_device(inner), fsdp2_replica(inner)
+        return Wrapped("FSDP2", inner, parameters, group, device, replica=replica)
     raise UnsupportedError(
         "watch() expected a model wrapped in DistributedDataParallel or fully_shard, or a "
         f"DeepSpeed engine, got {type(inner).__name__}; pass what the training calls, after "
@@ -102,7 +127,8 @@ def _find_deepspeed(engine: Any) -> Wrapped:
     }
     group = deepspeed_process_group(engine)
     optimizer = engine.basic_optimizer
-    return Wrapped("DeepSpeed", engine, parameters, group, engine.device, optimizer)
+    replica = 0 if engine.zero_optimization_stage() < 3 else None
+    return Wrapped("DeepSpeed", engine, parameters, group, engine.device, optimizer, replica)
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:

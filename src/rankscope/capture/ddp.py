@@ -23,6 +23,7 @@ from rankscope.capture.micro import MicroBatches
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.tap import Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
+from rankscope.capture.witness import GradientWitness
 
 _LOOKED_AT = 64  # elements of each parameter that tell whether a gradient was zeroed
 
@@ -36,6 +37,7 @@ class DDPTap:
         sketcher: Measures the gradients.
         guarded: Keeps the monitor's exceptions out of the backward pass.
         reduced: What to read of the reduced gradient.
+        witness: Is shown local gradients, and told when they have been reduced.
         shadowed: Called after each synchronising step that this rank only shadows, since it has
             run out of data inside ``model.join()``.
     """
@@ -48,8 +50,10 @@ class DDPTap:
         guarded: Guarded,
         *,
         reduced: ReadReduced,
+        witness: GradientWitness,
         shadowed: Callable[[], None],
     ) -> None:
+        self._witness = witness
         self._model = model
         self._parameters = parameters
         self._sketcher = sketcher
@@ -67,6 +71,7 @@ class DDPTap:
         self._begun = self._reduced_known = self._spoiled = False
         self._settled = False  # the step's reduction is over
         self._due = self._measure = self._synchronises = False
+        self._bypassed = self._through_ddp = self._unreduced = False
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._on_gradient, name)
@@ -80,11 +85,22 @@ class DDPTap:
         """Every rank holds the whole reduced gradient."""
         return self._model.process_group.size()
 
-    def begin_forward(self, *, measure: bool) -> None:
-        """Announce a forward pass in training. DDP decides here whether backward synchronises."""
+    @property
+    def unreduced(self) -> bool:
+        """Whether the gradients hold something that no reduction has seen."""
+        return self._unreduced
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training. DDP decides here whether backward synchronises.
+
+        One that goes past DDP, to the module inside, makes a step of its own that nothing reduces;
+        unless the same step goes through DDP as well, which then reduces what both have left.
+        """
+        self._through_ddp |= not bypassed
+        self._bypassed = not self._through_ddp
         self._backward.begin()
         self._fresh = True
-        self._synchronises = self._model.require_backward_grad_sync
+        self._synchronises = self._bypassed or self._model.require_backward_grad_sync
         # Norms do not add up over micro-batches, so without sketches the last one says it all.
         self._measure = measure and (self._synchronises or self._sketcher.sketches)
         self._due = measure
@@ -139,6 +155,7 @@ class DDPTap:
         self._carried_over = None
         self._begun = self._reduced_known = self._spoiled = False
         self._settled = self._synchronises = False
+        self._through_ddp = self._bypassed = False
 
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
         self._guarded(partial(self._see, name, parameter))
@@ -152,7 +169,11 @@ class DDPTap:
         if self._first:
             self._first = False
             self._begin_pass(name)
-        if not self._calls.last_of(name) or not self._measure:
+        if not self._calls.last_of(name):
+            return
+        if parameter.grad is not None:
+            self._witness.see_local(name, parameter.grad)
+        if not self._measure:
             return
         if parameter.grad is None:  # a hook of the training's has taken it away
             self._spoiled = True
@@ -176,8 +197,10 @@ class DDPTap:
         if self._first:
             return  # no parameter took part: the training asked for other gradients
         self._settled = self._synchronises
+        self._unreduced = self._bypassed or not self._synchronises
         if self._synchronises:
             self._busy.see_reduced()
+            self._witness.see_reduced()
         self._spoiled = self._calls.end_pass() or self._spoiled
         if not self._measure:
             return

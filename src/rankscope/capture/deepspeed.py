@@ -122,7 +122,12 @@ class DeepSpeedTap:
         """How many workers hold each element of the reduced gradient: W or, of a shard, 1."""
         return self._group.size() if self._shards.replicated else 1
 
-    def begin_forward(self, *, measure: bool) -> None:
+    @property
+    def unreduced(self) -> bool:
+        """False: the engine's own step decides what it applies."""
+        return False
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
         self._measure = self._local.on = measure
 

@@ -21,6 +21,7 @@ from rankscope.capture.parts import GradientParts
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.tap import Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
+from rankscope.capture.witness import GradientWitness
 from rankscope.errors import UnsupportedError
 
 
@@ -43,6 +44,7 @@ class FSDP2Tap:
         sketcher: Measures the gradients, on :func:`fsdp2_device`.
         guarded: Keeps the monitor's exceptions out of the backward pass.
         reduced: What to read of the reduced gradient.
+        witness: Is told when gradients have been reduced.
 
     Raises:
         UnsupportedError: Parameters differ in their workers, or this torch's FSDP2 is unknown.
@@ -56,7 +58,9 @@ class FSDP2Tap:
         guarded: Guarded,
         *,
         reduced: ReadReduced,
+        witness: GradientWitness,
     ) -> None:
+        self._witness = witness
         managed = managed_parameters(model)
         self._parameters = {parameter.inside: parameter for parameter in managed}
         self._watched = [p for p in managed if p.name in parameters]
@@ -89,7 +93,12 @@ class FSDP2Tap:
         """The number of replicas: 1 when parameters are sharded over all workers."""
         return self._groups[0].num_copies
 
-    def begin_forward(self, *, measure: bool) -> None:
+    @property
+    def unreduced(self) -> bool:
+        """False: what FSDP2 has not reduced is not in ``.grad``, and reaches no optimizer."""
+        return False
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training; one that recomputes activations does not count."""
         if _in_backward():
             return
@@ -203,6 +212,8 @@ class FSDP2Tap:
         self._num_backwards += 1
         synchronised = any(g.synchronises for g in self._groups if g.belongs_to(state))
         self._complete |= synchronised
+        if synchronised:
+            self._witness.see_reduced()
         if not self._measure:
             return
         if self._read_now:

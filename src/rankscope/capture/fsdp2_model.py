@@ -172,6 +172,17 @@ def fsdp2_process_group(model: nn.Module) -> dist.ProcessGroup:
     return made
 
 
+def fsdp2_replica(model: nn.Module) -> int | None:
+    """Return the number of the shard that this worker holds as others do, too.
+
+    None when each parameter has one owner.
+    """
+    first = managed_parameters(model)[0]
+    if first.group.num_copies == 1:
+        return None
+    return int(getattr(first.inside.mesh_info, "shard_mesh_rank", 0))
+
+
 def managed_parameters(model: nn.Module) -> list[ManagedParameter]:
     """Return all parameters that FSDP2 shards, trainable or not, in the model's order.
 

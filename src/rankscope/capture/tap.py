@@ -59,8 +59,18 @@ class GradientTap(Protocol):
     def reduced_copies(self) -> int:
         """How many workers hold each element of the reduced gradient: W under DDP, 1 with FSDP2."""
 
-    def begin_forward(self, *, measure: bool) -> None:
-        """Announce a forward pass in training whose backward pass will follow."""
+    @property
+    def unreduced(self) -> bool:
+        """Whether the gradients hold something that no reduction has seen; False if unknown."""
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training whose backward pass will follow.
+
+        Args:
+            measure: Whether to measure that backward pass.
+            bypassed: Whether the training calls the module inside the wrapper, so that nothing
+                is reduced.
+        """
 
     def notice_backward(self) -> None:
         """Say, from inside it, that a backward pass has reached what the model returned."""

@@ -14,9 +14,11 @@ from rankscope.diagnose.detectors import DuplicateBatches, NonFinite
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.overlap import OverlappingShards
+from rankscope.diagnose.reduction import ReductionChecks
 from rankscope.diagnose.rules import RULES, describe
 from rankscope.diagnose.sampling import Sampling
 from rankscope.diagnose.stragglers import Stragglers
+from rankscope.diagnose.unequal import UnequalState
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import to_plain
@@ -40,6 +42,8 @@ class Diagnosis:
             NonFinite(),
             DuplicateBatches(num_workers),
             OverlappingShards(num_workers),
+            UnequalState(num_workers),
+            ReductionChecks(num_workers),
             outliers,
             AlikePairs(num_workers, lambda: outliers.not_compared),
             Sampling(num_workers, lambda: outliers.set_apart),

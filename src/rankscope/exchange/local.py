@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from rankscope.capture import GradientHandover, HostCopy
 from rankscope.capture.loss import MicroBatchLoss, to_arrays
 from rankscope.capture.samples import to_array
+from rankscope.capture.state_meter import PendingState
 from rankscope.core.nulls import weighted_mean_and_sem
 from rankscope.core.step import Floats, Ints
 from rankscope.exchange.payload import WorkerStep
@@ -25,6 +26,7 @@ class LocalStep:
         multipliers: What the losses were multiplied by before backward; None if unknown.
         samples: Ids or digests, in parts.
         values: LOCAL signals that are known already.
+        state: Digests of the training's state.
     """
 
     step: int
@@ -33,12 +35,14 @@ class LocalStep:
     multipliers: HostCopy | None
     samples: Sequence[HostCopy | Ints]
     values: Mapping[str, float]
+    state: PendingState
 
     def to_message(self) -> WorkerStep:
         """Wait for the device and return the message; for the courier's thread."""
         losses, weights = to_arrays(self.losses)
         samples = to_array(self.samples)
-        values = {**self.values, **_loss_values(losses, weights), **_sample_values(samples)}
+        state, state_values = self.state.read()
+        values = {**self.values, **state_values, **_loss_values(losses, weights), **_sample_values(samples)}
         multipliers = np.empty(0)
         if self.multipliers is not None:
             multipliers = np.asarray(self.multipliers.numpy(), np.float64)
@@ -59,6 +63,7 @@ class LocalStep:
             gradient=gradient,
             samples=samples,
             micro=_micro(losses, weights, micro_norms, multipliers),
+            state=state,
         )
 
 

@@ -1,0 +1,172 @@
+"""The detector of reductions that return something else than the mean of the local gradients.
+
+It works on norms: what the reduced gradient's should be follows from the workers' norms and
+cosines, to 2 %. A single step proves nothing, a ratio that stays the same over many steps does.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.finding import Severity
+from rankscope.core.reduction import clip_limit, norm_of_mean
+from rankscope.core.state import Stateful
+from rankscope.core.step import GatheredStep
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.rules import count, name_ranks
+
+STEPS = 16
+"""Observed steps that must agree."""
+
+APART = 0.2
+"""Relative distance of the reduced from the expected norm, from which it is wrong."""
+
+STEADY = 0.04
+"""Relative spread of a ratio that stays the same: twice what sketches leave."""
+
+_EXACT = 2e-3
+_PINNED = 1e-4
+
+Floats = NDArray[np.float64]
+
+
+class ReductionChecks(Stateful):
+    """Wrong scale, stale results, and gradients that were clipped before the reduction.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._history: deque[tuple[float, ...]] = deque(maxlen=STEPS)
+        self._applied: deque[float] = deque(maxlen=STEPS // 2)
+        self._pinned: deque[float] = deque(maxlen=STEPS)
+        self._found: dict[str, list[int]] = {}
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks when enough of them agree on what is wrong."""
+        if self._num_workers < 2:
+            return ()
+        gathered = step.gathered
+        told = [self._check_applied(gathered)]
+        if gathered.observed:
+            norms_W = gathered.workers["grad_norm"].astype(np.float64)
+            self._history.append(self._summary(step, norms_W))
+            told += [self._check_ratio(gathered.step), self._check_pinned(gathered.step, norms_W)]
+        return [evidence for evidence in told if evidence is not None]
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()
+
+    def _summary(self, step: Observation, norms_W: Floats) -> tuple[float, ...]:
+        """Return reduced and expected norm, the limit if all were clipped, and the log norm."""
+        reduced, weighted, mean = (
+            float(step.report.values.get(name, np.nan))
+            for name in ("grad_norm_reduced", "cosine_weighted", "cosine_mean")
+        )
+        positive = bool((norms_W > 0).all())
+        return (
+            reduced,
+            norm_of_mean(norms_W, weighted),
+            clip_limit(reduced, mean, self._num_workers),
+            float(np.log(norms_W.mean())) if positive else float("nan"),
+        )
+
+    def _check_applied(self, gathered: GatheredStep) -> Evidence | None:
+        """Notice gradients that are divided, or multiplied, by W once more after the reduction."""
+        scales_W = gathered.workers["applied_scale"]
+        width = self._num_workers
+        common = np.isfinite(scales_W).all() and np.ptp(scales_W) <= _EXACT * abs(scales_W[0])
+        self._applied.append(float(scales_W[0]) if common else np.nan)
+        scales = np.array(self._applied)
+        for factor, words in ((1 / width, "divided"), (width, "multiplied")):
+            if len(scales) == self._applied.maxlen and _near(scales, float(factor)):
+                what = f"{words} once more by the number of workers"
+                return self._tell(
+                    "sync.wrong_scale", gathered.step, factor=float(factor), what=what
+                )
+        return None
+
+    def _check_ratio(self, step: int) -> Evidence | None:
+        history = np.array(self._history)
+        usable = np.isfinite(history[:, :2]).all() and (history[:, :2] > 0).all()
+        if len(history) < STEPS or not usable:
+            return None
+        reduced, expected, limits, log_norms = history.T
+        logs = np.log(reduced / expected)
+        off = float(np.median(logs))
+        if np.std(logs) < STEADY and abs(off) > APART:
+            factor = float(np.exp(off))
+            return self._tell("sync.wrong_scale", step, factor=factor, what=self._reading(factor))
+        late = np.log(reduced[1:] / expected[:-1])
+        if _rms(late) < STEADY and _rms(logs) > 3 * max(_rms(late), STEADY / 2):
+            return self._tell("sync.stale", step)
+        known = np.isfinite(limits).all() and np.isfinite(log_norms).all()
+        same_limit = known and np.std(np.log(limits)) < STEADY
+        if same_limit and off < -STEADY and np.std(log_norms) > 2 * STEADY:
+            return self._tell("sync.clipped_locally", step, limit=float(np.median(limits)))
+        return None
+
+    def _check_pinned(self, step: int, norms_W: Floats) -> Evidence | None:
+        """Notice local norms that stop at one value: most workers', in most steps."""
+        largest = float(norms_W.max()) if np.isfinite(norms_W).all() else np.nan
+        at_limit = np.abs(norms_W - largest) <= _PINNED * largest
+        pinned = np.isfinite(largest) and largest > 0 and 2 * at_limit.sum() > len(norms_W)
+        self._pinned.append(largest if pinned else np.nan)
+        limits = np.array(self._pinned)
+        limits = limits[np.isfinite(limits)]
+        if len(limits) < 3 * STEPS // 4 or np.ptp(limits) > _PINNED * limits[0]:
+            return None
+        if self._history[-1][1] > (1 - STEADY) * limits[0]:
+            return None  # equal directions, too: the workers train on the same batches
+        return self._tell("sync.clipped_locally", step, limit=float(limits[0]))
+
+    def _reading(self, factor: float) -> str:
+        width = self._num_workers
+        readings = {
+            1 / width: "divided twice by the number of workers",
+            float(width): "summed, not averaged",
+        }
+        for expected, words in readings.items():
+            if abs(np.log(factor / expected)) < STEADY:
+                return words
+        return "scaled"
+
+    def _tell(
+        self, cause: str, step: int, *, factor: float = 1.0, what: str = "", limit: float = 0.0
+    ) -> Evidence:
+        first, steps = self._found.setdefault(cause, [max(step - STEPS + 1, 0), STEPS - 1])
+        self._found[cause][1] = steps + 1
+        ranks = tuple(range(self._num_workers))
+        error = cause != "sync.clipped_locally"
+        return Evidence(
+            cause=cause,
+            severity=Severity.ERROR if error else Severity.WARNING,
+            ranks=ranks,
+            first_step=first,
+            last_step=step,
+            count=steps + 1,
+            fields={
+                "Ranks": name_ranks(ranks).capitalize(),
+                "first": first,
+                "factor": f"{factor:.3g}",
+                "what": what,
+                "limit": f"{limit:.3g}",
+                "steps": count(steps + 1, "observed step"),
+            },
+            numbers={"factor": factor, "limit": limit, "steps": steps + 1},
+        )
+
+
+def _near(values: Floats, target: float) -> bool:
+    return bool((np.abs(values / target - 1) < _EXACT).all())
+
+
+def _rms(values: Floats) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))

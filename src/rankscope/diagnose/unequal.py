@@ -1,0 +1,280 @@
+"""The detector of state that should be equal on several workers and is not.
+
+It reads digests, so a single difference is proof. Which worker is wrong is told by majority; among
+two workers, or where no two agree, all are named.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.finding import Severity
+from rankscope.core.replicas import StateDifference, StateKind
+from rankscope.core.state import Stateful
+from rankscope.core.step import MISSING_INT, GatheredStep, Ints
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.rules import count, name_ranks
+
+HEALED_AFTER = 128
+"""Steps without a difference, after which a fault is over: twice the turn of all tensors."""
+
+_SCALED = 1e-3
+_SAME_NORM = 1e-4
+_NORM_DIFFERS = 1e-6
+_MAX_NAMES = 64
+
+_CAUSES = {
+    StateKind.PARAMETER: "state.parameters_differ",
+    StateKind.BUFFER: "state.buffers_differ",
+    StateKind.OPTIMIZER: "state.optimizer_differs",
+    StateKind.REDUCED: "sync.gradients_differ",
+    StateKind.APPLIED: "sync.gradients_differ",
+}
+
+
+class UnequalState(Stateful):
+    """Parameters, buffers, optimizer state and reduced gradients that differ between workers.
+
+    - A parameter, buffer or optimizer state whose digests differ.
+    - A reduced gradient that differs: not reduced, if the reduction left the local bits as they
+      were, or if the norms of what should be reduced are those of the local gradients.
+    - A gradient that was equal after the reduction and differs when the optimizer is called:
+      scaled on one worker alone, or changed otherwise.
+    - ``optimizer.step`` called with gradients that no reduction has seen.
+    - Models of other names, shapes or types.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._faults: dict[str, _Fault] = {}
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks of what differs in it, and of what has healed."""
+        if self._num_workers < 2:
+            return ()
+        gathered = step.gathered
+        told: list[Evidence] = []
+        for key, cause, ranks, names, words in self._differences(gathered):
+            fault = self._faults.setdefault(key, _Fault(cause, gathered.step, gathered.step))
+            fault.add(gathered.step, ranks, names, words)
+            told.append(fault.evidence(key, self._num_workers))
+        for key, fault in self._faults.items():
+            if fault.open and gathered.step - fault.last >= HEALED_AFTER:
+                fault.open = False
+                told.append(fault.evidence(key, self._num_workers))
+        return told
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()
+
+    def _differences(
+        self, gathered: GatheredStep
+    ) -> Iterable[tuple[str, str, Sequence[int], Sequence[str], str]]:
+        """Yield key, cause, ranks, names and words of all that differs in a step."""
+        workers = gathered.workers
+        replicas_W = workers["replica"]
+        unreduced = np.flatnonzero(workers["unreduced"]).tolist()
+        if unreduced:
+            yield (
+                "sync.not_reduced",
+                "sync.not_reduced",
+                unreduced,
+                (),
+                "the optimizer was called \
+with gradients that no reduction had seen",
+            )
+        layout_W = workers["state_layout"]
+        odd = _minority(layout_W, layout_W != MISSING_INT)
+        if odd:
+            words = "names, shapes or types"
+            yield "state-layout", "state.parameters_differ", odd, (), words
+        yield from self._gradients(gathered, replicas_W)
+        for kind in (StateKind.PARAMETER, StateKind.BUFFER, StateKind.OPTIMIZER):
+            found = [d for d in gathered.differences if d.kind is kind]
+            if found:
+                yield _CAUSES[kind], _CAUSES[kind], _odd(found, replicas_W), _names(found), ""
+
+    def _gradients(
+        self, gathered: GatheredStep, replicas_W: Ints
+    ) -> Iterable[tuple[str, str, Sequence[int], Sequence[str], str]]:
+        reduced = [d for d in gathered.differences if d.kind is StateKind.REDUCED]
+        alone = [d for d in reduced if d.unchanged_W.any()]
+        rest = [d for d in reduced if not d.unchanged_W.any()]
+        if alone:
+            ranks = np.flatnonzero(np.any([d.unchanged_W for d in alone], axis=0)).tolist()
+            yield (
+                "sync.not_reduced",
+                "sync.not_reduced",
+                ranks,
+                _names(alone),
+                "the reduction \
+left their bits as they were",
+            )
+        norms = _unequal_norms(gathered, replicas_W)
+        if norms is not None and not alone:
+            ranks, local = norms
+            if local:
+                yield (
+                    "sync.not_reduced",
+                    "sync.not_reduced",
+                    ranks,
+                    (),
+                    "their norm after the \
+reduction is that of the local gradient",
+                )
+            else:
+                words = "its norm after the reduction differs"
+                yield "sync.gradients_differ", "sync.gradients_differ", ranks, (), words
+        if rest:
+            words = "its bits after the reduction differ"
+            yield (
+                "sync.gradients_differ",
+                "sync.gradients_differ",
+                _odd(rest, replicas_W),
+                _names(rest),
+                words,
+            )
+        known = {d.name for d in reduced}
+        applied = [
+            d for d in gathered.differences if d.kind is StateKind.APPLIED and d.name not in known
+        ]
+        if not applied or norms is not None:
+            return
+        ranks = _odd(applied, replicas_W)
+        scales_W = gathered.workers["applied_scale"]
+        scale = _own_scale(scales_W, ranks)
+        if scale is not None:
+            words = f"scaled by {scale:.3g} there and by {_typical(scales_W):.3g} elsewhere"
+            yield "applied-scale", "state.parameters_differ", ranks, _names(applied), words
+        else:
+            words = "its bits were changed between the reduction and optimizer.step"
+            yield "sync.gradients_differ", "sync.gradients_differ", ranks, _names(applied), words
+
+
+@dataclass
+class _Fault(Stateful):
+    """One kind of difference over the run."""
+
+    cause: str
+    first: int
+    last: int
+    open: bool = True
+    steps: int = 0
+    ranks: set[int] = field(default_factory=set)
+    names: list[str] = field(default_factory=list)
+    more: bool = False
+    words: str = ""
+
+    def add(self, step: int, ranks: Sequence[int], names: Sequence[str], words: str) -> None:
+        """Take what one step shows."""
+        self.last = step
+        self.open = True
+        self.steps += 1
+        self.ranks.update(ranks)
+        self.words = self.words or words
+        for name in names:
+            if name not in self.names:
+                if len(self.names) >= _MAX_NAMES:
+                    self.more = True
+                    break
+                self.names.append(name)
+
+    def evidence(self, key: str, num_workers: int) -> Evidence:
+        """Return what is known of it."""
+        ranks = tuple(sorted(self.ranks))
+        return Evidence(
+            cause=self.cause,
+            severity=Severity.ERROR,
+            ranks=ranks,
+            first_step=self.first,
+            last_step=self.last,
+            count=self.steps,
+            key=key,
+            status="open" if self.open else "closed",
+            fields={
+                "Ranks": name_ranks(ranks).capitalize(),
+                "ranks": name_ranks(ranks),
+                "differ": "differs" if len(ranks) == 1 else "differ",
+                "first": self.first,
+                "steps": count(self.steps, "step"),
+                "names": self._name_words(),
+                "words": self.words,
+                "others": "the other workers'" if len(ranks) < num_workers else "each other's",
+                "over": " It is over now." if not self.open else "",
+            },
+            numbers={"steps": self.steps, "names": list(self.names)},
+        )
+
+    def _name_words(self) -> str:
+        if not self.names:
+            return ""
+        shown = ", ".join(self.names[:3])
+        rest = len(self.names) - 3
+        if rest <= 0 and not self.more:
+            return f" ({shown})"
+        return f" ({shown} and {max(rest, 1)}{' or more' if self.more else ''} more)"
+
+
+def _odd(found: Sequence[StateDifference], replicas_W: Ints) -> list[int]:
+    return sorted({rank for difference in found for rank in difference.odd_ones_out(replicas_W)})
+
+
+def _names(found: Sequence[StateDifference]) -> list[str]:
+    return [difference.name for difference in found]
+
+
+def _minority(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[int]:
+    """Return the workers whose value is not that of most; all of them where no majority agrees."""
+    ranks = np.flatnonzero(known_W)
+    values, counts = np.unique(values_W[ranks], return_counts=True)
+    if len(values) < 2:
+        return []
+    most = int(counts.argmax())
+    if 2 * counts[most] <= len(ranks):
+        return [int(rank) for rank in ranks]
+    return [int(rank) for rank in ranks if values_W[rank] != values[most]]
+
+
+def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int], bool] | None:
+    """Return the workers whose reduced gradient has another norm, and whether it is the local one.
+
+    None when the norms agree, or are not those of the same gradient.
+    """
+    norms_W, local_W = gathered.workers["reduced_norm"], gathered.workers["grad_norm"]
+    together = bool((replicas_W == replicas_W[0]).all()) and replicas_W[0] != MISSING_INT
+    if not gathered.observed or not together or not np.isfinite(norms_W).all():
+        return None
+    scale = float(np.max(np.abs(norms_W)))
+    if np.ptp(norms_W) <= _NORM_DIFFERS * scale:
+        return None
+    own_W = np.abs(norms_W - local_W) <= _SAME_NORM * scale
+    if own_W.all():
+        return list(range(len(norms_W))), True
+    typical = float(np.median(norms_W))
+    odd = np.flatnonzero(np.abs(norms_W - typical) > _NORM_DIFFERS * scale).tolist()
+    if len(norms_W) == 2 or 2 * len(odd) >= len(norms_W):
+        odd = list(range(len(norms_W)))
+    return odd, False
+
+
+def _own_scale(scales_W: NDArray[np.float64], ranks: Sequence[int]) -> float | None:
+    """Return by what the gradients of these ranks were scaled, if not as the others' were."""
+    own = scales_W[list(ranks)]
+    if not len(own) or not np.isfinite(scales_W).all() or len(ranks) == len(scales_W):
+        return None
+    typical = _typical(np.delete(scales_W, list(ranks)))
+    apart = np.abs(own - typical) > _SCALED * max(abs(typical), 1e-30)
+    return float(np.median(own)) if apart.all() else None
+
+
+def _typical(scales_W: NDArray[np.float64]) -> float:
+    return float(np.median(scales_W))
