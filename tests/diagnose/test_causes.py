@@ -1,0 +1,55 @@
+"""Which finding is the cause, and which are its consequences."""
+
+import pytest
+
+from rankscope.core.finding import Finding, Severity
+from rankscope.diagnose.causes import LATENESS, explained_by, ranked
+from rankscope.diagnose.rules import RULES
+
+
+def finding(cause, severity=Severity.ERROR, first=0, id=None):  # noqa: A002
+    return Finding(id or cause, cause, severity, (1,), first, first, "It is.", "Look.")
+
+
+def causes(*findings):
+    return [one.cause for one in ranked(findings)]
+
+
+def test_consequences_come_last():
+    drift = finding("state.parameters_differ", first=2)
+    outlier = finding("compute.worker_outlier", Severity.WARNING, first=1)
+    root = finding("sync.not_reduced", first=3)
+    assert causes(drift, outlier, root) == [
+        "sync.not_reduced",
+        "state.parameters_differ",
+        "compute.worker_outlier",
+    ]
+    assert explained_by(drift, [drift, outlier, root]) is root
+    assert explained_by(root, [drift, outlier, root]) is None
+
+
+def test_a_cause_that_comes_much_later_explains_nothing():
+    drift = finding("state.parameters_differ", first=0)
+    late = finding("sync.not_reduced", first=LATENESS + 1)
+    assert explained_by(drift, [drift, late]) is None
+
+
+def test_a_note_does_not_explain_an_error():
+    drift = finding("state.parameters_differ")
+    note = finding("sync.not_reduced", Severity.NOTE)
+    assert explained_by(drift, [drift, note]) is None
+
+
+def test_among_causes_the_most_severe_and_then_the_earliest_is_first():
+    assert causes(
+        finding("loss.scale", Severity.WARNING, first=0),
+        finding("data.overlapping_shards", first=9),
+        finding("data.duplicate_batches", first=5),
+    ) == ["data.duplicate_batches", "data.overlapping_shards", "loss.scale"]
+
+
+@pytest.mark.parametrize("cause", RULES)
+def test_what_a_cause_explains_is_in_the_table_and_goes_one_way(cause):
+    for effect in RULES[cause].explains:
+        assert effect in RULES
+        assert cause not in RULES[effect].explains

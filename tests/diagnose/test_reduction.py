@@ -1,0 +1,143 @@
+"""Reductions that return something else than the mean, in simulated gradients."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from diagnose.streams import gathered as unobserved
+from rankscope.core.direction import cosines_from_gram, mean_cosine, norm_weighted_cosine
+from rankscope.core.reduction import clip_limit, norm_of_mean
+from rankscope.core.step import StepReport
+from rankscope.diagnose.evidence import Observation
+from rankscope.diagnose.reduction import STEPS, ReductionChecks
+from rankscope.diagnose.rules import describe
+
+SIZE = 600
+
+
+def gathered(step, samples, **columns):
+    return replace(unobserved(step, samples, **columns), observed=True)
+
+
+def gradients(num_steps, num_workers=4, seed=0, common=0.5):
+    """Yield gradients ``[W, P]`` with something in common, of sizes that change."""
+    rng = np.random.default_rng(seed)
+    for _ in range(num_steps):
+        own_WP = rng.standard_normal((num_workers, SIZE))
+        shared_P = common * rng.standard_normal(SIZE)
+        yield np.exp(0.3 * rng.standard_normal()) * (own_WP + shared_P)
+
+
+def watch(gradients_TWP, reduce, applied=None, noise=0.01):
+    """Return the evidence of a run whose reduction is ``reduce(gradients_WP, step)``."""
+    rng = np.random.default_rng(1)
+    detector, told = None, []
+    for step, gradients_WP in enumerate(gradients_TWP):
+        num_workers = len(gradients_WP)
+        detector = detector or ReductionChecks(num_workers)
+        gram_WW = gradients_WP @ gradients_WP.T
+        cosines = {
+            "cosine_weighted": norm_weighted_cosine(gram_WW),
+            "cosine_mean": mean_cosine(cosines_from_gram(gram_WW)),
+        }
+        reduced = np.linalg.norm(reduce(gradients_WP, step)) * np.exp(noise * rng.standard_normal())
+        workers = {"grad_norm": np.linalg.norm(gradients_WP, axis=1)}
+        if applied is not None:
+            workers["applied_scale"] = np.full(num_workers, applied(step))
+        report = StepReport(
+            gathered(step, [[]] * num_workers, **workers), {**cosines, "grad_norm_reduced": reduced}
+        )
+        told += detector.observe(Observation(report))
+    return told
+
+
+def mean(gradients_WP, step):
+    return gradients_WP.mean(axis=0)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 8])
+def test_the_mean_is_no_fault(num_workers):
+    for common in (0.0, 0.3, 3.0):
+        stream = gradients(300, num_workers, common=common)
+        assert watch(stream, mean, applied=lambda t: min(1.0, 0.3 + t % 7 / 7)) == []
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [(0.25, "divided twice"), (4.0, "summed, not averaged"), (0.5, "scaled")],
+)
+def test_a_factor_that_stays(factor, words):
+    told = watch(gradients(STEPS), lambda g, t: factor * mean(g, t))
+    assert [evidence.cause for evidence in told] == ["sync.wrong_scale"]
+    assert told[0].numbers["factor"] == pytest.approx(factor, rel=0.05)
+    assert words in describe(told[0].cause, told[0].severity, told[0].fields)[0]
+
+
+def test_a_division_after_the_reduction():
+    told = watch(gradients(STEPS), mean, applied=lambda t: 0.25)
+    assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}
+    assert told[0].last_step < STEPS
+
+
+def test_the_gradient_of_the_step_before():
+    before = {}
+
+    def stale(gradients_WP, step):
+        before[step] = mean(gradients_WP, step)
+        return before.get(step - 1, before[step])
+
+    told = watch(gradients(3 * STEPS), stale)
+    assert {evidence.cause for evidence in told} == {"sync.stale"}
+
+
+def test_gradients_that_were_clipped_before_the_reduction():
+    def clipped(gradients_WP, step):
+        norms_W1 = np.linalg.norm(gradients_WP, axis=1, keepdims=True)
+        return (gradients_WP * np.minimum(1.0, 5.0 / norms_W1)).mean(axis=0)
+
+    told = watch(gradients(3 * STEPS), clipped)
+    assert {evidence.cause for evidence in told} == {"sync.clipped_locally"}
+    assert told[0].numbers["limit"] == pytest.approx(5.0, rel=0.05)
+
+
+def test_norms_that_stop_at_one_value():
+    def limited():
+        for gradients_WP in gradients(2 * STEPS):
+            yield 5.0 * gradients_WP / np.linalg.norm(gradients_WP, axis=1, keepdims=True)
+
+    told = watch(limited(), mean)
+    assert {evidence.cause for evidence in told} == {"sync.clipped_locally"}
+
+
+def test_equal_batches_are_not_taken_for_clipping():
+    rng = np.random.default_rng(0)
+    one_P = rng.standard_normal(SIZE)
+    assert watch([np.tile(one_P, (4, 1))] * 40, mean, noise=0.0) == []
+
+
+def test_what_cannot_be_told_is_not_told():
+    assert np.isnan(norm_of_mean(np.array([1.0, 1.0]), -1.0))
+    assert np.isnan(norm_of_mean(np.array([1.0, np.nan]), 0.5))
+    assert np.isnan(norm_of_mean(np.array([0.0, 0.0]), 0.5))
+    assert np.isnan(clip_limit(1.0, float("nan"), 4))
+    assert norm_of_mean(np.array([3.0, 3.0]), 1.0) == pytest.approx(3.0)
+
+
+def test_its_state_goes_on_after_a_restart():
+    stream = list(gradients(STEPS))
+    before, after = ReductionChecks(4), ReductionChecks(4)
+    for step, gradients_WP in enumerate(stream):
+        norms_W = np.linalg.norm(gradients_WP, axis=1)
+        weighted = norm_weighted_cosine(gradients_WP @ gradients_WP.T)
+        values = {
+            "grad_norm_reduced": 4 * norm_of_mean(norms_W, weighted),
+            "cosine_weighted": weighted,
+            "cosine_mean": weighted,
+        }
+        report = StepReport(gathered(step, [[]] * 4, grad_norm=norms_W), values)
+        if step == STEPS - 1:
+            after.restore(before.state())
+            assert [e.cause for e in after.observe(Observation(report))] == ["sync.wrong_scale"]
+        else:
+            assert list(before.observe(Observation(report))) == []
