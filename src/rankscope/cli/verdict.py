@@ -14,6 +14,7 @@ from rich.text import Text
 
 from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.diagnose.rules import count
 from rankscope.record import Run
 from rankscope.web.study_words import (
@@ -25,6 +26,7 @@ from rankscope.web.study_words import (
     why_they_differ,
 )
 from rankscope.web.words import (
+    consequence_of,
     number,
     ranks_in_words,
     steps_in_words,
@@ -63,11 +65,11 @@ def render_run(run: Run, assessment: Assessment, console: Console) -> None:
     _show(console, _verdict(severity, assessment.headline, title))
     console.print()
     _show(console, _labelled("What to do", assessment.recommendation))
-    found = sorted(run.findings(), key=lambda item: (-item.severity, item.first_step))
+    found = ranked(run.findings())
     if found:
         _heading(console, "Findings")
     for finding in found:
-        _show(console, _finding(finding, run.num_workers))
+        _show(console, _finding(finding, run.num_workers, explained_by(finding, found)))
         console.print()
     _heading(console, _run_line(run, assessment), space=not found)
     _show(console, _numbers(assessment, narrow=console.width < NARROW))
@@ -124,7 +126,7 @@ def _verdict(severity: str, headline: str, title: str) -> Text:
     )
 
 
-def _finding(finding: Finding, num_workers: int) -> Text:
+def _finding(finding: Finding, num_workers: int, cause: Finding | None) -> Text:
     sign, colour = _LOOK[str(finding.severity)]
     where = f"{ranks_in_words(finding.ranks, num_workers)} · {steps_in_words(finding)}"
     return Text.assemble(
@@ -139,7 +141,7 @@ def _finding(finding: Finding, num_workers: int) -> Text:
         _plain(finding.explanation),
         "\n",
         ("Check next: ", "bold"),
-        _plain(finding.next_check),
+        _plain(finding.next_check if cause is None else consequence_of(cause)),
     )
 
 

@@ -33,15 +33,15 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
         findings: All findings of a run.
 
     Returns:
-        The same findings: those that nothing explains first; the most severe, and among these the
-        earliest, first.
+        The same findings: those that nothing explains first; among them the most severe, open
+        before closed, then the earliest.
     """
     consequence: Mapping[str, bool] = {
         finding.id: explained_by(finding, findings) is not None for finding in findings
     }
     return sorted(
         findings,
-        key=lambda f: (consequence[f.id], -f.severity, f.first_step),
+        key=lambda f: (consequence[f.id], -f.severity, f.status != "open", f.first_step),
     )
 
 

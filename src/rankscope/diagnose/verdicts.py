@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rankscope.core.budget import false_alarm_bound
 from rankscope.core.finding import Finding, Severity
+from rankscope.diagnose.causes import ranked
 from rankscope.diagnose.dispersion_words import (
     Values,
     say_dispersion,
@@ -40,8 +41,7 @@ def judge(values: Values, findings: Sequence[Finding]) -> Verdict:
         return Verdict("Nothing is recorded yet.", "Let the run take its first steps.")
     told = [f for f in findings if f.cause != "time.straggler" and f.id != "gross-outlier"]
     if told:
-        known = {cause: len(_BY_CAUSE) - at for at, cause in enumerate(_BY_CAUSE)}
-        worst = max(told, key=lambda f: (f.severity, f.status == "open", known.get(f.id, 0)))
+        worst = ranked(told)[0]
         if worst.id in _BY_CAUSE:
             return _BY_CAUSE[worst.id](values, worst)
         first_sentence = worst.explanation.partition(". ")[0].rstrip(".")

@@ -10,6 +10,7 @@ import numpy as np
 
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import Assessment, assess
+from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web import figures, series, worker_figures
 from rankscope.web.document import Spec, render, spec_of, write_text
@@ -79,7 +80,7 @@ def write_run_page(run: Run, path: Path | None = None) -> Path:
 
 def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") -> RunView:
     """Collect what the page shows of a run."""
-    found = sorted(run.findings(), key=lambda item: (-item.severity, item.first_step))
+    found = ranked(run.findings())
     named = sorted({rank for finding in found for rank in finding.ranks})
     steps = run.columns(Table.STEPS, "step")["step"]
     notes: dict[str, str] = defaultdict(str)
@@ -92,7 +93,7 @@ def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") ->
         severity=str(assessment.severity or "healthy"),
         assessment=assessment,
         tiles=tiles(assessment.values),
-        findings=[finding_view(item, run.num_workers) for item in found],
+        findings=[finding_view(item, run.num_workers, explained_by(item, found)) for item in found],
         facts=facts(run.info, run.status, _timing(run), run.num_workers, len(steps)),
         figures=specs,
         ranks=drawn if len(drawn) <= MAX_CHIPS else (),

@@ -102,8 +102,10 @@ def tiles(values: Values) -> list[dict[str, str]]:
     return [{"label": label, "value": value, "note": note} for label, value, note in cells]
 
 
-def finding_view(finding: Finding, num_workers: int) -> dict[str, Any]:
-    """Return what the page shows of a finding."""
+def finding_view(
+    finding: Finding, num_workers: int, cause: Finding | None = None
+) -> dict[str, Any]:
+    """Return what the page shows of a finding, and of the one that explains it, if there is one."""
     return {
         "severity": str(finding.severity),
         "title": title_of_finding(finding),
@@ -111,10 +113,15 @@ def finding_view(finding: Finding, num_workers: int) -> dict[str, Any]:
         "ranks": ranks_in_words(finding.ranks, num_workers),
         "steps": steps_in_words(finding),
         "explanation": finding.explanation,
-        "next_check": finding.next_check,
+        "next_check": finding.next_check if cause is None else consequence_of(cause),
         "groups": ", ".join(finding.groups),
         "evidence": [(name.replace("_", " "), _shown(v)) for name, v in finding.evidence.items()],
     }
+
+
+def consequence_of(cause: Finding) -> str:
+    """Return what to do about a finding that another one explains."""
+    return f"First the finding '{title_of_finding(cause)}': this one follows from it."
 
 
 def title_of_finding(finding: Finding) -> str:
