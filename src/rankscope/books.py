@@ -14,7 +14,10 @@ import torch
 
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
 from rankscope.capture.guard import Guard
+from rankscope.capture.loader import LoaderMeter
 from rankscope.capture.passes import ForwardPasses
+from rankscope.capture.precision import precision_code
+from rankscope.capture.rng import RandomMeter
 from rankscope.exchange import LocalStep, pack_share
 from rankscope.instruments import Instruments
 
@@ -47,6 +50,10 @@ class StepBooks:
         self._send = send
         self._losses = LossMeter(shifted=instruments.shifted_labels)
         self._samples = SampleMeter()
+        self._random = RandomMeter(instruments.device)
+        self._loader = LoaderMeter(instruments.loader)
+        self._module, self._device = instruments.module, instruments.device
+        self._precision = math.nan
         self._optimizer = OptimizerMeter(optimizer)
         self._state = instruments.make_state_meter(optimizer)
         self._state_step = -1
@@ -85,9 +92,13 @@ class StepBooks:
         self._tap.begin_forward(measure=measure, bypassed=bypassed)
         self._passes.begin()
         self._samples.see(args, kwargs, self._passes.current)
+        if not self._passes.current:  # here autocast is as in the forward pass
+            self._precision = precision_code(self._module, self._device)
+            self._random.before_forward()
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Take what a forward pass in training returned."""
+        self._random.after_forward()
         self._passes.end(output)
         self._losses.see(output, kwargs, self._passes.current)
 
@@ -115,6 +126,7 @@ class StepBooks:
     def remove(self) -> None:
         """Take all hooks out of the model."""
         self._tap.remove()
+        self._loader.remove()
         if self._exact is not None:
             self._exact.release()
 
@@ -145,6 +157,9 @@ class StepBooks:
             state=self._state.collect(),
             values={
                 **self._optimizer.collect(),
+                **self._random.collect(),
+                **self._loader.collect(),
+                "precision": self._precision,
                 "samples_named": named,
                 "replica": self._replica,
                 "unreduced": self._unreduced,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -66,6 +66,7 @@ class Instruments:
         device: Where the gradients live.
         shifted_labels: Whether the model predicts the next token, so that the first label of each
             sequence is not a target.
+        loader: The training's data loader, if it was given.
         make_exact: Puts the reduction that yields exact inner products into the model, in the
             exact tier; all ranks call it at the same point.
     """
@@ -80,6 +81,7 @@ class Instruments:
     device: torch.device
     shifted_labels: bool
     make_exact: Callable[[Guarded], ExactGram] | None = None
+    loader: Any = None
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:

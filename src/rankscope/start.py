@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from rankscope.capture import ReadReduced
+from rankscope.capture.environment import environment_facts, vocabulary_digest
 from rankscope.core.groups import GroupsOption
 from rankscope.core.hang import HangReport
+from rankscope.core.plan import Plan
 from rankscope.core.signals import schema_hash
 from rankscope.core.tiers import Tier
 from rankscope.diagnose.diagnosis import Diagnosis
@@ -51,6 +54,9 @@ def watch(
     flush_seconds: float = 10.0,
     hang_seconds: float | None = 120.0,
     resume: bool = True,
+    plan: Plan | Mapping[str, Any] | None = None,
+    loader: Any = None,
+    tokenizer: Any = None,
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
@@ -88,6 +94,13 @@ def watch(
             then names the ranks that the others wait for. None: no heartbeat.
         resume: Whether a run that ``run_dir`` already holds goes on: its findings stay known, and
             its detectors go on where they stood. False: a new attempt that begins with nothing.
+        plan: What is meant, where only intent can tell a fault: a dict with any of
+            ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
+            per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers) and
+            ``repeats`` (True: samples repeat on purpose). See :class:`rankscope.core.plan.Plan`.
+        loader: The training's ``DataLoader``: whether its worker processes draw the same random
+            numbers can only be seen there. Give it before it is iterated.
+        tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
 
     Returns:
         The running scope, also a context manager.
@@ -109,7 +122,8 @@ def watch(
     wrapped = find_wrapper(model)
     if not isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's is a wrapper, too
         optimizer = wrapped.optimizer
-    instruments = choose_instruments(wrapped, options)
+    instruments = replace(choose_instruments(wrapped, options), loader=loader)
+    intended = Plan.of(plan)
     group = process_group or wrapped.group
     channel = GlooChannel(group)
     described = {
@@ -117,8 +131,10 @@ def watch(
         "groups": list(instruments.groups.names),
         "parallel": wrapped.kind,
         "resume": resume,
+        "plan": intended.to_json(),
     }
-    info = {"facts": _facts(instruments.device), "config": dict(config or {})}
+    facts = _facts(instruments.device, tokenizer)
+    info = {"facts": facts, "config": dict(config or {})}
     directory = _own_directory(Path(run_dir), dist.get_process_group_ranks(group))
     writer, diagnosis = _open_run(channel, directory, described, info, flush_seconds)
     return Scope(
@@ -190,7 +206,8 @@ def _open_run(
             writer = RunWriter(path, info, flush_seconds=flush, start=start)
         except RankscopeError as error:
             problem = str(error)
-    diagnosis = Diagnosis(channel.num_workers, hosts)
+    environments = [hello.facts["environment"] for hello in hellos]
+    diagnosis = Diagnosis(channel.num_workers, hosts, environments, Plan.of(options["plan"]))
     _share_start(channel, diagnosis, b"" if start is None else pack_state(start), problem)
     if writer is not None:
         writer.add_findings(diagnosis.findings)
@@ -234,8 +251,9 @@ def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
     return previous, candidate
 
 
-def _facts(device: torch.device) -> dict[str, Any]:
+def _facts(device: torch.device, tokenizer: Any) -> dict[str, Any]:
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
+    vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -244,4 +262,5 @@ def _facts(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "environment": {**environment_facts(device), **vocabulary},
     }

@@ -33,6 +33,10 @@ class Guard:
             if self._depth == 0:
                 self._seconds += time.perf_counter() - start
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count part of the time, from inside of work: it is accounted for elsewhere."""
+        self._seconds -= seconds
+
     def take_seconds(self) -> float:
         """Return the time that work has taken since the last call."""
         seconds, self._seconds = self._seconds, 0.0

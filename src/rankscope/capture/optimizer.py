@@ -1,13 +1,24 @@
-"""What the optimizer does between two steps: how often it was called, and its learning rate."""
+"""What the optimizer does between two steps: how often it was called, and with which settings."""
 
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rankscope.capture.fingerprint import digest_of
+
+_NO_SETTINGS = frozenset({"params", "param_names", "initial_lr", "lr"})
+_FIXED = (bool, int, float, str, type(None))
+
 
 class OptimizerMeter:
-    """Counts calls of ``optimizer.step``; a gradient scaler skips some.
+    """Counts calls of ``optimizer.step`` and takes the settings of the last one.
+
+    A gradient scaler skips some calls. The settings are the learning rate and the weight decay of
+    the first parameter group, and a digest of all others. What cannot be read (tensors on an
+    accelerator, an optimizer without parameter groups) is left out.
 
     Args:
         optimizer: The optimizer; None when it is not known.
@@ -17,15 +28,113 @@ class OptimizerMeter:
         self._known = optimizer is not None
         self._steps = 0
         self._lr = float("nan")
+        self._weight_decay = float("nan")
+        self._groups: dict[int, _GroupSettings] = {}
+        self._settings: list[object] = []
+        self._digest: int | None = None
+        self._taken = False
+
+    def begin(self, optimizer: Any) -> None:
+        """Take the settings with which ``optimizer.step`` is called; some change theirs in it."""
+        self._take(optimizer)
+        self._taken = True
 
     def count(self, optimizer: Any) -> None:
-        """Take one call of ``optimizer.step`` that has ended."""
+        """Take one call of ``optimizer.step`` that has ended.
+
+        Its settings are those at this moment, unless :meth:`begin` has taken them before.
+        """
         self._steps += 1
-        lr = optimizer.param_groups[0]["lr"]
-        if not isinstance(lr, Tensor) or lr.device.type == "cpu":  # else reading it would wait
-            self._lr = float(lr)
+        if not self._taken:
+            self._take(optimizer)
+        self._taken = False
 
     def collect(self) -> dict[str, float]:
-        """Return ``lr`` and ``optimizer_steps`` (NaN when unknown), and count from 0 again."""
+        """Return the settings and the count, and count from 0 again.
+
+        Returns:
+            ``lr``, ``weight_decay`` and ``optimizer_steps`` (NaN when unknown), and
+            ``settings_digest`` where there is one.
+        """
         steps, self._steps = self._steps, 0
-        return {"lr": self._lr, "optimizer_steps": steps if self._known else float("nan")}
+        values: dict[str, float] = {
+            "lr": self._lr,
+            "weight_decay": self._weight_decay,
+            "optimizer_steps": steps if self._known else float("nan"),
+        }
+        if self._digest is not None:
+            values["settings_digest"] = self._digest
+        return values
+
+    def _take(self, optimizer: Any) -> None:
+        groups = getattr(optimizer, "param_groups", None)
+        groups = groups if isinstance(groups, Sequence) else ()
+        groups = [group for group in groups if isinstance(group, Mapping)]
+        first = groups[0] if groups else {}
+        self._lr = _number(first.get("lr"))
+        self._weight_decay = _number(first.get("weight_decay"))
+        rates = [_plain(group.get("lr")) for group in groups[1:]]  # the first has a column
+        settings = [*rates, *map(self._text_of, range(len(groups)), groups)]
+        if settings != self._settings:
+            self._settings = settings
+            self._digest = digest_of(repr(settings).encode()) if groups else None
+
+    def _text_of(self, number: int, group: Mapping[str, Any]) -> str:
+        """Return the settings of one parameter group; written anew only when some have changed."""
+        values = [value for name, value in group.items() if name not in _NO_SETTINGS]
+        known = self._groups.get(number)
+        if known is None or not known.holds(values):
+            known = self._groups[number] = _GroupSettings(group, values)
+        return known.text
+
+
+class _GroupSettings:
+    """The settings of one parameter group in plain form.
+
+    Args:
+        group: The group.
+        values: Its settings, but for the learning rate.
+    """
+
+    def __init__(self, group: Mapping[str, Any], values: list[Any]) -> None:
+        names = sorted(name for name in map(str, group) if name not in _NO_SETTINGS)
+        plain = [(name, _plain(group.get(name))) for name in names]
+        self.text = repr([(name, value) for name, value in plain if value is not None])
+        self._values = values
+        self._ids = list(map(id, values))
+        self._fixed = all(map(_is_fixed, values))
+
+    def holds(self, values: list[Any]) -> bool:
+        """Return whether these are the same objects, and none of them can have changed inside."""
+        return self._fixed and self._ids == list(map(id, values))
+
+
+def _is_fixed(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return isinstance(value, _FIXED)
+
+
+def _plain(value: object) -> object:
+    """Return numbers as float, text, and sequences of these; None for anything else.
+
+    So 0, 0.0 and False are the same setting.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (tuple, list)):
+        parts = [_plain(part) for part in value]
+        return None if None in parts else tuple(parts)
+    number = _number(value)
+    return None if number != number else number
+
+
+def _number(value: object) -> float:
+    """Return a number, or one in a tensor on the host; NaN for anything else."""
+    if isinstance(value, Tensor):
+        readable = value.device.type == "cpu" and value.numel() == 1  # elsewhere it would wait
+        return float(value.detach()) if readable else float("nan")
+    try:
+        return float(value) if isinstance(value, Real) else float("nan")
+    except (OverflowError, TypeError, ValueError):
+        return float("nan")

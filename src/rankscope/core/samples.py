@@ -6,11 +6,12 @@ different samples in it, P different pairs of a sample and the worker that draws
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.share import MAX_HALVINGS, SampleShare, mix
+from rankscope.core.sorted_map import SortedMap
 from rankscope.core.state import Stateful
 from rankscope.core.step import Ints
 
@@ -19,6 +20,8 @@ MAX_SHARED_PAIRS = 64
 
 _MAX_LINKS = 1 << 14
 _PAIRS_PER_SAMPLE = 4
+_HIGH = ~np.uint64((1 << (64 - MAX_HALVINGS)) - 1)
+_SPREAD = np.int64(-0x2917_1479_9A96_026D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,16 @@ class SampleLedger(Stateful):
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         self._capacity = capacity
-        self._first_owners = _SortedMap(np.int32)
-        self._pairs = _SortedMap(np.int8)
+        self._first_owners = SortedMap(np.int32)
+        self._pairs = SortedMap(np.int8)
         self._pairs_complete = True
         self._drawn = 0
         self._exact = True
+
+    @property
+    def capacity(self) -> int:
+        """Different samples that it can remember."""
+        return self._capacity
 
     @property
     def drawn(self) -> int:
@@ -131,6 +139,19 @@ class SampleLedger(Stateful):
             shared_between=_links(samples_P[shared_P], ranks_P[shared_P]),
             identical_groups=identical_groups(samples),
         )
+
+    def count_new(self, samples: Sequence[Ints]) -> int:
+        """Return how many different samples of a step the ledger does not remember."""
+        samples_U = np.unique(np.concatenate([np.empty(0, np.int64), *samples]))
+        return int(np.sum(~self._first_owners.find(samples_U)[0]))
+
+    def thin(self, share: SampleShare) -> None:
+        """Forget all samples outside a share, as if they had never been drawn.
+
+        Draws stay counted. From now on only samples of the share may be given.
+        """
+        self._first_owners.keep(share.admits)
+        self._pairs.keep(share.admits_hashes)
 
     def _cross(
         self, samples_P: Ints, ranks_P: Ints, cross_P: NDArray[np.bool_], num_workers: int
@@ -188,48 +209,6 @@ def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
 
 
-class _SortedMap(Stateful):
-    """A growing map from int64 to small integers, kept in a few sorted arrays of doubling sizes."""
-
-    SETTINGS = ("_value_type",)
-
-    def __init__(self, value_type: type[np.signedinteger[Any]]) -> None:
-        self._value_type = value_type
-        self._runs: list[tuple[Ints, NDArray[Any]]] = []
-
-    def __len__(self) -> int:
-        return sum(len(keys) for keys, _ in self._runs)
-
-    def find(self, keys: Ints) -> tuple[NDArray[np.bool_], NDArray[Any]]:
-        """Return which keys are in the map, and their values; fastest when they are sorted."""
-        found = np.zeros(len(keys), bool)
-        values = np.zeros(len(keys), self._value_type)
-        for run_keys, run_values in self._runs:
-            at = np.minimum(np.searchsorted(run_keys, keys), len(run_keys) - 1)
-            here = run_keys[at] == keys
-            found |= here
-            values[here] = run_values[at[here]]
-        return found, values
-
-    def replace(self, keys: Ints, values: NDArray[Any]) -> None:
-        """Change the values of keys that are in the map."""
-        for run_keys, run_values in self._runs:
-            at = np.minimum(np.searchsorted(run_keys, keys), len(run_keys) - 1)
-            here = run_keys[at] == keys
-            run_values[at[here]] = values[here]
-
-    def add(self, keys: Ints, values: NDArray[Any]) -> None:
-        """Add sorted keys that are not in the map yet."""
-        if not len(keys):
-            return
-        self._runs.append((keys.copy(), values.astype(self._value_type)))
-        while len(self._runs) > 1 and len(self._runs[-2][0]) <= 2 * len(self._runs[-1][0]):
-            parts = zip(self._runs.pop(), self._runs.pop(), strict=True)
-            merged_keys, merged_values = (np.concatenate(part) for part in parts)
-            order = np.argsort(merged_keys, kind="stable")  # two sorted halves: merged, not sorted
-            self._runs.append((merged_keys[order], merged_values[order]))
-
-
 def _pairs_of(samples: Sequence[Ints]) -> tuple[Ints, Ints, int]:
     """Return samples ``[P]`` and ranks ``[P]`` without repeats, in order, and the draws D."""
     lengths = [len(batch) for batch in samples]
@@ -248,11 +227,9 @@ def _differs_from_previous(values: Ints) -> NDArray[np.bool_]:
 
 
 def _pair_keys(samples_P: Ints, ranks_P: Ints) -> Ints:
-    """Return one 64-bit hash per pair: xor, multiply and shift, three times over."""
-    bits = samples_P.view(np.uint64) ^ (ranks_P.view(np.uint64) * np.uint64(0xD6E8FEB86659FD93))
-    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93):
-        bits = (bits ^ (bits >> np.uint64(32))) * np.uint64(factor)
-    keys: Ints = (bits ^ (bits >> np.uint64(32))).view(np.int64)
+    """Return one 64-bit hash per pair, whose highest bits tell the sample's share."""
+    pairs = mix(samples_P ^ (ranks_P * _SPREAD))
+    keys: Ints = ((mix(samples_P) & _HIGH) | (pairs & ~_HIGH)).view(np.int64)
     return keys
 
 

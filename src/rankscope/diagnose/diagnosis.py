@@ -6,17 +6,21 @@ from itertools import chain
 from typing import Any
 
 from rankscope.core.finding import Finding
+from rankscope.core.plan import Plan
 from rankscope.core.recorded import as_recorded
 from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport
 from rankscope.diagnose.alike import AlikePairs
 from rankscope.diagnose.detectors import DuplicateBatches, NonFinite
+from rankscope.diagnose.environment import EnvironmentMismatch
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.overlap import OverlappingShards
+from rankscope.diagnose.random import EqualRandom
 from rankscope.diagnose.reduction import ReductionChecks
 from rankscope.diagnose.rules import RULES, describe
 from rankscope.diagnose.sampling import Sampling
+from rankscope.diagnose.settings import DifferentSettings
 from rankscope.diagnose.stragglers import Stragglers
 from rankscope.diagnose.unequal import UnequalState
 from rankscope.errors import RunError
@@ -34,16 +38,28 @@ class Diagnosis:
     Args:
         num_workers: W.
         hosts: Host of each rank; empty when unknown.
+        facts: Environment of each rank; empty when unknown.
+        plan: What the run is meant to do.
     """
 
-    def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        hosts: Sequence[str] = (),
+        facts: Sequence[Mapping[str, Any]] = (),
+        plan: Plan | None = None,
+    ) -> None:
+        plan = plan or Plan()
         outliers = WorkerOutliers(num_workers, hosts)
         self._detectors: tuple[Detector, ...] = (
             NonFinite(),
             DuplicateBatches(num_workers),
             OverlappingShards(num_workers),
+            EnvironmentMismatch(facts),
+            DifferentSettings(num_workers, plan),
             UnequalState(num_workers),
             ReductionChecks(num_workers),
+            EqualRandom(num_workers, plan),
             outliers,
             AlikePairs(num_workers, lambda: outliers.not_compared),
             Sampling(num_workers, lambda: outliers.set_apart),
@@ -182,6 +198,21 @@ def hosts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(host) for host in named) if all(named) else ()
 
 
+def facts_of(info: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the environment of each rank, as ``run.json`` states it; nothing unless of all."""
+    entries = info.get("ranks")
+    entries = entries if isinstance(entries, list) else []
+    facts = {e.get("rank"): e.get("environment") for e in entries if isinstance(e, Mapping)}
+    named = [facts.get(rank) for rank in range(len(facts))]
+    return tuple(one for one in named if one) if all(named) else ()
+
+
+def plan_of(info: Mapping[str, Any]) -> Plan:
+    """Return what a run is meant to do, as ``run.json`` states it."""
+    options = info.get("options")
+    return Plan.of(options.get("plan") if isinstance(options, Mapping) else None)
+
+
 def diagnose_run(run: Run) -> tuple[Finding, ...]:
     """Diagnose a recorded run again, from its tables alone.
 
@@ -194,7 +225,9 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
     Raises:
         RunError: A file of the run cannot be read.
     """
-    diagnosis = Diagnosis(run.num_workers, hosts_of(run.info))
+    diagnosis = Diagnosis(
+        run.num_workers, hosts_of(run.info), facts_of(run.info), plan_of(run.info)
+    )
     if "continues" in run.info:
         diagnosis.restore(_state_at_start(run))
     for report in run.iter_reports():

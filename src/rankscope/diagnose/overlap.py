@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.core.finding import Severity
-from rankscope.core.samples import SampleCounts, SampleLedger
+from rankscope.core.samples import SampleCounts
 from rankscope.core.state import Stateful
 from rankscope.core.step import Ints
+from rankscope.core.thinning import ThinningLedger
 from rankscope.diagnose.evidence import Evidence, Groups, Observation
+from rankscope.diagnose.padding import Padding
 from rankscope.diagnose.rules import count, name_ranks
 
 SURE = 1e-3
@@ -39,16 +41,24 @@ class OverlappingShards(Stateful):
     tests may be read after every step; each is wrong with at most the probability that it states.
 
     Workers with identical batches count as one worker here: :class:`DuplicateBatches` speaks of
-    them. When the run has drawn more different samples than the ledger remembers, new ones cannot
-    be told from old ones any more, and the detector falls silent.
+    them. Beyond ``capacity`` different samples, only a random share of them is followed: the same
+    holds in it, and the evidence says so.
+
+    The few samples that a sampler adds at an epoch's end, so that all workers have as many, are a
+    note of their own.
+
+    Args:
+        num_workers: W.
+        capacity: Different samples to remember.
     """
 
     SETTINGS = ("_num_workers",)
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, capacity: int = 1 << 20) -> None:
         self._num_workers = num_workers
         self._named = True
-        self._ledger = SampleLedger()
+        self._ledger = ThinningLedger(capacity)
+        self._padding = Padding(num_workers)
         self._global_batch = 0
         self._new_since = 0
         self._first: int | None = None
@@ -66,15 +76,32 @@ class OverlappingShards(Stateful):
         gathered, groups = step.gathered, step.identical
         self._named = self._named and bool(gathered.workers["samples_named"].all())
         doubles = {rank for group in groups for rank in group[1:]}
-        batches = [b[:0] if rank in doubles else b for rank, b in enumerate(gathered.samples)]
+        drawn_W = [b[:0] if rank in doubles else b for rank, b in enumerate(gathered.samples)]
+        before = self._ledger.one_in
+        batches = self._ledger.admit(drawn_W)
+        self._new_since = self._new_since * before // self._ledger.one_in
         counts = self._ledger.observe(gathered.step, batches)
-        if not self._ledger.exact:
+        if not self._ledger.complete:
             return ()
-        self._global_batch = max(self._global_batch, counts.drawn)
+        exact = self._ledger.one_in == 1
+        padding = self._padding.observe(gathered.step, counts, batches) if exact else ()
+        return (*padding, *self._follow(gathered.step, drawn_W, batches, groups, counts))
+
+    def _follow(
+        self,
+        step: int,
+        drawn_W: Sequence[Ints],
+        batches: Sequence[Ints],
+        groups: Groups,
+        counts: SampleCounts,
+    ) -> Iterable[Evidence]:
+        """Add what a step shows; ``batches`` holds what is followed of the samples drawn."""
+        lengths = [len(batch) for batch in drawn_W if len(batch)]
+        self._global_batch = max(self._global_batch, sum(lengths))
         self._new_since += counts.new if self._first is not None else 0
-        overlap = _Overlap.of(gathered.step, counts, batches, groups, self._near(batches))
+        overlap = _Overlap.of(step, counts, lengths, groups, self._near(batches))
         if self._first is None and overlap.size:
-            self._first = gathered.step
+            self._first = step
         self._pending.add(overlap)
         if not counts.new:  # repeats without new samples may be the next epoch: wait
             return ()
@@ -115,6 +142,8 @@ class OverlappingShards(Stateful):
         known = self._known
         ranks = known.ranks()
         overlaps = known.cross + known.shared
+        one_in, (distinct, error) = self._ledger.one_in, self._ledger.distinct
+        of = f" among the one in {one_in:,} samples that are followed" if one_in > 1 else ""
         return Evidence(
             cause="data.overlapping_shards",
             severity=severity,
@@ -124,7 +153,7 @@ class OverlappingShards(Stateful):
             count=overlaps,
             fields={
                 "Ranks": name_ranks(ranks).capitalize(),
-                "overlaps": count(overlaps, "draw"),
+                "overlaps": count(overlaps, "draw") + of,
                 "chance": f"{max(chance, 1e-12):.2g}",
                 "own": count(known.own, "draw"),
             },
@@ -134,6 +163,10 @@ class OverlappingShards(Stateful):
                 "shared_inside_steps": known.shared,
                 "steps": known.steps,
                 "innocent_probability": chance,
+                "samples_drawn": self._ledger.drawn,
+                "samples_distinct": round(distinct),
+                "samples_distinct_error": round(error),
+                "follows_one_sample_in": one_in,
             },
         )
 
@@ -162,12 +195,12 @@ class _Overlap:
 
     @classmethod
     def of(
-        cls, step: int, counts: SampleCounts, batches: Sequence[Ints], groups: Groups, near: int
+        cls, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int
     ) -> "_Overlap":
         return cls(
             step=step,
-            drawn=counts.drawn,
-            workers=sum(len(batch) > 0 for batch in batches),
+            drawn=sum(lengths),
+            workers=len(lengths),
             cross=counts.repeated_cross,
             near=min(near, counts.repeated_cross),
             own=counts.repeated_own,

@@ -1,4 +1,4 @@
-"""Compiles the native kernel on first use, with the system's C compiler, into the user's cache."""
+"""Compiles the native kernels on first use, with the system's C compiler, into the user's cache."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("sketch.c", "vectors.h")
+_SOURCES = ("sketch.c", "digest.c")
+_HEADERS = ("vectors.h",)
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-w")
 _TUNING = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows
 _PATIENCE = 20.0  # seconds, for other ranks that compile and for the compiler itself
@@ -21,11 +22,11 @@ _POLL = 0.05
 
 
 class BuildError(Exception):
-    """The native kernel cannot be built here; the message says why."""
+    """The native kernels cannot be built here; the message says why."""
 
 
 def built_library() -> Path:
-    """Return the compiled kernel, after compiling it if no process of this user has done so.
+    """Return the compiled kernels; compile them if no process of this user has done so yet.
 
     Returns:
         A shared library in the cache directory, named after source, compiler and processor.
@@ -34,7 +35,7 @@ def built_library() -> Path:
         BuildError: There is no compiler, it failed, or building took too long.
     """
     compiler = _compiler()
-    library = _cache_folder() / f"sketch-{_key(compiler)}.so"
+    library = _cache_folder() / f"kernels-{_key(compiler)}.so"
     if library.exists():
         return library
     deadline = time.monotonic() + _PATIENCE
@@ -69,7 +70,7 @@ def _key(compiler: list[str]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for part in (*compiler, status.st_size, status.st_mtime_ns, *_FLAGS, _processor()):
         digest.update(f"{part}\n".encode())
-    for source in _SOURCES:
+    for source in (*_SOURCES, *_HEADERS):
         digest.update((_FOLDER / source).read_bytes())
     return digest.hexdigest()
 
@@ -104,11 +105,12 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
 
 
 def _compile(compiler: list[str], library: Path, deadline: float) -> None:
+    sources = [str(_FOLDER / source) for source in _SOURCES]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
         said = ""
         for tuning in _TUNING:
-            command = [*compiler, *_FLAGS, *tuning, "-o", str(output), str(_FOLDER / _SOURCES[0])]
+            command = [*compiler, *_FLAGS, *tuning, "-o", str(output), *sources]
             try:
                 done = subprocess.run(
                     command,

@@ -1,4 +1,4 @@
-"""The sketch as a C function for the CPU."""
+"""The sketch and the digest as C functions for the CPU."""
 
 import ctypes
 import functools
@@ -34,8 +34,7 @@ class NativeKernel:
     name = "native"
 
     def __init__(self, width: int, period: Tensor) -> None:
-        if os.environ.get("RANKSCOPE_NATIVE") == "0":
-            raise BuildError("RANKSCOPE_NATIVE=0")
+        _check_allowed()
         self._function = load_function()
         self._width = width
         self._plain = PlainKernel(torch.device("cpu"), width, period)
@@ -86,15 +85,12 @@ def _sign_bits(signs: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def load_function() -> Callable[..., None]:
-    """Return the compiled function; it is built and loaded once per process.
+    """Return the compiled function that measures; it is built and loaded once per process.
 
     Raises:
         BuildError: It cannot be built or loaded.
     """
-    try:
-        function = ctypes.CDLL(str(built_library())).rankscope_measure
-    except OSError as error:
-        raise BuildError(f"the compiled kernel cannot be loaded: {error}") from error
+    function = _load_library().rankscope_measure
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = [
         ctypes.c_int, pointer, integer, integer, integer,
@@ -103,3 +99,30 @@ def load_function() -> Callable[..., None]:
     function.restype = None
     compiled: Callable[..., None] = function
     return compiled
+
+
+def load_digest() -> Callable[..., int]:
+    """Return the compiled function that digests bytes; see ``digest.c`` for what it takes.
+
+    Raises:
+        BuildError: It cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+    """
+    _check_allowed()
+    function = _load_library().rankscope_digest
+    pointer = ctypes.c_void_p
+    function.argtypes = [pointer, ctypes.c_int64, pointer, pointer, pointer, pointer]
+    function.restype = ctypes.c_uint64
+    compiled: Callable[..., int] = function
+    return compiled
+
+
+def _check_allowed() -> None:
+    if os.environ.get("RANKSCOPE_NATIVE") == "0":
+        raise BuildError("RANKSCOPE_NATIVE=0")
+
+
+def _load_library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(built_library()))
+    except OSError as error:
+        raise BuildError(f"the compiled kernels cannot be loaded: {error}") from error

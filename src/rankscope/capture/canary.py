@@ -1,0 +1,327 @@
+"""A canary on one worker: a given batch, forward and backward, that leaves nothing behind.
+
+It runs the model that is inside the data-parallel wrapper, so that no worker talks to another, and
+asks for gradients with ``torch.autograd.grad``: no ``.grad`` is touched, and neither hooks that
+wait for accumulated gradients nor those of the wrapper fire. All random generators are seeded alike
+on every worker. Afterwards all is as it was, see :mod:`rankscope.capture.canary_state`.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankscope.capture.canary_batch import CanaryDeclined, restore_batch
+from rankscope.capture.canary_state import kept
+from rankscope.capture.host import HostCopy
+from rankscope.capture.passes import tensors_in
+from rankscope.core.batches import PlainBatch
+
+_ROOM = 1.5
+"""Free memory that a canary needs on an accelerator, in sizes of the gradient."""
+
+_PERIOD = 8191  # of the signs that project outputs
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+_TALKATIVE = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryResult:
+    """What one worker computed on a batch.
+
+    Attributes:
+        loss: Its loss, or a projection of the outputs where the model returns no loss.
+        grad_norm: L2 norm of its gradient.
+        digest: 64-bit digest of all bits of both.
+    """
+
+    loss: float
+    grad_norm: float
+    digest: int
+
+
+class PendingResult:
+    """A result that may still be on the device.
+
+    Args:
+        loss: Scalar.
+        grad_norm: Scalar.
+        digest: int64 scalar.
+    """
+
+    def __init__(self, loss: Tensor, grad_norm: Tensor, digest: Tensor) -> None:
+        self._loss, self._norm = HostCopy(loss.double()), HostCopy(grad_norm.double())
+        self._digest = HostCopy(digest)
+
+    def read(self) -> CanaryResult:
+        """Wait for the device and return the result; for the monitor's thread."""
+        loss, norm = float(self._loss.numpy()), float(self._norm.numpy())
+        return CanaryResult(loss, norm, int(self._digest.numpy()))
+
+
+class PendingCanary:
+    """What one worker computed in a canary; may still be on the device.
+
+    Args:
+        suspect: The rank whose batch was run twice.
+        peer: The rank whose batch was run once.
+        results: Of the suspect's batch, of its second run, and of the peer's batch.
+    """
+
+    def __init__(
+        self, suspect: int, peer: int, results: tuple[PendingResult, PendingResult, PendingResult]
+    ) -> None:
+        self._suspect, self._peer, self._results = suspect, peer, results
+
+    def read(self) -> dict[str, float]:
+        """Wait for the device and return LOCAL signals; for the monitor's thread."""
+        first, again, against = (result.read() for result in self._results)
+        return {
+            "canary_of": self._suspect,
+            "canary_loss": first.loss,
+            "canary_norm": first.grad_norm,
+            "canary_digest": first.digest,
+            "canary_again": again.digest,
+            "canary_against": self._peer,
+            "canary_against_loss": against.loss,
+            "canary_against_norm": against.grad_norm,
+            "canary_against_digest": against.digest,
+        }
+
+
+def run_batch(
+    module: nn.Module, batch: PlainBatch, device: torch.device, *, seed: int
+) -> PendingResult:
+    """Run a batch through a model, forward and backward, and put everything back.
+
+    It runs under the autocast that is in force, and with each module in the mode (training or
+    evaluation) in which it is.
+
+    Args:
+        module: The model itself, not its data-parallel wrapper.
+        batch: What enters its forward pass.
+        device: The device of its parameters.
+        seed: Seed of all random generators during the run.
+
+    Raises:
+        CanaryDeclined: It cannot be run, or failed; all is as it was then, too.
+    """
+    check_module(module)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    _check_memory(parameters, device)
+    try:
+        args, kwargs = restore_batch(batch, device)
+        with kept(module, device, seed=seed), _as_in_training(device):
+            loss = loss_of(module(*args, **kwargs))
+            _check_graph(loss)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            with torch.no_grad():
+                return _result(loss.detach(), gradients)
+    except CanaryDeclined:
+        raise
+    except Exception as error:
+        raise CanaryDeclined(f"the canary could not be run ({_in_short(error)})") from error
+
+
+def loss_without_gradient(
+    module: nn.Module, batch: PlainBatch, device: torch.device, *, seed: int
+) -> float:
+    """Return the loss of a batch, forward only; waits for the device.
+
+    Raises:
+        CanaryDeclined: It cannot be run, or failed.
+    """
+    try:
+        args, kwargs = restore_batch(batch, device)
+        with kept(module, device, seed=seed), _as_in_training(device), torch.no_grad():
+            return float(loss_of(module(*args, **kwargs)))
+    except CanaryDeclined:
+        raise
+    except Exception as error:
+        raise CanaryDeclined(f"the batch could not be run ({_in_short(error)})") from error
+
+
+def state_digest(module: nn.Module) -> int:
+    """Return a digest of all parameters and buffers; waits for the device."""
+    tensors = [*module.parameters(), *module.buffers()]
+    total = 0
+    for place, tensor in enumerate(tensors):
+        total = (total * 31 + int(_digest(_dense(tensor))) + place) % 2**63
+    return total
+
+
+def check_module(module: nn.Module) -> None:
+    """Check that a model can run on one worker alone.
+
+    Raises:
+        CanaryDeclined: Its forward pass needs the other workers.
+    """
+    for part in module.modules():
+        for kind in type(part).__mro__:
+            if kind.__name__ in _TALKATIVE:
+                raise CanaryDeclined(
+                    f"a canary runs on each worker alone, and the model has a {kind.__name__}, "
+                    "which needs the others in every forward pass"
+                )
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise CanaryDeclined(
+            "a canary runs on each worker alone, and the model's parameters are spread over "
+            "several (tensor parallel or sharded)"
+        )
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss that a model's output holds, or else a projection of all outputs.
+
+    The projection is the sum of each floating-point output times a fixed pattern of signs, in
+    float32: it has a gradient, and it notices changes of any element.
+
+    Raises:
+        CanaryDeclined: There is no floating-point output.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.is_floating_point():
+        return loss if loss.numel() == 1 else loss.float().mean()
+    if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
+        return output.float()
+    floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    if not floating:
+        raise CanaryDeclined("the model returns no loss and no floating-point tensor")
+    device = floating[0].device
+    with torch.autocast(device.type, enabled=False):
+        return torch.stack([_project(tensor).to(device) for tensor in floating]).sum()
+
+
+def _project(output: Tensor) -> Tensor:
+    """Return the sum of a tensor times a fixed pattern of signs, over the root of its size."""
+    flat = output.reshape(-1).float()
+    rows, signs = flat.numel() // _PERIOD, _signs(_PERIOD, 1).to(flat.device)
+    body, tail = flat[: rows * _PERIOD], flat[rows * _PERIOD :]
+    row_signs = _signs(rows, 2).to(flat.device)
+    total = ((body.reshape(rows, _PERIOD) * signs).sum(1) * row_signs).sum()
+    return (total + (tail * signs[: len(tail)]).sum()) / math.sqrt(max(flat.numel(), 1))
+
+
+def _signs(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, (count,), generator=generator).float() * 2 - 1
+
+
+def _result(loss: Tensor, gradients: Sequence[Tensor | None]) -> PendingResult:
+    present = [gradient for gradient in gradients if gradient is not None]
+    squares = [_dense(g).to(loss.device, torch.float32).square().sum() for g in present]
+    norm = torch.stack(squares).sum().sqrt() if squares else loss.new_zeros(())
+    digest = _digest(loss.reshape(1))
+    for gradient in gradients:
+        digest = digest * _MIX + (0 if gradient is None else _digest(_dense(gradient)))
+    return PendingResult(loss.reshape(()), norm, digest)
+
+
+_MIX = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed number
+_CHUNK = 2**22
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Return a digest of a tensor's bits that depends on their positions, int64 0-dim."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().reshape(-1)
+    bits = torch.view_as_real(bits).reshape(-1) if bits.is_complex() else bits
+    words = bits.contiguous().view(integers[bits.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        positions = torch.arange(start + 1, start + 1 + len(part), device=words.device) * _MIX
+        total += ((part + 1) * (positions ^ (positions >> 29)) * _MIX).sum()
+    return total
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
+
+
+@contextmanager
+def _as_in_training(device: torch.device) -> Iterator[None]:
+    """Keep the autocast in force without its cache, run eagerly, and forbid communication."""
+    autocast = torch.autocast(
+        device.type,
+        dtype=torch.get_autocast_dtype(device.type),
+        enabled=torch.is_autocast_enabled(device.type),
+        cache_enabled=False,
+    )
+    with autocast, _eagerly(), _Alone():  # type: ignore[no-untyped-call]
+        yield
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Leave compiled code alone: another shape could make it compile anew, for later steps too."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing is compiled, and to load the compiler would take seconds
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that talk to other workers, which may not be there."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass an operation on, unless it communicates."""
+        if getattr(func, "namespace", "") in _NAMESPACES:
+            raise CanaryDeclined(
+                "a canary runs on each worker alone, and the model's forward pass talks to the "
+                f"others ({func})"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _check_graph(loss: Tensor) -> None:
+    """Check that all gradients can be asked for one by one.
+
+    Reentrant checkpointing only knows how to accumulate them, and hides its parameters.
+    """
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CheckpointFunction" in node.name():
+            raise CanaryDeclined(
+                "a canary leaves all gradients alone, which reentrant checkpointing does not "
+                "allow; torch.utils.checkpoint with use_reentrant=False does"
+            )
+        nodes += [following for following, _ in node.next_functions]
+
+
+def _check_memory(parameters: Sequence[Tensor], device: torch.device) -> None:
+    """Check that an accelerator has room for a second gradient."""
+    if device.type == "cpu":
+        return
+    on_device = torch.get_device_module(device)
+    ask, capturing = (
+        getattr(on_device, name, None) for name in ("mem_get_info", "is_current_stream_capturing")
+    )
+    if capturing is not None and capturing():
+        raise CanaryDeclined("a canary cannot run while the step is captured into a graph")
+    if ask is None:
+        return
+    needed = _ROOM * sum(parameter.nbytes for parameter in parameters)
+    free = ask(device)[0] + on_device.memory_reserved(device) - on_device.memory_allocated(device)
+    if free < needed:
+        raise CanaryDeclined(
+            f"a canary needs room for a second gradient ({needed / 2**30:.1f} GiB), and the "
+            f"device has {free / 2**30:.1f} GiB"
+        )
+
+
+def _in_short(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__

@@ -1,0 +1,223 @@
+"""Digests of the bits of tensors, which tell exactly whether two workers hold the same.
+
+A digest depends on every bit and on its position, on length and dtype, but not on strides, on the
+device, or on the order in which it is computed. See :mod:`rankscope.capture.kernels.bits` for its
+definition; tensors are read in chunks and never copied as a whole.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rankscope.capture.kernels.bits import chunk_bytes, native_sum, signed, sum_words
+
+_CPU_ELEMENTS = 1 << 16  # of a tensor that is not contiguous, copied at once
+_ACCELERATOR_ELEMENTS = 1 << 20
+_ORDINARY = (Tensor, torch.nn.Parameter)
+_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+
+
+@dataclass(slots=True)
+class PendingDigest:
+    """A digest modulo 2^64, part of which may still be computed on a device.
+
+    Attributes:
+        known: What the host knows of it.
+        pending: Factors and int64 tensors ``[]`` whose products are to be added.
+    """
+
+    known: int = 0
+    pending: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def add(self, other: "PendingDigest", weight: int) -> None:
+        """Add another digest times an odd weight."""
+        self.known += weight * other.known
+        self.pending += [(weight * factor, tensor) for factor, tensor in other.pending]
+
+
+def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return a digest of the bits of elements ``[start, stop)``, in row-major order.
+
+    Args:
+        tensor: Any dtype, layout and strides. Of a DTensor the local part counts. A sparse tensor
+            is always digested as a whole, its indices and its values; so are the parts of a
+            subclass that says what it is made of. Whatever else has no bits in reach (meta
+            tensors, freed storage, opaque layouts) is digested by its type, shape and dtype.
+        start: First element.
+        stop: The element after the last; None for all. Both are clipped to the tensor.
+
+    Returns:
+        int64 ``[]``, on the tensor's device; nothing waits for it. It is equal to the digest of
+        a tensor that holds just these elements.
+
+    Example:
+        >>> x = torch.arange(6.0)
+        >>> bool(digest_tensor(x, start=2) == digest_tensor(torch.arange(2.0, 6.0)))
+        True
+        >>> bool(digest_tensor(x) == digest_tensor(x.flip(0)))
+        False
+    """
+    digest = digest_bits(tensor, start, stop)
+    device = digest.pending[0][1].device if digest.pending else tensor.device
+    if device.type == "meta":
+        device = torch.device("cpu")
+    total = torch.tensor(signed(digest.known), dtype=torch.int64, device=device)
+    for factor, part in digest.pending:
+        total.add_(part.to(device), alpha=signed(factor))
+    return total
+
+
+def digest_bits(tensor: Tensor, start: int = 0, stop: int | None = None) -> PendingDigest:
+    """Return what :func:`digest_tensor` does, as far as it is known without waiting."""
+    native = native_sum() if type(tensor) in _ORDINARY and tensor.device.type == "cpu" else None
+    if native is None or not _has_bits(tensor) or not _is_flat(tensor):
+        return _digest_any(tensor, start, stop)
+    start, stop = _clipped(tensor, start, stop)
+    size = tensor.itemsize
+    total = native.at(tensor.data_ptr() + start * size, (stop - start) * size)
+    return PendingDigest(_kind(tensor.dtype, stop - start) + total)
+
+
+@torch.no_grad()
+def _digest_any(tensor: Tensor, start: int, stop: int | None) -> PendingDigest:
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    parts = _parts(tensor)
+    if parts is not None:
+        digest = PendingDigest(word_of(f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)}"))
+        for name, part in parts:
+            digest.add(digest_bits(part), word_of(name) | 1)
+        return digest
+    if not _has_bits(tensor):
+        return PendingDigest(_described(tensor))
+    start, stop = _clipped(tensor, start, stop)
+    kind = _kind(tensor.dtype, stop - start)
+    if start == stop:
+        return PendingDigest(kind)
+    total = sum_words(flat_pieces(tensor, start, stop), tensor.device)
+    if isinstance(total, int):
+        return PendingDigest(kind + total)
+    return PendingDigest(kind, [(1, total)])
+
+
+def _clipped(tensor: Tensor, start: int, stop: int | None) -> tuple[int, int]:
+    length = tensor.numel()
+    stop = length if stop is None else min(max(stop, 0), length)
+    return min(max(start, 0), stop), stop
+
+
+def flat_pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Yield elements ``[start, stop)`` of a strided tensor, in row-major order.
+
+    Yields:
+        Contiguous ``[n]``, n > 0. A contiguous tensor is one piece, without a copy; any other is
+        copied to one buffer of limited size again and again.
+    """
+    if _is_flat(tensor):
+        yield tensor.view(-1)[start:stop]
+        return
+    size = min(chunk_bytes(tensor.device) // tensor.itemsize, stop - start)
+    buffer = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+    filled = 0
+    for block in _blocks(tensor, start, stop):
+        flat = block.reshape(-1)
+        while len(flat):
+            count = min(len(flat), size - filled)
+            buffer[filled : filled + count].copy_(flat[:count])
+            flat, filled = flat[count:], filled + count
+            if filled == size:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+@functools.lru_cache(maxsize=4096)
+def word_of(text: str) -> int:
+    """Return a pseudo-random number below 2^64 that stands for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(dtype: torch.dtype, length: int) -> int:
+    return word_of(f"{dtype} {length}")
+
+
+def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
+    """Return the strided tensors that another kind of tensor is made of; None for a strided one."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [(name, getattr(tensor, name)) for name in names]
+    layout = tensor.layout
+    if layout == torch.sparse_coo:
+        return [("indices", tensor._indices()), ("values", tensor._values())]
+    if layout in _COMPRESSED_ROWS:
+        outer, inner = tensor.crow_indices(), tensor.col_indices()
+    elif layout in _COMPRESSED_COLUMNS:
+        outer, inner = tensor.ccol_indices(), tensor.row_indices()
+    else:
+        return None
+    return [("outer", outer), ("inner", inner), ("values", tensor.values())]
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor without parts lie in memory."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return False
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # nothing is as it seems
+        return False
+    length = tensor.numel()
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = 1 + sum((size - 1) * stride for size, stride in steps)
+    needed = (tensor.storage_offset() + length) * tensor.itemsize
+    return not length or tensor.untyped_storage().nbytes() >= needed
+
+
+def _described(tensor: Tensor) -> int:
+    try:
+        shape = tuple(tensor.shape)
+    except RuntimeError:  # it has none yet
+        shape = ()
+    return word_of(f"{type(tensor).__name__} {tensor.dtype} {shape}")
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _blocks(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Yield blocks of any shape which, one after the other, are elements ``[start, stop)``.
+
+    A block that is not contiguous is of limited size.
+    """
+    length = tensor.numel()
+    limit = _CPU_ELEMENTS if tensor.device.type == "cpu" else _ACCELERATOR_ELEMENTS
+    if start >= stop:
+        return
+    if _is_flat(tensor):
+        yield tensor.view(-1)[start:stop]
+    elif stop - start == length <= limit:
+        yield tensor
+    elif tensor.dim() == 1:
+        yield from (tensor[i : min(i + limit, stop)] for i in range(start, stop, limit))
+    else:
+        inner = length // len(tensor)
+        row = start // inner
+        while row * inner < stop:
+            first, last = start - row * inner, stop - row * inner
+            count = min(limit, last) // inner
+            if first > 0 or count == 0:  # a part of a row, or a long one
+                yield from _blocks(tensor[row], max(first, 0), min(last, inner))
+                row += 1
+            else:
+                yield tensor[row : row + count]
+                row += count

@@ -1,0 +1,213 @@
+"""Weighted sums of the words of memory, equal wherever and in whatever order they are added up.
+
+A row is ``ROW`` words ``w`` of 64 bits, each cut into a lower half (unsigned) and an upper half
+(signed). With random odd keys ``a`` and ``b`` for every place in a row, and an odd multiplier ``m``
+for every row, modulo 2^64:
+
+    digest  =  sum_r m_r  sum_i  w_ri a_i + upper(w_ri) b_i
+
+Any two different contents agree with a chance of about 2^-30 at worst, and 2^-64 as a rule: this is
+multilinear hashing, with keys twice as wide as what they multiply. A change of a single half is
+always seen, since its key is odd.
+"""
+
+import functools
+import logging
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rankscope.capture.kernels.native import load_digest
+
+ROW = 512
+"""Words of 64 bits in a row; with its keys, it fits into the first-level cache."""
+
+ROW_BYTES = 8 * ROW
+CHUNK_BYTES = 1 << 20
+"""Bytes of a row's multiple that plain torch works on at once on the CPU."""
+
+CHUNK_BYTES_ACCELERATOR = 1 << 23
+
+_NUM_MULTIPLIERS = 1 << 16  # rows; then they begin again, times another factor
+_BLOCK_FACTOR = 0xD1342543DE82EF95
+_MODULUS = 1 << 64
+
+_log = logging.getLogger("rankscope")
+_scratch = threading.local()
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Return how many bytes are worked on at once, a multiple of a row's."""
+    return CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_ACCELERATOR
+
+
+def sum_words(pieces: Iterable[Tensor], device: torch.device) -> int | Tensor:
+    """Return the weighted sum of the words of consecutive pieces, padded with zeros at the end.
+
+    Args:
+        pieces: Contiguous ``[n]``, of any dtype; all but the last fill whole rows.
+        device: Where they live.
+
+    Returns:
+        A number below 2^64 on the CPU; elsewhere an int64 tensor ``[]`` on the device, for which
+        nothing waits.
+    """
+    native = native_sum() if device.type == "cpu" else None
+    if native is None:
+        return plain_sum(pieces, device)
+    total = row = 0
+    for piece in pieces:
+        total += native.at(piece.data_ptr(), piece.nbytes, row)
+        row += piece.nbytes // ROW_BYTES
+    return total % _MODULUS
+
+
+def signed(number: int) -> int:
+    """Return a number modulo 2^64 as int64 holds it."""
+    number %= _MODULUS
+    return number - _MODULUS if number >= _MODULUS // 2 else number
+
+
+@functools.cache
+def native_sum() -> "NativeSum | None":
+    """Return the sum in C, or None where it cannot be had or errs."""
+    try:
+        native = NativeSum()
+        sample = torch.from_numpy(_mixed(5 * ROW, seed=9).view(np.uint8))
+        for part in (sample[: 4 * ROW_BYTES + 1003], sample[:5], sample[3 : ROW_BYTES + 3]):
+            if native.at(part.data_ptr(), len(part)) != plain_sum([part], part.device):
+                raise ArithmeticError("the native digest errs")
+    except Exception as error:  # whatever it is, training goes on, a little slower
+        reason = str(error).strip().split("\n")[0]
+        _log.debug("bits are digested in plain torch: %s", reason)
+        return None
+    return native
+
+
+class NativeSum:
+    """Adds up in C, on one thread, without holding the interpreter's lock.
+
+    Raises:
+        BuildError: The library cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+    """
+
+    def __init__(self) -> None:
+        self._function = load_digest()
+        first, second = _keys()
+        keys = np.stack([first, (first << np.uint64(32)) + second], axis=1).reshape(-1)
+        low = keys.astype(np.uint32)
+        signs = low.copy()
+        signs[::2] = 0
+        self._tables = (low, (keys >> np.uint64(32)).astype(np.uint32), signs, _multipliers())
+        *self._keys, self._multipliers = (table.ctypes.data for table in self._tables)
+
+    def at(self, address: int, count: int, row: int = 0) -> int:
+        """Return the weighted sum, modulo 2^64, of bytes in memory, the first of which begin a row.
+
+        Args:
+            address: Where they begin.
+            count: How many there are.
+            row: Number of the row that they begin.
+        """
+        total = 0
+        while count:
+            block, first = divmod(row, _NUM_MULTIPLIERS)
+            taken = min(count, (_NUM_MULTIPLIERS - first) * ROW_BYTES)
+            part = self._function(address, taken, *self._keys, self._multipliers + 8 * first)
+            total += part * _block_factor(block)
+            address, count, row = address + taken, count - taken, row + taken // ROW_BYTES
+        return total % _MODULUS
+
+
+def plain_sum(pieces: Iterable[Tensor], device: torch.device) -> int | Tensor:
+    """Return the same as :func:`sum_words`, in torch."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    size, row = chunk_bytes(device), 0
+    for piece in pieces:
+        whole = piece.nbytes // ROW_BYTES * ROW_BYTES
+        as_bytes = piece.view(torch.uint8)
+        for start in range(0, whole, size):
+            chunk = as_bytes[start : min(start + size, whole)]
+            _add_rows(_words(chunk), row, total)
+            row += len(chunk) // ROW_BYTES
+        if whole < len(as_bytes):
+            padded = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=device)
+            padded[: len(as_bytes) - whole] = as_bytes[whole:]
+            _add_rows(_words(padded), row, total)
+    return int(total) % _MODULUS if device.type == "cpu" else total
+
+
+def _words(chunk: Tensor) -> Tensor:
+    """Return bytes of whole rows as int64 ``[R, ROW]``; copied only if their address is odd."""
+    if chunk.data_ptr() % 8 or chunk.storage_offset() % 8:
+        chunk = chunk.clone()
+    return chunk.view(torch.int64).view(-1, ROW)
+
+
+def _add_rows(words: Tensor, row: int, total: Tensor) -> None:
+    """Add rows, none of which lies in another block of multipliers than the first."""
+    tables = _tables(words.device)
+    block, first = divmod(row, _NUM_MULTIPLIERS)
+    if words.device.type == "cpu":
+        upper = torch.bitwise_right_shift(words, 32, out=_room()[: len(words)])
+        sums = torch.mv(words, tables.first).add_(torch.mv(upper, tables.second))
+    else:  # there are no products of integer matrices
+        upper = torch.bitwise_right_shift(words, 32)
+        sums = torch.mul(words, tables.first).addcmul_(upper, tables.second).sum(1)
+    sums.mul_(tables.multipliers[first : first + len(sums)])
+    total.add_(sums.sum(), alpha=signed(_block_factor(block)))
+
+
+def _room() -> Tensor:
+    """Return scratch space on the CPU, ``[R, ROW]``: for each thread its own."""
+    if not hasattr(_scratch, "words"):
+        with torch.inference_mode(False):
+            _scratch.words = torch.empty(
+                CHUNK_BYTES // ROW_BYTES, ROW, dtype=torch.int64, device="cpu"
+            )
+    room: Tensor = _scratch.words
+    return room
+
+
+class _Tables:
+    """Keys and multipliers as int64 tensors on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        first, second = _keys()
+        arrays = (first, second, _multipliers())
+        with torch.inference_mode(False):
+            self.first, self.second, self.multipliers = (
+                torch.from_numpy(array.view(np.int64)).to(device) for array in arrays
+            )
+
+
+@functools.cache
+def _tables(device: torch.device) -> _Tables:
+    return _Tables(device)
+
+
+def _keys() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    keys = _mixed(2 * ROW, seed=1) | np.uint64(1)
+    return keys[:ROW], keys[ROW:]
+
+
+def _multipliers() -> NDArray[np.uint64]:
+    return _mixed(_NUM_MULTIPLIERS, seed=2) | np.uint64(1)
+
+
+@functools.lru_cache(maxsize=64)
+def _block_factor(block: int) -> int:
+    return pow(_BLOCK_FACTOR, block, _MODULUS)
+
+
+def _mixed(count: int, seed: int) -> NDArray[np.uint64]:
+    """Return pseudo-random numbers, the same on every machine (Steele and others, SplitMix64)."""
+    numbers = np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 40)
+    numbers *= np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

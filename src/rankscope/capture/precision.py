@@ -1,0 +1,71 @@
+"""The precision in which a forward pass computes, in words and as one number to compare."""
+
+import functools
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from rankscope.capture.fingerprint import digest_of
+
+_types: "WeakKeyDictionary[torch.nn.Module, str]" = WeakKeyDictionary()
+
+
+def precision_code(module: torch.nn.Module, device: torch.device) -> int:
+    """Return a 63-bit digest of :func:`precision_words`; equal on workers that compute alike.
+
+    Called inside a forward pass, where autocast is active. It costs some microseconds.
+
+    Args:
+        module: The model; the types of its parameters are looked up once.
+        device: Where it computes.
+    """
+    return _digest(tuple(precision_words(module, device).values()))
+
+
+def precision_words(module: torch.nn.Module, device: torch.device) -> dict[str, str | bool]:
+    """Return what decides the precision of a forward pass, by name.
+
+    Args:
+        module: The model.
+        device: Where it computes.
+    """
+    if module not in _types:
+        found = {str(parameter.dtype) for parameter in module.parameters()}
+        _types[module] = ", ".join(sorted(found)).replace("torch.", "") or "none"
+    return {
+        "parameter_types": _types[module],
+        "autocast": _autocast(device.type),
+        **precision_flags(),
+    }
+
+
+def precision_flags() -> dict[str, str | bool]:
+    """Return torch's global settings of precision and determinism, by name."""
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    return {
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "tf32_matmul": str(matmul.fp32_precision),  # allow_tf32 raises where both ways were used
+        "tf32_convolutions": str(cudnn.conv.fp32_precision),
+        "reduced_fp16_sums": bool(matmul.allow_fp16_reduced_precision_reduction),
+        "reduced_bf16_sums": bool(matmul.allow_bf16_reduced_precision_reduction),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": bool(cudnn.deterministic),
+        "cudnn_benchmark": bool(cudnn.benchmark),
+    }
+
+
+def _autocast(device_type: str) -> str:
+    try:
+        if torch.is_autocast_enabled(device_type):
+            return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+    except RuntimeError:  # a kind of device that has no autocast
+        pass
+    return "off"
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(words: tuple[str | bool, ...]) -> int:
+    return digest_of(repr(words).encode())

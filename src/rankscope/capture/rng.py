@@ -1,0 +1,86 @@
+"""Fingerprints of the random generators that a worker's forward passes use.
+
+Two workers whose generators stand at the same place draw the same dropout masks and the same
+noise. That matters only where a generator moves: equal seeds without randomness in the forward
+pass are usual and harmless. So a generator counts as used when a forward pass has moved it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rankscope.capture.fingerprint import digest_of, numpy_state, python_state, torch_state
+
+PYTHON, NUMPY, TORCH, ACCELERATOR = 1, 2, 4, 8
+"""The generators, as bits of the column ``rng_used``."""
+
+
+class RandomMeter:
+    """Tells which random generators the forward passes of a step move, and where they started.
+
+    It reads states and never draws: Python's ``random``, numpy's global generator, torch's on the
+    CPU, and that of the device. A state of an accelerator's generator is a seed and an offset on
+    the host; reading it does not wait for the device.
+
+    Args:
+        device: Where the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._readers: dict[int, Callable[[], bytes]] = {
+            PYTHON: python_state,
+            NUMPY: numpy_state,
+            TORCH: torch_state,
+        }
+        if device.type != "cpu":
+            self._readers[ACCELERATOR] = _reader_of(device)
+        self._first: dict[int, bytes] = {}
+        self._before: dict[int, bytes] | None = None
+        self._used: int | None = None
+
+    def before_forward(self) -> None:
+        """Take the states before a forward pass; those before the first one of a step are kept.
+
+        Only passes that are announced here are compared, so it is enough to announce the first.
+        A generator that has moved in this step already is not read again.
+        """
+        used = self._used or 0
+        self._before = {bit: read() for bit, read in self._readers.items() if not used & bit}
+        self._first = self._first or self._before
+
+    def after_forward(self) -> None:
+        """Take the end of a forward pass; without effect unless its beginning was announced."""
+        if self._before is None:
+            return
+        moved = [bit for bit, state in self._before.items() if self._readers[bit]() != state]
+        self._used = (self._used or 0) | sum(moved)
+        self._before = None
+
+    def collect(self) -> dict[str, int]:
+        """Return ``rng_used`` and, where a generator has moved, ``rng_digest``; begin a new step.
+
+        Returns:
+            Nothing when no forward pass was seen from beginning to end.
+        """
+        used, first = self._used, self._first
+        self._used, self._first, self._before = None, {}, None
+        if used is None:
+            return {}
+        if not used:
+            return {"rng_used": 0}
+        states = b"".join(bytes([bit]) + state for bit, state in first.items() if used & bit)
+        return {"rng_used": used, "rng_digest": digest_of(states)}
+
+
+def _reader_of(device: torch.device) -> Callable[[], bytes]:
+    module: Any = torch.get_device_module(device)
+
+    def read() -> bytes:
+        try:
+            state = module.get_rng_state(device)
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return b""  # cannot be told, as while a graph is being captured: then it never moves
+        return state.numpy().tobytes() if state.device.type == "cpu" else b""
+
+    return read

@@ -1,0 +1,79 @@
+"""A batch as plain data: what entered a model, ready for another worker or for a file.
+
+The structure is JSON; tensors are arrays beside it. Nothing is ever pickled.
+"""
+
+import json
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+_LENGTH = 8  # bytes that say how long the header is
+
+
+class BatchError(ValueError):
+    """Bytes that hold no batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainBatch:
+    """What entered a model in one forward pass.
+
+    Attributes:
+        structure: Arguments by position and by name, as plain JSON in which tensors are numbered.
+        arrays: The tensors. Types that numpy lacks are held as integers of the same bits.
+        samples: int64 digest of the content of each sample; empty where none was recognised.
+    """
+
+    structure: Any
+    arrays: tuple[NDArray[Any], ...]
+    samples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def pack_batch(batch: PlainBatch) -> Bytes:
+    """Return a batch as bytes, uint8 ``[n]``: a header in JSON, then array after array."""
+    arrays = [np.ascontiguousarray(array) for array in (batch.samples, *batch.arrays)]
+    header = {
+        "structure": batch.structure,
+        "arrays": [[a.dtype.str, list(b.shape)] for a, b in zip(arrays, _all(batch), strict=True)],
+    }
+    text = json.dumps(header).encode()
+    parts = [len(text).to_bytes(_LENGTH, "little"), text, *(array.tobytes() for array in arrays)]
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def unpack_batch(packed: Bytes) -> PlainBatch:
+    """Return the batch that bytes hold.
+
+    Raises:
+        BatchError: They hold none.
+    """
+    content = packed.tobytes()
+    try:
+        at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+        header = json.loads(content[_LENGTH:at])
+        arrays = []
+        for name, shape in header["arrays"]:
+            dtype = np.dtype(name)
+            if dtype.hasobject:
+                raise BatchError("an array of objects")
+            array = np.frombuffer(content, dtype, prod(shape), at).reshape(shape)
+            arrays.append(array)
+            at += array.nbytes
+        return PlainBatch(header["structure"], tuple(arrays[1:]), arrays[0].astype(np.int64))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise BatchError(f"these bytes hold no batch ({error})") from error
+
+
+def _all(batch: PlainBatch) -> tuple[NDArray[Any], ...]:
+    return (batch.samples, *batch.arrays)

@@ -1,0 +1,94 @@
+"""What the user intends, where only intent can tell a fault from a decision."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from numbers import Real
+from typing import Any
+
+from rankscope.errors import UsageError
+
+LOSS_WEIGHTINGS = ("token", "worker")
+RANDOM = ("same", "different")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run is meant to do; everything is optional.
+
+    ::
+
+        Plan.of({"loss_weighting": "token", "learning_rate": [1e-4, 2e-4, 2e-4]})
+
+    Attributes:
+        loss_weighting: ``"token"``: every label token of the global batch counts alike;
+            ``"worker"``: every worker's mean loss counts alike. None: not said.
+        learning_rate: Of the optimizer's first parameter group: a number, or one for each call
+            of ``optimizer.step``, the last of which holds on. None: not said.
+        random: Whether the workers are meant to draw the ``"same"`` random numbers in their
+            forward passes and data loaders, or ``"different"`` ones. None: not said, which is
+            taken for different.
+        repeats: Whether samples are repeated on purpose: between workers, or within an epoch.
+    """
+
+    loss_weighting: str | None = None
+    learning_rate: float | tuple[float, ...] | None = None
+    random: str | None = None
+    repeats: bool = False
+
+    @classmethod
+    def of(cls, given: "Plan | Mapping[str, Any] | None") -> "Plan":
+        """Return the plan that a user gave, or that :meth:`to_json` returned.
+
+        Raises:
+            UsageError: An entry has no such name, or a value that cannot be meant.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        if not isinstance(given, Mapping):
+            raise UsageError(f"plan expected a dict, got {type(given).__name__}")
+        known = list(cls.__slots__)
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise UsageError(f"plan has entries {', '.join(known)}; got {unknown[0]!r}")
+        weighting, random = given.get("loss_weighting"), given.get("random")
+        _check_choice("loss_weighting", weighting, LOSS_WEIGHTINGS)
+        _check_choice("random", random, RANDOM)
+        repeats = given.get("repeats", False)
+        if not isinstance(repeats, bool):
+            raise UsageError(f"plan's repeats must be True or False, got {repeats!r}")
+        return cls(weighting, _rates(given.get("learning_rate")), random, repeats)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        entries = asdict(self)
+        if isinstance(self.learning_rate, tuple):
+            entries["learning_rate"] = list(self.learning_rate)
+        return entries
+
+
+def _check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        choices = " or ".join(map(repr, known))
+        raise UsageError(f"plan's {name} must be {choices}, got {value!r}")
+
+
+def _rates(given: Any) -> float | tuple[float, ...] | None:
+    if given is None:
+        return None
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    rates = list(given) if several else [given]
+    wrong = [rate for rate in rates if not _is_rate(rate)]
+    if wrong or not rates:
+        got = repr(wrong[0]) if wrong else "an empty list"
+        raise UsageError(
+            "plan's learning_rate must be a number of at least 0, or a list with one for each "
+            f"call of optimizer.step, got {got}"
+        )
+    return tuple(map(float, rates)) if several else float(given)
+
+
+def _is_rate(rate: object) -> bool:
+    if isinstance(rate, bool) or not isinstance(rate, Real):
+        return False
+    return math.isfinite(rate) and float(rate) >= 0

@@ -1,0 +1,84 @@
+"""A share of all samples, drawn by their hashes: what is followed when all are too many.
+
+Whether a sample belongs to the share depends on its hash alone. So it is followed in every epoch
+and on every worker or never, and overlaps show in the share as they do in the whole.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.state import Stateful
+from rankscope.core.step import Ints
+
+Bools = NDArray[np.bool_]
+
+MAX_HALVINGS = 20
+"""The smallest share is one sample in a million: enough for 10^12 different ones."""
+
+
+class SampleShare(Stateful):
+    """One sample in ``2^k``: those whose hash begins with k zero bits; all, to begin with."""
+
+    def __init__(self) -> None:
+        self.halvings = 0
+
+    @property
+    def one_in(self) -> int:
+        """How many samples stand behind one of the share."""
+        return 1 << self.halvings
+
+    @property
+    def can_halve(self) -> bool:
+        """Whether a smaller share is left."""
+        return self.halvings < MAX_HALVINGS
+
+    def halve(self) -> None:
+        """Take half of the share only."""
+        self.halvings += 1
+
+    def admits(self, samples: Ints) -> Bools:
+        """Return which samples belong to the share."""
+        if not self.halvings:
+            return np.ones(len(samples), bool)
+        return self.admits_hashes(mix(samples).view(np.int64))
+
+    def admits_hashes(self, hashes: Ints) -> Bools:
+        """Return which samples belong to the share, from what :func:`mix` made of them."""
+        if not self.halvings:
+            return np.ones(len(hashes), bool)
+        found: Bools = hashes.view(np.uint64) >> np.uint64(64 - self.halvings) == 0
+        return found
+
+    def of(self, samples: Sequence[Ints]) -> list[Ints]:
+        """Return the samples of the share, for each worker."""
+        if not self.halvings or not samples:
+            return list(samples)
+        lengths = [len(batch) for batch in samples]
+        flat = np.concatenate(samples).astype(np.int64, copy=False)
+        admitted = self.admits(flat)
+        ends = np.concatenate([[0], np.cumsum(admitted)])[np.cumsum(lengths)]
+        return np.split(flat[admitted], ends[:-1])
+
+    def scale_up(self, followed: int) -> tuple[float, float]:
+        """Return how many different samples there are, and the standard error of that number.
+
+        Each belongs to the share with probability ``p = 2^-k``: ``n/p`` with a variance of
+        ``n(1-p)/p²``.
+
+        Args:
+            followed: n, different samples of the share.
+        """
+        p = 1 / self.one_in
+        return followed / p, math.sqrt(followed * (1 - p)) / p
+
+
+def mix(values: Ints) -> NDArray[np.uint64]:
+    """Return one 64-bit hash per number: xor, shift and multiply, three times over."""
+    bits = np.ascontiguousarray(values, np.int64).view(np.uint64)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93):
+        bits = (bits ^ (bits >> np.uint64(32))) * np.uint64(factor)
+    hashes: NDArray[np.uint64] = bits ^ (bits >> np.uint64(32))
+    return hashes

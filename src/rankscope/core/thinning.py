@@ -1,0 +1,77 @@
+"""A ledger of samples for epochs of any size: exact at first, then over a share of them."""
+
+from collections.abc import Sequence
+
+from rankscope.core.samples import SampleCounts, SampleLedger
+from rankscope.core.share import SampleShare
+from rankscope.core.state import Stateful
+from rankscope.core.step import Ints
+
+
+class ThinningLedger(Stateful):
+    """Remembers who drew which samples, in bounded memory.
+
+    Exact while no more than ``capacity`` different samples were drawn. Then it forgets half of
+    them, chosen by their hashes, and follows the other half alone; and again whenever it is full.
+    The share that is followed is a random sample of all, so what holds in it holds in the whole.
+
+    Args:
+        capacity: Different samples to remember.
+    """
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        self._ledger = SampleLedger(capacity)
+        self._share = SampleShare()
+        self._drawn = 0
+
+    @property
+    def drawn(self) -> int:
+        """Samples drawn so far, by all workers together."""
+        return self._drawn
+
+    @property
+    def one_in(self) -> int:
+        """How many samples stand behind one that is followed; 1 as long as it is exact."""
+        return self._share.one_in
+
+    @property
+    def followed(self) -> int:
+        """Different samples that are remembered."""
+        return self._ledger.distinct
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample of the share was remembered; false only beyond 10^12 samples."""
+        return self._ledger.exact
+
+    @property
+    def distinct(self) -> tuple[float, float]:
+        """Different samples drawn so far, and the standard error of that number."""
+        return self._share.scale_up(self._ledger.distinct)
+
+    def admit(self, samples: Sequence[Ints]) -> list[Ints]:
+        """Return the samples of a step that are followed, after making room for them.
+
+        Args:
+            samples: One int64 array per worker, in rank order.
+        """
+        self._drawn += sum(map(len, samples))
+        followed = self._share.of(samples)
+        while self._is_full(followed) and self._share.can_halve:
+            self._share.halve()
+            self._ledger.thin(self._share)
+            followed = self._share.of(followed)
+        return followed
+
+    def observe(self, step: int, followed: Sequence[Ints]) -> SampleCounts:
+        """Count and remember the draws of one step; see :meth:`SampleLedger.observe`.
+
+        Args:
+            step: Step number; steps must come in order.
+            followed: What :meth:`admit` returned for this step.
+        """
+        return self._ledger.observe(step, followed)
+
+    def _is_full(self, followed: Sequence[Ints]) -> bool:
+        room = self._ledger.capacity - self._ledger.distinct
+        return sum(map(len, followed)) > room and self._ledger.count_new(followed) > room

@@ -1,0 +1,191 @@
+"""The detector that reads canaries: what all workers computed on the same two batches."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict, judge, results_of
+from rankscope.core.finding import Severity
+from rankscope.core.replicas import StateKind
+from rankscope.core.state import Stateful
+from rankscope.core.step import Floats
+from rankscope.diagnose.causes import LATENESS
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.rules import count, name_ranks
+
+DATA = "canary-data"
+DIFFERS = "canary-differs"
+NONDETERMINISTIC = "canary-nondeterministic"
+INCONCLUSIVE = "canary-inconclusive"
+
+KEYS = {
+    Verdict.DATA: DATA,
+    Verdict.STATE: DIFFERS,
+    Verdict.HARDWARE: DIFFERS,
+    Verdict.NONDETERMINISTIC: NONDETERMINISTIC,
+    Verdict.INCONCLUSIVE: INCONCLUSIVE,
+}
+"""Names of the findings, and of the rules that put them into words."""
+
+CAUSES = {
+    Verdict.DATA: "data.worker_outlier",
+    Verdict.STATE: "state.parameters_differ",
+    Verdict.HARDWARE: "compute.worker_outlier",
+    Verdict.NONDETERMINISTIC: "compute.nondeterministic",
+    Verdict.INCONCLUSIVE: "inconclusive",
+}
+
+_OTHER_CAUSES = {
+    Verdict.HARDWARE: ["state.parameters_differ", "env.mismatch"],
+    Verdict.INCONCLUSIVE: ["compute.worker_outlier", "state.parameters_differ", "env.mismatch"],
+    Verdict.NONDETERMINISTIC: ["compute.worker_outlier"],
+}
+_MOST_TOLD = 16
+
+_WHY_STATE = "their parameters or buffers are known to differ from the others'"
+_WHY_HARDWARE = "nothing is known to differ in what they hold, so their devices, libraries or \
+settings compute otherwise"
+_CHECK_STATE = "See the finding on parameters or buffers: it says which of them differ, and since \
+when"
+_CHECK_HARDWARE = "Compare device model, driver, library versions and precision settings of \
+{ranks} with another worker's; if these are equal, test the device"
+
+
+class CanaryVerdicts(Stateful):
+    """What canaries prove: data, state, hardware or non-determinism.
+
+    A canary that agrees proves that a worker's data differ only where the worker does differ;
+    otherwise it says nothing, as it should in a healthy run.
+
+    Args:
+        num_workers: W.
+        suspected: Returns the workers that differ from the others at present.
+    """
+
+    SETTINGS = ("_num_workers", "_suspected")
+
+    def __init__(self, num_workers: int, suspected: Callable[[], Sequence[int]] = tuple) -> None:
+        self._num_workers = num_workers
+        self._suspected = suspected
+        self._differing: dict[int, int] = {}  # when they were last seen to
+        self._told: dict[str, _Told] = {}
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks when all workers ran a canary in it."""
+        gathered = step.gathered
+        for difference in gathered.differences:
+            if difference.kind in (StateKind.PARAMETER, StateKind.BUFFER):
+                odd = difference.odd_ones_out(gathered.workers["replica"])
+                self._differing |= dict.fromkeys(odd, gathered.step)
+        known = {r for r, last in self._differing.items() if gathered.step - last <= LATENESS}
+        results = results_of(gathered)
+        if results is None:
+            return self._settle(known)
+        verdict = judge(results, differing=tuple(sorted(known)))
+        if verdict.verdict is Verdict.DATA and results.suspect not in self._suspected():
+            return ()
+        key = KEYS[verdict.verdict]
+        told = self._told.setdefault(key, _Told(gathered.step))
+        told.add(gathered.step, verdict, describe_results(results, verdict))
+        return (self._evidence(key, told),)
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()
+
+    def _settle(self, differing: set[int]) -> Iterable[Evidence]:
+        """Turn to state what looked like hardware: digests take turns, and may come later."""
+        told = self._told.get(DIFFERS)
+        if told is None or told.verdict != Verdict.HARDWARE:
+            return ()
+        if not differing & set(told.ranks):
+            return ()
+        told.verdict = str(Verdict.STATE)
+        return (self._evidence(DIFFERS, told),)
+
+    def _evidence(self, key: str, told: "_Told") -> Evidence:
+        verdict = Verdict(told.verdict)
+        numbers: dict[str, Any] = {"canaries": told.count, "verdict": str(verdict), **told.numbers}
+        if verdict in _OTHER_CAUSES:
+            numbers["other_causes"] = _OTHER_CAUSES[verdict]
+        return Evidence(
+            cause=CAUSES[verdict],
+            severity=_severity(verdict, within_rounding=told.within_rounding),
+            ranks=told.ranks,
+            first_step=told.first,
+            last_step=told.last,
+            count=told.count,
+            fields=_fields(told, verdict, self._num_workers),
+            numbers=numbers,
+            key=key,
+        )
+
+
+@dataclass
+class _Told(Stateful):
+    """The canaries that led to one finding."""
+
+    first: int
+    last: int = -1
+    count: int = 0
+    verdict: str = ""
+    ranks: tuple[int, ...] = ()
+    within_rounding: bool = True
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, step: int, verdict: CanaryVerdict, numbers: dict[str, Any]) -> None:
+        """Take one more."""
+        self.last = step
+        self.count += 1
+        self.verdict = str(verdict.verdict)
+        self.ranks = tuple(sorted({*self.ranks, *verdict.ranks}))
+        self.within_rounding = self.within_rounding and verdict.within_rounding
+        self.numbers = numbers
+
+
+def describe_results(results: CanaryResults, verdict: CanaryVerdict) -> dict[str, Any]:
+    """Return the numbers behind a verdict, by name."""
+    return {
+        "suspect": results.suspect,
+        "peer": results.peer,
+        "distance": verdict.distance,
+        "same_bits": verdict.exact,
+        "losses": _first(results.losses_W),
+        "gradient_norms": _first(results.norms_W),
+        "peer_losses": _first(results.peer_losses_W),
+        "peer_gradient_norms": _first(results.peer_norms_W),
+    }
+
+
+def _first(values_W: Floats) -> list[float]:
+    return [float(value) for value in values_W[:_MOST_TOLD]]
+
+
+def _severity(verdict: Verdict, *, within_rounding: bool) -> Severity:
+    if verdict is Verdict.DATA:
+        return Severity.NOTE
+    if verdict is Verdict.STATE:
+        return Severity.ERROR
+    if verdict is Verdict.HARDWARE and not within_rounding:
+        return Severity.ERROR
+    return Severity.WARNING
+
+
+def _fields(told: _Told, verdict: Verdict, num_workers: int) -> dict[str, object]:
+    ranks, numbers = name_ranks(told.ranks), told.numbers
+    state = verdict is Verdict.STATE
+    distance = float(numbers["distance"])
+    return {
+        "step": f"{told.last:,}",
+        "workers": count(num_workers, "worker"),
+        "Ranks": ranks.capitalize(),
+        "ranks": ranks,
+        "suspect": f"rank {numbers['suspect']}",
+        "peer": f"rank {numbers['peer']}",
+        "loss": f"{numbers['losses'][0]:.4g}",
+        "peer_loss": f"{numbers['peer_losses'][0]:.4g}",
+        "agree": "agree in every bit" if numbers["same_bits"] else "agree up to rounding",
+        "distance": "not finite" if distance == float("inf") else f"{distance:.1e}",
+        "why": _WHY_STATE if state else _WHY_HARDWARE,
+        "check": _CHECK_STATE if state else _CHECK_HARDWARE.format(ranks=ranks),
+    }

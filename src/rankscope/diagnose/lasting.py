@@ -1,0 +1,74 @@
+"""How long a fault that steps show or do not show has lasted, and on whom."""
+
+from collections.abc import Iterable
+
+from rankscope.core.state import Stateful
+
+HEALED_AFTER = 16
+"""Steps without a trace of it, one after the other, after which a fault has healed."""
+
+
+class Lasting(Stateful):
+    """Follows one kind of fault through the steps that could show it.
+
+    Args:
+        needed: Steps that have to show it on the same worker before it is told.
+        in_a_row: Whether these steps have to follow each other.
+
+    Attributes:
+        open: Whether it is there: told, and not healed since.
+        ranks: The workers on which it was there at some time.
+        first: The first step that showed it; -1 before.
+        last: The last step that showed it; -1 before.
+        count: Steps that showed it on enough workers to be told.
+    """
+
+    SETTINGS = ("_needed", "_in_a_row")
+
+    def __init__(self, needed: int = 1, *, in_a_row: bool = False) -> None:
+        self._needed = needed
+        self._in_a_row = in_a_row
+        self._shown: dict[int, tuple[int, int]] = {}
+        self._quiet = 0
+        self.open = False
+        self.ranks: set[int] = set()
+        self.first = -1
+        self.last = -1
+        self.count = 0
+
+    def observe(self, step: int, ranks: Iterable[int]) -> bool:
+        """Take one step that could show the fault.
+
+        Args:
+            step: Its number.
+            ranks: The workers on which it shows it.
+
+        Returns:
+            Whether there is something to tell: the step shows the fault, or it has healed.
+        """
+        now = set(ranks)
+        if self._in_a_row:
+            self._shown = {rank: self._shown[rank] for rank in now if rank in self._shown}
+        for rank in now:
+            first, count = self._shown.get(rank, (step, 0))
+            self._shown[rank] = first, count + 1
+        certain = {rank for rank in now if self._shown[rank][1] >= self._needed}
+        if certain:
+            self._show(step, certain)
+            return True
+        self._quiet = 0 if now else self._quiet + 1
+        if self._quiet >= HEALED_AFTER:
+            self._shown = {}
+            healed, self.open = self.open, False
+            return healed
+        return False
+
+    def _show(self, step: int, ranks: set[int]) -> None:
+        if self.count == 0:
+            self.first = min(self._shown[rank][0] for rank in ranks)
+            self.count = max(self._shown[rank][1] for rank in ranks) - 1
+        self.ranks |= ranks
+        self.last = step
+        self.count += 1
+        self._quiet = 0
+        self.open = True

@@ -1,0 +1,265 @@
+"""The detectors of optimizers that are set, or called, differently on some workers."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.finding import Severity
+from rankscope.core.plan import Plan
+from rankscope.core.state import State, Stateful
+from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.lasting import Lasting
+from rankscope.diagnose.minority import name_values, odd_ranks
+from rankscope.diagnose.rules import count, name_ranks
+
+STEPS_NEEDED = 3
+"""Optimizer steps in which the learning rate departs from the plan before it is told."""
+
+CALLS = "optimizer-steps-differ"
+
+_RELATIVE = 1e-6
+_OF_PEAK = 1e-9
+_NAMES = {"lr": "the learning rate", "weight_decay": "the weight decay"}
+_OTHERS = "other settings (such as momentum, betas or eps, or the rates of other groups)"
+
+
+class DifferentSettings(Stateful):
+    """Settings and calls of the optimizer that differ between workers, or from the plan.
+
+    - Learning rate, weight decay or any other setting differs between workers in a step.
+    - Some workers call ``optimizer.step`` more often than others in a step. The last step of a run
+      is not judged: it may end anywhere.
+    - All workers' learning rate departs from the plan.
+
+    A worker that does not call the optimizer in a step, or takes no part in it, is not compared.
+
+    Args:
+        num_workers: W.
+        plan: The learning rate that is intended, if any.
+    """
+
+    SETTINGS = ("_num_workers", "_planned_N", "_peak", "_anchored")
+
+    def __init__(self, num_workers: int, plan: Plan | None = None) -> None:
+        self._num_workers = num_workers
+        planned = (plan or Plan()).learning_rate
+        self._planned_N = np.atleast_1d(np.array(() if planned is None else planned, np.float64))
+        self._peak = float(self._planned_N.max(initial=0))
+        self._anchored = True
+        self._settings = Lasting()
+        self._what = ""
+        self._calls = Lasting()
+        self._waiting = -1
+        self._waiting_calls = np.empty(0, np.int64)
+        self._called = ""
+        self._schedule = Lasting(STEPS_NEEDED)
+        self._num_calls = 0
+        self._departure: tuple[int, float, float] = (-1, 0.0, 0.0)
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks of what differs in it or in the step before, and of what ends."""
+        gathered = step.gathered
+        calls_W = _calls(gathered)
+        told: list[Evidence] = []
+        if self._num_workers > 1:
+            told += self._compare_calls(gathered.step, calls_W)
+            told += self._compare_settings(gathered, calls_W)
+        told += self._follow_plan(gathered, calls_W)
+        return told
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run; what its last step shows is not judged."""
+        self._waiting = -1
+        return ()
+
+    def restore(self, state: State) -> None:
+        """Remember what a detector of as many workers remembered.
+
+        Raises:
+            StateError: The state does not fit.
+        """
+        super().restore(state)
+        self._anchored = False
+
+    # Between workers -----------------------------------------------------------------------
+
+    def _compare_settings(self, gathered: GatheredStep, calls_W: Ints) -> Iterable[Evidence]:
+        active_W = calls_W != 0
+        ranks: set[int] = set()
+        known, parts = False, []
+        for name, words in _NAMES.items():
+            values_W = gathered.workers[name]
+            known_W = active_W & ~np.isnan(values_W)
+            known |= int(known_W.sum()) > 1
+            if _alike(values_W, known_W):
+                continue
+            values = _values(values_W, known_W)
+            ranks.update(odd_ranks(values))
+            parts.append(f"{words} is {name_values(values, _word)}")
+        digests_W = gathered.workers["settings_digest"]
+        known_W = active_W & (digests_W != MISSING_INT)
+        known |= int(known_W.sum()) > 1
+        if not _alike(digests_W, known_W):
+            odd = odd_ranks(_values(digests_W, known_W))
+            ranks.update(odd)
+            parts.append(f"{_OTHERS} differ on {name_ranks(odd)}")
+        self._what = "; ".join(parts) or self._what
+        if known and self._settings.observe(gathered.step, ranks):
+            yield self._settings_evidence()
+
+    def _compare_calls(self, step: int, calls_W: Ints) -> Iterable[Evidence]:
+        """Judge the step before, which was not the last one."""
+        before_W, number = self._waiting_calls, self._waiting
+        self._waiting, self._waiting_calls = step, calls_W
+        if number < 0:
+            return
+        known_W = before_W != MISSING_INT
+        if known_W.sum() < 2:
+            return
+        ranks: tuple[int, ...] = ()
+        if not _alike(before_W, known_W):
+            values = _values(before_W, known_W)
+            ranks = odd_ranks(values)
+            self._called = name_values(values, _times)
+        if self._calls.observe(number, ranks):
+            yield self._calls_evidence()
+
+    def _settings_evidence(self) -> Evidence:
+        return self._evidence(
+            "state.hyperparameters_differ", Severity.ERROR, self._settings, {"what": self._what}
+        )
+
+    def _calls_evidence(self) -> Evidence:
+        return self._evidence(
+            "state.optimizer_differs",
+            Severity.ERROR,
+            self._calls,
+            {"called": self._called},
+            {"other_causes": ["state.parameters_differ"]},
+            key=CALLS,
+        )
+
+    # Against the plan ----------------------------------------------------------------------
+
+    def _follow_plan(self, gathered: GatheredStep, calls_W: Ints) -> Iterable[Evidence]:
+        calls = int(calls_W[0])
+        rates_W = gathered.workers["lr"]
+        known_W = (calls_W != 0) & ~np.isnan(rates_W)
+        if not len(self._planned_N) or calls <= 0 or not known_W.any():
+            self._num_calls += max(calls, 0)
+            return
+        rates = rates_W[known_W]
+        if not self._anchored:
+            self._anchor(rates, calls)
+        at = self._num_calls + calls - 1
+        self._num_calls += calls
+        departs = self._departs(rates, at)
+        if departs:
+            self._departure = at, float(rates[0]), self._planned_at(at)
+        if self._schedule.observe(gathered.step, (0,) if departs else ()):
+            yield self._schedule_evidence()
+
+    def _anchor(self, rates: Floats, calls: int) -> None:
+        """Count on after a restart: from where it was, or from an earlier checkpoint.
+
+        Which one tells the learning rate of the first step: the latest call of the plan that has
+        it, and is not after the last one that was seen.
+        """
+        self._anchored = True
+        last = self._num_calls + calls - 1
+        if self._departs(rates, last):
+            fits = np.flatnonzero(~self._depart(rates, self._planned_N[calls - 1 : last + 1]))
+            if len(fits):
+                self._num_calls = int(fits[-1])
+
+    def _departs(self, rates: Floats, at: int) -> bool:
+        """Return whether all these learning rates are not what the plan has for a call."""
+        return bool(self._depart(rates, np.array([self._planned_at(at)]))[0])
+
+    def _depart(self, rates: Floats, planned_N: Floats) -> NDArray[np.bool_]:
+        """Return for each of these entries of the plan ``[N]`` whether all rates depart from it."""
+        tolerance_N = _RELATIVE * planned_N + _OF_PEAK * self._peak
+        return np.asarray((np.abs(rates[:, None] - planned_N) > tolerance_N).all(axis=0))
+
+    def _planned_at(self, at: int) -> float:
+        return float(self._planned_N[min(at, len(self._planned_N) - 1)])
+
+    def _schedule_evidence(self) -> Evidence:
+        at, rate, planned = self._departure
+        return self._evidence(
+            "state.schedule",
+            Severity.WARNING,
+            self._schedule,
+            {"at": f"{at:,}", "rate": _word(rate), "planned": _word(planned)},
+            {"optimizer_step": at, "learning_rate": rate, "planned": planned},
+            ranks=(),
+        )
+
+    def _evidence(
+        self,
+        cause: str,
+        severity: Severity,
+        seen: Lasting,
+        fields: Mapping[str, object],
+        numbers: Mapping[str, object] | None = None,
+        *,
+        key: str = "",
+        ranks: tuple[int, ...] | None = None,
+    ) -> Evidence:
+        ranks = tuple(sorted(seen.ranks)) if ranks is None else ranks
+        return Evidence(
+            cause=cause,
+            severity=severity,
+            ranks=ranks,
+            first_step=seen.first,
+            last_step=seen.last,
+            count=seen.count,
+            fields={
+                "Ranks": name_ranks(ranks).capitalize(),
+                "ranks": name_ranks(ranks),
+                "first": f"{seen.first:,}",
+                "last": f"{seen.last:,}",
+                "steps": count(seen.count, "step"),
+                "over": "" if seen.open else f" It was last seen at step {seen.last:,}.",
+                **fields,
+            },
+            numbers={"steps": seen.count, **fields, **(numbers or {})},
+            key=key,
+            status="open" if seen.open else "closed",
+        )
+
+
+def _calls(gathered: GatheredStep) -> Ints:
+    """Return each worker's calls of the optimizer; unknown for one that takes no part in a step.
+
+    In ``join()``, a worker without data only helps the others to reduce.
+    """
+    calls_W: Ints = gathered.workers["optimizer_steps"].copy()
+    samples_W = gathered.workers["num_samples"]
+    idle_W = (samples_W <= 0) & (calls_W == 0)
+    if (samples_W > 0).any() and idle_W.any():
+        calls_W[idle_W] = MISSING_INT
+    return calls_W
+
+
+def _alike(values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_]) -> bool:
+    known = values_W[known_W]
+    return len(known) < 2 or bool((known == known[0]).all())
+
+
+def _values(
+    values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_]
+) -> list[float | int | None]:
+    return [v if known else None for v, known in zip(values_W.tolist(), known_W, strict=True)]
+
+
+def _word(rate: float) -> str:
+    """Return a number in as many digits as tell it apart."""
+    short = f"{rate:.6g}"
+    return short if float(short) == rate else repr(rate)
+
+
+def _times(calls: float) -> str:
+    return ("not", "once", "twice")[int(calls)] if calls < 3 else f"{calls:,} times"
