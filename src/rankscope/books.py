@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rankscope.canary import LiveCanary
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
 from rankscope.capture.guard import Guard
 from rankscope.capture.loader import LoaderMeter
@@ -31,6 +32,7 @@ class StepBooks:
         guard: Keeps exceptions out of the training, and counts the time.
         send: Takes each step whose books are closed.
         first_step: Number of the first step.
+        canary: Replays batches on all workers; None without.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class StepBooks:
         guard: Guard,
         send: Callable[[LocalStep], None],
         first_step: int = 0,
+        canary: LiveCanary | None = None,
     ) -> None:
         self.paused = False
         self.step = first_step
@@ -48,6 +51,7 @@ class StepBooks:
         self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
         self._send = send
+        self._canary = canary
         self._losses = LossMeter(shifted=instruments.shifted_labels)
         self._samples = SampleMeter()
         self._random = RandomMeter(instruments.device)
@@ -84,6 +88,8 @@ class StepBooks:
             bypassed: Whether it goes past the wrapper, to the module inside.
         """
         self.close_step()
+        if self._canary is not None and not bypassed:
+            self._guard.leave_out(self._canary.before_forward(self.step, args, kwargs))
         self._begin_state()
         due = self.step % self._interval_at(self.step) == 0
         measure = due and not self.paused
@@ -142,7 +148,8 @@ class StepBooks:
 
     def _hand_over(self) -> None:
         now = time.perf_counter()
-        busy = self._tap.busy_seconds
+        canary = None if self._canary is None else self._canary.collect()
+        busy = self._tap.busy_seconds if canary is None else math.nan
         named = self._samples.named
         idle = self._passes.take_idle()
         losses, multipliers = self._losses.collect(idle)
@@ -155,6 +162,7 @@ class StepBooks:
             multipliers=multipliers,
             samples=self._samples.collect(idle),
             state=self._state.collect(),
+            canary=canary,
             values={
                 **self._optimizer.collect(),
                 **self._random.collect(),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rankscope.canary import LiveCanary, check_canary
 from rankscope.capture import ReadReduced
 from rankscope.capture.environment import environment_facts, vocabulary_digest
 from rankscope.core.groups import GroupsOption
@@ -31,7 +32,7 @@ from rankscope.instruments import Options, choice, choose_instruments
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import pack_state, unpack_state
 from rankscope.scope import OnFinding, Scope
-from rankscope.wrapping import find_wrapper
+from rankscope.wrapping import Wrapped, find_wrapper
 
 _log = logging.getLogger("rankscope")
 
@@ -57,6 +58,8 @@ def watch(
     plan: Plan | Mapping[str, Any] | None = None,
     loader: Any = None,
     tokenizer: Any = None,
+    canary: bool = True,
+    canary_every: int | None = None,
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
@@ -97,10 +100,14 @@ def watch(
         plan: What is meant, where only intent can tell a fault: a dict with any of
             ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
             per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers) and
-            ``repeats`` (True: samples repeat on purpose). See :class:`rankscope.core.plan.Plan`.
+            ``repeats`` (True: samples repeat on purpose) and ``local_buffers`` (True: each worker
+            keeps running statistics of its own). See :class:`rankscope.core.plan.Plan`.
         loader: The training's ``DataLoader``: whether its worker processes draw the same random
             numbers can only be seen there. Give it before it is iterated.
         tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
+        canary: Whether all workers replay a batch when a worker differs from the others, which
+            tells its data from its parameters and its hardware. Under DDP, up to 64 workers.
+        canary_every: Steps from one such replay to the next, whatever the findings. None: none.
 
     Returns:
         The running scope, also a context manager.
@@ -125,6 +132,7 @@ def watch(
     instruments = replace(choose_instruments(wrapped, options), loader=loader)
     intended = Plan.of(plan)
     group = process_group or wrapped.group
+    canary = check_canary(wrapped, wanted=canary, every=canary_every)
     channel = GlooChannel(group)
     described = {
         **dataclasses.asdict(options),
@@ -132,6 +140,8 @@ def watch(
         "parallel": wrapped.kind,
         "resume": resume,
         "plan": intended.to_json(),
+        "canary": canary,
+        "canary_every": canary_every,
     }
     facts = _facts(instruments.device, tokenizer)
     info = {"facts": facts, "config": dict(config or {})}
@@ -146,7 +156,15 @@ def watch(
         diagnosis=diagnosis,
         on_finding=on_finding,
         heartbeat=_heartbeat(channel, group, hang_seconds),
+        canary=_live_canary(wrapped, channel, canary_every, writer) if canary else None,
     )
+
+
+def _live_canary(
+    wrapped: Wrapped, channel: Channel, every: int | None, writer: RunWriter | None
+) -> LiveCanary:
+    run_dir = None if writer is None else writer.path
+    return LiveCanary(wrapped, channel, every=every, run_dir=run_dir)
 
 
 def _heartbeat(

@@ -1,5 +1,8 @@
 """The table of causes, and the words for ranks."""
 
+import re
+from string import Formatter
+
 import pytest
 
 from rankscope.core.finding import Severity
@@ -33,8 +36,9 @@ def test_counts_agree_with_their_nouns():
 def test_every_cause_has_a_title_and_advice_that_is_a_sentence(cause):
     assert RULES[cause].title[0].isupper()
     for advice in RULES[cause].advice.values():
-        assert advice.explanation.endswith(".")
-        assert advice.next_check.endswith(".")
+        for text in (advice.explanation, advice.next_check):
+            assert all(n.isidentifier() for _, n, _, _ in Formatter().parse(text) if n is not None)
+            assert re.sub(r"(\{\w+\})+$", "", text).endswith(".")  # a field may add a sentence
 
 
 def test_a_field_that_is_missing_is_an_error():

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.capture.canary_batch import CanaryDeclined, restore_batch
 from rankscope.capture.canary_state import kept
+from rankscope.capture.digest import digest_tensor
 from rankscope.capture.host import HostCopy
 from rankscope.capture.passes import tensors_in
 from rankscope.core.batches import PlainBatch
@@ -72,16 +73,22 @@ class PendingCanary:
     Args:
         suspect: The rank whose batch was run twice.
         peer: The rank whose batch was run once.
-        results: Of the suspect's batch, of its second run, and of the peer's batch.
+        results: Of the suspect's batch, of its second run, and of the peer's batch; none where a
+            canary is only asked for.
     """
 
     def __init__(
-        self, suspect: int, peer: int, results: tuple[PendingResult, PendingResult, PendingResult]
+        self,
+        suspect: int,
+        peer: int,
+        results: tuple[PendingResult, PendingResult, PendingResult] | None = None,
     ) -> None:
         self._suspect, self._peer, self._results = suspect, peer, results
 
     def read(self) -> dict[str, float]:
         """Wait for the device and return LOCAL signals; for the monitor's thread."""
+        if self._results is None:
+            return {"canary_of": self._suspect}
         first, again, against = (result.read() for result in self._results)
         return {
             "canary_of": self._suspect,
@@ -122,8 +129,8 @@ def run_batch(
             loss = loss_of(module(*args, **kwargs))
             _check_graph(loss)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            with torch.no_grad():
-                return _result(loss.detach(), gradients)
+        with torch.no_grad():
+            return _result(loss.detach(), gradients)
     except CanaryDeclined:
         raise
     except Exception as error:
@@ -153,7 +160,7 @@ def state_digest(module: nn.Module) -> int:
     tensors = [*module.parameters(), *module.buffers()]
     total = 0
     for place, tensor in enumerate(tensors):
-        total = (total * 31 + int(_digest(_dense(tensor))) + place) % 2**63
+        total = (total * 31 + int(digest_tensor(tensor)) + place) % 2**63
     return total
 
 
@@ -218,28 +225,14 @@ def _result(loss: Tensor, gradients: Sequence[Tensor | None]) -> PendingResult:
     present = [gradient for gradient in gradients if gradient is not None]
     squares = [_dense(g).to(loss.device, torch.float32).square().sum() for g in present]
     norm = torch.stack(squares).sum().sqrt() if squares else loss.new_zeros(())
-    digest = _digest(loss.reshape(1))
+    digest = digest_tensor(loss)
     for gradient in gradients:
-        digest = digest * _MIX + (0 if gradient is None else _digest(_dense(gradient)))
+        own = 0 if gradient is None else digest_tensor(gradient).to(digest.device)
+        digest = digest * _MIX + own
     return PendingResult(loss.reshape(()), norm, digest)
 
 
 _MIX = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed number
-_CHUNK = 2**22
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    """Return a digest of a tensor's bits that depends on their positions, int64 0-dim."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().reshape(-1)
-    bits = torch.view_as_real(bits).reshape(-1) if bits.is_complex() else bits
-    words = bits.contiguous().view(integers[bits.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, len(words), _CHUNK):
-        part = words[start : start + _CHUNK].to(torch.int64)
-        positions = torch.arange(start + 1, start + 1 + len(part), device=words.device) * _MIX
-        total += ((part + 1) * (positions ^ (positions >> 29)) * _MIX).sum()
-    return total
 
 
 def _dense(gradient: Tensor) -> Tensor:

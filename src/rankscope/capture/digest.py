@@ -9,6 +9,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,8 +154,9 @@ def _kind(dtype: torch.dtype, length: int) -> int:
 
 def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
     """Return the strided tensors that another kind of tensor is made of; None for a strided one."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
+    subclass: Any = tensor
+    if is_traceable_wrapper_subclass(subclass):
+        names, _ = subclass.__tensor_flatten__()
         return [(name, getattr(tensor, name)) for name in names]
     layout = tensor.layout
     if layout == torch.sparse_coo:

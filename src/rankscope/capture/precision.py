@@ -47,14 +47,20 @@ def precision_flags() -> dict[str, str | bool]:
     return {
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "float32_matmul": torch.get_float32_matmul_precision(),
-        "tf32_matmul": str(matmul.fp32_precision),  # allow_tf32 raises where both ways were used
-        "tf32_convolutions": str(cudnn.conv.fp32_precision),
+        "tf32_matmul": _fp32(matmul),
+        "tf32_convolutions": _fp32(cudnn.conv),
         "reduced_fp16_sums": bool(matmul.allow_fp16_reduced_precision_reduction),
         "reduced_bf16_sums": bool(matmul.allow_bf16_reduced_precision_reduction),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": bool(cudnn.deterministic),
         "cudnn_benchmark": bool(cudnn.benchmark),
     }
+
+
+def _fp32(operations: Any) -> str:
+    """Return ``tf32``, or ``ieee`` where float32 is what it says; ``allow_tf32`` may raise."""
+    precision = str(operations.fp32_precision)
+    return "ieee" if precision == "none" else precision
 
 
 def _autocast(device_type: str) -> str:

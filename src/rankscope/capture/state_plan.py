@@ -94,7 +94,14 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What shares a digest of each of its kinds: a tensor, a range of one, or several small ones."""
+    """What shares a digest of each of its kinds: a tensor, a range of it, or several small ones.
+
+    Attributes:
+        name: What it is called.
+        kinds: What is digested of it.
+        bytes: Its size, the optimizer's state not counted in.
+        slices: What it is made of.
+    """
 
     name: str
     kinds: Kinds
@@ -122,7 +129,8 @@ class Plan:
         self, found: Sequence[Found], *, replicated: bool, called: bool, turns: int, max_items: int
     ) -> None:
         self.found = found
-        words = [f"{each.name} {each[3:5]} {each[6:]}" for each in found]
+        asked = 9 if replicated else 7  # who trains what may differ between owners
+        words = [f"{each.name} {each[3:5]} {each[6:asked]}" for each in found]
         self.layout = word_of(f"{replicated} {called} " + "\n".join(words)) >> 1
         parameters = [_item(each, _kinds(each, called)) for each in found if not each.is_buffer]
         buffers = [_item(each, (StateKind.BUFFER,)) for each in found if each.is_buffer]

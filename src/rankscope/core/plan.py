@@ -28,6 +28,8 @@ class Plan:
         random: Whether the workers are meant to draw the ``"same"`` random numbers in their
             forward passes and data loaders, or ``"different"`` ones. None: not said, which is
             taken for different.
+        local_buffers: Whether each worker is meant to keep buffers of its own, such as the running
+            statistics of batch normalisation.
         repeats: Whether samples are repeated on purpose: between workers, or within an epoch.
     """
 
@@ -35,6 +37,7 @@ class Plan:
     learning_rate: float | tuple[float, ...] | None = None
     random: str | None = None
     repeats: bool = False
+    local_buffers: bool = False
 
     @classmethod
     def of(cls, given: "Plan | Mapping[str, Any] | None") -> "Plan":
@@ -54,10 +57,11 @@ class Plan:
         weighting, random = given.get("loss_weighting"), given.get("random")
         _check_choice("loss_weighting", weighting, LOSS_WEIGHTINGS)
         _check_choice("random", random, RANDOM)
-        repeats = given.get("repeats", False)
-        if not isinstance(repeats, bool):
-            raise UsageError(f"plan's repeats must be True or False, got {repeats!r}")
-        return cls(weighting, _rates(given.get("learning_rate")), random, repeats)
+        flags = {name: given.get(name, False) for name in ("repeats", "local_buffers")}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise UsageError(f"plan's {name} must be True or False, got {flag!r}")
+        return cls(weighting, _rates(given.get("learning_rate")), random, **flags)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""

@@ -11,6 +11,7 @@ from rankscope.core.recorded import as_recorded
 from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport
 from rankscope.diagnose.alike import AlikePairs
+from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.detectors import DuplicateBatches, NonFinite
 from rankscope.diagnose.environment import EnvironmentMismatch
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
@@ -57,10 +58,11 @@ class Diagnosis:
             OverlappingShards(num_workers),
             EnvironmentMismatch(facts),
             DifferentSettings(num_workers, plan),
-            UnequalState(num_workers),
+            UnequalState(num_workers, local_buffers=plan.local_buffers),
             ReductionChecks(num_workers),
             EqualRandom(num_workers, plan),
             outliers,
+            CanaryVerdicts(num_workers, lambda: outliers.set_apart),
             AlikePairs(num_workers, lambda: outliers.not_compared),
             Sampling(num_workers, lambda: outliers.set_apart),
             Stragglers(num_workers, hosts),

@@ -48,12 +48,14 @@ class UnequalState(Stateful):
 
     Args:
         num_workers: W.
+        local_buffers: Whether workers are meant to keep buffers of their own.
     """
 
-    SETTINGS = ("_num_workers",)
+    SETTINGS = ("_num_workers", "_local_buffers")
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, *, local_buffers: bool = False) -> None:
         self._num_workers = num_workers
+        self._local_buffers = local_buffers
         self._faults: dict[str, _Fault] = {}
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
@@ -65,16 +67,21 @@ class UnequalState(Stateful):
         for key, cause, ranks, names, words in self._differences(gathered):
             fault = self._faults.setdefault(key, _Fault(cause, gathered.step, gathered.step))
             fault.add(gathered.step, ranks, names, words)
-            told.append(fault.evidence(key, self._num_workers))
+            told.append(self._evidence(key, fault))
         for key, fault in self._faults.items():
             if fault.open and gathered.step - fault.last >= HEALED_AFTER:
                 fault.open = False
-                told.append(fault.evidence(key, self._num_workers))
+                told.append(self._evidence(key, fault))
         return told
 
     def close(self) -> Iterable[Evidence]:
         """End the run."""
         return ()
+
+    def _evidence(self, key: str, fault: "_Fault") -> Evidence:
+        meant = self._local_buffers and key == "state.buffers_differ"
+        severity = Severity.NOTE if meant else Severity.ERROR
+        return fault.evidence(key, severity, self._num_workers)
 
     def _differences(
         self, gathered: GatheredStep
@@ -188,12 +195,12 @@ class _Fault(Stateful):
                     break
                 self.names.append(name)
 
-    def evidence(self, key: str, num_workers: int) -> Evidence:
+    def evidence(self, key: str, severity: Severity, num_workers: int) -> Evidence:
         """Return what is known of it."""
         ranks = tuple(sorted(self.ranks))
         return Evidence(
             cause=self.cause,
-            severity=Severity.ERROR,
+            severity=severity,
             ranks=ranks,
             first_step=self.first,
             last_step=self.last,

@@ -86,6 +86,7 @@ def train(job: Job, combination: Combination, on_step: Callable[[StepReport | No
         overhead_budget=None,  # a study wants every step, whatever it costs
         seed=config.seed,
         config=run_facts,
+        plan={"loss_weighting": "worker"},  # each worker's mean counts alike, as in the paper
         flush_seconds=FLUSH_SECONDS,
     ) as scope:
         for _ in range(config.steps):

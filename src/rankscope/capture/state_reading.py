@@ -1,0 +1,118 @@
+"""Reads what is compared between workers: gradients, and whatever an optimizer keeps."""
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rankscope.capture.digest import PendingDigest, digest_bits, flat_pieces, word_of
+from rankscope.capture.kernels import PERIOD, Kernel, choose_kernel
+from rankscope.capture.state_plan import Slice
+from rankscope.capture.totals import GradientTotals
+
+_WIDTH = 251  # of a sketch that is never made
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def digest_optimizer(optimizer: object, parameter: Tensor, part: Slice) -> PendingDigest:
+    """Return a digest of all that an optimizer keeps for a parameter; 0 if it keeps nothing.
+
+    Of state that is cut with its parameter, the same share counts, elements of the same places
+    where the shapes are equal.
+    """
+    states = getattr(optimizer, "state", None)
+    state = states.get(parameter) if isinstance(states, Mapping) else None
+    return PendingDigest() if state is None else _digest(state, part)
+
+
+def _digest(state: object, part: Slice) -> PendingDigest:
+    if isinstance(state, Tensor):
+        return digest_bits(state, *_share(state, part))
+    if isinstance(state, Mapping):
+        pairs = sorted((str(key), value) for key, value in state.items())
+    elif isinstance(state, (list, tuple)):
+        pairs = [(str(number), value) for number, value in enumerate(state)]
+    else:
+        known = f"{type(state).__name__} {state!r}" if isinstance(state, _PLAIN) else type(state)
+        return PendingDigest(word_of(f"value {known}"))
+    digest = PendingDigest(word_of(f"{len(pairs)} values"))
+    for key, value in pairs:
+        digest.add(_digest(value, part), word_of(f"key {key}") | 1)
+    return digest
+
+
+def _share(state: Tensor, part: Slice) -> tuple[int, int | None]:
+    """Return the range of a state tensor that belongs to a range of its parameter."""
+    if part.start == 0 and part.stop is None:
+        return 0, None
+    length = (state.to_local() if isinstance(state, DTensor) else state).numel()
+    if length < 2:
+        return 0, None
+    stop = None if part.stop is None else part.stop * length // part.length
+    return part.start * length // part.length, stop
+
+
+class GradientNorms:
+    """Squared norms of parts of gradients, added up separately at several moments of a step.
+
+    Args:
+        moments: How many moments there are.
+    """
+
+    def __init__(self, moments: int) -> None:
+        self._moments = moments
+        self._totals: GradientTotals | None = None  # of what lies on the host
+        self._pending: list[list[Tensor]] = [[] for _ in range(moments)]
+
+    def begin(self, moment: int) -> None:
+        """Forget what was added at a moment."""
+        self._pending[moment].clear()
+        if self._totals is not None:
+            self._totals.squared_norms[moment] = 0.0
+
+    def add(self, moment: int, gradient: Tensor, part: Slice) -> None:
+        """Add a part of a gradient; of a sparse one, all its values. Nothing waits for it."""
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        start, stop = part.start, part.stop
+        if gradient.layout != torch.strided:
+            gradient = gradient._values() if gradient.is_sparse else gradient.values()
+            start, stop = 0, None
+        length = gradient.numel()
+        stop = length if stop is None else min(stop, length)
+        if start >= stop:
+            return
+        on_host = gradient.device.type == "cpu"
+        if on_host and self._totals is None:
+            self._totals = GradientTotals.zeros(self._moments, 1, gradient.device)
+        for piece in flat_pieces(gradient, start, stop):
+            flat = torch.view_as_real(piece).view(-1) if piece.is_complex() else piece
+            if on_host and self._totals is not None:
+                _kernel().measure_norm(flat, self._totals, moment)
+            else:
+                dtype = torch.promote_types(flat.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(flat, dtype=dtype)
+                self._pending[moment].append(norm.double().square())
+
+    def take(self) -> list[list[float | Tensor]]:
+        """Return what is to be added up for each moment, and begin all anew.
+
+        Returns:
+            Numbers, and float64 tensors ``[]`` that may still be computed on a device.
+        """
+        known = [0.0] * self._moments if self._totals is None else self._totals.squared_norms
+        taken: list[list[float | Tensor]] = [
+            [float(total), *pending] for total, pending in zip(known, self._pending, strict=True)
+        ]
+        for moment in range(self._moments):
+            self.begin(moment)
+        return taken
+
+
+@cache
+def _kernel() -> Kernel:
+    cpu = torch.device("cpu")
+    with torch.inference_mode(False):
+        return choose_kernel(cpu, _WIDTH, torch.ones(PERIOD, device=cpu))

@@ -1,0 +1,205 @@
+"""The detector of losses that are multiplied by what they should not be.
+
+The multiplier of a loss is read where backward begins: accumulation divisor, gradient scaler and
+any other factor together.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from rankscope.core.finding import Severity
+from rankscope.core.state import Stateful
+from rankscope.core.step import Floats, GatheredStep
+from rankscope.core.weighting import TokenSums, are_alike, follow_tokens
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.rules import count, name_ranks
+
+ONE_WORKER = "loss-scale-one-worker"
+"""Key of the finding of a worker whose multiplier differs from the others'."""
+
+_CLOSE = 1e-3
+_STEPS, _STEPS_OF_ONE = 8, 3
+_POWERS = 3
+
+
+class LossScale(Stateful):
+    """Multipliers that do not average to 1, and workers whose multiplier differs.
+
+    Summed over a step's micro-batches and averaged over workers, the multipliers of a mean loss
+    are 1, whether workers or tokens count alike. A sum of W, 1/W, M or 1/M (M micro-batches) in
+    8 steps in a row means that a factor is missing or there twice.
+
+    A gradient scaler multiplies, too, by a number that changes while it runs; what hides behind
+    it cannot be told. A multiplier beyond 4·max(W, M), or three powers of two, count as one. And
+    losses that are sums over tokens, divided by the number on all workers, need the factor W.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._sums = TokenSums()
+        self._scaler = False
+        self._powers: set[int] = set()
+        self._most_micro = 1
+        self._streak = ("", 0)
+        self._first = self._last = -1
+        self._count = 0
+        self._factor = ""
+        self._value = math.nan
+        self._odd = _OddWorkers()
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take the multipliers of one step; speaks of wrong ones."""
+        gathered = step.gathered
+        workers = gathered.workers
+        scales_W, tokens_W = np.abs(workers["grad_scale"]), workers["loss_weight"]
+        self._sums.add(workers["loss"][None], tokens_W[None])
+        sizes = {len(micro) for micro in gathered.micro_losses}
+        if not np.isfinite(scales_W).all() or not (scales_W > 0).all() or len(sizes) > 1:
+            return ()
+        alike, following = are_alike(scales_W), follow_tokens(scales_W, tokens_W)
+        if not (alike or following):
+            return self._odd.observe(gathered.step, scales_W)
+        micro = max(sizes, default=1)
+        self._notice_scaler(float(scales_W.mean()), micro)
+        return self._observe_mean(gathered, float(scales_W.mean()), micro)
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()
+
+    def _notice_scaler(self, scale: float, micro: int) -> None:
+        if micro > self._most_micro:
+            self._most_micro = micro
+            self._powers.clear()
+        power = math.log2(scale)
+        if micro == self._most_micro and abs(power - round(power)) < 1e-6:
+            self._powers.add(round(power))
+        beyond = scale > 4 * max(self._num_workers, micro)
+        self._scaler = self._scaler or beyond or len(self._powers) >= _POWERS
+
+    def _observe_mean(self, gathered: GatheredStep, scale: float, micro: int) -> Iterable[Evidence]:
+        factor = "" if self._scaler or self._sums.found else self._name(scale, micro)
+        before, steps = self._streak
+        self._streak = factor, (steps + 1 if factor == before else 1)
+        if not factor or self._streak[1] < _STEPS:
+            return ()
+        if not self._count or factor != self._factor:
+            self._first, self._count = gathered.step - _STEPS + 1, _STEPS - 1
+        self._factor, self._value, self._last = factor, scale, gathered.step
+        self._count += 1
+        return (self._evidence(micro),)
+
+    def _name(self, scale: float, micro: int) -> str:
+        """Return which wrong factor a multiplier is, or nothing."""
+        factors = {
+            "the number of workers": self._num_workers,
+            "the number of micro-batches": micro,
+            "one over the number of workers": 1 / self._num_workers,
+            "one over the number of micro-batches": 1 / micro,
+        }
+        names = [
+            name
+            for name, factor in factors.items()
+            if factor != 1 and math.isclose(scale, factor, rel_tol=_CLOSE)
+        ]
+        return " or ".join(names)
+
+    def _evidence(self, micro: int) -> Evidence:
+        return Evidence(
+            cause="loss.scale",
+            severity=Severity.WARNING,
+            ranks=tuple(range(self._num_workers)),
+            first_step=self._first,
+            last_step=self._last,
+            count=self._count,
+            fields={
+                "first": f"{self._first:,}",
+                "value": f"{self._value:.4g}",
+                "factor": self._factor,
+                "steps": count(self._count, "step"),
+                "workers": self._num_workers,
+                "micro": count(micro, "micro-batch", "micro-batches"),
+            },
+            numbers={
+                "multiplier": self._value,
+                "micro_batches": micro,
+                "steps": self._count,
+            },
+        )
+
+
+class _OddWorkers(Stateful):
+    """Workers whose multiplier is a constant times the others'."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, int, int]] = {}
+        self._ranks: set[int] = set()
+        self._first = self._last = -1
+        self._count = 0
+
+    def observe(self, step: int, scales_W: Floats) -> Iterable[Evidence]:
+        """Take the multipliers of a step in which they differ."""
+        ratio_W = _against_most(scales_W)
+        if ratio_W is None:
+            return ()
+        odd = np.flatnonzero(np.abs(ratio_W - 1) > _CLOSE).tolist()
+        for rank in odd:
+            ratio, steps, first = self._seen.get(rank, (0.0, 0, step))
+            same = math.isclose(ratio, ratio_W[rank], rel_tol=_CLOSE)
+            self._seen[rank] = (
+                (ratio, steps + 1, first) if same else (float(ratio_W[rank]), 1, step)
+            )
+        certain = {rank for rank in odd if self._seen[rank][1] >= _STEPS_OF_ONE}
+        if not certain:
+            return ()
+        if not self._count:
+            self._first = min(self._seen[rank][2] for rank in certain)
+            self._count = _STEPS_OF_ONE - 1
+        self._ranks |= certain
+        self._last = step
+        self._count += 1
+        return (self._evidence(len(scales_W)),)
+
+    def _evidence(self, num_workers: int) -> Evidence:
+        odd = sorted(self._ranks)
+        ranks = tuple(odd) if num_workers > 2 else (0, 1)
+        ratios = sorted({round(self._seen[rank][0], 6) for rank in odd})
+        listed = " and ".join(f"{ratio:.4g}" for ratio in ratios[:3])
+        return Evidence(
+            cause="loss.scale",
+            severity=Severity.WARNING,
+            ranks=ranks,
+            first_step=self._first,
+            last_step=self._last,
+            count=self._count,
+            fields={
+                "who": name_ranks(odd),
+                "others": "the others'" if num_workers > 2 else "rank 0's",
+                "ratio": listed,
+                "first": f"{self._first:,}",
+                "steps": count(self._count, "step"),
+            },
+            numbers={
+                "ratios": {str(rank): self._seen[rank][0] for rank in odd[:16]},
+                "steps": self._count,
+            },
+            key=ONE_WORKER,
+        )
+
+
+def _against_most(scales_W: Floats) -> Floats | None:
+    """Return multipliers against that of most workers ``[W]``, of two against rank 0's.
+
+    None when no majority has the same.
+    """
+    reference = float(np.median(scales_W)) if len(scales_W) > 2 else float(scales_W[0])
+    ratio_W: Floats = scales_W / reference
+    most = 2 * int(np.sum(np.abs(ratio_W - 1) <= _CLOSE)) > len(scales_W)
+    return ratio_W if most or len(scales_W) == 2 else None
