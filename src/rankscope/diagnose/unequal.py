@@ -218,8 +218,14 @@ class _Fault(Stateful):
                 "others": "the other workers'" if len(ranks) < num_workers else "each other's",
                 "over": " It is over now." if not self.open else "",
             },
-            numbers={"steps": self.steps, "names": list(self.names)},
+            numbers=self._numbers(),
         )
+
+    def _numbers(self) -> dict[str, Any]:
+        numbers: dict[str, Any] = {"steps": self.steps, "names": list(self.names)}
+        if self.cause == "sync.gradients_differ":
+            numbers["other_causes"] = ["numerics.reduction_error"]
+        return numbers
 
     def _name_words(self) -> str:
         if not self.names:
