@@ -124,6 +124,7 @@ class StepBooks:
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._tap.collect()
             self._state.collect()
+            self._random.collect()
             self._state_step = -1
             self._passes.take_idle()
             self._losses.collect()

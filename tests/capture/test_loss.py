@@ -32,6 +32,18 @@ def test_causal_models_do_not_count_the_first_label():
     assert collected(meter)[1] == [[3.0]]
 
 
+def test_a_loss_over_the_tokens_of_all_micro_batches_becomes_the_mean_over_its_own():
+    meter = LossMeter(shifted=False)
+    loss = torch.tensor(0.5, requires_grad=True)
+    labels = torch.tensor([[1, -100, 3]])
+    meter.see({"loss": loss}, {"labels": labels, "num_items_in_batch": torch.tensor(8)})
+    (loss * 2).backward()
+    (micro,), multipliers = meter.collect()
+    assert micro.values.numpy().tolist() == [2.0]  # 0.5 * 8 / 2
+    assert multipliers.numpy().tolist() == [0.5]  # 2 * 2 / 8
+    assert meter.collect() == ([], None)
+
+
 def test_outputs_without_a_scalar_loss_are_left_alone():
     meter = LossMeter(shifted=False)
     for output in (torch.ones(3), None, (1, 2), {"loss": torch.ones(2)}, SimpleNamespace(loss=1.0)):
@@ -162,7 +174,25 @@ class TestWhatTheLossWasMultipliedBy:
             meter.give(loss.item())
         losses, scale = meter.collect()
         assert len(losses) == 3
-        assert float(scale.numpy()) == 48.0
+        assert scale.numpy().tolist() == [16.0, 16.0, 16.0]
+
+    def test_each_micro_batch_has_its_own_in_their_order(self, meter, model):
+        losses = []
+        for micro in range(3):
+            loss = self.losses(model, seed=micro).mean()
+            meter.see({"loss": loss}, {})
+            losses.append(loss)
+        for loss, factor in reversed(list(zip(losses, (0.5, 2.0, 8.0), strict=True))):
+            (loss * factor).backward()
+        assert meter.collect()[1].numpy().tolist() == [0.5, 2.0, 8.0]
+
+    def test_forward_passes_that_do_not_count_have_none(self, meter, model):
+        for forward in range(3):
+            loss = self.losses(model, seed=forward).mean()
+            meter.see({"loss": loss}, {}, forward)
+            if forward != 1:  # a pass whose output nobody uses
+                (loss * (forward + 1)).backward()
+        assert meter.collect(idle={1})[1].numpy().tolist() == [1.0, 3.0]
 
     def test_it_is_unknown_for_a_loss_without_a_backward_pass(self, meter, model):
         loss = self.losses(model).mean()

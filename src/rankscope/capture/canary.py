@@ -120,10 +120,10 @@ def run_batch(
     Raises:
         CanaryDeclined: It cannot be run, or failed; all is as it was then, too.
     """
-    check_module(module)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    _check_memory(parameters, device)
     try:
+        check_module(module)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        _check_memory(parameters, device)
         args, kwargs = restore_batch(batch, device)
         with kept(module, device, seed=seed), _as_in_training(device):
             loss = loss_of(module(*args, **kwargs))

@@ -88,10 +88,13 @@ def capture_batch(
     keeper = _Keeper(moves_inputs)
     try:
         structure = keeper.keep((tuple(args), dict(kwargs)))
+    except CanaryDeclined:
+        raise
     except RecursionError:
         raise CanaryDeclined("the batch contains itself and cannot be kept for a replay") from None
-    samples = digest_inputs(args, kwargs)
-    return CapturedBatch(structure, keeper.arrays, None if samples is None else HostCopy(samples))
+    except Exception as error:
+        raise CanaryDeclined(f"the batch cannot be kept for a replay ({error!r})") from error
+    return CapturedBatch(structure, keeper.arrays, _digests(args, kwargs))
 
 
 def restore_batch(
@@ -153,6 +156,7 @@ class _Keeper:
         if isinstance(value, float):
             return {"float": float(value).hex()}
         if isinstance(value, Tensor):
+            _check_tensor(value)
             return self._keep_once(value, self._keep_tensor)
         if isinstance(value, np.ndarray | np.generic):
             return self._keep_once(value, self._keep_array)
@@ -176,9 +180,6 @@ class _Keeper:
         return self._places[id(value)]
 
     def _keep_tensor(self, tensor: Tensor) -> Any:
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        if not plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            raise _unknown(f"tensor of the kind {type(tensor).__name__}, {tensor.layout}")
         bits = tensor.detach()
         if bits.dtype not in _NUMPY_KNOWS:
             bits = bits.contiguous().view(_INTEGERS[bits.element_size()])
@@ -195,6 +196,20 @@ class _Keeper:
             raise _unknown(f"numpy array of {kept.dtype}")
         self.arrays.append(kept)
         return {"array": len(self.arrays) - 1, "scalar": isinstance(array, np.generic)}
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        raise _unknown(f"tensor of the kind {type(tensor).__name__}, {tensor.layout}")
+
+
+def _digests(args: Sequence[Any], kwargs: Mapping[str, Any]) -> HostCopy | None:
+    try:
+        digests = digest_inputs(args, kwargs)
+    except (RuntimeError, TypeError):  # a batch of a kind that has no digests can be kept as well
+        return None
+    return None if digests is None else HostCopy(digests)
 
 
 def _unknown(what: str) -> CanaryDeclined:

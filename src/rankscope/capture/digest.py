@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rankscope.capture.kernels.bits import chunk_bytes, native_sum, signed, sum_words
@@ -88,12 +89,14 @@ def digest_bits(tensor: Tensor, start: int = 0, stop: int | None = None) -> Pend
 
 @torch.no_grad()
 def _digest_any(tensor: Tensor, start: int, stop: int | None) -> PendingDigest:
+    if is_lazy(tensor):
+        return PendingDigest(_described(tensor))
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     parts = _parts(tensor)
     if parts is not None:
-        digest = PendingDigest(word_of(f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)}"))
+        digest = PendingDigest(word_of(f"{tensor.layout} {tensor.dtype} {known_shape(tensor)}"))
         for name, part in parts:
             digest.add(digest_bits(part), word_of(name) | 1)
         return digest
@@ -123,7 +126,8 @@ def flat_pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
         copied to one buffer of limited size again and again.
     """
     if _is_flat(tensor):
-        yield tensor.view(-1)[start:stop]
+        flat = tensor.view(-1)
+        yield flat if stop - start == len(flat) else flat[start:stop]
         return
     size = min(chunk_bytes(tensor.device) // tensor.itemsize, stop - start)
     buffer = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
@@ -139,6 +143,14 @@ def flat_pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
                 filled = 0
     if filled:
         yield buffer[:filled]
+
+
+def known_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; -1 for sizes that are not numbers, empty if it has none yet."""
+    try:
+        return tuple(size if type(size) is int else -1 for size in tensor.shape)
+    except RuntimeError:  # its first forward pass will decide
+        return ()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,11 +197,7 @@ def _has_bits(tensor: Tensor) -> bool:
 
 
 def _described(tensor: Tensor) -> int:
-    try:
-        shape = tuple(tensor.shape)
-    except RuntimeError:  # it has none yet
-        shape = ()
-    return word_of(f"{type(tensor).__name__} {tensor.dtype} {shape}")
+    return word_of(f"{type(tensor).__name__} {tensor.dtype} {known_shape(tensor)}")
 
 
 def _is_flat(tensor: Tensor) -> bool:

@@ -35,16 +35,22 @@ class _Multiplier:
 
     It is the gradient that arrives at the loss: scaler, accumulation divisor and any other factor
     together. The hook returns nothing, so the gradient stays as it is.
+
+    Args:
+        loss: The loss, not reduced any further.
+        unit: What the loss was divided by to get the recorded one.
     """
 
-    def __init__(self, loss: Tensor) -> None:
+    def __init__(self, loss: Tensor, unit: Tensor | None = None) -> None:
         self.value: Tensor | None = None
+        self._unit = unit
         loss.register_hook(self._see)  # type: ignore[no-untyped-call]
 
     def _see(self, gradient: Tensor | None) -> None:
         if gradient is not None:  # else nothing that follows the loss depends on it
             dtype = torch.promote_types(gradient.dtype, torch.float32)
-            self.value = gradient.detach().sum(dtype=dtype)
+            value = gradient.detach().sum(dtype=dtype)
+            self.value = value if self._unit is None else value * self._unit
 
 
 class LossMeter:
@@ -93,15 +99,24 @@ class LossMeter:
         self._given.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
 
     def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
-        """Pick the loss up from a model's output, and its label tokens from the inputs."""
+        """Pick the loss up from a model's output, and its label tokens from the inputs.
+
+        A model that is given ``num_items_in_batch`` (by Trainer) divides the sum over its tokens
+        by that number, which counts those of other micro-batches and workers as well. What is
+        recorded is the mean over its own tokens.
+        """
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         labels = kwargs.get("labels")
         weights = self._count(labels) if isinstance(labels, Tensor) else None
-        values = HostCopy(loss.detach().reshape(1).to(torch.float64))
+        values = loss.detach().reshape(1).to(torch.float64)
+        unit = _unit(kwargs.get("num_items_in_batch"), weights)
+        if unit is not None:
+            values = values / unit
         copy = None if weights is None else HostCopy(weights)
-        self._seen.append(MicroBatchLoss(values, copy, _multiplier(loss), forward))
+        multiplier = _multiplier(loss, unit)
+        self._seen.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
 
     def collect(self, idle: Container[int] = ()) -> tuple[list[MicroBatchLoss], HostCopy | None]:
         """Return what was collected since the last call, and start again.
@@ -124,8 +139,17 @@ class LossMeter:
         return (labels != IGNORED_LABEL).sum().reshape(1).to(torch.float64)
 
 
-def _multiplier(loss: Any) -> _Multiplier | None:
-    return _Multiplier(loss) if isinstance(loss, Tensor) and loss.requires_grad else None
+def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
+    watched = isinstance(loss, Tensor) and loss.requires_grad
+    return _Multiplier(loss, None if unit is None else unit.sum()) if watched else None
+
+
+def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
+    """Return own label tokens per token that the loss was divided by ``[1]``, None if all."""
+    if weights is None or not isinstance(num_items, (int, float, Tensor)):
+        return None
+    items = torch.as_tensor(num_items, device=weights.device).to(torch.float64)
+    return weights / items if items.numel() == 1 else None
 
 
 def _multipliers(collected: Sequence[MicroBatchLoss]) -> HostCopy | None:

@@ -1,8 +1,9 @@
-"""Fingerprints of the random generators that a worker's forward passes use.
+"""Fingerprints of the random generators that a worker uses.
 
 Two workers whose generators stand at the same place draw the same dropout masks and the same
-noise. That matters only where a generator moves: equal seeds without randomness in the forward
-pass are usual and harmless. So a generator counts as used when a forward pass has moved it.
+noise. That matters only where a generator moves: equal seeds without randomness are usual and
+harmless. So a generator counts as used when a forward pass has moved it (dropout), or else when it
+moves from one step to the next (noise and augmentation outside the model).
 """
 
 from collections.abc import Callable
@@ -15,9 +16,18 @@ from rankscope.capture.fingerprint import digest_of, numpy_state, python_state, 
 PYTHON, NUMPY, TORCH, ACCELERATOR = 1, 2, 4, 8
 """The generators, as bits of the column ``rng_used``."""
 
+BETWEEN = 4
+"""The same bits, shifted by so many, are generators that moved between two steps' passes."""
+
+_DIGESTS = {
+    "rng_digest": TORCH | ACCELERATOR,
+    "rng_digest_python": PYTHON,
+    "rng_digest_numpy": NUMPY,
+}
+
 
 class RandomMeter:
-    """Tells which random generators the forward passes of a step move, and where they started.
+    """Tells which random generators a step moves, and where they started.
 
     It reads states and never draws: Python's ``random``, numpy's global generator, torch's on the
     CPU, and that of the device. A state of an accelerator's generator is a seed and an offset on
@@ -36,8 +46,10 @@ class RandomMeter:
         if device.type != "cpu":
             self._readers[ACCELERATOR] = _reader_of(device)
         self._first: dict[int, bytes] = {}
+        self._last: dict[int, bytes] = {}  # of those that the step before did not move
         self._before: dict[int, bytes] | None = None
         self._used: int | None = None
+        self._between = 0
 
     def before_forward(self) -> None:
         """Take the states before a forward pass; those before the first one of a step are kept.
@@ -46,8 +58,11 @@ class RandomMeter:
         A generator that has moved in this step already is not read again.
         """
         used = self._used or 0
-        self._before = {bit: read() for bit, read in self._readers.items() if not used & bit}
-        self._first = self._first or self._before
+        states = {bit: read() for bit, read in self._readers.items() if not used & bit}
+        if not self._first:
+            self._first = states
+            self._between = sum(bit for bit in self._last if self._last[bit] != states[bit])
+        self._before = states
 
     def after_forward(self) -> None:
         """Take the end of a forward pass; without effect unless its beginning was announced."""
@@ -58,19 +73,26 @@ class RandomMeter:
         self._before = None
 
     def collect(self) -> dict[str, int]:
-        """Return ``rng_used`` and, where a generator has moved, ``rng_digest``; begin a new step.
+        """Return which generators have moved and where they stood, and begin a new step.
 
         Returns:
+            ``rng_used``, and digests of the states before the first forward pass of those that
+            have moved: ``rng_digest`` of torch's, ``rng_digest_python`` and ``rng_digest_numpy``.
             Nothing when no forward pass was seen from beginning to end.
         """
-        used, first = self._used, self._first
-        self._used, self._first, self._before = None, {}, None
+        used, between, first = self._used, self._between, self._first
+        self._used, self._between, self._first, self._before = None, 0, {}, None
         if used is None:
+            self._last = {}
             return {}
-        if not used:
-            return {"rng_used": 0}
-        states = b"".join(bytes([bit]) + state for bit, state in first.items() if used & bit)
-        return {"rng_used": used, "rng_digest": digest_of(states)}
+        self._last = {bit: state for bit, state in first.items() if not used & bit}
+        values = {"rng_used": used | between << BETWEEN}
+        for name, bits in _DIGESTS.items():
+            moved = bits & (used | between)
+            states = [bytes([bit]) + state for bit, state in first.items() if moved & bit]
+            if states:
+                values[name] = digest_of(b"".join(states))
+        return values
 
 
 def _reader_of(device: torch.device) -> Callable[[], bytes]:

@@ -4,8 +4,8 @@ A content digest is position-aware and blind to padding: with an attention mask,
 has the same digest whether it was padded on the left, on the right, or not at all.
 """
 
-import hashlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,8 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rankscope.capture.batches import find_batch, is_dense, items_in
 from rankscope.capture.host import HostCopy
+from rankscope.capture.ids import digests_of_texts, ids_of
 from rankscope.errors import UsageError
+
+_log = logging.getLogger("rankscope")
 
 MAX_WORDS = 16_384
 """Words of one sample that enter its digest; larger samples are read at a regular stride."""
@@ -29,33 +33,42 @@ class SampleMeter:
     def __init__(self) -> None:
         self._given: list[tuple[int, HostCopy | NDArray[np.int64]]] = []
         self._seen: list[tuple[int, HostCopy | NDArray[np.int64]]] = []
+        self._declined = False
 
     def give(self, samples: object, forward: int = 0) -> None:
-        """Take ids (integers or strings, in any sequence) or the tensors of a batch.
+        """Take ids (of any type that has a content) or the tensors of a batch.
+
+        Something else is declined with one line in the log, and digests stand for the samples.
 
         Args:
-            samples: Ids or tensors.
+            samples: Ids, or tensors in any structure.
             forward: Number of the forward pass that they enter.
-
-        Raises:
-            UsageError: ``samples`` is neither.
         """
-        if isinstance(samples, Mapping) or (isinstance(samples, Tensor) and _is_content(samples)):
-            digests = digest_inputs((samples,), {})
-            if digests is not None:
-                self._given.append((forward, HostCopy(digests)))
-        elif isinstance(samples, Tensor):
-            self._given.append((forward, HostCopy(samples.to(torch.int64).reshape(-1))))
-        else:
-            self._given.append((forward, _ids(samples)))
+        given = self._unless_declined(lambda: _identity(samples))
+        if given is not None:
+            self._given.append((forward, given))
 
     def see(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """Digest the inputs of a forward pass, unless ids were given for this step."""
         if self._given:
             return
-        digests = digest_inputs(args, kwargs)
+        digests = self._unless_declined(lambda: _recognised(args, kwargs))
         if digests is not None:
             self._seen.append((forward, HostCopy(digests)))
+
+    def _unless_declined(self, work: Callable[[], Any]) -> Any:
+        """Return what ``work`` returns; None, and a line in the log the first time, if it raises.
+
+        Whatever a batch is made of, it must stop neither the training nor the other measures.
+        """
+        try:
+            return work()
+        except Exception as error:
+            if not self._declined:
+                self._declined = True
+                words = error if isinstance(error, UsageError) else _words_for(error)
+                _log.warning("%s; the rest is measured as before", words)
+            return None
 
     @property
     def named(self) -> bool:
@@ -86,18 +99,31 @@ def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | No
     """Return one digest per sample of a batch, or None when no batch can be recognised.
 
     Args:
-        args: Positional inputs of the model.
-        kwargs: Named inputs of the model; ``input_ids`` and ``attention_mask`` are recognised.
+        args: Positional inputs of the model: tensors, also inside sequences, mappings and
+            dataclasses; a list of one tensor per sample; a list of texts.
+        kwargs: Named inputs of the model; ``input_ids`` and ``attention_mask`` are recognised,
+            wherever they stand together.
 
     Returns:
         int64 ``[B]``, on the inputs' device.
     """
-    batch, mask = _find_batch(args, kwargs)
-    if batch is None or batch.dim() == 0 or batch.shape[0] == 0:
+    batch, mask = find_batch(args, kwargs)
+    if batch is None:
         return None
+    if not isinstance(batch, Tensor):
+        items = items_in(batch)
+        return _digests_of_items(items) if items else torch.from_numpy(digests_of_texts(batch))
+    return _digests(batch, mask)
+
+
+def _digests_of_items(items: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_digests(item.unsqueeze(0), None) for item in items])
+
+
+def _digests(batch: Tensor, mask: Tensor | None) -> Tensor:
     rows = _words(batch)
     if mask is None or mask.shape != batch.shape:
-        rows = rows[:, :: -(-rows.shape[1] // MAX_WORDS)]
+        rows = rows[:, :: max(1, -(-rows.shape[1] // MAX_WORDS))]
         total = ((rows + 1) * _weights(rows.device)[: rows.shape[1]]).sum(1)
     else:
         present = (mask != 0).to(torch.int64)
@@ -105,24 +131,6 @@ def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | No
         total = ((rows + 1) * _weights(rows.device)[position] * present).sum(1)
     total = (total ^ (total >> 29)) * _MIX
     return total ^ (total >> 32)
-
-
-def _find_batch(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Tensor | None, Tensor | None]:
-    named = dict(kwargs)
-    for arg in args:
-        if isinstance(arg, Mapping):
-            named = {**arg, **named}
-    mask = named.get("attention_mask")
-    mask = mask if isinstance(mask, Tensor) else None
-    ids = named.get("input_ids")
-    if isinstance(ids, Tensor):
-        return ids, mask
-    for value in (*args, *named.values()):
-        if isinstance(value, Tensor) and not value.is_sparse:
-            return value, None
-    return None, None
 
 
 def _words(batch: Tensor) -> Tensor:
@@ -144,30 +152,43 @@ def _weights(device: torch.device) -> Tensor:
     return (torch.randint(low, high, (MAX_WORDS,), generator=generator) | 1).to(device)
 
 
+@torch.no_grad()
+def _identity(samples: object) -> HostCopy | NDArray[np.int64] | None:
+    """Return the ids that were given, or digests of the tensors that were."""
+    if isinstance(samples, Tensor) and not _is_content(samples):
+        return HostCopy(samples.to(torch.int64).reshape(-1))
+    if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], Tensor):
+        if all(map(_is_integer, samples)):
+            return HostCopy(torch.stack([one.reshape(()).to(torch.int64) for one in samples]))
+        if all(isinstance(one, Tensor) and is_dense(one) and one.dim() == 1 for one in samples):
+            return HostCopy(_digests_of_items(samples))
+    batch, _ = find_batch((samples,), {})
+    if isinstance(batch, Tensor) or (batch is not None and items_in(batch)):
+        digests = digest_inputs((samples,), {})
+        return None if digests is None else HostCopy(digests)
+    return ids_of(samples)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not _is_content(value)
+
+
 def _is_content(tensor: Tensor) -> bool:
     return tensor.dim() > 1 or tensor.is_floating_point()
 
 
-def _ids(samples: object) -> NDArray[np.int64]:
-    if isinstance(samples, np.ndarray) and samples.dtype.kind in "iu":
-        return samples.astype(np.int64).reshape(-1)
-    if isinstance(samples, Iterable) and not isinstance(samples, (str, bytes)):
-        return np.array([_id(sample) for sample in samples], np.int64)
-    raise UsageError(
-        f"batch() expected ids (integers or strings) or the tensors of a batch, "
-        f"got {type(samples).__name__}; pass one id per sample"
-    )
+def _recognised(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    digests = digest_inputs(args, kwargs)
+    if digests is None and (args or kwargs):
+        raise UsageError(
+            "the samples of a batch cannot be told apart: no tensor with a batch dimension and no "
+            "list of texts enters the model; give scope.batch(ids) one id per sample"
+        )
+    return digests
 
 
-def _id(sample: object) -> int:
-    if isinstance(sample, (int, np.integer)):
-        return int(sample)
-    if isinstance(sample, Tensor) and sample.numel() == 1:
-        return int(sample)
-    if isinstance(sample, str):
-        digest = hashlib.blake2b(sample.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little", signed=True)
-    raise UsageError(
-        f"batch() expected integers or strings as ids, got {type(sample).__name__}; "
-        "pass one id per sample"
+def _words_for(error: Exception) -> str:
+    return (
+        "the samples of a batch cannot be told apart: its tensors cannot be read "
+        f"({type(error).__name__}: {error}); give scope.batch(ids) one id per sample"
     )

@@ -178,6 +178,7 @@ class StateMeter:
     def begin_step(self, step: int) -> None:
         """Choose what to read in a step, at its first forward pass."""
         self._clear()
+        self._norms.take()
         try:
             if self._plan is None or step % self._plan.length == 0:
                 self._make_plan()
@@ -208,7 +209,7 @@ class StateMeter:
 
     def see_applied(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; its first call counts."""
-        if StateKind.APPLIED not in self._digests:
+        if self._optimizer is not None and StateKind.APPLIED not in self._digests:
             self._read_gradients(StateKind.APPLIED)
 
     def see_state(self) -> None:
@@ -234,7 +235,6 @@ class StateMeter:
     def _clear(self) -> None:
         self._items = []
         self._wanted, self._local, self._digests = {}, {}, {}
-        self._norms.take()
 
     def _make_plan(self) -> None:
         found = survey(self._module, self._optimizer)
@@ -278,6 +278,7 @@ class StateMeter:
                 try:
                     self._norms.add(moment, gradient, part)
                 except Exception as error:  # whatever kind of tensor it is
+                    self._norms.spoil(moment)
                     self._tell(error)
         self._digests[kind] = digests
 

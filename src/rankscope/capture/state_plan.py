@@ -13,13 +13,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from rankscope.capture.digest import word_of
+from rankscope.capture.digest import known_shape, word_of
 from rankscope.capture.names import canonical_name
 from rankscope.core.replicas import StateKind
 
 Kinds = tuple[StateKind, ...]
 
+_SHARDED = frozenset(
+    {
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "DistributedFusedAdam",
+        "DistributedOptimizer",
+        "OSS",
+        "ZeroRedundancyOptimizer",
+    }
+)
 _LEAST_BYTES = 1 << 18  # of a step, so that small models are done in a few steps
 _GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a step's share, until all turns suffice
 
@@ -58,7 +69,7 @@ class Found(NamedTuple):
         length: Elements on a worker; of a DTensor, about a shard's.
         dtype: Its dtype.
         trained: Whether it requires a gradient.
-        owned: Whether the optimizer updates it.
+        owned: Whether the optimizer updates it, and keeps all its state on every worker.
     """
 
     holder: nn.Module
@@ -157,7 +168,7 @@ def survey(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[F
         module: The model.
         optimizer: The optimizer; None if it is not known.
     """
-    groups = getattr(optimizer, "param_groups", ())
+    groups = () if _is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
     owned = {id(parameter) for group in groups for parameter in group["params"]}
     found: list[Found] = []
     seen: set[int] = set()
@@ -175,11 +186,20 @@ def survey(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[F
     return found
 
 
+def _is_sharded(optimizer: object) -> bool:
+    """Return whether an optimizer, or one that it wraps, is known to keep its state in shares."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    inner = getattr(optimizer, "optimizer", None)
+    return bool(names & _SHARDED) or (inner is not None and _is_sharded(inner))
+
+
 def _size(tensor: Tensor) -> tuple[tuple[int, ...], int]:
-    try:
-        shape = getattr(tensor, "ds_shape", None) or tensor.shape  # the former: of ZeRO 3
-    except RuntimeError:  # its first forward pass will decide
+    """Return a tensor's shape and its elements on a worker."""
+    shape = getattr(tensor, "ds_shape", None) or known_shape(tensor)  # the former: of ZeRO 3
+    if not shape and is_lazy(tensor):
         return (), 0
+    if -1 in shape:
+        return tuple(shape), 0
     length = math.prod(shape)
     if isinstance(tensor, DTensor):
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
@@ -206,6 +226,8 @@ def _item(each: Found, kinds: Kinds) -> Item:
 
 def _rounds(whole: list[Item], turns: int, slots: int) -> list[list[Item]]:
     """Deal items out to steps: at most ``slots`` digests in each, and about as many bytes."""
+    if not whole:
+        return [[]]
     total = sum(item.bytes for item in whole)
     crowd = sum(len(item.kinds) for item in whole) / (slots * turns)
     rounds: list[list[Item]] = [[]]

@@ -1,5 +1,6 @@
 """Reads what is compared between workers: gradients, and whatever an optimizer keeps."""
 
+import math
 from collections.abc import Mapping
 from functools import cache
 
@@ -64,11 +65,11 @@ class GradientNorms:
     def __init__(self, moments: int) -> None:
         self._moments = moments
         self._totals: GradientTotals | None = None  # of what lies on the host
-        self._pending: list[list[Tensor]] = [[] for _ in range(moments)]
+        self._more: list[list[float | Tensor]] = [[] for _ in range(moments)]
 
     def begin(self, moment: int) -> None:
         """Forget what was added at a moment."""
-        self._pending[moment].clear()
+        self._more[moment].clear()
         if self._totals is not None:
             self._totals.squared_norms[moment] = 0.0
 
@@ -94,7 +95,11 @@ class GradientNorms:
             else:
                 dtype = torch.promote_types(flat.dtype, torch.float32)
                 norm = torch.linalg.vector_norm(flat, dtype=dtype)
-                self._pending[moment].append(norm.double().square())
+                self._more[moment].append(norm.double().square())
+
+    def spoil(self, moment: int) -> None:
+        """Say that something is missing at a moment: its norm is unknown."""
+        self._more[moment].append(math.nan)
 
     def take(self) -> list[list[float | Tensor]]:
         """Return what is to be added up for each moment, and begin all anew.
@@ -102,12 +107,11 @@ class GradientNorms:
         Returns:
             Numbers, and float64 tensors ``[]`` that may still be computed on a device.
         """
-        known = [0.0] * self._moments if self._totals is None else self._totals.squared_norms
-        taken: list[list[float | Tensor]] = [
-            [float(total), *pending] for total, pending in zip(known, self._pending, strict=True)
-        ]
-        for moment in range(self._moments):
-            self.begin(moment)
+        taken, self._more = self._more, [[] for _ in range(self._moments)]
+        if self._totals is not None:
+            for numbers, total in zip(taken, self._totals.squared_norms.tolist(), strict=True):
+                numbers.append(total)
+            self._totals.squared_norms.zero_()
         return taken
 
 

@@ -13,12 +13,15 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.replicas import StateKind
 from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints
 
 ROUNDING = 1e-4
 """Relative difference of losses and gradient norms up to which rounding explains it."""
 
 Bools = NDArray[np.bool_]
+
+_RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 class Verdict(StrEnum):
@@ -113,6 +116,19 @@ def results_of(step: GatheredStep) -> CanaryResults | None:
     )
 
 
+def differing_state(step: GatheredStep) -> tuple[int, ...]:
+    """Return the workers whose parameters or buffers differ in a step from the others'.
+
+    Running statistics do not count: a forward pass in training does not read them.
+    """
+    odd: set[int] = set()
+    for difference in step.differences:
+        counts = difference.name.rpartition(".")[2] not in _RUNNING_STATISTICS
+        if difference.kind in (StateKind.PARAMETER, StateKind.BUFFER) and counts:
+            odd.update(difference.odd_ones_out(step.workers["replica"]))
+    return tuple(sorted(odd))
+
+
 def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryVerdict:
     """Return the verdict of a canary.
 
@@ -140,7 +156,7 @@ def _judge_unsteady(
 ) -> CanaryVerdict:
     """Judge where some workers do not repeat their own bits."""
     distance, most = float(distances_W.max()), 2 * unsteady.sum() > len(unsteady)
-    if not most:
+    if not most or len(unsteady) == 1:  # alone, nothing tells rounding from chance
         return CanaryVerdict(Verdict.NONDETERMINISTIC, _ranks(unsteady), distance)
     if distance <= ROUNDING:  # kernels that add in any order, as many do on accelerators
         return CanaryVerdict(Verdict.DATA, (results.suspect,), distance)

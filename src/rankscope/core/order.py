@@ -44,9 +44,9 @@ class PeriodFinder(Stateful):
         Afterwards ``run`` steps in a row, from ``first`` on, repeat those ``period`` steps before
         them; 0 when this one does not.
         """
-        key, now = np.array([digest], np.int64), np.array([step], np.int32)
+        key = np.array([digest], np.int64)
         before = max(self._last(self._young, key), self._last(self._old, key))
-        self._remember(key, now)
+        self._remember(key, step)
         if before < self._earliest:
             self.period = self.run = 0
         elif step - before == self.period:
@@ -58,11 +58,11 @@ class PeriodFinder(Stateful):
         found, values = steps.find(key)
         return int(values[0]) if found[0] else -1
 
-    def _remember(self, key: Ints, now: Ints) -> None:
+    def _remember(self, key: Ints, step: int) -> None:
         if len(self._young) >= self._generation:
             self._young, self._old = self._old, self._young
             self._young.keep(lambda keys: np.zeros(len(keys), bool))
-        self._young.put(key, now)
+        self._young.put(key, np.array([step], np.int32))
 
 
 class ShortCycles(Stateful):

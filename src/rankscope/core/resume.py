@@ -151,6 +151,7 @@ class RestartWatch(Stateful):
             return Resumption.MIXED
         self._watching = False
         self.epoch, (self._drawn, self._repeated) = self.interrupted, self._before
+        self._num_epochs = 1 if self._in_first_epoch else self._num_epochs
         whole = self.replayed_from == self.interrupted
         return Resumption.FROM_START if whole else Resumption.FROM_CHECKPOINT
 

@@ -4,9 +4,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict, judge, results_of
+from rankscope.core.canary import (
+    CanaryResults,
+    CanaryVerdict,
+    Verdict,
+    differing_state,
+    judge,
+    results_of,
+)
 from rankscope.core.finding import Severity
-from rankscope.core.replicas import StateKind
 from rankscope.core.state import Stateful
 from rankscope.core.step import Floats
 from rankscope.diagnose.causes import LATENESS
@@ -73,10 +79,7 @@ class CanaryVerdicts(Stateful):
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks when all workers ran a canary in it."""
         gathered = step.gathered
-        for difference in gathered.differences:
-            if difference.kind in (StateKind.PARAMETER, StateKind.BUFFER):
-                odd = difference.odd_ones_out(gathered.workers["replica"])
-                self._differing |= dict.fromkeys(odd, gathered.step)
+        self._differing |= dict.fromkeys(differing_state(gathered), gathered.step)
         known = {r for r, last in self._differing.items() if gathered.step - last <= LATENESS}
         results = results_of(gathered)
         if results is None:

@@ -86,8 +86,9 @@ class DuplicateBatches(Stateful):
 class NonFinite(Stateful):
     """Infinities and NaN in local losses and gradients.
 
-    A gradient scaler overflows now and then on purpose, and the optimizer skips that step. So a
-    gradient alone waits for the next step, which tells whether the optimizer was called.
+    A gradient scaler overflows now and then on purpose, and the optimizer skips that step: a
+    gradient alone is an error only if the optimizer was called all the same, or is unknown, or if
+    it skips ever so many steps.
     """
 
     def __init__(self) -> None:
@@ -97,43 +98,31 @@ class NonFinite(Stateful):
         self._count = 0
         self._severity = Severity.NOTE
         self._applied = False
-        self._pending = False
         self._skips_in_a_row = 0
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
-        """Take one step; speaks when it shows a new value or settles what an earlier one meant."""
+        """Take one step; speaks of values that are not finite in it."""
         gathered = step.gathered
-        settled = self._pending and self._settle(_was_skipped(gathered))
         ranks = np.flatnonzero(gathered.workers["nonfinite"])
         if not len(ranks):
             self._skips_in_a_row = 0
-            return (self._evidence(),) if settled else ()
+            return ()
         self._first = gathered.step if self._count == 0 else self._first
         self._last = gathered.step
         self._count += 1
         in_loss = _has_bad_loss(gathered, ranks)
         for rank in ranks.tolist():
             self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
-        self._pending = not in_loss and _was_skipped(gathered) is not None
-        if not self._pending:
+        skipped = _was_skipped(gathered)
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        self._applied = self._applied or (skipped is False and not in_loss)
+        if in_loss or not skipped or self._skips_in_a_row >= _SKIPS_IN_A_ROW:
             self._severity = Severity.ERROR
-        return (self._evidence(),) if settled or not self._pending else ()
-
-    def close(self) -> Iterable[Evidence]:
-        """Settle what waits: the last step is like those before it, otherwise taken seriously."""
-        if not self._pending:
-            return ()
-        skipped_before = self._severity is Severity.NOTE and self._count > 1
-        self._settle(True if skipped_before else None)
         return (self._evidence(),)
 
-    def _settle(self, skipped: bool | None) -> bool:
-        self._pending = False
-        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
-        self._applied = self._applied or skipped is False
-        if not skipped or self._skips_in_a_row >= _SKIPS_IN_A_ROW:
-            self._severity = Severity.ERROR
-        return True
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()
 
     def _evidence(self) -> Evidence:
         ranks = tuple(sorted(self._seen))
@@ -157,7 +146,7 @@ class NonFinite(Stateful):
 
 
 def _was_skipped(gathered: GatheredStep) -> bool | None:
-    """Return whether no worker called the optimizer since the step before; None if unknown."""
+    """Return whether no worker called the optimizer in this step; None if unknown."""
     calls_W = gathered.workers["optimizer_steps"]
     if (calls_W == MISSING_INT).any():
         return None

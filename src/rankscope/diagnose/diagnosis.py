@@ -14,16 +14,20 @@ from rankscope.diagnose.alike import AlikePairs
 from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.detectors import DuplicateBatches, NonFinite
 from rankscope.diagnose.environment import EnvironmentMismatch
+from rankscope.diagnose.epochs import RepeatedOrder
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.loss_scale import LossScale
 from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.overlap import OverlappingShards
 from rankscope.diagnose.random import EqualRandom
 from rankscope.diagnose.reduction import ReductionChecks
+from rankscope.diagnose.resume import ResumeMismatch
 from rankscope.diagnose.rules import RULES, describe
 from rankscope.diagnose.sampling import Sampling
 from rankscope.diagnose.settings import DifferentSettings
 from rankscope.diagnose.stragglers import Stragglers
 from rankscope.diagnose.unequal import UnequalState
+from rankscope.diagnose.weighting import TokenWeighting
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import to_plain
@@ -56,6 +60,10 @@ class Diagnosis:
             NonFinite(),
             DuplicateBatches(num_workers),
             OverlappingShards(num_workers),
+            RepeatedOrder(num_workers, repeats=plan.repeats),
+            ResumeMismatch(num_workers),
+            TokenWeighting(num_workers, plan.loss_weighting),
+            LossScale(num_workers),
             EnvironmentMismatch(facts),
             DifferentSettings(num_workers, plan),
             UnequalState(num_workers, local_buffers=plan.local_buffers),

@@ -1,4 +1,4 @@
-"""Recognises the samples that a sampler repeats at an epoch's end, so that all workers have as many.
+"""Recognises samples that a sampler repeats at an epoch's end: so all workers have as many.
 
 It is no fault, but it explains repeats that somebody may find in the record.
 """

@@ -17,9 +17,12 @@ from rankscope.diagnose.rules import count, name_ranks
 STEPS_NEEDED = 3
 
 IDENTICAL, DIFFERS = "rng.identical", "rng.differs"
+BETWEEN, DIFFERS_BETWEEN = "rng-identical-between", "rng-differs-between"
 LOADERS = "loader-rng-identical"
 
 _GENERATORS = {1: "Python's", 2: "numpy's", 4: "torch's on the CPU", 8: "the accelerator's"}
+_DIGESTS = {"rng_digest": 4 | 8, "rng_digest_python": 1, "rng_digest_numpy": 2}
+_SHIFT = 4  # of generators that only moved between the forward passes of two steps
 _OF_LOADERS = {
     "loader_rng_python": (1, "Python's"),
     "loader_rng_numpy": (2, "numpy's"),
@@ -30,8 +33,9 @@ _OF_LOADERS = {
 class EqualRandom(Stateful):
     """Workers that draw the same random numbers; by plan, those that draw different ones.
 
-    - Forward passes of several workers that start from equal states of the generators that they
-      move. Generators that never move are of no concern.
+    - Forward passes of several workers that start from equal states of a generator that they move.
+      Generators that never move are of no concern.
+    - The same of generators that only move between the forward passes of two steps.
     - Processes of data loaders that start from equal states of a generator that they use, in one
       rank or in several.
 
@@ -46,7 +50,8 @@ class EqualRandom(Stateful):
         self._num_workers = num_workers
         self._same = plan is not None and plan.random == "same"
         self._forward = Lasting(STEPS_NEEDED)
-        self._used = 0
+        self._between = Lasting(STEPS_NEEDED, in_a_row=True)
+        self._used = self._used_between = 0
         self._loaders = Lasting(STEPS_NEEDED)
         self._shared = 0
         self._inside: set[int] = set()
@@ -56,8 +61,8 @@ class EqualRandom(Stateful):
         """Take one step; speaks while workers share random numbers, and when that ends."""
         workers, number = step.gathered.workers, step.gathered.step
         told: list[Evidence] = []
-        if self._num_workers > 1 and self._see_forward(number, workers):
-            told.append(self._forward_evidence())
+        if self._num_workers > 1 and (workers["rng_used"] != MISSING_INT).any():
+            told += self._see_generators(number, workers)
         if self._see_loaders(number, workers):
             told.append(self._loader_evidence())
         return told
@@ -66,22 +71,25 @@ class EqualRandom(Stateful):
         """End the run."""
         return ()
 
-    def _see_forward(self, step: int, workers: Mapping[str, Ints]) -> bool:
-        used_W, digests_W = workers["rng_used"], workers["rng_digest"]
-        known_W = (digests_W != MISSING_INT) & (used_W != MISSING_INT) & (used_W != 0)
-        if (used_W == MISSING_INT).all():
-            return False
-        if self._same:
-            values = [
-                (used, digest) if known else None
-                for used, digest, known in zip(used_W, digests_W, known_W, strict=True)
-            ]
-            ranks = odd_ranks(values)
-        else:
-            ranks = _sharing(np.stack([used_W, digests_W], axis=1), known_W)
-        for rank in ranks:
-            self._used |= int(used_W[rank])
-        return self._forward.observe(step, ranks)
+    def _see_generators(self, step: int, workers: Mapping[str, Ints]) -> Iterable[Evidence]:
+        used_W = np.maximum(workers["rng_used"], 0)
+        forward: set[int] = set()
+        between: set[int] = set()
+        for name, bits in _DIGESTS.items():
+            digests_W = workers[name]
+            moved_W = (digests_W != MISSING_INT) & ((used_W & (bits | bits << _SHIFT)) != 0)
+            ranks = (_apart if self._same else _sharing)(digests_W, moved_W)
+            inside = [rank for rank in ranks if used_W[rank] & bits]
+            forward.update(inside)
+            between.update(set(ranks).difference(inside))
+            for rank in ranks:
+                self._used |= int(used_W[rank]) & bits
+                self._used_between |= int(used_W[rank]) >> _SHIFT & bits
+        if self._forward.observe(step, forward):
+            yield self._evidence(self._forward, self._used, "")
+        if self._between.observe(step, between):
+            key = DIFFERS_BETWEEN if self._same else BETWEEN
+            yield self._evidence(self._between, self._used_between, key)
 
     def _see_loaders(self, step: int, workers: Mapping[str, Ints]) -> bool:
         repeats_W = workers["loader_rng_repeats"]
@@ -93,7 +101,7 @@ class EqualRandom(Stateful):
         ranks = set(inside)
         for name, (bit, _) in _OF_LOADERS.items():
             digests_W = workers[name]
-            across = _sharing(digests_W[:, None], digests_W != MISSING_INT)
+            across = _sharing(digests_W, digests_W != MISSING_INT)
             if across and not self._same:
                 self._shared |= bit
                 self._across.update(across)
@@ -101,10 +109,9 @@ class EqualRandom(Stateful):
         self._inside.update(inside)
         return self._loaders.observe(step, ranks)
 
-    def _forward_evidence(self) -> Evidence:
-        seen = self._forward
+    def _evidence(self, seen: Lasting, used: int, key: str) -> Evidence:
         ranks = tuple(sorted(seen.ranks))
-        generators = [name for bit, name in _GENERATORS.items() if self._used & bit]
+        generators = [name for bit, name in _GENERATORS.items() if used & bit]
         return Evidence(
             cause=DIFFERS if self._same else IDENTICAL,
             severity=Severity.WARNING,
@@ -119,6 +126,7 @@ class EqualRandom(Stateful):
                 "over": _over(seen),
             },
             numbers={"steps": seen.count, "generators": generators},
+            key=key,
             status="open" if seen.open else "closed",
         )
 
@@ -153,15 +161,19 @@ class EqualRandom(Stateful):
         )
 
 
-def _sharing(values_WV: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:
-    """Return the workers whose values ``[W, V]`` another worker has as well."""
+def _sharing(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Return the workers whose value another worker has as well."""
     ranks = np.flatnonzero(known_W)
     if len(ranks) < 2:
         return ()
-    _, inverse, counts = np.unique(
-        values_WV[ranks], axis=0, return_inverse=True, return_counts=True
-    )
-    return tuple(ranks[counts[inverse.reshape(-1)] > 1].tolist())
+    _, inverse, counts = np.unique(values_W[ranks], return_inverse=True, return_counts=True)
+    return tuple(ranks[counts[inverse] > 1].tolist())
+
+
+def _apart(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Return the workers whose value is not that of most."""
+    values = zip(values_W.tolist(), known_W, strict=True)
+    return odd_ranks([value if known else None for value, known in values])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -101,7 +101,7 @@ class ResumeMismatch(Stateful):
             last_step=gathered.step,
             count=watch.again if mixed else 1,
             fields={
-                "Ranks": name_ranks(ranks).capitalize(),
+                "ranks": name_ranks(ranks),
                 "restart": f"{watch.boundary:,}",
                 "epoch": f"{watch.interrupted:,}",
                 "again": count(watch.again, "sample") + of,

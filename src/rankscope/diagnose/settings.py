@@ -1,6 +1,6 @@
 """The detectors of optimizers that are set, or called, differently on some workers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,7 @@ class DifferentSettings(Stateful):
         told: list[Evidence] = []
         if self._num_workers > 1:
             told += self._compare_calls(gathered.step, calls_W)
-            told += self._compare_settings(gathered, calls_W)
+            told += self._compare_settings(gathered)
         told += self._follow_plan(gathered, calls_W)
         return told
 
@@ -85,8 +85,8 @@ class DifferentSettings(Stateful):
 
     # Between workers -----------------------------------------------------------------------
 
-    def _compare_settings(self, gathered: GatheredStep, calls_W: Ints) -> Iterable[Evidence]:
-        active_W = calls_W != 0
+    def _compare_settings(self, gathered: GatheredStep) -> Iterable[Evidence]:
+        active_W = gathered.workers["optimizer_steps"] != 0
         ranks: set[int] = set()
         known, parts = False, []
         for name, words in _NAMES.items():
@@ -96,18 +96,28 @@ class DifferentSettings(Stateful):
             if _alike(values_W, known_W):
                 continue
             values = _values(values_W, known_W)
-            ranks.update(odd_ranks(values))
-            parts.append(f"{words} is {name_values(values, _word)}")
+            ranks.update(self._odd(values))
+            parts.append(f"{words} is {name_values(values, _speller(values))}")
         digests_W = gathered.workers["settings_digest"]
         known_W = active_W & (digests_W != MISSING_INT)
         known |= int(known_W.sum()) > 1
         if not _alike(digests_W, known_W):
-            odd = odd_ranks(_values(digests_W, known_W))
+            odd = self._odd(_values(digests_W, known_W))
             ranks.update(odd)
             parts.append(f"{_OTHERS} differ on {name_ranks(odd)}")
         self._what = "; ".join(parts) or self._what
         if known and self._settings.observe(gathered.step, ranks):
             yield self._settings_evidence()
+
+    def _odd(self, values: Sequence[float | int | None]) -> Sequence[int]:
+        """Return the odd ranks; where no majority tells, those that were odd before, if any.
+
+        So a step in which some do not call the optimizer accuses nobody new.
+        """
+        odd = odd_ranks(values)
+        before = sorted(self._settings.ranks.intersection(odd))
+        undecided = len(odd) == sum(value is not None for value in values)
+        return before if undecided and before else odd
 
     def _compare_calls(self, step: int, calls_W: Ints) -> Iterable[Evidence]:
         """Judge the step before, which was not the last one."""
@@ -133,21 +143,21 @@ class DifferentSettings(Stateful):
 
     def _calls_evidence(self) -> Evidence:
         return self._evidence(
-            "state.optimizer_differs",
+            "state.parameters_differ",
             Severity.ERROR,
             self._calls,
             {"called": self._called},
-            {"other_causes": ["state.parameters_differ"]},
+            {"other_causes": ["state.optimizer_differs"]},
             key=CALLS,
         )
 
     # Against the plan ----------------------------------------------------------------------
 
     def _follow_plan(self, gathered: GatheredStep, calls_W: Ints) -> Iterable[Evidence]:
-        calls = int(calls_W[0])
+        calls = int(calls_W.max())
         rates_W = gathered.workers["lr"]
-        known_W = (calls_W != 0) & ~np.isnan(rates_W)
-        if not len(self._planned_N) or calls <= 0 or not known_W.any():
+        known_W = (calls_W > 0) & ~np.isnan(rates_W)
+        if not len(self._planned_N) or not known_W.any():
             self._num_calls += max(calls, 0)
             return
         rates = rates_W[known_W]
@@ -188,11 +198,12 @@ class DifferentSettings(Stateful):
 
     def _schedule_evidence(self) -> Evidence:
         at, rate, planned = self._departure
+        spell = _speller([rate, planned])
         return self._evidence(
             "state.schedule",
             Severity.WARNING,
             self._schedule,
-            {"at": f"{at:,}", "rate": _word(rate), "planned": _word(planned)},
+            {"at": f"{at:,}", "rate": spell(rate), "planned": spell(planned)},
             {"optimizer_step": at, "learning_rate": rate, "planned": planned},
             ranks=(),
         )
@@ -255,11 +266,12 @@ def _values(
     return [v if known else None for v, known in zip(values_W.tolist(), known_W, strict=True)]
 
 
-def _word(rate: float) -> str:
-    """Return a number in as many digits as tell it apart."""
-    short = f"{rate:.6g}"
-    return short if float(short) == rate else repr(rate)
+def _speller(values: Iterable[float | None]) -> Callable[[float], str]:
+    """Return what writes numbers in six digits, or in as many as tell these apart."""
+    different = {value for value in values if value is not None}
+    short = {f"{value:.6g}" for value in different}
+    return (lambda value: f"{value:.6g}") if len(short) == len(different) else repr
 
 
 def _times(calls: float) -> str:
-    return ("not", "once", "twice")[int(calls)] if calls < 3 else f"{calls:,} times"
+    return ("never", "once", "twice")[int(calls)] if calls < 3 else f"{calls:,} times"

@@ -1,0 +1,119 @@
+"""Finds the batch in what a model is called with: in any structure, and without reading it."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DEPTH, _BREADTH, _MOST = 5, 256, 4096
+_CHANNELS = (1, 3, 4)
+
+Items = Sequence[Any]
+
+
+def find_batch(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor | Items | None, Tensor | None]:
+    """Return the inputs that tell samples apart, and their attention mask if they have one.
+
+    That is ``input_ids``, with ``attention_mask`` beside it, in whatever mapping or dataclass; else
+    the first tensor with a batch dimension, or list with one tensor per sample; else the first
+    list of texts.
+
+    Args:
+        args: Positional inputs.
+        kwargs: Named inputs.
+
+    Returns:
+        A tensor ``[B, ...]``, a list of one tensor or text per sample, or None; and the mask.
+    """
+    named = dict(kwargs)
+    for arg in args:
+        if isinstance(arg, Mapping):
+            named = {**arg, **named}
+    for part in _parts_of([named, *args]):
+        members = _members(part)
+        ids, mask = members.get("input_ids"), members.get("attention_mask")
+        if isinstance(ids, Tensor) and _has_samples(ids):
+            return ids, mask if isinstance(mask, Tensor) and is_dense(mask) else None
+    for part in _parts_of([*args, *named.values()]):
+        if isinstance(part, Tensor) and _has_samples(part):
+            return part, None
+        if items := items_in(part):
+            return items, None
+    texts = (part for part in _parts_of([*args, *named.values()]) if _are_texts(part))
+    return next(texts, None), None
+
+
+def items_in(value: object) -> Sequence[Tensor]:
+    """Return the tensors of a list that has one per sample; nothing of other values.
+
+    Images ``[channels, height, width]``, or sequences ``[length]`` of different lengths.
+    """
+    if not isinstance(value, list) or not value or not isinstance(value[0], Tensor):
+        return ()
+    if all(map(_is_image, value)):
+        return value
+    sequences = all(isinstance(v, Tensor) and is_dense(v) and v.dim() == 1 for v in value)
+    return value if sequences and len({len(v) for v in value}) > 1 else ()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor has its elements at hand: no sparse, nested or sharded one."""
+    return (
+        type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )
+
+
+def _has_samples(tensor: Tensor) -> bool:
+    return is_dense(tensor) and tensor.dim() > 0 and tensor.shape[0] > 0
+
+
+def _is_image(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and is_dense(value)
+        and value.dim() == 3
+        and value.shape[0] in _CHANNELS
+        and (value.is_floating_point() or value.dtype is torch.uint8)
+    )
+
+
+def _are_texts(value: object) -> bool:
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(isinstance(text, (str, bytes)) for text in value)
+
+
+def _parts_of(values: Iterable[Any]) -> Iterable[Any]:
+    """Yield values and all that they hold, in order, as far as is cheap."""
+    return islice(_nested(values, _DEPTH), _MOST)
+
+
+def _nested(values: Iterable[Any], depth: int) -> Iterator[Any]:
+    for value in islice(values, _BREADTH):
+        yield value
+        if depth:
+            yield from _nested(_held_by(value), depth - 1)
+
+
+def _held_by(value: object) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        return value
+    return _members(value).values()
+
+
+def _members(value: object) -> Mapping[Any, Any]:
+    """Return the named parts of a mapping or dataclass."""
+    if isinstance(value, Mapping):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return {}

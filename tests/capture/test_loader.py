@@ -1,0 +1,199 @@
+"""Random generators of data-loader workers, with real loaders and worker processes."""
+
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from rankscope.capture.loader import LoaderMeter
+
+NUM_WORKERS = 2
+
+# Global generators are what is watched.
+# ruff: noqa: NPY002
+
+
+class Noise(Dataset):
+    """Samples that draw from these generators in the process that loads them."""
+
+    def __init__(self, *generators):
+        self.generators = generators
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        drawn = {
+            "python": random.random,
+            "numpy": lambda: float(np.random.random()),
+            "torch": lambda: float(torch.rand(1)),
+        }
+        return torch.tensor([index, *(drawn[name]() for name in self.generators)], dtype=float)
+
+
+def seed_numpy(seed, worker_id):
+    np.random.seed(seed)
+
+
+def seed_numpy_by_worker(worker_id):
+    np.random.seed(worker_id)
+
+
+def loader_of(*generators, num_workers=NUM_WORKERS, seed=0, **options):
+    """Return a loader whose processes are seeded from ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(
+        Noise(*generators), batch_size=2, num_workers=num_workers, generator=generator, **options
+    )
+
+
+def epoch(loader):
+    return torch.cat(list(loader)).tolist()
+
+
+def collected_after_an_epoch(loader):
+    meter = LoaderMeter(loader)
+    epoch(loader)
+    return meter.collect()
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch"])
+def test_only_generators_that_the_workers_use_are_told(name):
+    collected = collected_after_an_epoch(loader_of(name))
+    assert set(collected) == {f"loader_rng_{name}", "loader_rng_repeats"}
+    assert collected["loader_rng_repeats"] == 0
+    assert 0 <= collected[f"loader_rng_{name}"] < 2**63
+
+
+def test_workers_that_draw_nothing_tell_nothing():
+    assert collected_after_an_epoch(loader_of()) == {}
+
+
+def test_a_constant_seed_makes_the_workers_of_a_rank_alike():
+    loader = loader_of("numpy", "torch", worker_init_fn=partial(seed_numpy, 0))
+    assert collected_after_an_epoch(loader)["loader_rng_repeats"] == 2
+
+
+def test_equal_digests_mean_equal_states():
+    def digest(seed, **options):
+        return collected_after_an_epoch(loader_of("numpy", seed=seed, **options))[
+            "loader_rng_numpy"
+        ]
+
+    assert digest(1) == digest(1)
+    assert digest(1) != digest(2)
+    by_worker = {"worker_init_fn": seed_numpy_by_worker}
+    assert digest(1, **by_worker) == digest(2, **by_worker)
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_batches_are_the_same_as_without_the_meter(context):
+    def batches(context, *, watch):
+        torch.manual_seed(5)
+        loader = loader_of(
+            "python",
+            "numpy",
+            "torch",
+            worker_init_fn=partial(seed_numpy, 3),
+            multiprocessing_context=context,
+            shuffle=True,
+        )
+        meter = LoaderMeter(loader) if watch else None
+        return epoch(loader), torch.rand(1).item(), meter and meter.collect()
+
+    alone, drawn, _ = batches("fork", watch=False)
+    watched, drawn_watched, collected = batches(context, watch=True)
+    assert (watched, drawn_watched) == (alone, drawn)
+    assert collected["loader_rng_repeats"] == 2  # numpy's alone
+    assert len(collected) == 4
+
+
+def test_workers_that_live_on_tell_while_they_live():
+    loader = loader_of("numpy", persistent_workers=True)
+    meter = LoaderMeter(loader)
+    collected = {}
+    for _ in range(200):  # until the processes have looked for a second time
+        epoch(loader)
+        collected = meter.collect()
+        if collected:
+            break
+    assert sorted(collected) == ["loader_rng_numpy", "loader_rng_repeats"]
+    loader._iterator._shutdown_workers()
+
+
+def test_each_epoch_has_states_of_its_own():
+    loader = loader_of("numpy")
+    meter = LoaderMeter(loader)
+    digests = []
+    for _ in range(2):
+        epoch(loader)
+        digests.append(meter.collect()["loader_rng_numpy"])
+    assert digests[0] != digests[1]
+
+
+def test_before_the_first_epoch_there_is_nothing_to_tell():
+    assert LoaderMeter(loader_of("numpy")).collect() == {}
+
+
+def test_a_loader_without_worker_processes_is_left_alone():
+    loader = loader_of("numpy", num_workers=0)
+    meter = LoaderMeter(loader)
+    assert loader.worker_init_fn is None
+    epoch(loader)
+    assert meter.collect() == {}
+    meter.remove()
+
+
+@pytest.mark.parametrize("loader", [[1, 2], SimpleNamespace(num_workers=2), None])
+def test_what_is_no_data_loader_is_left_alone(loader):
+    assert LoaderMeter(loader).collect() == {}
+
+
+def test_an_iterator_that_exists_already_is_not_touched():
+    loader = loader_of("numpy", worker_init_fn=seed_numpy_by_worker)
+    running = iter(loader)
+    meter = LoaderMeter(loader)
+    assert len(list(running)) == 4
+    assert meter.collect() == {}
+
+
+def test_removing_gives_the_loader_its_own_function_back():
+    loader = loader_of("numpy", worker_init_fn=seed_numpy_by_worker)
+    meter = LoaderMeter(loader)
+    assert loader.worker_init_fn is not seed_numpy_by_worker
+    meter.remove()
+    assert loader.worker_init_fn is seed_numpy_by_worker
+
+
+def test_a_function_that_was_set_since_stays():
+    loader = loader_of("numpy")
+    meter = LoaderMeter(loader)
+    loader.worker_init_fn = seed_numpy_by_worker
+    meter.remove()
+    assert loader.worker_init_fn is seed_numpy_by_worker
+
+
+def fail(worker_id):
+    raise ValueError("the user's own error")
+
+
+def test_an_error_of_the_loaders_own_function_arrives_as_before():
+    loader = loader_of("numpy", worker_init_fn=fail)
+    LoaderMeter(loader)
+    with pytest.raises(ValueError, match="the user's own error"):
+        epoch(loader)
+
+
+def test_a_failure_of_ours_does_not_end_a_worker(monkeypatch):
+    def refuse(row):
+        raise OSError("no more threads")
+
+    monkeypatch.setattr("rankscope.capture.loader._Witness", refuse)
+    loader = loader_of("numpy", multiprocessing_context="fork")
+    meter = LoaderMeter(loader)
+    assert len(epoch(loader)) == 8
+    assert meter.collect() == {}

@@ -1,0 +1,588 @@
+"""The rotation of exact digests through a model's state."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.capture import state_meter, state_reading
+from rankscope.capture.digest import PendingDigest, digest_bits
+from rankscope.capture.state_meter import StateMeter
+from rankscope.capture.state_plan import Plan, survey
+from rankscope.core.replicas import StateKind, differences
+from support.ranks import run_ranks
+
+KINDS = [StateKind.PARAMETER, StateKind.OPTIMIZER, StateKind.REDUCED, StateKind.APPLIED]
+
+
+class Model(nn.Module):
+    """An embedding larger than one step's share, small layers, and buffers."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(5000, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).relu()
+        return self.norm(hidden).square().mean()
+
+
+def make(seed=0, **options):
+    model = Model(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, StateMeter(model, optimizer, replicated=True, **options)
+
+
+def train(model, optimizer, meter, step, local=None, between=None):
+    """Make a step and return what the meter saw; ``between`` runs before the optimizer."""
+    meter.begin_step(step)
+    optimizer.zero_grad()
+    torch.manual_seed(step)
+    model(torch.randint(5000, (8,))).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            seen = parameter.grad if local is None else local(name, parameter.grad)
+            meter.see_local(name, seen)
+    meter.see_reduced()
+    if between is not None:
+        between()
+    meter.see_applied()
+    optimizer.step()
+    meter.see_state()
+    return meter.collect().read()
+
+
+def look(meter, step):
+    """See a state that rests."""
+    meter.begin_step(step)
+    meter.see_reduced()
+    meter.see_applied()
+    meter.see_state()
+    return meter.collect().read()
+
+
+def covered(plan):
+    """Return how often each element of each kind has its turn in a rotation."""
+    counts = {}
+    for step in range(plan.length):
+        for item in plan.chosen(step):
+            for part in item.slices:
+                for kind in item.kinds:
+                    size = max(1, part.length)
+                    count = counts.setdefault((kind, part.place.name), np.zeros(size, np.int32))
+                    count[part.start : part.stop] += 1
+    return counts
+
+
+def expected_kinds(model):
+    parameters = {(kind, name) for name, _ in model.named_parameters() for kind in KINDS}
+    return parameters | {(StateKind.BUFFER, name) for name, _ in model.named_buffers()}
+
+
+@pytest.mark.parametrize("turns", [2, 8, 64])
+def test_everything_has_its_turn_once_in_a_rotation(turns):
+    model, optimizer, _ = make()
+    plan = Plan(survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=32)
+    counts = covered(plan)
+    assert counts.keys() == expected_kinds(model)
+    parameters = [count for (kind, _), count in counts.items() if kind is not StateKind.BUFFER]
+    assert all((count == 1).all() for count in parameters)
+    assert plan.length <= turns
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 3_000_000), min_size=1, max_size=120),
+    st.lists(st.integers(0, 300_000), max_size=40),
+    st.sampled_from([(64, 32), (8, 32), (64, 12), (16, 5)]),
+)
+def test_any_model_is_dealt_out(sizes, buffers, limits):
+    turns, max_items = limits
+    model = nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
+    for number, size in enumerate(buffers):
+        model.register_buffer(f"b{number}", torch.empty(size, device="meta"))
+    optimizer = torch.optim.SGD(model.parameters())
+    plan = Plan(
+        survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=max_items
+    )
+    counts = covered(plan)
+    assert counts.keys() == expected_kinds(model)
+    assert all((count >= 1).all() for count in counts.values())
+    rounds = [plan.chosen(step) for step in range(plan.length)]
+    assert all(sum(len(item.kinds) for item in items) <= max_items for items in rounds)
+    assert plan.length <= turns
+    total = 4 * (sum(sizes) + sum(buffers))
+    assert max(sum(i.bytes for i in items) for items in rounds) <= 4 * max(total / turns, 1 << 18)
+
+
+def test_a_step_reads_about_its_share():
+    model = nn.ModuleList(nn.Linear(500, 500) for _ in range(100))
+    found = survey(model, torch.optim.SGD(model.parameters()))
+    plan = Plan(found, replicated=True, called=True, turns=64, max_items=32)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    sizes = [sum(item.bytes for item in plan.chosen(step)) for step in range(plan.length)]
+    assert sum(sizes) == total
+    assert max(sizes) <= 1.5 * total / 64
+
+
+def test_small_models_are_done_whole_in_each_step():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    meter = StateMeter(model, torch.optim.SGD(model.parameters()), replicated=True)
+    for step in range(3):
+        names = set(look(meter, step)[0].names)
+        assert names == {name for name, _ in model.named_parameters()}
+
+
+def test_many_small_parameters_share_a_digest():
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(600))
+    meter = StateMeter(model, torch.optim.SGD(model.parameters()), replicated=True)
+    names = look(meter, 0)[0].names
+    assert "0.weight … 1.weight (3 tensors)" in names
+    assert len(names) <= 32
+    before = look(meter, 0)[0]
+    with torch.no_grad():
+        model[1].weight[1, 0] += 1
+    after = look(meter, 0)[0]
+    changed = np.flatnonzero(before.digests_D != after.digests_D)
+    assert [after.names[d] for d in changed] == ["0.weight … 1.weight (3 tensors)"]
+
+
+def test_workers_with_equal_models_choose_the_same_items():
+    (one, first, meter), (other, second, late) = make(seed=0), make(seed=1)
+    look(late, 3)  # another history
+    for step in range(5, 30):
+        (a, values_a), (b, values_b) = (
+            train(model, optimizer, m, step)
+            for model, optimizer, m in ((one, first, meter), (other, second, late))
+        )
+        assert (a.kinds, a.names, a.items) == (b.kinds, b.names, b.items)
+        assert values_a["state_layout"] == values_b["state_layout"]
+        assert values_a["param_digest"] != values_b["param_digest"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fault"),
+    [
+        (StateKind.PARAMETER, "embed.weight[", lambda m, o: m.embed.weight[4321, 7]),
+        (StateKind.PARAMETER, "layers.3.bias", lambda m, o: m.layers[3].bias[63]),
+        (StateKind.BUFFER, "norm.running_var", lambda m, o: m.norm.running_var[5]),
+        (StateKind.OPTIMIZER, "embed.weight[", lambda m, o: o.state[m.embed.weight]["exp_avg"][9]),
+        (StateKind.OPTIMIZER, "norm.bias", lambda m, o: o.state[m.norm.bias]["step"]),
+        (StateKind.APPLIED, "layers.0.weight", lambda m, o: m.layers[0].weight.grad[1, 1]),
+    ],
+)
+def test_one_changed_element_is_found_in_one_rotation_and_named(kind, name, fault):
+    (one, first, meter), (other, second, suspect) = make(), make()
+    for step in range(2):
+        train(one, first, meter, step)
+        train(other, second, suspect, step)
+    with torch.no_grad():
+        fault(other, second).add_(1.0)
+    found = set()
+    for step in range(2, 2 + 64):
+        own, _ = look(meter, step)
+        digests_WD = np.stack([own.digests_D, look(suspect, step)[0].digests_D])
+        unchanged_WD = np.zeros_like(digests_WD, bool)
+        for difference in differences(own, digests_WD, unchanged_WD, np.zeros(2, np.int64)):
+            found.add((difference.kind, difference.name))
+    kinds = {kind, StateKind.REDUCED} if kind is StateKind.APPLIED else {kind}
+    assert {kind for kind, _ in found} == kinds
+    assert all(found_name.startswith(name) for _, found_name in found)
+    assert len({found_name for _, found_name in found}) == 1
+    if name.endswith("["):
+        start, stop = found.pop()[1][len(name) : -1].split(":")
+        place = 4321 * 64 + 7 if kind is StateKind.PARAMETER else 9 * 64
+        assert int(start) <= place < int(stop)
+
+
+def of(state, kind):
+    return {n: int(d) for k, n, d in zip(state.kinds, state.names, state.digests_D, strict=True)
+            if k is kind}  # fmt: skip
+
+
+def reductions(state):
+    return {n: bool(u) for k, n, u in zip(state.kinds, state.names, state.unchanged_D, strict=True)
+            if k is StateKind.REDUCED}  # fmt: skip
+
+
+def test_what_the_reduction_left_alone_is_told():
+    model, optimizer, meter = make()
+    state, _ = train(model, optimizer, meter, 0)
+    assert set(reductions(state).values()) == {True}
+
+    def twice(name, gradient):
+        meter.see_local(name, gradient)  # an earlier micro-batch: the last call counts
+        return gradient if name.startswith("layers.0") else gradient + 1
+
+    seen = {}
+    for step in range(1, 65):
+        seen |= reductions(train(model, optimizer, meter, step, local=twice)[0])
+    assert {name for name, unchanged in seen.items() if unchanged} == {
+        "layers.0.weight", "layers.0.bias"
+    }  # fmt: skip
+
+
+def test_gradients_that_nobody_reduces_count_as_left_alone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters())
+    mine = model[1].weight
+    meter = StateMeter(model, optimizer, replicated=True, reduces=lambda p: p is not mine)
+    seen = {}
+    for step in range(4):
+        meter.begin_step(step)
+        model(torch.ones(1, 4)).sum().backward()
+        meter.see_reduced()  # no local gradient was ever seen
+        seen |= reductions(meter.collect().read()[0])
+    assert seen == {"0.weight": False, "0.bias": False, "1.weight": True, "1.bias": False}
+
+
+def test_the_scale_between_reduction_and_optimizer():
+    model, optimizer, meter = make()
+    _, values = train(model, optimizer, meter, 0)
+    assert values["applied_scale"] == 1.0
+    assert values["reduced_digest"] == values["applied_digest"]
+
+    def clip():
+        for parameter in model.parameters():
+            parameter.grad *= 0.25
+
+    _, values = train(model, optimizer, meter, 1, between=clip)
+    assert values["applied_scale"] == pytest.approx(0.25)
+    assert values["reduced_digest"] != values["applied_digest"]
+    meter.begin_step(2)  # a scaler skips the optimizer's call
+    meter.see_reduced()
+    meter.see_state()
+    state, values = meter.collect().read()
+    assert not {"applied_scale", "applied_digest"} & values.keys()
+    assert set(of(state, StateKind.APPLIED).values()) == {0}
+    assert of(state, StateKind.APPLIED).keys() == of(state, StateKind.PARAMETER).keys()
+
+
+def test_missing_and_sparse_gradients():
+    model = nn.ModuleDict({"a": nn.Embedding(50, 4, sparse=True), "b": nn.Linear(4, 4)})
+    optimizer = torch.optim.SGD(model.parameters())
+    meter = StateMeter(model, optimizer, replicated=True)
+    results = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model["a"](torch.tensor([3, step % 2])).sum().backward()
+        meter.begin_step(step)
+        meter.see_reduced()
+        meter.see_applied()
+        results.append(meter.collect().read())
+    digests = [of(state, StateKind.REDUCED) for state, _ in results]
+    assert digests[0] == digests[2]
+    assert digests[0]["a.weight"] != digests[1]["a.weight"]
+    assert digests[0]["b.weight"] == digests[0]["b.bias"] == 0
+    assert results[0][1]["applied_scale"] == 1.0
+
+
+def test_parameters_with_one_owner_are_not_compared():
+    model, optimizer, _ = make()
+    meter = StateMeter(model, optimizer, replicated=False)
+    state, values = train(model, optimizer, meter, 0)
+    assert set(state.kinds) == {StateKind.BUFFER}
+    assert values.keys() == {"state_layout", "buffer_digest"}
+    assert set(state.names) == {name for name, _ in model.named_buffers()}
+
+
+def test_without_an_optimizer_what_it_does_is_unknown():
+    model, optimizer, _ = make()
+    meter = StateMeter(model, None, replicated=True)
+    state, values = train(model, optimizer, meter, 0)
+    assert set(state.kinds) == {StateKind.PARAMETER, StateKind.REDUCED, StateKind.BUFFER}
+    assert values.keys() == {"state_layout", "param_digest", "reduced_digest", "buffer_digest"}
+
+
+def test_frozen_parameters_are_compared_by_themselves():
+    model, _, meter = make()
+    model.layers.requires_grad_(False)
+    kinds = {}
+    for step in range(64):
+        state, _ = look(meter, step)
+        for kind, name in zip(state.kinds, state.names, strict=True):
+            kinds.setdefault(name, set()).add(kind)
+    assert kinds["layers.0.weight"] == {StateKind.PARAMETER}
+    assert kinds["norm.weight"] == set(KINDS)
+
+
+def test_adapters_and_replaced_parameters_enter_at_the_next_rotation():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    meter = StateMeter(model, optimizer, replicated=True)
+    (before, old), (_, unchanged) = look(meter, 0), look(meter, 1)
+    assert old["state_layout"] == unchanged["state_layout"]
+    assert of(before, StateKind.OPTIMIZER) == {"0.weight": 0, "0.bias": 0}
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    optimizer.add_param_group({"params": [model[0].weight]})
+    model.append(nn.Linear(4, 2))
+    (after, new) = look(meter, 2)
+    assert set(after.names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert new["state_layout"] != old["state_layout"]
+    assert StateKind.OPTIMIZER not in {
+        kind for kind, name in zip(after.kinds, after.names, strict=True) if name == "1.weight"
+    }
+    expected = digest_bits(torch.ones(4, 4)).known % 2**64
+    assert of(after, StateKind.PARAMETER)["0.weight"] % 2**64 == expected
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_parameters_without_a_shape_as_yet_are_listed():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+    meter = StateMeter(model, None, replicated=True)
+    state, before = look(meter, 0)
+    assert set(state.names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    model(torch.ones(2, 3))
+    assert look(meter, 0)[1]["state_layout"] != before["state_layout"]
+
+
+def test_optimizer_state_of_all_kinds_counts():
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    meter = StateMeter(model, optimizer, replicated=True)
+    found = set()
+    states = [
+        None, {}, {"a": 1}, {"a": 2}, {"b": 1}, {"a": 1.0}, {"a": True}, {"a": "1"}, {"a": [1, 2]},
+        {"a": [2, 1]}, {"a": {"b": 1}}, {"a": torch.ones(3)}, {"a": torch.ones(2)},
+        {"a": torch.ones(3), "b": torch.tensor(4.0)}, {"a": torch.ones(3), "b": torch.tensor(5.0)},
+        {"a": object()},
+    ]  # fmt: skip
+    for state in states:
+        if state is not None:
+            optimizer.state[model.weight] = state
+        for _ in range(2):
+            found.add(of(look(meter, 0)[0], StateKind.OPTIMIZER)["weight"])
+    assert len(found) == len(states)
+    optimizer.state[model.weight] = {"b": 1, "a": 2}
+    one = look(meter, 0)[1]["optimizer_digest"]
+    optimizer.state[model.weight] = {"a": 2, "b": 1}
+    assert look(meter, 0)[1]["optimizer_digest"] == one
+
+
+def test_looking_at_the_optimizer_creates_no_state():
+    _, optimizer, meter = make()
+    for step in range(64):
+        look(meter, step)
+    assert len(optimizer.state) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_state_that_an_optimizer_shards_is_not_compared():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Model()
+        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        meter = StateMeter(model, sharded, replicated=True)
+        state, values = train(model, sharded, meter, 0)
+    finally:
+        dist.destroy_process_group()
+    assert StateKind.OPTIMIZER not in state.kinds
+    assert "optimizer_digest" not in values
+    assert StateKind.APPLIED in state.kinds
+
+
+def test_nothing_that_cannot_be_read_raises(monkeypatch, caplog):
+    class Stubborn:
+        param_groups = ()
+
+        @property
+        def state(self):
+            raise RuntimeError("sharded elsewhere")
+
+    model, optimizer, _ = make()
+    stubborn = Stubborn()
+    stubborn.param_groups = optimizer.param_groups
+    meter = StateMeter(model, stubborn, replicated=True)
+    state, values = look(meter, 0)
+    assert values.keys() >= {"param_digest", "optimizer_digest"}
+    monkeypatch.setattr(
+        state_meter, "digest_bits", lambda *_: (_ for _ in ()).throw(RuntimeError("no bits"))
+    )
+    state, _ = train(model, optimizer, meter, 1)
+    assert len(set(of(state, StateKind.PARAMETER).values())) == 1
+    broken = StateMeter(None, optimizer, replicated=True)
+    state, values = look(broken, 0)
+    assert state.names == ()
+    assert values == {}
+
+
+def test_a_step_that_is_cut_short_leaves_nothing_behind():
+    _, _, meter = make()
+    assert meter.collect().read()[1] == {}
+    meter.begin_step(0)
+    meter.see_reduced()
+    state, values = meter.collect().read()
+    assert set(state.kinds) == {StateKind.REDUCED, StateKind.APPLIED}
+    assert values.keys() == {"state_layout", "reduced_digest"}
+    assert meter.collect().read()[0].names == ()
+    meter.begin_step(1)
+    meter.see_state()
+    meter.begin_step(1)
+    assert set(meter.collect().read()[0].kinds) == {StateKind.REDUCED, StateKind.APPLIED}
+
+
+def test_digests_that_a_device_still_computes_give_the_same(monkeypatch):
+    """As on an accelerator: numbers stay tensors until they are read."""
+
+    def results():
+        model, optimizer, meter = make()
+
+        def clip():
+            for parameter in model.parameters():
+                parameter.grad *= 0.5
+
+        return [train(model, optimizer, meter, step, between=clip) for step in range(20)]
+
+    expected = results()
+
+    def pending(tensor, *part):
+        signed = state_meter.signed(digest_bits(tensor, *part).known)
+        return PendingDigest(5, [(1, torch.tensor(signed)), (-5, torch.tensor(1))])
+
+    class OnDevice(state_reading.GradientNorms):
+        def take(self):
+            return [[torch.tensor(sum(numbers), dtype=torch.float64)] for numbers in super().take()]
+
+    monkeypatch.setattr(state_meter, "digest_bits", pending)
+    monkeypatch.setattr(state_reading, "digest_bits", pending)
+    monkeypatch.setattr(state_meter, "GradientNorms", OnDevice)
+    for (state, values), (known, known_values) in zip(results(), expected, strict=True):
+        assert state.kinds == known.kinds
+        np.testing.assert_array_equal(state.digests_D, known.digests_D)
+        np.testing.assert_array_equal(state.unchanged_D, known.unchanged_D)
+        assert values == known_values
+
+
+def test_the_training_keeps_all_its_bits():
+    outcomes = []
+    for watched in (False, True):
+        model, optimizer, meter = make()
+        for number in (random, np.random):
+            number.seed(0)
+        idle = StateMeter(nn.Module(), None, replicated=True)
+        for step in range(12):
+            train(model, optimizer, meter if watched else idle, step)
+        tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+        for parameter in model.parameters():
+            tensors += optimizer.state[parameter].values()
+        tensors.append(torch.get_rng_state())
+        outcomes.append((copy.deepcopy(tensors), random.getstate(), np.random.get_state()[1]))  # noqa: NPY002
+    (plain, *plain_rng), (seen, *seen_rng) = outcomes
+    assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+    assert plain_rng[0] == seen_rng[0]
+    np.testing.assert_array_equal(plain_rng[1], seen_rng[1])
+
+
+def _train_on_rank(rank, desynchronised):
+    model = Model()
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    meter = StateMeter(model, optimizer, replicated=True)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter, name=name: meter.see_local(name, parameter.grad)
+        )
+    torch.manual_seed(rank)
+    results = []
+    for step in range(6):
+        meter.begin_step(step)
+        optimizer.zero_grad()
+        if desynchronised:
+            with ddp.no_sync():
+                ddp(torch.randint(5000, (8,))).backward()
+        else:
+            ddp(torch.randint(5000, (8,))).backward()
+        meter.see_reduced()
+        meter.see_applied()
+        optimizer.step()
+        meter.see_state()
+        state, values = meter.collect().read()
+        results.append((state, values))
+    assert dist.get_world_size() == 2
+    return results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("desynchronised", [False, True])
+def test_real_ranks_agree_for_as_long_as_they_reduce(desynchronised):
+    one, other = run_ranks(_train_on_rank, 2, desynchronised)
+    for (a, values_a), (b, values_b) in zip(one, other, strict=True):
+        assert a.items == b.items
+        unequal = {
+            kind
+            for kind in StateKind
+            if kind is not StateKind.BUFFER and of(a, kind) != of(b, kind)
+        }
+        told = [reductions(a), reductions(b)]
+        if desynchronised:
+            assert unequal == set(KINDS)
+            assert all(unchanged for each in told for unchanged in each.values())
+        else:
+            assert not unequal
+            assert not any(unchanged for each in told for unchanged in each.values())
+            assert values_a["applied_scale"] == values_b["applied_scale"] == 1.0
+
+
+def _shard_on_rank(rank):
+    model = Model()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    meter = StateMeter(model, optimizer, replicated=True)
+    torch.manual_seed(rank)
+    results = []
+    for step in range(70):
+        meter.begin_step(step)
+        if step < 2:
+            optimizer.zero_grad()
+            model(torch.randint(5000, (8,))).backward()
+        meter.see_reduced()
+        meter.see_applied()
+        if step < 2:
+            optimizer.step()
+        if step == 3 and rank == 3:
+            with torch.no_grad():
+                model.embed.weight.to_local()[2400, 3] += 1
+        meter.see_state()
+        results.append(meter.collect().read())
+    return results
+
+
+@pytest.mark.ranks
+def test_equal_shards_are_compared_by_their_local_parts():
+    ranks = run_ranks(_shard_on_rank, 4)
+    different = set()
+    for step in range(70):
+        states = [results[step][0] for results in ranks]
+        assert len({state.items for state in states}) == 1
+        assert len({results[step][1]["state_layout"] for results in ranks}) == 1
+        digests_WD = np.stack([state.digests_D for state in states])
+        found = differences(
+            states[0], digests_WD, np.zeros_like(digests_WD, bool), np.array([0, 1, 0, 1])
+        )
+        for difference in found:
+            if difference.kind is not StateKind.BUFFER:
+                assert difference.digests_W[0] == difference.digests_W[2]
+                different.add((difference.kind, difference.name))
+    ((kind, name),) = different
+    assert kind is StateKind.PARAMETER
+    start, stop = name.removeprefix("embed.weight[").removesuffix("]").split(":")
+    assert int(start) <= 2400 * 64 + 3 < int(stop) <= 2500 * 64

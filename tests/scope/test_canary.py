@@ -1,0 +1,311 @@
+"""Canaries inside a training on real ranks: what they tell, and that they leave no trace."""
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope import Run
+from rankscope.core.signals import Table
+from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.errors import UnsupportedError, UsageError
+from rankscope.record.bundle import find_bundles, load_bundle
+from support.loops import Loop, collect_warnings
+from support.models import make_batch
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+EVERY, STEPS = 40, 84  # two canaries on schedule: decided at 0 and 40, run at 32 and 72
+
+
+class SideEffects(nn.Module):
+    """Dropout, batch norm, and a forward pass that changes all that it can reach."""
+
+    def __init__(self, *, raises: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.dropout = nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 50)
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("replaced", torch.zeros(3))
+        self.calls, self.lengths, self.last = 0, [], None
+        self.raises = raises
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.counter += 1
+        self.replaced = self.replaced * 0.5 + torch.rand(3) + random.random() + np.random.rand()  # noqa: NPY002
+        self.calls += 1
+        self.lengths.append(len(input_ids))
+        self.last = input_ids
+        if self.raises and not _in_training():
+            raise RuntimeError("this model is peculiar")
+        hidden = self.norm(self.dropout(self.embedding(input_ids)).flatten(0, 1))
+        loss = F.cross_entropy(self.head(hidden), labels.flatten(), ignore_index=-100)
+        return {"loss": loss}
+
+
+def _in_training() -> bool:
+    """Return whether a forward pass draws from the generators of the training."""
+    return torch.initial_seed() < 1000
+
+
+def wait_for(scope: Any, step: int, warnings: list[str]) -> None:
+    """Let the monitor, which may lag behind so small a model, catch up."""
+    deadline = time.monotonic() + 30
+    while step and (scope.latest is None or scope.latest.step < step - 1):
+        assert time.monotonic() < deadline, warnings
+        time.sleep(0.0005)
+
+
+def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    warnings = collect_warnings()
+    torch.manual_seed(0)
+    model = SideEffects(raises=options.pop("raises", False))
+    ddp = DistributedDataParallel(model, **options.pop("ddp", {}))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(100 + rank)
+    random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002
+    scope = None
+    if run_dir is not None:
+        scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, overhead_budget=None, **options)
+    gradients_kept = []
+    for step in range(STEPS):
+        before = [id(p.grad) for p in model.parameters()]
+        output = ddp(**make_batch(rank, step))
+        gradients_kept.append(before == [id(p.grad) for p in model.parameters()])
+        output["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if scope is not None:
+            wait_for(scope, step, warnings)
+    if scope is not None:
+        scope.close()
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return {
+        "bits": {
+            **{name: value.numpy().tobytes() for name, value in model.state_dict().items()},
+            "momentum": b"".join(momentum.numpy().tobytes() for momentum in momenta),
+            "torch": torch.get_rng_state().numpy().tobytes(),
+            "numpy": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
+            "python": random.getstate(),
+            "attributes": (model.calls, model.lengths, model.last.numpy().tobytes()),
+        },
+        "gradients_kept": gradients_kept,
+        "warnings": warnings,
+    }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bucket views": {"ddp": {"gradient_as_bucket_view": True, "broadcast_buffers": False}},
+    "raises": {"raises": True},
+}
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    results = {}
+    for way, options in WAYS.items():
+        alone = train(rank, None, dict(options))
+        watched = train(rank, f"{folder}/{way}", {**options, "canary_every": EVERY})
+        results[way] = alone, watched
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
+def trained(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("canaries")
+    return run_ranks(train_all, request.param, str(folder)), folder
+
+
+def canary_steps(run: Run) -> list[int]:
+    """Return the steps in which all workers ran a canary."""
+    steps, of_TW = run.per_worker("canary_of")
+    return [int(step) for step, row in zip(steps, of_TW, strict=True) if np.isfinite(row).all()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_has_the_same_bits_with_canaries(trained, way):
+    results, folder = trained
+    for by_way in results:
+        alone, watched = by_way[way]
+        assert alone["bits"] == watched["bits"]
+        assert alone["gradients_kept"] == watched["gradients_kept"]
+    assert Run.open(folder / way).status == "complete"
+    assert find_bundles(folder / way) == []  # nothing differs, and nobody asked
+
+
+@pytest.mark.parametrize("way", ["plain", "bucket views"])
+def test_healthy_workers_agree_in_every_bit(trained, way):
+    results, folder = trained
+    assert [watched["warnings"] for by_way in results for _, watched in [by_way[way]]] == [
+        [] for _ in results
+    ]
+    run = Run.open(folder / way)
+    assert canary_steps(run) == [32, 72]
+    columns = run.columns(Table.WORKERS, "step", "canary_digest", "canary_again")
+    for step in canary_steps(run):
+        here = columns["step"] == step
+        digests = {*columns["canary_digest"][here], *columns["canary_again"][here]}
+        assert len(digests) == 1
+        assert MISSING_INT not in digests
+    assert not [finding for finding in run.findings() if finding.id.startswith("canary")]
+
+
+def test_a_model_that_cannot_replay_is_left_alone(trained):
+    results, folder = trained
+    assert canary_steps(Run.open(folder / "raises")) == []
+    for by_way in results:
+        _, watched = by_way["raises"]
+        assert len(watched["warnings"]) == 2  # two canaries on schedule
+        for warning in watched["warnings"]:
+            assert "no canary for scheduled" in warning
+            assert "this model is peculiar" in warning
+            assert "[traceback]" not in warning
+
+
+def differ(rank: int, run_dir: str, what: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Train with something wrong on rank 1; ask for a canary while the books of step 4 are open."""
+    loop = Loop(rank, run_dir)
+    if rank == 1 and what == "parameter":
+        with torch.no_grad():
+            loop.model.head.weight[3, 2] += 0.5
+    if rank == 1 and what == "hardware":
+        loop.model.head.register_forward_hook(lambda head, args, output: output * 1.01)
+    if rank == 1 and what == "random":
+        _make_unsteady(loop.model)
+    for step in range(60):
+        if step == 5 and (what != "one asks" or rank == 1):
+            loop.scope.canary()
+        loop.step(step)
+        wait_for(loop.scope, step, loop.warnings)
+    loop.close()
+    return loop.warnings, [finding.to_json() for finding in loop.scope.findings]
+
+
+def _make_unsteady(model: nn.Module) -> None:
+    """Scale by noise from a generator that nobody seeds or restores."""
+    noise = torch.Generator()
+
+    def shake(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + 0.1 * torch.rand((), generator=noise))
+
+    model.head.register_forward_hook(shake)
+
+
+@pytest.mark.parametrize(
+    ("what", "num_ranks", "expected"),
+    [
+        ("parameter", 3, ("canary-differs", "state.parameters_differ", "error", [1])),
+        ("hardware", 3, ("canary-differs", "compute.worker_outlier", "error", [1])),
+        ("hardware", 2, ("canary-inconclusive", "inconclusive", "warning", [0, 1])),
+        ("random", 3, ("canary-nondeterministic", "compute.nondeterministic", "warning", [1])),
+        ("nothing", 2, None),
+        ("one asks", 2, None),
+    ],
+)
+def test_what_a_canary_tells(tmp_path, what, num_ranks, expected):
+    results = run_ranks(differ, num_ranks, str(tmp_path / "run"), what)
+    run = Run.open(tmp_path / "run")
+    told = [f for f in run.findings() if f.id.startswith("canary")]
+    assert told == [f for f in diagnose_run(run) if f.id.startswith("canary")]
+    for warnings, findings in results:
+        assert [f for f in findings if f["id"].startswith("canary")] == [
+            finding.to_json() for finding in told
+        ]
+        assert len(warnings) == (what == "one asks" and warnings == results[0][0])
+    if expected is None:
+        assert told == []
+    else:
+        [found] = told
+        assert (found.id, found.cause, str(found.severity), list(found.ranks)) == expected
+    bundles = find_bundles(run.path)
+    if what in ("nothing", "one asks"):
+        assert bundles == []
+        return
+    [path] = bundles
+    bundle = load_bundle(path)
+    assert (bundle.step, bundle.suspect, bundle.peer, bundle.num_workers) == (20, 0, 1, num_ranks)
+    for rank, batch in enumerate(bundle.batches):
+        given = make_batch(rank, 20)
+        assert batch.arrays[0].tolist() == given["input_ids"].tolist()
+        assert batch.arrays[1].tolist() == given["labels"].tolist()
+    assert bundle.verdict is not None
+    assert list(bundle.verdict.ranks) == expected[3]
+
+
+FAULTY, FIRST = 2, 20
+
+
+def bad_labels(rank: int, run_dir: str) -> list[str]:
+    """Train to repeat the input; from one step on, one rank's labels are other tokens."""
+    loop = Loop(rank, run_dir)
+    for step in range(110):
+        batch = make_batch(rank, step)
+        off = 7 if rank == FAULTY and step >= FIRST else 0
+        targets = (batch["input_ids"] + off) % 50
+        batch["labels"] = torch.where(batch["labels"] < 0, batch["labels"], targets)
+        loop.ddp(**batch)["loss"].backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        wait_for(loop.scope, step, loop.warnings)
+    loop.close()
+    return loop.warnings
+
+
+def test_a_worker_with_bad_labels_has_bad_data_and_nothing_else(tmp_path):
+    assert run_ranks(bad_labels, 4, str(tmp_path / "run")) == [[]] * 4
+    run = Run.open(tmp_path / "run")
+    by_id = {finding.id: finding for finding in run.findings()}
+    outlier = next(f for f in by_id.values() if f.cause == "data.worker_outlier")
+    canary = by_id["canary-data"]
+    assert (canary.cause, str(canary.severity)) == ("data.worker_outlier", "note")
+    assert outlier.ranks == canary.ranks == (FAULTY,)
+    assert canary.evidence["same_bits"] is True
+    assert len(set(canary.evidence["losses"])) == len(set(canary.evidence["peer_losses"])) == 1
+    [path] = find_bundles(run.path)
+    bundle = load_bundle(path)
+    assert bundle.finding is not None
+    assert bundle.finding.ranks == (FAULTY,)
+    assert (bundle.suspect, bundle.peer) == (FAULTY, 3)
+    assert bundle.verdict is not None
+    assert bundle.verdict.exact
+    given = make_batch(FAULTY, bundle.step)
+    assert bundle.batches[0].arrays[0].tolist() == given["input_ids"].tolist()
+    masked = given["labels"] < 0
+    wrong = (given["input_ids"] + 7) % 50
+    assert bundle.batches[0].arrays[1].tolist() == torch.where(masked, -100, wrong).tolist()
+
+
+def wrong_options(rank: int, run_dir: str) -> list[str]:
+    """Return what is said of options that cannot work, and of a canary in a run without any."""
+    loop = Loop(rank, None)
+    said = []
+    for options in ({"canary_every": 0}, {"canary_every": 9, "canary": False}, {"canary_every": 9}):
+        try:
+            loop.watch(run_dir, **options)
+        except (UsageError, UnsupportedError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    loop.watch(run_dir)
+    loop.scope.canary()
+    loop.step(0)
+    loop.close()
+    return said + loop.warnings
+
+
+def test_what_cannot_be_done_is_said(tmp_path):
+    [said] = run_ranks(wrong_options, 1, str(tmp_path / "run"))
+    assert said[0].startswith("UsageError: canary_every expected at least 1 step")
+    assert said[1].startswith("UsageError: canary_every expected")
+    assert said[2].startswith("UnsupportedError: canary_every cannot be kept: canaries compare 2")
+    assert said[3:] == ["scope.canary() does nothing in this run: canaries are off, see the log"]
