@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from rankscope import Run
 from rankscope.core.finding import Severity
 from rankscope.diagnose.diagnosis import diagnose_run
-from support.loops import Loop
+from support.loops import PLAN, Loop
 from support.models import make_batch
 from support.ranks import run_ranks
 
@@ -59,7 +59,7 @@ def train(rank, run_dir, *, faulty):
         **init,
     )
     if run_dir is not None:
-        loop.watch(run_dir, loader=loader, plan={"local_buffers": True, "learning_rate": 0.1})
+        loop.watch(run_dir, loader=loader, plan={**PLAN, "learning_rate": 0.1})
     seed(7 if faulty else 7 + rank)
     if faulty and rank == FASTER:
         loop.optimizer.param_groups[0]["lr"] = 0.2

@@ -12,6 +12,10 @@ import rankscope
 from support.models import make_batch, make_model
 
 
+PLAN = {"local_buffers": True, "loss_weighting": "worker"}
+"""The model normalises batches by itself, and each worker's mean loss counts alike."""
+
+
 def collect_warnings() -> list[str]:
     """Return a list that gets every warning of the monitor in this process from now on.
 
@@ -44,7 +48,7 @@ class Loop:
             self.watch(run_dir, **options)
 
     def watch(self, run_dir: str, **options: Any) -> None:
-        options = {"overhead_budget": None, **options}
+        options = {"overhead_budget": None, "plan": PLAN, **options}
         self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
 
     def close(self) -> None:

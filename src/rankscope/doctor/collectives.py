@@ -1,0 +1,202 @@
+"""Whether collectives return what they should: patterns of small integers with known results.
+
+Sums of integers up to 256 are exact in fp32, bf16 and fp16, in whatever order they are added, so
+any other result is wrong.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankscope.diagnose.rules import name_ranks
+from rankscope.doctor.result import CheckResult, Facts, Status, unlike_most
+from rankscope.doctor.stage import Bench, Stage
+
+NAME, TITLE = "collectives", "Collectives"
+
+SIZES = (1, 1_023, 65_537, 250_000)
+LARGEST_IN_ALL = 4_000_000
+"""Elements over all workers that an operation moves at most in this check."""
+EXACT_IN_BF16 = 256
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_UNSUPPORTED = ("not support", "unsupported", "not implemented", "invalid scalar type")
+
+
+def look(bench: Bench) -> Facts:
+    """Run every operation in every type and size, and compare on this worker."""
+    cases: list[dict[str, Any]] = []
+    unsupported: list[str] = []
+    for dtype in DTYPES:
+        for name, operation in _OPERATIONS.items():
+            try:
+                cases += [_case(name, dtype, *pair) for pair in operation(dtype, bench)]
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                if not any(sign in str(error).lower() for sign in _UNSUPPORTED):
+                    raise
+                unsupported.append(f"{name} {dtype}")
+    return {"cases": cases, "unsupported": unsupported}
+
+
+def judge(facts: Sequence[Facts]) -> list[CheckResult]:
+    """Name operations that were wrong, or not the same on all workers."""
+    wrong: dict[str, list[int]] = {}
+    unlike: dict[str, tuple[int, ...]] = {}
+    for index, case in enumerate(facts[0]["cases"]):
+        name = str(case["name"])
+        seen = [fact["cases"][index] for fact in facts]
+        bad = [rank for rank, one in enumerate(seen) if one["wrong"]]
+        if bad:
+            wrong[f"{name}: {seen[bad[0]]['example']}"] = bad
+        elif case["same"] and unlike_most([one["digest"] for one in seen]):
+            unlike[name] = unlike_most([one["digest"] for one in seen])
+    unsupported = [str(name) for name in facts[0]["unsupported"]]
+    numbers = {"cases": len(facts[0]["cases"]), "wrong": wrong, "unsupported": unsupported}
+    if wrong or unlike:
+        told = [f"{name_ranks(ranks)}, {name}" for name, ranks in wrong.items()]
+        told += [f"{name_ranks(ranks)}, {name}: other bits" for name, ranks in unlike.items()]
+        more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+        return [
+            CheckResult(
+                NAME,
+                TITLE,
+                Status.ERROR,
+                "; ".join(told[:3]) + more,
+                "Do not train on this: every gradient passes through these operations. Update or "
+                "replace driver, communication library and network card of these ranks' hosts.",
+                numbers,
+                ranks=tuple(
+                    sorted({r for group in [*wrong.values(), *unlike.values()] for r in group})
+                ),
+            )
+        ]
+    left_out = f"; not supported here: {', '.join(unsupported)}" if unsupported else ""
+    found = f"{len(facts[0]['cases'])} results exact, with the same bits on all ranks{left_out}"
+    return [CheckResult(NAME, TITLE, Status.OK, found, numbers=numbers)]
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a digest of a tensor's bytes."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+
+
+class Pattern:
+    """Integers that differ by worker and position, whose sum over workers is at most 256.
+
+    Args:
+        num_ranks: W, the number of workers.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        few = num_ranks <= EXACT_IN_BF16
+        period = EXACT_IN_BF16 // num_ranks + 1 if few else -(-num_ranks // EXACT_IN_BF16)
+        steps = torch.arange(period)
+        self._values = steps if few else (steps == 0).to(torch.int64)
+        shifts = torch.arange(num_ranks)[:, None]
+        self._sums = self._values[(steps + shifts) % period].sum(0)
+
+    def of_rank(self, rank: int, size: int) -> Tensor:
+        """Return a worker's integers, int64 ``[size]``."""
+        return self._values[(self._phase(size) + rank) % len(self._values)]
+
+    def total(self, size: int) -> Tensor:
+        """Return their sum over workers, int64 ``[size]``."""
+        return self._sums[self._phase(size)]
+
+    def _phase(self, size: int) -> Tensor:
+        return (torch.arange(size) * 2_654_435_761 >> 16) % len(self._values)
+
+
+Outcome = tuple[Tensor, Tensor, bool]
+"""What came, what was expected (int64), and whether it must be the same on all workers."""
+
+
+def _sizes(parts: int) -> list[int]:
+    return sorted({min(size, max(1, LARGEST_IN_ALL // parts**2)) for size in SIZES})
+
+
+def _all_reduce(dtype: str, bench: Bench) -> Iterator[Outcome]:
+    rank, num_ranks = bench.place.rank, bench.place.num_ranks
+    pattern = Pattern(num_ranks)
+    for size in SIZES:
+        values = _made(pattern.of_rank(rank, size), dtype, bench)
+        dist.all_reduce(values)
+        yield values, pattern.total(size), True
+
+
+def _broadcast(dtype: str, bench: Bench) -> Iterator[Outcome]:
+    rank, num_ranks = bench.place.rank, bench.place.num_ranks
+    pattern = Pattern(num_ranks)
+    for size in SIZES:
+        values = _made(pattern.of_rank(rank, size), dtype, bench)
+        dist.broadcast(values, num_ranks - 1)
+        yield values, pattern.of_rank(num_ranks - 1, size), True
+
+
+def _all_gather(dtype: str, bench: Bench) -> Iterator[Outcome]:
+    rank, num_ranks = bench.place.rank, bench.place.num_ranks
+    pattern = Pattern(num_ranks)
+    for size in _sizes(num_ranks):
+        values = _made(pattern.of_rank(rank, size), dtype, bench)
+        parts = [torch.empty_like(values) for _ in range(num_ranks)]
+        dist.all_gather(parts, values)
+        expected = torch.cat([pattern.of_rank(other, size) for other in range(num_ranks)])
+        yield torch.cat(parts), expected, True
+
+
+def _reduce_scatter(dtype: str, bench: Bench) -> Iterator[Outcome]:
+    rank, num_ranks = bench.place.rank, bench.place.num_ranks
+    pattern = Pattern(num_ranks)
+    for size in _sizes(num_ranks):
+        values = _made(pattern.of_rank(rank, size * num_ranks), dtype, bench)
+        part = torch.empty(size, dtype=values.dtype, device=values.device)
+        dist.reduce_scatter(part, list(values.chunk(num_ranks)))
+        yield part, pattern.total(size * num_ranks).chunk(num_ranks)[rank], False
+
+
+_OPERATIONS: dict[str, Callable[[str, Bench], Iterator[Outcome]]] = {
+    "all-reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+}
+
+
+def _made(integers: Tensor, dtype: str, bench: Bench) -> Tensor:
+    return integers.to(DTYPES[dtype]).to(bench.device)
+
+
+def _case(operation: str, dtype: str, came: Tensor, expected: Tensor, same: bool) -> dict[str, Any]:
+    values = came.cpu().to(torch.float64)
+    wrong = torch.nonzero(values != expected.to(torch.float64)).reshape(-1)
+    example = ""
+    if len(wrong):
+        at = int(wrong[0])
+        example = (
+            f"{len(wrong):,} of {len(values):,} numbers wrong, number {at:,} is "
+            f"{float(values[at]):g} and not {int(expected[at])}"
+        )
+    name = f"{operation} {dtype} of {len(values):,}"
+    return {
+        "name": name,
+        "wrong": len(wrong),
+        "example": example,
+        "digest": digest(came),
+        "same": same,
+    }
+
+
+STAGE = Stage(
+    NAME,
+    TITLE,
+    look,
+    judge,
+    together=True,
+    advice="The backend failed in a plain collective: see its message and the rank's log.",
+)

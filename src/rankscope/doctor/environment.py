@@ -1,0 +1,109 @@
+"""Whether all ranks run on the same: versions, devices, flags, variables, source revision."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rankscope.capture.environment import environment_facts, source_revision
+from rankscope.diagnose.rules import count, name_ranks
+from rankscope.doctor.result import CheckResult, Facts, Status, unlike_most
+from rankscope.doctor.stage import Bench, Stage
+
+NAME, TITLE = "environment", "Environment"
+
+_OWN = {
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "LOCAL_WORLD_SIZE",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ASCEND_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+}
+"""What each rank may have of its own."""
+
+_DECIDES_BITS = {
+    "NVIDIA_TF32_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTHONHASHSEED",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+}
+"""Variables that change what is computed, not only how fast."""
+
+_HARMLESS = {"cpu_capability", "device_memory"}
+"""Facts in which hosts may differ in a healthy job."""
+
+
+def look(bench: Bench) -> Facts:
+    """Return what this rank runs on; the source revision is that of the current folder."""
+    facts: dict[str, Any] = dict(environment_facts(bench.device))
+    for name in ("revision", "revision_changed"):
+        facts.pop(name, None)  # of the preflight's own files
+    return {**facts, **source_revision(Path.cwd())}
+
+
+def judge(facts: Sequence[Facts]) -> list[CheckResult]:
+    """Name what differs between ranks, the gravest first."""
+    names = sorted({name for fact in facts for name in fact} - _OWN)
+    different = {
+        name: [fact.get(name) for fact in facts]
+        for name in names
+        if len({repr(fact.get(name)) for fact in facts}) > 1
+    }
+    numbers = {"compared": len(names), "different": different}
+    if not different:
+        found = f"{count(len(names), 'fact')} alike: {_versions(facts[0])}"
+        return [CheckResult(NAME, TITLE, Status.OK, found, numbers=numbers)]
+    ordered = sorted(different, key=lambda name: (-_status(name).level, name))
+    shown = [_in_words(name, different[name]) for name in ordered[:5]]
+    more = f"; and {len(ordered) - 5} more" if len(ordered) > 5 else ""
+    odd = {r for name in ordered for r in unlike_most([repr(v) for v in different[name]])}
+    return [
+        CheckResult(
+            NAME,
+            TITLE,
+            _status(ordered[0]),
+            "; ".join(shown) + more,
+            _advice(ordered),
+            numbers,
+            ranks=tuple(sorted(odd)),
+        )
+    ]
+
+
+def _status(name: str) -> Status:
+    if name in _HARMLESS or (name.isupper() and name not in _DECIDES_BITS):
+        return Status.NOTE
+    return Status.WARNING
+
+
+def _advice(names: Sequence[str]) -> str:
+    if _status(names[0]) is Status.NOTE:
+        return "Usually harmless; make these settings equal if runs must repeat."
+    if "revision" in names or "revision_changed" in names:
+        return "Bring all hosts to the same commit of the training code, and the rest in line."
+    return (
+        "Ranks that compute with other software, flags or devices have other gradients: install "
+        "the same on all hosts and set flags on all ranks alike."
+    )
+
+
+def _in_words(name: str, values: Sequence[Any]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault("not set" if value is None else str(value)[:40], []).append(rank)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return f"{name}: {', '.join(f'{name_ranks(ranks)} {value}' for value, ranks in ordered[:3])}"
+
+
+def _versions(fact: Facts) -> str:
+    return ", ".join(
+        f"{name} {fact[name]}" for name in ("python", "torch", "numpy") if name in fact
+    )
+
+
+STAGE = Stage(NAME, TITLE, look, judge, needs_group=False)

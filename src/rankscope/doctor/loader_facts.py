@@ -1,0 +1,121 @@
+"""Reads one rank's data loader: what its batches hold, how many there are, and in which order."""
+
+import time
+from typing import Any
+
+from rankscope.doctor.batches import label_tokens_of, samples_of
+from rankscope.doctor.result import Facts
+from rankscope.doctor.stage import Bench
+from rankscope.errors import UsageError
+
+SHARE_OF_TIME = 0.5
+"""Of the time that a stage may take, what reading the first epoch may."""
+SAMPLES_IN_ALL = 1 << 20
+"""Samples over all ranks that are compared."""
+ORDER_BATCHES = 20
+"""Batches by which the order of two epochs is compared."""
+
+_SAMPLER_FACTS = ("num_replicas", "rank", "seed", "shuffle", "drop_last")
+
+
+def look(bench: Bench) -> Facts:
+    """Read an epoch up to the limit, and the beginnings of further ones.
+
+    Raises:
+        UsageError: The function returns nothing that can be iterated.
+    """
+    loader = bench.functions["loader"]()
+    if not hasattr(loader, "__iter__"):
+        raise UsageError(
+            "--loader expected a function that returns a data loader or another iterable of "
+            f"batches; it returned {type(loader).__name__}"
+        )
+    told = set_epoch(loader, 0)
+    limit = max(256, SAMPLES_IN_ALL // bench.place.num_ranks)
+    first = _read(loader, bench.options.batches, limit, SHARE_OF_TIME * bench.options.seconds)
+    order = first["samples"][:ORDER_BATCHES]
+    again = _beginning(loader, len(order))
+    facts = {
+        **first,
+        "length": _length(loader),
+        "set_epoch": told,
+        "one_pass": again is None,
+        "changes_alone": again is not None and again != order,
+        "changes_when_told": None,
+        "sampler": _sampler_facts(loader),
+    }
+    if told and again == order:
+        set_epoch(loader, 1)
+        facts["changes_when_told"] = _beginning(loader, len(order)) != order
+    return facts
+
+
+def set_epoch(loader: Any, epoch: int) -> str:
+    """Tell a loader, its sampler or its data set the epoch.
+
+    Returns:
+        What was called, such as ``sampler.set_epoch``; empty when nothing has that function.
+    """
+    for path in ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset"):
+        owner = loader
+        for part in filter(None, path.split(".")):
+            owner = getattr(owner, part, None)
+        call = getattr(owner, "set_epoch", None)
+        if callable(call):
+            call(epoch)
+            return f"{path or 'loader'}.set_epoch"
+    return ""
+
+
+def _read(loader: Any, most: int, most_samples: int, seconds: float) -> dict[str, Any]:
+    """Read batches until the epoch, their number, the time or the memory for samples ends."""
+    until = time.monotonic() + seconds
+    samples: list[list[int]] = []
+    tokens: list[int | None] = []
+    recognised, ended, drawn = True, False, 0
+    batches = iter(loader)
+    while len(tokens) < most and time.monotonic() < until and drawn < most_samples:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            ended = True
+            break
+        found = samples_of(batch)
+        recognised = recognised and found is not None
+        samples.append(found or [])
+        drawn += len(found or [])
+        tokens.append(label_tokens_of(batch))
+    return {
+        "samples": samples if recognised else [],
+        "recognised": recognised,
+        "kind": "" if recognised else type(batch).__name__,
+        "tokens": tokens,
+        "ended": ended or _length(loader) == len(tokens),
+    }
+
+
+def _beginning(loader: Any, number: int) -> list[list[int]] | None:
+    """Return the samples of an epoch's first batches; None when there is no further epoch."""
+    found: list[list[int]] = []
+    for batch in loader:
+        found.append(samples_of(batch) or [])
+        if len(found) >= max(number, 1):
+            break
+    return found[:number] if found else None
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _sampler_facts(loader: Any) -> dict[str, Any]:
+    sampler = getattr(loader, "sampler", None)
+    facts: dict[str, Any] = {"class": type(sampler).__name__ if sampler is not None else ""}
+    for name in _SAMPLER_FACTS:
+        value = getattr(sampler, name, None)
+        if isinstance(value, bool | int):
+            facts[name] = value
+    return facts

@@ -1,0 +1,189 @@
+"""Models, optimizers and data loaders for the preflight: healthy ones, and ones with a fault."""
+
+import os
+import random
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+
+SIZE = 96
+
+
+def rank():
+    return dist.get_rank()
+
+
+class Numbers(Dataset):
+    """Samples that all differ."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        tokens = torch.arange(6) + 10 * index
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def model(dropout=0.0):
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)  # noqa: NPY002 - what trainings do
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 2))
+
+
+def healthy():
+    built = model(dropout=0.1)
+    torch.manual_seed(100 + rank())
+    return built, torch.optim.AdamW(built.parameters(), lr=1e-3)
+
+
+def perturbed():
+    """A last layer from another checkpoint, on the last rank."""
+    built = model()
+    if rank() == dist.get_world_size() - 1:
+        with torch.no_grad():
+            built[3].weight += 0.02
+    return built
+
+
+def unseeded():
+    torch.manual_seed(rank())
+    return nn.Linear(4, 4)
+
+
+def other_layers():
+    return nn.Linear(4, 4 + (rank() == 0))
+
+
+def other_buffer():
+    built = model()
+    built[1].running_mean += rank() == 1
+    return built
+
+
+def same_dropout():
+    return model(dropout=0.5)
+
+
+def optimizer(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1 * (3 if rank() == 1 else 1))
+
+
+def raises():
+    if rank() == 1:
+        raise ValueError("no checkpoint\nhere")
+    return model()
+
+
+def hangs():
+    if rank() == 1:
+        time.sleep(600)
+    return model()
+
+
+def hangs_on_first():
+    if rank() == 0:
+        time.sleep(600)
+    return model()
+
+
+def waits_for_a_rank_that_raised():
+    if rank() == 1:
+        raise ValueError("I do not take part")
+    dist.barrier()
+    return model()
+
+
+def dies():
+    if rank() == 1:
+        os._exit(9)
+    time.sleep(600)
+
+
+def chatty():
+    print("chatter on stdout")
+    print("chatter on stderr", file=sys.stderr)
+    os.system("echo chatter of a child")
+    return model()
+
+
+def exits():
+    sys.exit("wrong arguments")
+
+
+def not_a_model():
+    return 3
+
+
+def sharded():
+    data = Numbers()
+    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=3))
+
+
+def unsharded():
+    """The sampler was forgotten: every rank shuffles alike."""
+    data = Numbers()
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
+    return DataLoader(data, batch_size=4, sampler=sampler)
+
+
+def own_seed():
+    """Every rank shuffles in its own way, without sharding."""
+    data = Numbers()
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(rank()))
+    return DataLoader(data, batch_size=4, sampler=sampler)
+
+
+def seed_by_rank():
+    data = Numbers()
+    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=rank()))
+
+
+def uneven():
+    return sharded_list(lengths=[6, 9])
+
+
+def sharded_list(lengths):
+    return [
+        {"input_ids": torch.full((2, 3), 1000 * rank() + step)} for step in range(lengths[rank()])
+    ]
+
+
+def one_filler_token():
+    """Packing leaves the last rank one label token per batch."""
+    batches = sharded_list([5] * dist.get_world_size())
+    for batch in batches:
+        batch["labels"] = batch["input_ids"].clone()
+        if rank() == dist.get_world_size() - 1:
+            batch["labels"][:, :] = -100
+            batch["labels"][0, 0] = 1
+    return batches
+
+
+def objects():
+    return [object(), object()]
+
+
+def one_pass():
+    return (torch.full((2, 2), 10 * rank() + step) for step in range(4))
+
+
+def endless():
+    while True:
+        yield torch.rand(2, 2, generator=torch.Generator().manual_seed(time.time_ns() % 2**40))
+
+
+def raises_while_read():
+    yield torch.full((2, 2), rank())
+    if rank() == 1:
+        raise OSError("shard 7 is damaged")
+
+
+def unshuffled():
+    """It claims nothing about shuffling, and repeats its order."""
+    return sharded_list([8] * dist.get_world_size())

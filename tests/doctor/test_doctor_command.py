@@ -1,0 +1,220 @@
+"""The real command, under the real launcher."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope.cli import main
+
+HERE = Path(__file__).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+pytestmark = pytest.mark.ranks
+
+
+def doctor(num_ranks, *options, program=("-m", "rankscope", "doctor")):
+    """Run it; exit code of the launcher, standard output and standard error."""
+    command = [*TORCHRUN, "--nproc-per-node", str(num_ranks), *program, *options]
+    environment = {**os.environ, "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command,
+        cwd=HERE,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def checks(out):
+    return {check["name"]: check for check in json.loads(out)["checks"]}
+
+
+def test_a_healthy_job_is_ready():
+    code, out, err = doctor(
+        2, "--model", "patients:healthy", "--loader", "patients:sharded", "--json", "--seconds=60"
+    )
+    assert code == 0, err
+    found = checks(out)
+    usual = {name: check["status"] for name, check in found.items() if name != "stragglers"}
+    assert usual == {
+        "topology": "ok",
+        "environment": "ok",
+        "process_group": "ok",
+        "collectives": "ok",
+        "repeatability": "ok",
+        "bandwidth": "ok",
+        "parameters": "ok",
+        "buffers": "ok",
+        "optimizer": "ok",
+        "random_numbers": "ok",
+        "batch_norm": "note",
+        "shards": "ok",
+        "batch_counts": "ok",
+        "loss_weighting": "ok",
+        "epoch_order": "note",
+    }
+    assert found["process_group"]["numbers"]["backend"] == "gloo"
+    assert found["topology"]["numbers"]["ranks"] == 2
+    assert found["shards"]["numbers"]["distinct"] == found["shards"]["numbers"]["drawn"] == 96
+    assert "sampler.set_epoch" in found["epoch_order"]["found"]
+
+
+def test_faults_are_named_with_their_rank():
+    code, out, err = doctor(
+        3,
+        "--model=patients:perturbed",
+        "--optimizer=patients:optimizer",
+        "--loader=patients:unsharded",
+        "--json",
+        "--seconds=60",
+    )
+    assert code == 1, err
+    found = checks(out)
+    assert found["parameters"]["status"] == "error"
+    assert found["parameters"]["ranks"] == [2]
+    assert found["parameters"]["numbers"]["different"] == ["3.weight"]
+    assert found["buffers"]["status"] == "ok"
+    assert found["optimizer"]["status"] == "error"
+    assert found["optimizer"]["ranks"] == [1]
+    assert "lr: 0.1 on ranks 0 and 2, 0.3 on rank 1" in found["optimizer"]["found"]
+    assert found["shards"]["status"] == "error"
+    assert found["shards"]["numbers"]["same_batches"] == [[0, 1, 2]]
+
+
+def test_a_function_that_raises_on_one_rank_does_not_end_the_rest():
+    code, out, err = doctor(
+        2, "--model=patients:raises", "--loader=patients:uneven", "--seconds=60"
+    )
+    assert code == 1
+    assert "rank 1: ValueError: no checkpoint (patients.py:" in out
+    assert "rank 0 has 6 batches, others up to 9" in " ".join(out.split())
+    assert "Not ready: 2 checks failed (model and optimizer, batch counts)." in out
+    assert out.count("Not ready") == 1
+    assert "Not ready" not in err
+
+
+def test_a_rank_that_hangs_is_named_with_its_line():
+    code, out, _ = doctor(2, "--model=patients:hangs", "--json", "--seconds=10")
+    assert code == 1
+    model = checks(out)["model"]
+    assert model["status"] == "error"
+    assert model["ranks"] == [1]
+    assert "rank 1 did not finish within 10 s and is at patients.py:" in model["found"]
+    assert model["found"].endswith("in hangs")
+    assert checks(out)["collectives"]["status"] == "ok"
+    assert checks(out)["loader"]["status"] == "skipped"
+
+
+def test_a_rank_that_never_comes_is_named():
+    code, out, _ = doctor(2, "--json", "--seconds=6", program=(str(HERE / "never_comes.py"),))
+    assert code == 1
+    topology = checks(out)["topology"]
+    assert topology["status"] == "error"
+    assert topology["ranks"] == [1]
+    assert topology["found"] == "rank 1 did not start within 6 s; 1 of 2 came"
+
+
+def test_a_rank_that_dies_is_named():
+    code, out, _ = doctor(2, "--json", "--model=patients:dies", "--seconds=60")
+    assert code == 1
+    model = checks(out)["model"]
+    assert model["ranks"] == [1]
+    assert model["found"].startswith("rank 1 ended without a word")
+
+
+def test_bad_usage_is_one_line_of_one_rank():
+    _, out, err = doctor(2, "--model", "patients")
+    assert out == ""
+    assert err.count("rankscope: --model expected MODULE:FUNCTION, got 'patients'") == 1
+    assert "exitcode  : 2" in err
+
+
+# Alone, in this process
+
+
+@pytest.fixture
+def alone(monkeypatch, capfd):
+    """Return a function that runs the command here, without a launcher."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(HERE)
+    monkeypatch.syspath_prepend(str(HERE))
+
+    def call(*options):
+        monkeypatch.setattr(sys, "argv", ["rankscope", "doctor", *options])
+        with pytest.raises(SystemExit) as ended:
+            main.run()
+        return (ended.value.code, *capfd.readouterr())
+
+    return call
+
+
+def test_alone_it_says_so(alone):
+    code, out, err = alone("--json", "--model=patients:chatty", "--loader=patients:one_pass")
+    assert code == 0
+    found = checks(out)  # what the function printed is not in it
+    assert found["topology"]["status"] == "note"
+    assert "started without a launcher" in found["topology"]["found"]
+    assert found["parameters"]["status"] == "ok"
+    assert found["shards"]["status"] == "skipped"
+    assert found["batch_counts"]["found"] == "4 batches on each rank"
+    assert "once only" in found["epoch_order"]["found"]
+    assert {"chatter on stdout", "chatter on stderr", "chatter of a child"} <= {*err.splitlines()}
+
+
+def test_a_warning_fails_only_when_asked(alone):
+    options = ("--loader=patients:unshuffled",)
+    assert alone(*options)[0] == 0
+    code, out, _ = alone(*options, "--fail-on=warning")
+    assert code == 1
+    assert "Can start, but look at 1 warning first (epoch order)." in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model=patients"], "--model expected MODULE:FUNCTION, got 'patients'"),
+        (["--model=patients:"], "--model expected MODULE:FUNCTION, got 'patients:'"),
+        (["--model=nothere:f"], "--model nothere:f: there is no module 'nothere' here"),
+        (["--model=patients:nothere"], "module 'patients' has no function 'nothere'"),
+        (["--optimizer=patients:optimizer"], "--optimizer needs --model"),
+        (["--batches=0"], "--batches must be at least 1, got 0"),
+        (["--seconds=0"], "--seconds must be positive, got 0"),
+        (["--model=patients:not_a_model"], "it returned int"),
+        (["--loader=patients:not_a_model"], "it returned int"),
+    ],
+)
+def test_bad_usage(alone, options, message):
+    code, out, err = alone(*options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("rankscope: ")
+
+
+def test_failures_of_functions_are_results(alone):
+    code, out, _ = alone("--json", "--model=patients:exits", "--loader=patients:raises_while_read")
+    assert code == 1
+    assert checks(out)["model"]["found"].startswith("rank 0: SystemExit: wrong arguments")
+    assert checks(out)["shards"]["status"] == "skipped"
+
+
+def test_a_rank_that_cannot_reach_the_others_says_so(alone, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**variables, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = alone("--seconds=0.5")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"rankscope: rank 1 cannot reach rank 0 at 127.0.0.1:{port}")
+    assert len(err.splitlines()) == 1

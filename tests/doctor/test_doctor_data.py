@@ -1,0 +1,201 @@
+"""What is made of the batches that all ranks have read."""
+
+import numpy as np
+import pytest
+import torch
+
+from rankscope.doctor import Status, loader
+from rankscope.doctor.batches import label_tokens_of, samples_of
+from rankscope.doctor.overlap import chance_of_few, compare
+
+
+def one(results, name):
+    [result] = [result for result in results if result.name == name]
+    return result
+
+
+def read(samples, **changes):
+    usual = {
+        "samples": samples,
+        "recognised": True,
+        "kind": "",
+        "tokens": [10] * len(samples),
+        "ended": True,
+        "length": None,
+        "set_epoch": "",
+        "one_pass": False,
+        "changes_alone": True,
+        "changes_when_told": None,
+        "sampler": {"class": ""},
+    }
+    return {**usual, **changes}
+
+
+def dealt(order, num_ranks, batch=4):
+    """Deal samples out in turn, in batches."""
+    shards = [order[rank::num_ranks] for rank in range(num_ranks)]
+    return [
+        [list(map(int, shard[at : at + batch])) for at in range(0, len(shard), batch)]
+        for shard in shards
+    ]
+
+
+def judged(samples, **changes):
+    return one(loader.judge([read(batches, **changes) for batches in samples]), "shards")
+
+
+def test_shards_of_one_shuffle_are_disjoint():
+    generator = np.random.default_rng(0)
+    assert judged(dealt(generator.permutation(400), 4)).status is Status.OK
+
+
+def test_padding_at_the_end_is_a_note():
+    samples = dealt(np.r_[np.arange(398), [0, 1]], 4)
+    result = judged(samples)
+    assert result.status is Status.NOTE
+    assert result.numbers["padding"] == 2
+    assert judged(samples, ended=False).status is Status.OK  # too few to prove anything
+
+
+def test_shuffles_that_differ_overlap():
+    samples = [dealt(np.random.default_rng(rank).permutation(400), 4)[rank] for rank in range(4)]
+    result = judged(samples, ended=False)
+    assert result.status is Status.ERROR
+    assert "draw each other's samples" in result.found
+
+
+def test_content_that_occurs_often_is_no_overlap():
+    generator = np.random.default_rng(1)
+    order = generator.permutation(np.repeat(np.arange(100), 4))
+    assert judged(dealt(order, 4)).status is Status.OK
+
+
+def test_draws_with_replacement_are_no_overlap():
+    generator = np.random.default_rng(2)
+    assert judged(dealt(generator.integers(0, 300, 400), 4)).status is Status.OK
+
+
+def test_equal_batches_are_named_by_group():
+    one_batch, other = [[1, 2], [3, 4]], [[5, 6], [7, 8]]
+    result = judged([one_batch, other, [[2, 1], [4, 3]], [[9, 10], [11, 12]]])
+    assert result.status is Status.ERROR
+    assert result.ranks == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([{"num_replicas": 1, "rank": 0}] * 2, "deals to 1 ranks, and there are 2"),
+        ([{"num_replicas": 2, "rank": 0}] * 2, "ranks 0 and 1 take the same shard"),
+        ([{"num_replicas": 2, "rank": r, "seed": r} for r in (0, 1)], "different seeds (0, 1)"),
+    ],
+)
+def test_samplers_that_say_what_is_wrong(changes, words):
+    samples = dealt(np.arange(16), 2)
+    facts = [
+        read(batches, sampler={"class": "DistributedSampler", **own})
+        for batches, own in zip(samples, changes, strict=True)
+    ]
+    result = one(loader.judge(facts), "shards")
+    assert result.status is Status.ERROR
+    assert words in result.found
+
+
+def test_the_chance_of_few_hits():
+    assert chance_of_few(0, 10, 0.25) == pytest.approx(0.75**10)
+    assert chance_of_few(1, 3, 0.5) == pytest.approx(0.5)
+    assert chance_of_few(5, 5, 0.25) == pytest.approx(1.0)
+    assert chance_of_few(0, 0, 0.25) == 1.0
+
+
+def test_nothing_to_compare():
+    found = compare([[], []], ended=True)
+    assert (found.drawn, found.repeats, found.same_batches) == (0, 0, ())
+    assert judged([[], []]).status is Status.ERROR
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ([{}, {}], Status.OK, "3 batches on each rank"),
+        ([{"length": 9}, {"length": 8}], Status.ERROR, "rank 1 has 8 batches, others up to 9"),
+        ([{}, {"tokens": [1] * 5}], Status.ERROR, "rank 0 has 3 batches, others up to 5"),
+        ([{"ended": False}] * 2, Status.OK, "at least 3 batches"),
+        ([{"ended": False}, {"tokens": [1] * 5}], Status.OK, "5 batches"),
+    ],
+)
+def test_batch_counts(changes, status, words):
+    facts = [read([[r, r + 10]] * 3, **own) for r, own in enumerate(changes)]
+    result = one(loader.judge(facts), "batch_counts")
+    assert result.status is status
+    assert words in result.found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "status", "words"),
+    [
+        ([[100, 90], [95, 95]], Status.OK, "190 label tokens or more"),
+        ([[100, 50], [50, 100]], Status.NOTE, "× 2 typically"),
+        ([[100, 100], [1, 1]], Status.WARNING, "rank 1 has 2 in all, others up to 200"),
+        ([[100, 100, 0], [100, 100, 80]], Status.NOTE, "in 1 step a rank has none"),
+        ([[None, 1], [1, 1]], Status.SKIPPED, "no label tokens"),
+    ],
+)
+def test_loss_weighting(tokens, status, words):
+    facts = [read([[r]] * len(own), tokens=own) for r, own in enumerate(tokens)]
+    result = one(loader.judge(facts), "loss_weighting")
+    assert result.status is status
+    assert words in result.found
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, Status.OK),
+        ({"one_pass": True}, Status.OK),
+        ({"changes_alone": False}, Status.WARNING),
+        (
+            {"changes_alone": False, "set_epoch": "s.set_epoch", "changes_when_told": True},
+            Status.NOTE,
+        ),
+        (
+            {"changes_alone": False, "set_epoch": "s.set_epoch", "changes_when_told": False},
+            Status.WARNING,
+        ),
+        ({"changes_alone": False, "sampler": {"class": "SequentialSampler"}}, Status.NOTE),
+        ({"recognised": False}, Status.SKIPPED),
+    ],
+)
+def test_epoch_order(changes, status):
+    facts = [read([[rank]], **changes) for rank in range(2)]
+    assert one(loader.judge(facts), "epoch_order").status is status
+
+
+@pytest.mark.parametrize(
+    ("batch", "number"),
+    [
+        (torch.zeros(3, 2), 3),
+        ({"labels": torch.zeros(3), "input_ids": torch.zeros(2, 4, dtype=torch.int64)}, 2),
+        ((["a", "b", "c"], torch.zeros(3)), 3),
+        ({"text": ["a", "b"]}, 2),
+        ({"meta": object(), "inner": {"x": torch.zeros(5, 1)}}, 5),
+        ([torch.zeros(4, 1), torch.zeros(4)], 4),
+    ],
+)
+def test_samples_of_batches_of_many_kinds(batch, number):
+    samples = samples_of(batch)
+    assert samples is not None
+    assert len(samples) == number
+
+
+@pytest.mark.parametrize("batch", [object(), "text", 3, [], {}, (1, 2), None])
+def test_batches_that_are_not_understood(batch):
+    assert samples_of(batch) is None
+    assert label_tokens_of(batch) is None
+
+
+def test_label_tokens():
+    labels = torch.tensor([[1, -100], [2, 3]])
+    assert label_tokens_of({"labels": labels}) == 3
+    assert label_tokens_of((torch.zeros(2, 2), labels)) == 3
+    assert label_tokens_of((torch.zeros(2, 2), torch.zeros(2))) is None
