@@ -9,7 +9,9 @@ import duckdb
 import pytest
 
 import rankscope
+from rankscope.core.plan import Plan
 from rankscope.core.signals import Table, signals
+from rankscope.diagnose.rules import RULES
 from rankscope.exchange import Layout
 from rankscope.instruments import GROUP_WIDTH
 from record.run_files import write
@@ -19,6 +21,16 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 RUNS = (ROOT / "docs" / "runs.md").read_text()
 TIERS = (ROOT / "docs" / "tiers.md").read_text()
+CAUSES = (ROOT / "docs" / "causes.md").read_text()
+EVIDENCE = (ROOT / "docs" / "evidence.md").read_text()
+NO_COLUMNS = {
+    *("drawn_from_others", "drawn_from_own", "follows_one_sample_in", "innocent_probability"),
+    *("other_causes", "broadcast_buffers", "communication_data_type", "found_inf", "no_sync"),
+    *("num_replicas", "overlap_comm", "reduce_dtype", "register_buffer", "set_epoch"),
+    *("set_gradient_divide_factor", "skip_first_batches", "split_by_node", "worker_init_fn"),
+}
+"""What else the pages on causes and evidence write like a column: numbers of findings, and options
+of torch and others."""
 
 
 def section(page, title):
@@ -89,6 +101,52 @@ def test_python_is_valid_and_its_options_exist(page):
                 assert {keyword.arg for keyword in node.keywords} <= options.keys()
     for name in re.findall(r"`(?:rankscope\.)?watch\((?:…, )?(\w+)=", text):
         assert name in options
+
+
+def test_plans_in_the_documentation_can_be_meant():
+    plans = [
+        ast.literal_eval(node.value) if isinstance(node.value, ast.Dict) else given_by(node.value)
+        for page in PAGES
+        for code in blocks(page.read_text(), "python")
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.keyword) and node.arg == "plan"
+    ]
+    assert plans
+    for plan in plans:
+        Plan.of(plan)
+
+
+def given_by(call):
+    """Return the keywords of a call of ``dict``."""
+    assert ast.unparse(call.func) == "dict"
+    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+
+
+def test_every_cause_has_one_section_and_no_section_is_of_anything_else():
+    names = re.findall(r"^#{2,} (.*)$", CAUSES, re.M)
+    assert sorted(names) == sorted(f"`{cause}`" for cause in RULES)
+
+
+def test_the_overview_lists_every_cause_once_with_its_severities():
+    rows = [row for row in table_rows(CAUSES) if row[0].startswith("[")]
+    assert sorted([row[0], row[3]] for row in rows) == sorted(
+        [f"[`{cause}`](#{cause.replace('.', '')})", ", ".join(map(str, rule.advice))]
+        for cause, rule in RULES.items()
+    )
+
+
+@pytest.mark.parametrize("cause", RULES)
+def test_a_section_says_what_a_cause_looks_like_where_it_comes_from_and_what_to_do(cause):
+    text = section(CAUSES, f"`{cause}`")
+    parts = re.findall(r"^\*\*(.+?):\*\*", text, re.M)
+    assert [parts[0], parts[-1], len(parts)] == ["Looks like", "Do", 3]
+    assert parts[1] in ("In practice", "May come from", "Comes from")
+
+
+def test_columns_that_causes_and_evidence_speak_of_exist():
+    known = {signal.name for table in Table for signal in signals(table)}
+    words = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", CAUSES + EVIDENCE)
+    assert set(words) - known <= NO_COLUMNS
 
 
 def message(tier, num_workers, num_groups):

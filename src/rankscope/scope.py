@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rankscope.books import StepBooks
+from rankscope.canary import LiveCanary
 from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.guard import Guard
 from rankscope.core.finding import Finding
@@ -60,6 +61,7 @@ class Scope:
         diagnosis: What watches the steps; it knows the number of the first one.
         on_finding: Called with each finding that opens or changes.
         heartbeat: Tells the other ranks where this one is; None without.
+        canary: Replays batches on all workers; None without.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Scope:
         diagnosis: Diagnosis,
         on_finding: OnFinding | None,
         heartbeat: Heartbeat | None = None,
+        canary: LiveCanary | None = None,
     ) -> None:
         self._writer = writer
         self._on_finding = on_finding
@@ -80,12 +83,13 @@ class Scope:
         self._latest: StepReport | None = None
         self._channel = channel
         self._heartbeat = heartbeat
+        self._canary = canary
         self._governor = instruments.governor
         self._diagnosis = diagnosis
         self._saves_state = True
         self._guard = Guard(self._fail_and_leave)
         first = diagnosis.next_step
-        self._books = StepBooks(instruments, optimizer, self._guard, self._send, first)
+        self._books = StepBooks(instruments, optimizer, self._guard, self._send, first, canary)
         self._courier = Courier(
             choose_gathering(channel, self._books.layout),
             interval_at=self._governor.interval_at,
@@ -152,6 +156,17 @@ class Scope:
             samples: One id per sample (integers or strings), or the tensors of the batch.
         """
         self._guard(partial(self._books.give_samples, samples))
+
+    def canary(self) -> None:
+        """Ask for a canary, on all ranks in the same step.
+
+        Some steps later all workers run the same two batches of the training, forward and
+        backward, and their results are compared. Training goes on as it would have, bit for bit.
+        """
+        if self._canary is None:
+            _log.warning("scope.canary() does nothing in this run: canaries are off, see the log")
+        else:
+            self._canary.ask()
 
     def pause(self) -> None:
         """Stop measuring gradients; losses and samples are still recorded."""
@@ -253,6 +268,8 @@ class Scope:
             return
         report = summarize(outcome.gathered)
         findings = self._diagnosis.observe(report)
+        if self._canary is not None:
+            self._canary.on_step(report.gathered, findings, lambda: self._diagnosis.findings)
         self._latest = report
         if self._writer is not None:
             self._writer.add(report)

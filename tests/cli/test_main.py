@@ -34,6 +34,7 @@ STUDY = {
 }
 REPORT = {"--again", "--fail-on", "--html", "--json", "--no-html", "--output"}
 HELP = {"--help", "-h"}
+COMMANDS = {"study", "report", "doctor", "replay", "faults"}
 
 
 def call(
@@ -69,7 +70,7 @@ def test_the_options_are_frozen(command: str | None, options: set[str]) -> None:
 
 
 def test_the_commands_are_frozen() -> None:
-    assert set(typer.main.get_command(main.app).commands) == {"study", "report"}  # type: ignore[attr-defined]
+    assert set(typer.main.get_command(main.app).commands) == COMMANDS  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("command", "options"), [("study", STUDY), ("report", REPORT)])

@@ -1,10 +1,12 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope.core.replicas import StateDigests, StateKind
 from rankscope.core.step import MISSING_INT, MeasuredGradient
 from rankscope.exchange import Goodbye, Layout, PayloadError, WorkerStep
+from rankscope.exchange.payload import MAX_DIGESTS
 
 finite = st.floats(allow_nan=False, width=64)
 
@@ -23,6 +25,7 @@ def gather(layout: Layout, steps: list[WorkerStep]):
     return np.stack([layout.pack(step) for step in steps])
 
 
+@settings(deadline=None)
 @given(
     loss=finite,
     digest=st.integers(-(2**62), 2**62),
@@ -37,7 +40,7 @@ def test_what_is_packed_is_unpacked(loss, digest, sketch, samples, micro):
         values={"loss": loss, "batch_digest": digest, "nonfinite": True},
         gradient=gradient(sketch),
         samples=np.array(samples, np.int64),
-        micro=np.array([micro, np.array(micro) * 2, np.array(micro) / 2]),
+        micro=np.array([micro, np.array(micro) * 2, np.array(micro) / 2, np.array(micro) + 1]),
     )
     gathered = layout.unpack(gather(layout, [step, WorkerStep(7)]), step=7, time=1.0)
     assert not gathered.observed  # the second worker measured nothing
@@ -47,7 +50,9 @@ def test_what_is_packed_is_unpacked(loss, digest, sketch, samples, micro):
     assert np.isnan(gathered.workers["loss"][1])
     assert gathered.samples[0].tolist() == samples
     assert gathered.micro_losses[0].tolist() == micro
+    assert gathered.micro_weights[0].tolist() == [value * 2 for value in micro]
     assert gathered.micro_norms[0].tolist() == [value / 2 for value in micro]
+    assert gathered.micro_scales[0].tolist() == [value + 1 for value in micro]
     assert len(gathered.samples[1]) == len(gathered.micro_losses[1]) == 0
     both = layout.unpack(gather(layout, [step, step]), step=7, time=1.0)
     assert both.observed
@@ -86,12 +91,16 @@ def test_all_that_is_measured_of_a_gradient_travels():
 
 def test_a_layout_grows_to_what_did_not_fit_and_says_so():
     layout = Layout(sketch_width=3, num_samples=4, num_micro=2)
-    big = WorkerStep(0, samples=np.arange(9), micro=np.ones((3, 3)))
+    big = WorkerStep(0, samples=np.arange(9), micro=np.arange(12.0).reshape(4, 3))
     messages = gather(layout, [WorkerStep(0), big])
-    assert layout.unpack(messages, step=0, time=0).samples[1].tolist() == [0, 1, 2, 3]
+    cut = layout.unpack(messages, step=0, time=0)
+    assert cut.samples[1].tolist() == [0, 1, 2, 3]
+    assert cut.micro_scales[1].tolist() == [9, 10]
     grown = layout.grown(messages)
     assert (grown.num_samples, grown.num_micro) == (16, 4)
-    assert grown.unpack(gather(grown, [big]), step=0, time=0).samples[0].tolist() == list(range(9))
+    whole = grown.unpack(gather(grown, [big]), step=0, time=0)
+    assert whole.samples[0].tolist() == list(range(9))
+    assert whole.micro_scales[0].tolist() == [9, 10, 11]
     assert grown.grown(gather(grown, [big])) == grown
 
 
@@ -110,3 +119,73 @@ def test_a_leaving_worker_is_named():
     layout = Layout(sketch_width=3)
     with pytest.raises(Goodbye, match=r"ranks \[1\] stopped monitoring at step 4"):
         layout.unpack(gather(layout, [WorkerStep(4), WorkerStep(4, leaving=True)]), step=4, time=0)
+
+
+class TestStateDigests:
+    """What should be equal on several workers travels as digests; differences are told by name."""
+
+    KINDS = (StateKind.PARAMETER, StateKind.BUFFER, StateKind.REDUCED)
+    NAMES = ("weight", "mean", "weight")
+
+    def state(self, digests, unchanged=(False, False, False), names=NAMES):
+        return StateDigests(
+            self.KINDS, names, np.array(digests, np.int64), np.array(unchanged, bool)
+        )
+
+    def unpack(self, states, replicas, own=None, layout=None):
+        """Return the step that workers with such digests, and such replicas, make together."""
+        layout = layout or Layout(sketch_width=3)
+        steps = [
+            WorkerStep(5, values={} if replica is None else {"replica": replica}, state=state)
+            for state, replica in zip(states, replicas, strict=True)
+        ]
+        return layout.unpack(gather(layout, steps), step=5, time=0, state=own or states[0])
+
+    def differences(self, *arguments, **options):
+        found = self.unpack(*arguments, **options).differences
+        return [(d.kind, d.name, d.digests_W.tolist(), d.unchanged_W.tolist()) for d in found]
+
+    def test_equal_digests_are_no_difference(self):
+        states = [self.state([2**63 - 1, -(2**63), 0]) for _ in range(3)]
+        assert self.differences(states, [0, 0, 0]) == []
+
+    def test_each_difference_has_its_kind_its_name_and_everybodys_digest(self):
+        states = [
+            self.state([2**63 - 1, -5, 7]),
+            self.state([-(2**63), -5, 8], unchanged=[False, False, True]),
+            self.state([2**63 - 1, -5, 7]),
+        ]
+        expected = [
+            (StateKind.PARAMETER, "weight", [2**63 - 1, -(2**63), 2**63 - 1], [False] * 3),
+            (StateKind.REDUCED, "weight", [7, 8, 7], [False, True, False]),
+        ]
+        for own in states:  # everybody learns the same
+            assert self.differences(states, [0, 0, 0], own=own) == expected
+        [parameter, _] = self.unpack(states, [0, 0, 0]).differences
+        assert parameter.odd_ones_out(np.zeros(3, np.int64)) == (1,)
+
+    def test_only_replicas_are_compared_but_buffers_are_compared_between_all(self):
+        states = [self.state([shard, shard, shard]) for shard in (1, 2, 1, 2)]
+        found = self.differences(states, [0, 1, 0, 1])
+        assert found == [(StateKind.BUFFER, "mean", [1, 2, 1, 2], [False] * 4)]
+
+    def test_workers_whose_items_differ_are_not_compared(self):
+        states = [self.state([1, 2, 3]), self.state([9, 9, 9], names=("weight", "mean", "other"))]
+        assert self.differences(states, [0, 0]) == []
+        assert self.differences([self.state([1, 2, 3]), StateDigests()], [0, 0]) == []
+        assert self.differences([self.state([1, 2, 3]), self.state([9, 2, 3])], [0, 0]) != []
+
+    def test_they_travel_in_steps_without_a_measured_gradient(self):
+        states = [self.state([1, 2, 3]), self.state([1, 2, 4])]
+        silent = Layout(sketch_width=3).without_gradient()
+        assert [d[0] for d in self.differences(states, [0, 0], layout=silent)] == ["reduced"]
+
+    def test_there_is_room_for_as_many_as_a_step_may_have(self):
+        names = tuple(f"layers.{number}" for number in range(MAX_DIGESTS))
+        kinds = (StateKind.OPTIMIZER,) * MAX_DIGESTS
+        one, other = (np.arange(MAX_DIGESTS, dtype=np.int64) for _ in range(2))
+        other[-1] = -1
+        flags = np.zeros(MAX_DIGESTS, bool)
+        states = [StateDigests(kinds, names, digests, flags) for digests in (one, other)]
+        last = (StateKind.OPTIMIZER, names[-1], [MAX_DIGESTS - 1, -1], [False, False])
+        assert self.differences(states, [0, 0]) == [last]

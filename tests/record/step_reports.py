@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.signals import DType, Signal, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 
@@ -55,6 +56,14 @@ def make_cosines(step: int, num_workers: int) -> np.ndarray:
     return cosines_WW
 
 
+def make_differences(step: int, num_workers: int) -> tuple[StateDifference, ...]:
+    ranks, no = np.arange(num_workers), np.zeros(num_workers, bool)
+    return (
+        StateDifference(StateKind.PARAMETER, "head", np.where(ranks == 1, -step, step), no),
+        StateDifference(StateKind.REDUCED, "layers.0", 2**62 + ranks, ranks == 0),
+    )
+
+
 def make_report(
     step: int,
     num_workers: int = 4,
@@ -63,8 +72,13 @@ def make_report(
     observed: bool = True,
     samples: bool = True,
     groups: bool = False,
+    differences: bool = False,
 ) -> StepReport:
-    """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches."""
+    """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches.
+
+    With ``differences``, a parameter differs on rank 1, and no two workers have the same reduced
+    gradient.
+    """
     ranks = range(num_workers)
     gathered = GatheredStep(
         step=step,
@@ -79,6 +93,8 @@ def make_report(
         micro_losses=tuple(np.arange(micro) + step + rank / 8 for rank in ranks),
         micro_weights=tuple(np.arange(micro) + 100.0 * rank for rank in ranks),
         micro_norms=tuple(np.arange(micro) + 0.5 * rank for rank in ranks) if observed else (),
+        micro_scales=tuple(np.full(micro, 2.0**rank) for rank in ranks),
+        differences=make_differences(step, num_workers) if differences else (),
         groups=GROUPS if groups and observed else (),
         group_norms_WG=np.add.outer(np.arange(num_workers), [10.0, 20.0, 30.0])
         if groups and observed

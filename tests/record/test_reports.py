@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope.core.recorded import as_recorded
+from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.core.summarize import summarize
@@ -36,6 +37,19 @@ def local_values(rng, width):
     return columns
 
 
+def differences(rng, width):
+    """Return up to five pieces of state that differ, each of another kind."""
+    return tuple(
+        StateDifference(
+            kind,
+            f"layers.{number}.{kind}",
+            rng.integers(-(2**63), 2**63, width),
+            (rng.random(width) < 0.5) & (kind is StateKind.REDUCED),
+        )
+        for number, kind in enumerate(list(StateKind)[: rng.integers(0, 6)])
+    )
+
+
 def live_step(step, width, *, groups=NAMES):
     """Return a step as the exchange gives it: observed or not, with all that it may hold."""
     rng = np.random.default_rng([step, width])
@@ -63,6 +77,8 @@ def live_step(step, width, *, groups=NAMES):
             np.where(rng.random(n) < 0.5, np.nan, 1.0) * (1 if observed else np.nan)
             for n in lengths
         ),
+        micro_scales=tuple(np.full(n, np.nan) if step % 9 == 2 else rng.random(n) for n in lengths),
+        differences=differences(rng, width),
         groups=groups if observed else (),
         group_norms_WG=rng.random((width, len(groups))) if observed else None,
         group_sketches_WGK=narrow if observed and step % 4 else None,
@@ -160,9 +176,10 @@ def test_workers_may_have_different_numbers_of_micro_batches(tmp_path):
         micro_losses=tuple(np.arange(n) / 2 for n in lengths),
         micro_weights=tuple(np.arange(n) + 5.0 for n in lengths),
         micro_norms=tuple(np.arange(n) + 1.0 for n in lengths),
+        micro_scales=tuple(np.arange(n) + 0.5 for n in lengths),
     )
     (read,) = record(tmp_path / "run", [summarize(step)]).iter_reports()
-    for name in ("micro_losses", "micro_weights", "micro_norms"):
+    for name in ("micro_losses", "micro_weights", "micro_norms", "micro_scales"):
         assert_same(getattr(read.gathered, name), getattr(step, name))
 
 

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -17,6 +17,8 @@ from rankscope.record.schema import (
     to_arrow_lists,
     to_numpy,
 )
+
+untimed = settings(deadline=None)
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT32 = st.floats(width=32)
@@ -36,6 +38,8 @@ def test_the_published_columns_have_their_types():
     assert arrow_schema(Table.STEPS).field("samples_distinct").type == pa.int64()
     assert arrow_schema(Table.SAMPLES).field("samples").type == pa.list_(pa.int64())
     assert arrow_schema(Table.PAIRS).field("cosines").type == pa.list_(pa.float32())
+    assert arrow_schema(Table.DIGESTS).field("name").type == pa.string()
+    assert arrow_schema(Table.DIGESTS).field("digest").type == pa.int64()
 
 
 def test_only_what_names_a_row_cannot_be_null():
@@ -50,6 +54,7 @@ def test_only_what_names_a_row_cannot_be_null():
         Table.SAMPLES: ["step", "rank"],
         Table.PAIRS: ["step"],
         Table.GROUPS: ["step", "rank", "group"],
+        Table.DIGESTS: ["step", "rank", "kind", "name"],
     }
 
 
@@ -69,12 +74,14 @@ def test_fields_carry_unit_and_meaning():
         (Table.WORKERS, ("step", "rank")),
         (Table.MICRO, ("step", "rank", "micro")),
         (Table.PAIRS, ("step",)),
+        (Table.DIGESTS, ("step", "rank")),
     ],
 )
 def test_rows_are_ordered_by_step_first(table, keys):
     assert row_keys(table) == keys
 
 
+@untimed
 @given(hnp.arrays(np.float64, st.integers(0, 20)))
 def test_nan_is_null_and_every_other_float_itself(values):
     column = to_arrow(values, DType.FLOAT)
@@ -82,6 +89,7 @@ def test_nan_is_null_and_every_other_float_itself(values):
     np.testing.assert_array_equal(round_trip(column, DType.FLOAT), values)
 
 
+@untimed
 @given(st.lists(st.one_of(INT64, st.just(MISSING_INT)), max_size=20))
 def test_missing_int_is_null_and_every_other_integer_itself(numbers):
     values = np.array(numbers, np.int64)
@@ -90,6 +98,7 @@ def test_missing_int_is_null_and_every_other_integer_itself(numbers):
     np.testing.assert_array_equal(round_trip(column, DType.INT), values)
 
 
+@untimed
 @given(st.lists(st.one_of(st.none(), st.integers(-(2**53), 2**53)), max_size=20))
 def test_floats_fill_an_integer_column(numbers):
     values = np.array([np.nan if n is None else float(n) for n in numbers])
@@ -100,6 +109,7 @@ def test_an_infinite_count_is_no_count():
     assert to_arrow(np.array([np.inf, -np.inf, 2.0]), DType.INT).to_pylist() == [None, None, 2]
 
 
+@untimed
 @given(st.lists(st.booleans(), max_size=20))
 def test_booleans_stay_booleans(flags):
     column = to_arrow(np.array(flags, bool), DType.BOOL)
@@ -111,6 +121,7 @@ def test_a_missing_boolean_reads_as_false():
     assert to_numpy(pa.chunked_array([[True, None]]), DType.BOOL).tolist() == [True, False]
 
 
+@untimed
 @given(st.lists(st.lists(INT64, max_size=5), max_size=8))
 def test_lists_of_integers_keep_every_bit(rows):
     column = to_arrow_lists([np.array(row, np.int64) for row in rows], DType.INTS)
@@ -118,6 +129,7 @@ def test_lists_of_integers_keep_every_bit(rows):
     assert [cell.tolist() for cell in round_trip(column, DType.INTS)] == rows
 
 
+@untimed
 @given(st.lists(st.lists(FLOAT32, max_size=5), max_size=8))
 def test_undefined_entries_of_a_list_are_null(rows):
     cells = [np.array(row, np.float64) for row in rows]

@@ -1,5 +1,6 @@
 import json
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -114,9 +115,30 @@ def test_micro_batches_are_recorded_with_accumulation_only(tmp_path):
             "loss": micro + 1 + rank / 8,
             "loss_weight": micro + 100.0 * rank,
             "grad_norm": micro + 0.5 * rank,
+            "loss_scale": 2.0**rank,
         }
         for rank in range(2)
         for micro in range(3)
+    ]
+
+
+def test_multipliers_that_nobody_knows_are_null(tmp_path):
+    report = make_report(1, 2, micro=2)
+    unknown = replace(report, gathered=replace(report.gathered, micro_scales=()))
+    path = write(tmp_path / "run", [unknown]).path
+    assert [row["loss_scale"] for row in polars_rows(path, "micro")] == [None] * 4
+
+
+@READERS
+def test_only_what_differs_between_workers_is_recorded_with_everybodys_digest(tmp_path, rows_of):
+    path = write(tmp_path / "run", [make_report(3), make_report(4, 3, differences=True)]).path
+    assert rows_of(path, "digests") == [
+        {"step": 4, "rank": rank, "kind": kind, "name": name, "digest": digest, "unchanged": same}
+        for rank in range(3)
+        for kind, name, digest, same in [
+            ("parameter", "head", -4 if rank == 1 else 4, False),
+            ("reduced", "layers.0", 2**62 + rank, rank == 0),
+        ]
     ]
 
 

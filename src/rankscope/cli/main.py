@@ -1,5 +1,6 @@
 """The ``rankscope`` command: its subcommands, and how errors are shown."""
 
+import os
 import sys
 from typing import Any
 
@@ -8,6 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 import rankscope
+from rankscope.cli.doctor import doctor
+from rankscope.cli.faults import faults
+from rankscope.cli.replay import replay
 from rankscope.cli.report import report
 from rankscope.cli.study import study
 from rankscope.errors import RankscopeError
@@ -32,6 +36,9 @@ app = typer.Typer(
 )
 app.command()(study)
 app.command()(report)
+app.command()(doctor)
+app.command()(replay)
+app.add_typer(faults)
 
 
 def _version(wanted: bool) -> None:
@@ -60,6 +67,8 @@ def run() -> None:
         _say(str(error))
         code = _exit_code(error)
     except _CommandLineError as error:
+        if os.environ.get("RANK", "0") != "0":
+            sys.exit(0)  # rank 0 has the same command line, says it, and gives the exit code
         command = error.ctx.command_path if error.ctx else NAME
         _say(f"{error.format_message().rstrip('.')}; see {command} --help")
         code = BAD_INPUT

@@ -123,8 +123,8 @@ class Channel(Protocol):
             ChannelError: A peer is gone, or did not answer in time.
         """
 
-    def broadcast(self, message: Bytes) -> Bytes:
-        """Return rank 0's message ``[n]``; the others give one of that size; blocks.
+    def broadcast(self, message: Bytes, root: int = 0) -> Bytes:
+        """Return the root's message ``[n]``; the others give one of that size; blocks.
 
         Raises:
             ChannelError: A peer is gone, or did not answer in time.
@@ -178,13 +178,13 @@ class CountingChannel(ABC):
         """
         return self._reduce(values, np.maximum)
 
-    def broadcast(self, message: Bytes) -> Bytes:
-        """Return rank 0's message ``[n]``; the others give one of that size; blocks.
+    def broadcast(self, message: Bytes, root: int = 0) -> Bytes:
+        """Return the root's message ``[n]``; the others give one of that size; blocks.
 
         Raises:
             ChannelError: A peer is gone, or did not answer in time.
         """
-        return self._reduce(message if self._rank == 0 else np.zeros_like(message), np.maximum)
+        return self._reduce(message if self._rank == root else np.zeros_like(message), np.maximum)
 
     def _reduce(self, values: Values, combine: Combine) -> Values:
         total = values.copy()

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.capture import GradientHandover, HostCopy
+from rankscope.capture.canary import PendingCanary
 from rankscope.capture.loss import MicroBatchLoss, to_arrays
 from rankscope.capture.samples import to_array
 from rankscope.capture.state_meter import PendingState
@@ -27,6 +28,7 @@ class LocalStep:
         samples: Ids or digests, in parts.
         values: LOCAL signals that are known already.
         state: Digests of the training's state.
+        canary: What the step says of canaries; None if nothing.
     """
 
     step: int
@@ -36,13 +38,17 @@ class LocalStep:
     samples: Sequence[HostCopy | Ints]
     values: Mapping[str, float]
     state: PendingState
+    canary: PendingCanary | None = None
 
     def to_message(self) -> WorkerStep:
         """Wait for the device and return the message; for the courier's thread."""
         losses, weights = to_arrays(self.losses)
         samples = to_array(self.samples)
         state, state_values = self.state.read()
-        values = {**self.values, **state_values, **_loss_values(losses, weights), **_sample_values(samples)}
+        values = {**self.values, **state_values}
+        values |= {**_loss_values(losses, weights), **_sample_values(samples)}
+        if self.canary is not None:
+            values |= self.canary.read()
         multipliers = np.empty(0)
         if self.multipliers is not None:
             multipliers = np.asarray(self.multipliers.numpy(), np.float64)

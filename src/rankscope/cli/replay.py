@@ -1,0 +1,306 @@
+"""``rankscope replay``: the batches of a finding, run again on every rank."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+from rich.table import Table as Grid
+from rich.text import Text
+
+from rankscope.cli.verdict import LONGEST, MARGIN
+from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
+from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.rules import count, name_ranks
+from rankscope.errors import UsageError
+from rankscope.record.bundle import ReplayBundle, load_bundle, results_to_json, verdict_to_json
+from rankscope.record.files import to_plain
+
+if TYPE_CHECKING:
+    from rankscope.cli.replay_run import Replayed
+
+_LOOK = {True: ("●", "AGREES", "green"), False: ("◆", "DIFFERS", "red")}
+
+
+def replay(
+    bundle: Annotated[
+        Path,
+        typer.Argument(help="A bundle: a directory under RUN/replay.", show_default=False),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="A function without arguments that returns the model to run the batches on.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="The model's state dict: safetensors, or a file of torch.save."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON instead of tables.")
+    ] = False,
+) -> None:
+    """Show the batches that a finding has saved, or run them again on every rank.
+
+    Without --model: what the bundle holds, and what the canary inside the run has shown. With it,
+    the suspect's batch runs twice and a peer's once, on every rank of torchrun or in this process:
+    what follows the batch is data, what stays with a rank is its state or its hardware. Exit code:
+    0 all ranks agree; 1 they do not; 2 bad usage or input.
+    """
+    if checkpoint is not None and model is None:
+        raise UsageError("--checkpoint needs --model MODULE:FUNCTION: the model to load it into")
+    loaded = load_bundle(bundle)
+    if model is None:
+        verdict = _show_saved(bundle, loaded, as_json=as_json)
+    else:
+        replayed = _run(loaded, model, checkpoint)
+        if replayed is None:
+            return
+        verdict = replayed.verdict
+        _show_replayed(bundle, loaded, replayed, as_json=as_json)
+    if verdict is not None and verdict.verdict is not Verdict.DATA:
+        raise typer.Exit(1)
+
+
+def _run(bundle: ReplayBundle, model: str, checkpoint: Path | None) -> "Replayed | None":
+    """Run the batches on all ranks; None on all ranks but 0."""
+    from rankscope.cli.replay_run import join_ranks, load_model
+    from rankscope.cli.replay_run import replay as run  # torch is not needed to look at a bundle
+
+    with join_ranks():
+        return run(bundle, load_model(model, checkpoint))
+
+
+def verdict_in_words(verdict: CanaryVerdict, suspect: int, num_workers: int) -> str:
+    """Return what a verdict means, in one or two sentences."""
+    ranks = name_ranks(verdict.ranks)
+    if verdict.verdict is Verdict.DATA and num_workers == 1:
+        same = "in every bit" if verdict.exact else "up to rounding"
+        return (
+            f"This process repeats its own result {same}. One process cannot tell data from "
+            "parameters or hardware: run it under torchrun on the hosts of the run."
+        )
+    if verdict.verdict is Verdict.DATA:
+        same = "in every bit" if verdict.exact else "up to rounding"
+        return (
+            f"All {count(num_workers, 'worker')} agree on both batches {same}. If rank {suspect} "
+            "differs in training, it differs by its data."
+        )
+    alone = len(verdict.ranks) == 1
+    if verdict.verdict is Verdict.STATE:
+        return (
+            f"{ranks.capitalize()} {'differs' if alone else 'differ'} from the others on the same "
+            "batch, and so do the parameters or buffers there: it is the state, not the data."
+        )
+    if verdict.verdict is Verdict.HARDWARE:
+        rounding = " by no more than rounding" if verdict.within_rounding else ""
+        return (
+            f"{ranks.capitalize()} {'differs' if alone else 'differ'} from the others on the same "
+            f"batch{rounding}, and nothing is known to differ in parameters or buffers: it is the "
+            "device, its libraries or settings, not the data."
+        )
+    if verdict.verdict is Verdict.NONDETERMINISTIC:
+        repeats = "does not repeat its own result" if alone else "do not repeat their own results"
+        return (
+            f"{ranks.capitalize()} {repeats} on the same batch with the same random numbers: "
+            "something computes at random."
+        )
+    if verdict.distance != verdict.distance:
+        return f"There is no result of {ranks}, so nothing can be concluded."
+    return (
+        f"The workers do not agree on the same batch, and no majority tells which of {ranks} is "
+        "wrong. It is not the data."
+    )
+
+
+def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVerdict | None:
+    if as_json:
+        _print_json(_described(path, bundle))
+        return bundle.verdict
+    console = Console()
+    _head(console, path, bundle)
+    if bundle.results is None or bundle.verdict is None:
+        _line(console, "The run has not replayed these batches. Give --model to run them here.")
+    else:
+        _say(console, bundle.verdict, bundle.suspect, len(bundle.results.losses_W))
+        _table(console, "The canary inside the run", bundle.results)
+    console.print()
+    return bundle.verdict
+
+
+def _show_replayed(
+    path: Path, bundle: ReplayBundle, replayed: "Replayed", *, as_json: bool
+) -> None:
+    if as_json:
+        samples = [
+            {"index": s.index, "digest": s.digest, "loss": to_plain(s.loss)} for s in replayed.worst
+        ]
+        here = {
+            "results": results_to_json(replayed.results),
+            "verdict": verdict_to_json(replayed.verdict),
+            "worst_samples": samples,
+            "peer_median_loss": to_plain(replayed.peer_median),
+            "note": replayed.note,
+        }
+        _print_json(_described(path, bundle) | {"replayed": here})
+        return
+    console = Console()
+    _head(console, path, bundle)
+    _say(console, replayed.verdict, bundle.suspect, len(replayed.results.losses_W))
+    _table(console, "Replayed here", replayed.results)
+    if bundle.results is not None:
+        _table(console, "The canary inside the run", bundle.results)
+    _samples(console, bundle, replayed)
+    console.print()
+
+
+def _head(console: Console, path: Path, bundle: ReplayBundle) -> None:
+    console.print()
+    _show(console, Text(str(path), style="dim"))
+    rows = [
+        ("Saved for", _reason(bundle)),
+        ("Step", f"{bundle.step:,} of a run of {count(bundle.num_workers, 'worker')}"),
+        ("Suspect", f"rank {bundle.suspect}: {_contents(bundle, 0)}"),
+        ("Peer", f"rank {bundle.peer}: {_contents(bundle, 1)}"),
+        ("Autocast", bundle.autocast or "none"),
+        ("Versions", ", ".join(f"{k} {v}" for k, v in sorted(bundle.versions.items()))),
+    ]
+    grid = Grid.grid(padding=(0, 2))
+    for label, words in rows:
+        grid.add_row(Text(label, style="dim"), Text(_printable(words)))
+    _show(console, grid)
+    console.print()
+
+
+def _reason(bundle: ReplayBundle) -> str:
+    if bundle.finding is None:
+        return {
+            "scheduled": "a canary on schedule",
+            "asked-for": "a canary that was asked for",
+        }.get(bundle.reason, bundle.reason)
+    return f"{bundle.finding.id} ({bundle.finding.severity}): {bundle.finding.explanation}"
+
+
+def _contents(bundle: ReplayBundle, which: int) -> str:
+    batch = bundle.batches[which]
+    samples = count(len(batch.samples), "sample") if len(batch.samples) else "samples unknown"
+    shapes = ", ".join("×".join(map(str, array.shape)) or "scalar" for array in batch.arrays[:6])
+    more = ", …" if len(batch.arrays) > 6 else ""
+    size = batch.num_bytes
+    words = f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+    return f"{samples}, {count(len(batch.arrays), 'tensor')} ({shapes}{more}), {words}"
+
+
+def _say(console: Console, verdict: CanaryVerdict, suspect: int, num_workers: int) -> None:
+    sign, word, colour = _LOOK[verdict.verdict is Verdict.DATA]
+    head = Text.assemble((f"{sign} {word}", f"bold {colour}"), (f"  {verdict.verdict}", "dim"))
+    _show(console, head)
+    _line(console, verdict_in_words(verdict, suspect, num_workers))
+
+
+def _line(console: Console, words: str) -> None:
+    _show(console, Text(_printable(words)))
+
+
+def _show(console: Console, content: RenderableType) -> None:
+    """Print with a margin, in lines that end where the text does."""
+    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
+    for line in console.render_lines(content, options, pad=False):
+        while line and not line[-1].text.strip():
+            line.pop()
+        if line:
+            line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+        console.print(Segments([Segment(" " * MARGIN), *line, Segment.line()]), end="")
+
+
+def _table(console: Console, title: str, results: CanaryResults) -> None:
+    console.print()
+    _show(console, Text(title, style="bold underline"))
+    table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("On\nrank", justify="right")
+    for rank in (results.suspect, results.peer):
+        table.add_column(f"Rank {rank}'s batch\nloss", justify="right")
+        table.add_column("\ngradient norm", justify="right")
+        table.add_column("\nbits")
+    table.add_column("Repeats\nitself")
+    for rank, digest in enumerate(results.digests_W):
+        missing = digest == MISSING_INT
+        table.add_row(
+            str(rank),
+            f"{results.losses_W[rank]:.6g}",
+            f"{results.norms_W[rank]:.6g}",
+            _bits(results.digests_W, rank),
+            f"{results.peer_losses_W[rank]:.6g}",
+            f"{results.peer_norms_W[rank]:.6g}",
+            _bits(results.peer_digests_W, rank),
+            "no result" if missing else "yes" if digest == results.again_W[rank] else "no",
+        )
+    _show(console, table)
+
+
+def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> None:
+    if not replayed.worst:
+        if replayed.note:
+            console.print()
+            _line(console, replayed.note[0].upper() + replayed.note[1:] + ".")
+        return
+    console.print()
+    title = f"Rank {bundle.suspect}'s samples with the largest loss, each alone, in evaluation mode"
+    _show(console, Text(title, style="bold underline"))
+    table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("Place in the batch", "Loss", "Digest"):
+        table.add_column(name, justify="right")
+    for sample in replayed.worst:
+        table.add_row(str(sample.index), f"{sample.loss:.4g}", str(sample.digest))
+    _show(console, table)
+    _line(console, f"Median of rank {bundle.peer}'s samples: {replayed.peer_median:.4g}")
+
+
+def _bits(digests_W: Any, rank: int) -> str:
+    """Return a letter that equal digests share; ``a`` for the most usual."""
+    digests = [int(digest) for digest in digests_W]
+    order = sorted(dict.fromkeys(digests), key=lambda digest: -digests.count(digest))
+    place = order.index(digests[rank])
+    return chr(ord("a") + place) if place < 26 else str(place)
+
+
+def _described(path: Path, bundle: ReplayBundle) -> dict[str, Any]:
+    batches = [
+        ("suspect", bundle.suspect, bundle.batches[0]),
+        ("peer", bundle.peer, bundle.batches[1]),
+    ]
+    return {
+        "kind": "replay",
+        "path": str(path),
+        "reason": bundle.reason,
+        "step": bundle.step,
+        "num_workers": bundle.num_workers,
+        "seed": bundle.seed,
+        "autocast": bundle.autocast,
+        "versions": dict(bundle.versions),
+        "finding": None if bundle.finding is None else to_plain(bundle.finding.to_json()),
+        "batches": [
+            {
+                "role": role,
+                "rank": rank,
+                "bytes": batch.num_bytes,
+                "tensors": [[str(array.dtype), list(array.shape)] for array in batch.arrays],
+                "samples": batch.samples.tolist(),
+            }
+            for role, rank, batch in batches
+        ],
+        "results": None if bundle.results is None else results_to_json(bundle.results),
+        "verdict": None if bundle.verdict is None else verdict_to_json(bundle.verdict),
+    }
+
+
+def _print_json(result: dict[str, Any]) -> None:
+    print(json.dumps(result, indent=2, allow_nan=False))
+
+
+def _printable(words: str) -> str:
+    return "".join(sign if sign.isprintable() else " " for sign in words)

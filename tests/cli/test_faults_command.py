@@ -1,0 +1,68 @@
+"""``rankscope faults``: its list, its options, and what it says of bad usage."""
+
+import json
+import sys
+
+import pytest
+
+from rankscope.cli import main
+from rankscope.faults.catalogue import catalogue
+
+
+def call(monkeypatch, capsys, *words):
+    """Run the command in this process; its exit code, output and errors."""
+    monkeypatch.setattr(sys, "argv", ["rankscope", *words])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    return (ended.value.code, *capsys.readouterr())
+
+
+def test_the_list_shows_every_fault(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = call(monkeypatch, capsys, "faults", "list")
+    assert code == 0
+    for fault in catalogue().values():
+        [line] = [line for line in out.splitlines() if line.split(" ")[0] == fault.id]
+        assert fault.mechanism[:40] in line
+        assert str(fault.fault_class) in line
+
+
+def test_the_list_as_json(monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "faults", "list", "--json")
+    assert code == 0
+    rows = {row["id"]: row for row in json.loads(out)}
+    assert rows.keys() == catalogue().keys()
+    assert rows["T2"]["causes"] == ["state.parameters_differ"]
+    assert rows["H1"]["severity"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected ids of faults or --all"),
+        (["D5", "--all"], "expected ids of faults or --all"),
+        (["X1"], "got X1; see rankscope faults list"),
+        (["D5", "--workers", "1"], "at least 2 workers, got 1"),
+        (["D5", "--steps", "1"], "at least 2 steps, got 1"),
+        (["D5", "--seed", "-1"], "a seed of 0 or more, got -1"),
+        (["--all", "--full", "--seed", "3"], "--full chooses workers and seeds itself"),
+    ],
+)
+def test_bad_usage_is_told_in_one_line(monkeypatch, capsys, words, said):
+    code, out, err = call(monkeypatch, capsys, "faults", "run", *words)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())
+
+
+@pytest.mark.ranks
+def test_a_run_prints_verdict_and_findings_and_writes_files(monkeypatch, capsys, tmp_path):
+    files = ["--json", str(tmp_path / "f.json"), "--markdown", str(tmp_path / "f.md")]
+    code, out, _ = call(
+        monkeypatch, capsys, "faults", "run", "d5", "--steps", "8", "--workers", "2", *files
+    )
+    assert code == 0
+    assert out.startswith("D5 as expected after 0 steps")
+    assert "error  data.duplicate_batches: Ranks 0 and 1 trained on identical batches" in out
+    [score] = json.loads((tmp_path / "f.json").read_text())
+    assert (score["id"], score["workers"], score["detected"]) == ("D5", 2, True)
+    assert "## Exact faults" in (tmp_path / "f.md").read_text()

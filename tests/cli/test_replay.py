@@ -1,0 +1,229 @@
+"""``rankscope replay``: what a bundle holds, and its batches run again, alone and on ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from rankscope.capture.canary_batch import capture_batch
+from rankscope.cli import main
+from rankscope.core.canary import CanaryResults, judge
+from rankscope.core.finding import Finding, Severity
+from rankscope.errors import RunError, UsageError
+from rankscope.record.bundle import ReplayBundle, save_bundle
+from support.models import TinyLM, make_batch, make_model
+
+TESTS = Path(__file__).parents[1]
+FINDING = Finding(
+    "rank-2", "data.worker_outlier", Severity.WARNING, (2,), 3, 9, "Rank 2 differs.", "Look."
+)
+
+
+def model() -> TinyLM:
+    """Return the same model on every rank."""
+    return make_model(7)
+
+
+def other_parameter() -> TinyLM:
+    """Return a model whose parameters differ on rank 1."""
+    made = make_model(7)
+    if os.environ.get("RANK") == "1":
+        with torch.no_grad():
+            made.head.bias += 0.1
+    return made
+
+
+def other_arithmetic() -> TinyLM:
+    """Return a model that computes something else on rank 1, with the same parameters."""
+    made = make_model(7)
+    if os.environ.get("RANK") == "1":
+        made.head.register_forward_hook(lambda head, args, output: output * 1.01)
+    return made
+
+
+def at_random() -> TinyLM:
+    """Return a model that never computes the same twice."""
+    made, noise = make_model(7), torch.Generator()
+    shake = lambda head, args, output: output * torch.rand((), generator=noise)  # noqa: E731
+    made.head.register_forward_hook(shake)
+    return made
+
+
+def no_model() -> int:
+    return 3
+
+
+def raises() -> TinyLM:
+    raise OSError("no such weights")
+
+
+def make_bundle(**other) -> ReplayBundle:
+    suspect = make_batch(2, 0, size=8)
+    suspect["labels"][5] = 49 - suspect["input_ids"][5]
+    batches = tuple(capture_batch((), batch).plain() for batch in (suspect, make_batch(3, 0)))
+    fields = {"reason": "rank-2", "step": 66, "suspect": 2, "peer": 3, "num_workers": 4}
+    fields |= {"seed": 99, "autocast": "", "batches": batches, "finding": FINDING}
+    return ReplayBundle(**{**fields, "versions": {"torch": "2.13"}, **other})
+
+
+def with_results(digests, losses) -> ReplayBundle:
+    digests, losses = np.array(digests), np.array(losses)
+    results = CanaryResults(2, 3, losses, losses, digests, digests, losses, losses, digests)
+    return make_bundle(results=results, verdict=judge(results))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(save_bundle(tmp_path, make_bundle()))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main.app, ["replay", *arguments])
+
+
+def text(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def test_a_bundle_is_shown(path: str):
+    result = call(path)
+    assert result.exit_code == 0
+    for words in (
+        "Rank 2 differs.",
+        "66 of a run of 4 workers",
+        "rank 2: 8 samples, 2 tensors (8×5, 8×5)",
+        "torch 2.13",
+        "The run has not replayed these batches. Give --model to run them here.",
+    ):
+        assert words in text(result)
+
+
+@pytest.mark.parametrize(
+    ("digests", "losses", "code", "words"),
+    [
+        ([5, 5, 5, 5], [1, 1, 1, 1], 0, "AGREES data All 4 workers agree on both batches"),
+        ([5, 6, 5, 5], [1, 2, 1, 1], 1, "DIFFERS hardware Rank 1 differs from the others"),
+        ([5, 6, 5, 6], [1, 2, 1, 2], 1, "no majority tells which of ranks 0–3 is wrong"),
+    ],
+)
+def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words):
+    path = save_bundle(tmp_path, with_results(digests, losses))
+    result = call(str(path))
+    assert result.exit_code == code
+    assert words in text(result)
+    told = json.loads(call(str(path), "--json").output)
+    assert told["results"]["digests_W"] == digests
+    assert told["verdict"]["verdict"] in words or "majority" in words
+
+
+def test_text_from_a_bundle_is_no_markup(tmp_path):
+    hostile = replace(FINDING, explanation="[bold]x[/]\x1b[2J\x07")
+    result = call(str(save_bundle(tmp_path, make_bundle(finding=hostile))))
+    assert "[bold]x[/] [2J" in result.output
+    assert "\x1b" not in result.output
+
+
+def test_one_process_repeats_itself_and_names_the_worst_samples(path: str):
+    result = call(path, "--model", "cli.test_replay:model", "--json")
+    assert result.exit_code == 0
+    told = json.loads(result.output)
+    here = told["replayed"]
+    assert here["verdict"]["verdict"] == "data"
+    assert here["verdict"]["exact"]
+    made, batch = model().eval(), make_bundle().batches[0]
+    ids, labels = (torch.from_numpy(array) for array in batch.arrays)
+    with torch.no_grad():
+        losses = [made(ids[i : i + 1], labels[i : i + 1])["loss"].item() for i in range(8)]
+    worst = sorted(range(8), key=lambda index: -losses[index])[:5]
+    assert [sample["index"] for sample in here["worst_samples"]] == worst
+    assert [sample["loss"] for sample in here["worst_samples"]] == [losses[i] for i in worst]
+    digests = told["batches"][0]["samples"]
+    assert [sample["digest"] for sample in here["worst_samples"]] == [digests[i] for i in worst]
+    shown = text(call(path, "--model", "cli.test_replay:model"))
+    assert "This process repeats its own result in every bit." in shown
+    assert "samples with the largest loss" in shown
+
+
+def test_a_process_that_does_not_repeat_itself(path: str):
+    result = call(path, "--model", "cli.test_replay:at_random")
+    assert result.exit_code == 1
+    assert "Rank 0 does not repeat its own result" in text(result)
+
+
+def test_a_checkpoint_gives_the_parameters(path: str, tmp_path: Path):
+    trained = make_model(8)
+    torch.save({f"module.{k}": v for k, v in trained.state_dict().items()}, tmp_path / "model.pt")
+    arguments = (path, "--model", "cli.test_replay:model", "--json")
+    plain = json.loads(call(*arguments).output)["replayed"]["results"]
+    loaded = json.loads(call(*arguments, "--checkpoint", str(tmp_path / "model.pt")).output)
+    assert loaded["replayed"]["results"]["losses_W"] != plain["losses_W"]
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(trained.state_dict(), tmp_path / "model.safetensors")
+    same = json.loads(call(*arguments, "--checkpoint", str(tmp_path / "model.safetensors")).output)
+    assert same["replayed"]["results"] == loaded["replayed"]["results"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "MODULE:FUNCTION"),
+        ("no_such_module:model", "cannot be found"),
+        ("cli.test_replay:nothing", "cannot be found"),
+        ("cli.test_replay:no_model", "returned a int"),
+        ("cli.test_replay:raises", "raised OSError: no such weights"),
+    ],
+)
+def test_a_model_that_cannot_be_had(path: str, name: str, message: str):
+    result = call(path, "--model", name)
+    assert isinstance(result.exception, UsageError)
+    assert message in str(result.exception)
+
+
+def test_bad_input(path: str, tmp_path: Path):
+    assert isinstance(call(str(tmp_path / "nothing")).exception, RunError)
+    assert "--model" in str(call(path, "--checkpoint", "x").exception)
+    model_of = ("--model", "cli.test_replay:model")
+    for content, message in ((b"rubbish", "cannot read"), (None, "does not fit")):
+        file = tmp_path / "weights.pt"
+        if content is None:
+            torch.save({"a": torch.zeros(1)}, file)
+        else:
+            file.write_bytes(content)
+        failed = call(path, *model_of, "--checkpoint", str(file)).exception
+        assert isinstance(failed, RunError)
+        assert message in str(failed)
+    strange = make_bundle(batches=(capture_batch((), {"x": 1}).plain(),) * 2, step=67)
+    failed = call(str(save_bundle(tmp_path, strange)), *model_of).exception
+    assert isinstance(failed, RunError)
+    assert "cannot be replayed on this model" in str(failed)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("model", 0, "All 3 workers agree on both batches in every bit."),
+        ("other_parameter", 1, "Rank 1 differs from the others on the same batch, and so do"),
+        ("other_arithmetic", 1, "it is the device, its libraries or settings, not the data"),
+    ],
+)
+def test_on_ranks(path: str, name: str, code: int, words: str):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    command += ["--standalone", "-m", "rankscope", "replay", path]
+    done = subprocess.run(
+        [*command, "--model", f"cli.test_replay:{name}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode != 0) == code, done.stderr
+    assert words in " ".join(done.stdout.split())

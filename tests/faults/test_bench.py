@@ -1,0 +1,99 @@
+"""The bench itself, on real ranks: faults of three kinds, a healthy job, and ranks that fail."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rankscope import Run, Severity
+from rankscope.core.signals import Table
+from rankscope.errors import UsageError
+from rankscope.faults.bench import Bench
+from rankscope.faults.catalogue import catalogue
+from rankscope.faults.job import Trial
+from rankscope.faults.pool import WorkerPool
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="module")
+def bench(kept: Path) -> Iterator[Bench]:
+    with Bench(kept) as bench:
+        yield bench
+
+
+def test_equal_batches_are_found_at_once(bench, kept):
+    score = bench.run(catalogue()["D5"], num_steps=8)
+    assert score.problem == ""
+    assert score.as_expected
+    assert score.delay == 0
+    assert score.findings[0].cause == "data.duplicate_batches"
+    assert Run.open(kept / "D5-w4-s0").status == "complete"
+
+
+def test_seeds_that_differ_are_found_within_an_epoch(bench):
+    score = bench.run(catalogue()["D1"], num_steps=60)
+    assert score.problem == ""
+    assert score.as_expected
+    assert score.delay < 60
+    assert score.findings[0].severity is Severity.ERROR
+
+
+def test_a_wrong_checkpoint_is_found_and_its_worker_named(bench):
+    score = bench.run(catalogue()["T2"], num_steps=40)
+    assert score.problem == ""
+    assert score.as_expected
+    assert score.delay <= 10
+    assert score.findings[0].ranks == (1,)
+    assert score.findings[0].severity is Severity.ERROR
+
+
+def test_another_tokenizer_is_found_and_its_worker_named(bench, kept):
+    score = bench.run(catalogue()["D19"], seed=1, num_steps=60)
+    assert score.problem == ""
+    assert score.detected
+    assert score.rank_named
+    assert score.findings[0].ranks == (2,)
+    assert score.delay < 40
+    assert score.shift > 1.5
+    losses = Run.open(kept / "D19-w4-s1").per_worker("loss")[1]
+    assert losses[-10:].mean() < losses[:3].mean() - 0.5, "the model learns all the same"
+
+
+def test_a_healthy_job_raises_notes_at_most(bench, kept):
+    score = bench.run(catalogue()["H11"], num_steps=40)
+    assert score.problem == ""
+    assert score.as_expected
+    assert not score.false_alarms
+    steps = Run.open(kept / "H11-w4-s0").columns(Table.STEPS, "step")["step"]
+    assert len(steps) == 40
+
+
+def test_a_run_is_not_recorded_over_another(bench, kept):
+    bench.run(catalogue()["D7"], num_steps=4)
+    with pytest.raises(UsageError, match="already holds a run"):
+        bench.run(catalogue()["D7"], num_steps=4)
+
+
+def test_a_rank_that_raises_is_reported_and_the_workers_are_made_anew(tmp_path):
+    with WorkerPool(2) as pool:
+        broken = Trial("nothing", 2, 0, 4, 2, tmp_path / "broken")
+        outcome = pool.run(broken, timeout=60)
+        assert outcome.directories == ()
+        assert "KeyError" in outcome.problem
+        outcome = pool.run(replace(broken, fault="D5", run_dir=tmp_path / "sound"), timeout=60)
+    assert outcome.problem == ""
+    assert outcome.directories == (tmp_path / "sound",)
+
+
+def test_ranks_that_hang_are_ended(tmp_path):
+    with WorkerPool(2) as pool:
+        outcome = pool.run(Trial("D5", 2, 0, 100, 2, tmp_path / "run"), timeout=0.05)
+        assert "did not finish" in outcome.problem
+        assert not pool._processes

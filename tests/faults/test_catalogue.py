@@ -1,0 +1,68 @@
+"""The catalogue: complete, and each row has an injector or a reason."""
+
+import re
+
+import pytest
+
+from rankscope.core.finding import Severity
+from rankscope.diagnose.rules import RULES
+from rankscope.errors import UsageError
+from rankscope.faults.catalogue import Fault, FaultClass, catalogue, select
+from rankscope.faults.injectors import INJECTORS
+
+FAULTS = {
+    "D": [1, 2, 4, 5, 6, 7, 8, 9, 11, 13, 14, 15, 16, 17, 19, 20, 21],
+    "S": [1, 2, 3, 4, 5, 6, 8],
+    "Y": [1, 2, 3, 4, 5, 7, 10, 11, 12, 13],
+    "T": [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 15, 17],
+    "N": [1, 2, 3, 4, 5, 6, 8],
+    "H": list(range(1, 13)),
+}
+
+
+def test_the_catalogue_is_complete_and_in_order() -> None:
+    assert list(catalogue()) == [f"{kind}{n}" for kind, ns in FAULTS.items() for n in ns]
+
+
+@pytest.mark.parametrize("fault", catalogue().values(), ids=lambda fault: fault.id)
+def test_every_fault_is_reproduced_or_says_why_not(fault: Fault) -> None:
+    assert (fault.id in INJECTORS) != bool(fault.missing)
+
+
+def test_no_injector_is_without_a_fault() -> None:
+    assert INJECTORS.keys() <= catalogue().keys()
+
+
+@pytest.mark.parametrize("fault", catalogue().values(), ids=lambda fault: fault.id)
+def test_every_row_states_what_is_expected(fault: Fault) -> None:
+    silent = {FaultClass.HEALTHY, FaultClass.NONE, FaultClass.TWO_RUNS}
+    assert fault.expects_finding == bool(fault.causes) == (fault.fault_class not in silent)
+    assert fault.healthy == fault.id.startswith("H")
+    assert fault.mechanism[0].isupper()
+    assert not fault.mechanism.endswith(".")
+    if fault.fault_class in {FaultClass.NONE, FaultClass.TWO_RUNS}:
+        assert fault.evidence, "an honest line on what evidence there is"
+
+
+def test_expected_causes_have_stable_names() -> None:
+    kinds = {cause.split(".")[0] for cause in RULES}
+    for fault in catalogue().values():
+        for cause in fault.causes:
+            assert re.fullmatch(r"[a-z]+\.[a-z_]+", cause)
+            assert cause.split(".")[0] in kinds | {"rng", "env", "loss", "sync", "state"}
+
+
+def test_only_where_the_catalogue_says_note_does_a_note_count() -> None:
+    assert catalogue()["D11"].threshold is Severity.NOTE
+    assert catalogue()["N8"].threshold is Severity.NOTE
+    assert catalogue()["D1"].threshold is Severity.WARNING
+    assert catalogue()["H1"].threshold is Severity.WARNING
+
+
+def test_faults_are_selected_by_id_in_the_order_given() -> None:
+    assert [fault.id for fault in select(["t2", "D1"])] == ["T2", "D1"]
+
+
+def test_an_unknown_id_is_told() -> None:
+    with pytest.raises(UsageError, match="got X9; see rankscope faults list"):
+        select(["D1", "X9"])

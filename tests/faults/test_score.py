@@ -1,0 +1,153 @@
+"""Scores: what counts as detected, which worker and cause are named, and what is a false alarm."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rankscope import Finding, Run, Severity
+from rankscope.errors import UsageError
+from rankscope.faults.bench import Score, check, read_events, score
+from rankscope.faults.catalogue import catalogue
+from rankscope.faults.job import Trial
+from rankscope.faults.pool import Outcome
+from rankscope.faults.shift import lasting_shift
+from rankscope.faults.summary import markdown, shares
+from record.run_files import write
+from record.step_reports import make_report
+
+T4, D5, D20, H1 = (catalogue()[name] for name in ("T4", "D5", "D20", "H1"))
+
+
+def finding(step: int, **changes: object) -> Finding:
+    one = Finding(
+        id="state.hyperparameters_differ",
+        cause="state.hyperparameters_differ",
+        severity=Severity.ERROR,
+        ranks=(1,),
+        first_step=step,
+        last_step=step,
+        explanation="",
+        next_check="",
+        step=step,
+    )
+    return replace(one, **changes)  # type: ignore[arg-type]
+
+
+def scored(tmp_path: Path, fault, *findings: Finding, problem: str = "") -> Score:
+    run_dir = tmp_path / "run"
+    run = write(run_dir, [make_report(step, 4) for step in range(30)])
+    run.add_findings(findings)
+    run.close("complete")
+    trial = Trial(fault.id, 4, 0, 100, 20, run_dir)
+    return score(fault, trial, Outcome((run_dir,), problem, 1.0))
+
+
+def test_a_fault_that_is_found_as_expected(tmp_path):
+    got = scored(tmp_path, T4, finding(23))
+    assert (got.detected, got.delay, got.rank_named, got.cause_rank) == (True, 3, True, 1)
+    assert got.false_alarms == ()
+    assert got.as_expected
+
+
+def test_the_first_event_of_enough_severity_counts(tmp_path):
+    note = finding(21, severity=Severity.NOTE)
+    got = scored(tmp_path, T4, note, finding(30), finding(40))
+    assert got.delay == 10
+    assert len(read_events(tmp_path / "run")) == 3
+
+
+def test_an_alarm_before_the_fault_is_false(tmp_path):
+    got = scored(tmp_path, T4, finding(5, id="early", cause="data.worker_outlier"), finding(25))
+    assert got.false_alarms == ("data.worker_outlier",)
+    assert got.detected
+    assert not got.as_expected
+
+
+def test_a_fault_from_the_start_may_be_found_at_once(tmp_path):
+    ranks = (0, 1, 2, 3)
+    got = scored(tmp_path, D5, finding(0, cause="data.duplicate_batches", ranks=ranks))
+    assert got.delay == 0
+    assert got.as_expected
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1), ()])
+def test_other_workers_are_not_the_worker(tmp_path, ranks):
+    got = scored(tmp_path, T4, finding(23, ranks=ranks))
+    assert not got.rank_named
+    assert not got.as_expected
+
+
+def test_the_second_cause_suffices_for_a_statistical_fault_only(tmp_path):
+    first = finding(30, id="other", cause="inconclusive")
+    second = finding(40, id="own", cause="data.worker_outlier", severity=Severity.WARNING)
+    got = scored(tmp_path, D20, first, second)
+    assert got.cause_rank == 2
+    assert got.as_expected
+    assert not replace(got, fault=replace(T4, causes=D20.causes)).as_expected
+
+
+def test_a_finding_has_to_be_as_severe_as_the_catalogue_says(tmp_path):
+    got = scored(tmp_path, T4, finding(23, severity=Severity.WARNING))
+    assert got.detected
+    assert got.cause_rank == 1
+    assert not got.severe_enough
+    assert not got.as_expected
+
+
+def test_a_healthy_look_alike_may_raise_notes_only(tmp_path):
+    assert scored(tmp_path / "a", H1, finding(5, severity=Severity.NOTE)).as_expected
+    alarmed = scored(tmp_path / "b", H1, finding(5, severity=Severity.WARNING))
+    assert alarmed.false_alarms == ("state.hyperparameters_differ",)
+    assert not alarmed.as_expected
+
+
+def test_nothing_found_is_not_detected(tmp_path):
+    got = scored(tmp_path, T4)
+    assert (got.detected, got.delay, got.rank_named, got.cause_rank) == (False, None, False, None)
+    assert not got.as_expected
+
+
+def test_a_problem_is_never_as_expected(tmp_path):
+    assert not scored(tmp_path, T4, finding(23), problem="rank 2 died").as_expected
+
+
+def test_what_cannot_run_is_told():
+    with pytest.raises(UsageError, match="at least 2 workers, got 1"):
+        check(T4, 1, None)
+    with pytest.raises(UsageError, match="at least 2 steps, got 1"):
+        check(T4, 4, 1)
+    with pytest.raises(UsageError, match="T4 is not reproduced: no device"):
+        check(replace(T4, missing="no device"), 4, None)
+
+
+def test_the_lasting_shift_is_in_standard_deviations(tmp_path):
+    random = np.random.default_rng(0)
+    values_TW = random.normal(size=(400, 4)) * 0.5 + random.normal(size=(400, 1)) * 9
+    values_TW[100:, 2] += 1.5  # three standard deviations
+
+    class Recorded(Run):
+        def per_worker(self, name):
+            return np.arange(400), values_TW
+
+    run = Recorded(tmp_path, {})
+    assert lasting_shift(run, 2, 100) == pytest.approx(3.0, abs=0.25)
+    # Worker 2 is now one of the others: it moves their mean by 0.5, and widens them to 1.
+    assert lasting_shift(run, 1, 100) == pytest.approx(0.5, abs=0.25)
+    values_TW[:] = np.nan
+    assert lasting_shift(run, 2, 100) is None
+
+
+def test_the_page_shows_every_fault_and_judges_the_goals(tmp_path):
+    good = scored(tmp_path / "a", T4, finding(23))
+    bad = scored(tmp_path / "b", H1, finding(5, severity=Severity.WARNING))
+    page = markdown([good, bad], catalogue().values(), "rankscope faults run --all")
+    for fault in catalogue().values():
+        assert f"| {fault.id} | {fault.mechanism} |" in page
+    assert "| Exact faults: detected | 1 | 100% | ≥ 99% | reached |" in page
+    assert "| Healthy look-alikes: notes only | 1 | 0% | all | **missed** |" in page
+    assert "`rankscope faults run --all`" in page
+    by_name = {share.what: share for share in shares([good, bad])}
+    assert by_name["Exact faults: worker named"].reached
+    assert not by_name["Healthy look-alikes: notes only"].reached

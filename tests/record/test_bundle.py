@@ -1,0 +1,160 @@
+"""Replay bundles on disk."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.core.batches import PlainBatch
+from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
+from rankscope.core.finding import Finding, Severity
+from rankscope.core.step import MISSING_INT
+from rankscope.errors import RunError
+from rankscope.record.bundle import ReplayBundle, find_bundles, load_bundle, save_bundle
+
+SUSPECT = PlainBatch(
+    {"tuple": [{"tensor": 0, "dtype": "bfloat16", "host": False}, {"float": "nan"}]},
+    (np.array([[1, -2], [3, 4]], np.int16),),
+    np.array([7, -(2**63)]),
+)
+PEER = PlainBatch({"dict": []}, (np.array(3.5), np.array(["é"])))
+RESULTS = CanaryResults(
+    1,
+    0,
+    np.array([0.1, np.nan]),
+    np.array([1.0, np.nan]),
+    np.array([2**63 - 1, MISSING_INT]),
+    np.array([2**63 - 1, MISSING_INT]),
+    np.array([0.3, np.nan]),
+    np.array([1.0, np.nan]),
+    np.array([-5, MISSING_INT]),
+)
+FINDING = Finding(
+    "rank 1/odd", "data.worker_outlier", Severity.WARNING, (1,), 3, 9, "It is.", "Go."
+)
+
+
+def bundle(**other) -> ReplayBundle:
+    fields = {
+        "reason": "rank 1/odd",
+        "step": 66,
+        "suspect": 1,
+        "peer": 0,
+        "num_workers": 2,
+        "seed": 99,
+        "autocast": "bfloat16",
+        "batches": (SUSPECT, PEER),
+        "finding": FINDING,
+        "versions": {"torch": "2.13"},
+    }
+    return ReplayBundle(**{**fields, **other})
+
+
+def assert_same_batch(one: PlainBatch, other: PlainBatch) -> None:
+    assert one.structure == other.structure
+    assert one.samples.tolist() == other.samples.tolist()
+    assert len(one.arrays) == len(other.arrays)
+    for a, b in zip(one.arrays, other.arrays, strict=True):
+        assert (a.dtype, a.shape, a.tolist()) == (b.dtype, b.shape, b.tolist())
+
+
+def test_a_bundle_comes_back_as_it_was(tmp_path):
+    path = save_bundle(tmp_path, bundle())
+    assert path == tmp_path / "replay" / "rank-1-odd-step-66"
+    assert sorted(file.name for file in path.iterdir()) == [
+        "bundle.json",
+        "peer.npz",
+        "suspect.npz",
+    ]
+    for place in (path, path / "bundle.json"):
+        back = load_bundle(place)
+        for one, other in zip((SUSPECT, PEER), back.batches, strict=True):
+            assert_same_batch(one, other)
+        assert replace(back, batches=(SUSPECT, PEER), versions={}) == bundle(versions={})
+        assert back.versions["torch"] == "2.13"
+        assert "numpy" in back.versions
+    assert find_bundles(tmp_path) == [path]
+
+
+def test_results_are_added_later(tmp_path):
+    path = save_bundle(tmp_path, bundle())
+    before = (path / "suspect.npz").read_bytes()
+    verdict = CanaryVerdict(Verdict.INCONCLUSIVE, (1,), np.nan)
+    assert save_bundle(tmp_path, bundle(results=RESULTS, verdict=verdict)) == path
+    back = load_bundle(path)
+    assert back.results is not None
+    assert back.results.missing == (1,)
+    for name in ("losses_W", "digests_W", "again_W", "peer_losses_W", "peer_digests_W"):
+        expected, got = getattr(RESULTS, name), getattr(back.results, name)
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+    assert back.verdict is not None
+    assert (back.verdict.verdict, back.verdict.ranks) == (Verdict.INCONCLUSIVE, (1,))
+    assert (path / "suspect.npz").read_bytes() == before
+    json.loads((path / "bundle.json").read_text(), parse_constant=pytest.fail)  # no NaN
+
+
+def test_nothing_is_ever_pickled(tmp_path):
+    path = save_bundle(tmp_path, bundle())
+    np.savez(path / "peer.npz", samples=np.empty(0, np.int64), **{"array-0": np.array([{}])})
+    with pytest.raises(RunError, match=r"peer\.npz.*damaged"):
+        load_bundle(path)
+
+
+def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "replay").write_text("in the way")
+    with pytest.raises(RunError, match="cannot write"):
+        save_bundle(tmp_path, bundle())
+    assert [file.name for file in tmp_path.iterdir()] == ["replay"]
+
+
+def test_what_an_interrupted_write_has_left_is_no_bundle(tmp_path):
+    left = tmp_path / "replay" / f".{bundle().name}.tmp"
+    left.mkdir(parents=True)
+    (left / "suspect.npz").write_bytes(b"half")
+    assert find_bundles(tmp_path) == []
+    path = save_bundle(tmp_path, bundle())
+    assert find_bundles(tmp_path) == [path]
+    assert not left.exists()
+
+
+def test_a_directory_without_a_bundle_names_those_that_are_near(tmp_path):
+    path = save_bundle(tmp_path, bundle())
+    with pytest.raises(RunError, match="no replay bundle") as raised:
+        load_bundle(tmp_path)
+    assert str(path) in str(raised.value)
+    with pytest.raises(RunError, match="no replay bundle"):
+        load_bundle(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda info: info | {"format": 2}, "format 1.*got 2"),
+        (lambda info: {k: v for k, v in info.items() if k != "suspect"}, "damaged"),
+        (lambda info: info | {"structures": []}, "damaged"),
+        (lambda info: info | {"finding": {"id": "x"}}, "damaged"),
+        (lambda info: [], "got list"),
+    ],
+)
+def test_a_damaged_description(tmp_path, damage, message):
+    path = save_bundle(tmp_path, bundle())
+    info = json.loads((path / "bundle.json").read_text())
+    (path / "bundle.json").write_text(json.dumps(damage(info)))
+    with pytest.raises(RunError, match=message):
+        load_bundle(path)
+
+
+def test_damaged_files(tmp_path):
+    path = save_bundle(tmp_path, bundle())
+    content = (path / "suspect.npz").read_bytes()
+    (path / "suspect.npz").write_bytes(content[:-30])
+    with pytest.raises(RunError, match="damaged"):
+        load_bundle(path)
+    (path / "suspect.npz").unlink()
+    with pytest.raises(RunError, match="cannot read"):
+        load_bundle(path)
+    (path / "bundle.json").write_text("{")
+    with pytest.raises(RunError, match="damaged"):
+        load_bundle(path)
