@@ -150,6 +150,8 @@ reduction is that of the local gradient",
                 _names(rest),
                 words,
             )
+        if np.ptp(gathered.workers["optimizer_steps"]):
+            return  # some called no optimizer: another detector speaks of it
         known = {d.name for d in reduced}
         applied = [
             d for d in gathered.differences if d.kind is StateKind.APPLIED and d.name not in known

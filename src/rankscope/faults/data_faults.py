@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -123,15 +124,21 @@ class Augmented(Job):
 class LoaderWorkersSeededAlike(Job):
     from_the_start = True
 
-    def batches(self) -> Iterator[Batch]:
-        loader: DataLoader[Any] = DataLoader(
+    @cached_property
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(
             AugmentingDataset(self.samples),
             batch_sampler=itertools.islice(self.draw(), self.trial.num_steps + 1),
             num_workers=1,
             worker_init_fn=seed_numpy_alike,
             multiprocessing_context="fork",
         )
-        for tokens, labels in loader:
+
+    def options(self) -> dict[str, Any]:
+        return {"loader": self.loader}
+
+    def batches(self) -> Iterator[Batch]:
+        for tokens, labels in self.loader:
             yield Batch(tokens, labels)
 
 

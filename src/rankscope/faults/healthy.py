@@ -47,12 +47,15 @@ class ShortLastBatch(Job):
 
 
 @injects("H5")
-class DomainPerWorker(Job):
+class TwoDomains(Job):
+    """Half of the workers have one kind of data, the others another."""
+
     def indices(self, epoch: int) -> list[int]:
         by_kind = self.samples.float().mean(1).argsort().tolist()
-        share = self.num_samples // self.num_workers
-        own = by_kind[self.rank * share : (self.rank + 1) * share]
-        return random.Random(self.seed + epoch).sample(own, len(own))
+        half, second = self.num_samples // 2, self.rank >= self.num_workers // 2
+        kind = by_kind[half:] if second else by_kind[:half]
+        shuffled = random.Random(self.seed + epoch).sample(kind, half)
+        return shuffled[self.rank % (self.num_workers // 2) :: self.num_workers // 2]
 
 
 class Experts(nn.Module):

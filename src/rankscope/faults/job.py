@@ -260,7 +260,7 @@ class Job:
         """
         self.prepare()
         directories = []
-        options = {"overhead_budget": None, **self.watch_options}
+        options = {"overhead_budget": None, **self.options()}
         if self.plan():
             options["plan"] = dict(self.plan())
         for session in range(self.num_sessions):
@@ -274,6 +274,10 @@ class Job:
                     self.train_step(batches)
             directories += [] if scope.run_dir is None else [scope.run_dir]
         return directories
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of ``rankscope.watch``, beyond the defaults."""
+        return dict(self.watch_options)
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """Train one step."""
