@@ -122,9 +122,10 @@ class LiveCanary:
         suspect, peer = ready.batches
         start = time.perf_counter()
         try:
+            seed = seed_of(planned)
             first, again, against = (
-                run_batch(self._module, batch, self._device, seed=seed_of(planned))
-                for batch in (suspect, suspect, peer)
+                run_batch(self._module, batch, self._device, seed=seed, backward_seed=other)
+                for batch, other in ((suspect, None), (suspect, seed + 1), (peer, None))
             )
         except CanaryDeclined as reason:
             self._say_declined(planned, reason)

@@ -63,6 +63,11 @@ def test_what_stays_with_a_worker_is_its_state_or_its_hardware(digests, differin
     assert not verdict.exact
 
 
+def test_a_backward_pass_that_draws_random_numbers_of_its_own_shows_on_all_workers_alike():
+    verdict = judge(results([5, 5, 5], again=[6, 6, 6]))
+    assert (verdict.verdict, verdict.ranks) == (Verdict.NONDETERMINISTIC, (0, 1, 2))
+
+
 def test_the_peers_batch_counts_as_well():
     verdict = judge(results([5, 5, 5], peers=[5, 4, 5]))
     assert (verdict.verdict, verdict.ranks) == (Verdict.HARDWARE, (1,))

@@ -104,7 +104,12 @@ class PendingCanary:
 
 
 def run_batch(
-    module: nn.Module, batch: PlainBatch, device: torch.device, *, seed: int
+    module: nn.Module,
+    batch: PlainBatch,
+    device: torch.device,
+    *,
+    seed: int,
+    backward_seed: int | None = None,
 ) -> PendingResult:
     """Run a batch through a model, forward and backward, and put everything back.
 
@@ -116,6 +121,8 @@ def run_batch(
         batch: What enters its forward pass.
         device: The device of its parameters.
         seed: Seed of all random generators during the run.
+        backward_seed: Another seed from the backward pass on, which changes nothing unless that
+            pass draws random numbers of its own, as a careless recomputation does.
 
     Raises:
         CanaryDeclined: It cannot be run, or failed; all is as it was then, too.
@@ -125,9 +132,11 @@ def run_batch(
         parameters = [p for p in module.parameters() if p.requires_grad]
         _check_memory(parameters, device)
         args, kwargs = restore_batch(batch, device)
-        with kept(module, device, seed=seed), _as_in_training(device):
+        with kept(module, device, seed=seed) as reseed, _as_in_training(device):
             loss = loss_of(module(*args, **kwargs))
             _check_graph(loss)
+            if backward_seed is not None:
+                reseed(backward_seed)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         with torch.no_grad():
             return _result(loss.detach(), gradients)

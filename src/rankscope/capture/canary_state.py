@@ -8,7 +8,7 @@ What a forward pass changes elsewhere (a file, an object of its own) is out of r
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,19 +21,22 @@ _REGISTERS = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def kept(module: nn.Module, device: torch.device, *, seed: int) -> Iterator[None]:
+def kept(module: nn.Module, device: torch.device, *, seed: int) -> Iterator[Callable[[int], None]]:
     """Run a block with seeded random generators, and put everything back after it.
 
     Args:
         module: The module whose forward pass is run inside.
         device: The device of its parameters.
         seed: Seed of all random generators inside; equal on all workers.
+
+    Yields:
+        What seeds them again.
     """
     generators = _Generators(device)
     modules = [_ModuleState(part) for part in module.modules()]
     try:
         generators.seed(seed)
-        yield
+        yield generators.seed
     finally:
         for state in modules:
             state.put_back()

@@ -152,8 +152,8 @@ def _run(bundle: ReplayBundle, model: nn.Module, device: torch.device) -> list[f
     suspect, peer = bundle.batches
     with _autocast(bundle, device):
         first, again, against = (
-            run_batch(model, batch, device, seed=bundle.seed).read()
-            for batch in (suspect, suspect, peer)
+            run_batch(model, batch, device, seed=bundle.seed, backward_seed=other).read()
+            for batch, other in ((suspect, None), (suspect, bundle.seed + 1), (peer, None))
         )
     digests = [first.digest, again.digest, against.digest, state_digest(model)]
     return [*digests, first.loss, first.grad_norm, against.loss, against.grad_norm]

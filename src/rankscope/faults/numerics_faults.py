@@ -82,6 +82,6 @@ class AnotherPrecision(Job):
 
 @injects("N8")
 class Straggler(Job):
-    def before_step(self) -> None:
+    def before_backward(self, micro: int) -> None:
         if self.hit:
-            time.sleep(0.05)
+            time.sleep(0.1)  # longer than a step of ranks that share two cores

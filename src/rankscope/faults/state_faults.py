@@ -175,6 +175,7 @@ class Recomputed(nn.Module):
 @injects("T17")
 class DropoutRedrawn(Job):
     from_the_start = True
+    watch_options: ClassVar[Mapping[str, Any]] = {"canary_every": 50}
     dropout = 0.1
 
     def build_model(self) -> nn.Module:
