@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scalars": {"tier": "scalars"},
     "sketch": {"tier": "sketch"},
     "sketch of the reduced gradient too": {"tier": "sketch", "reduced": "sketch"},
+    "sketch without exact evidence": {"tier": "sketch", "evidence": False},
     "exact": {"tier": "exact"},
 }
 """What ``watch`` is asked for."""

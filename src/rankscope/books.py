@@ -15,10 +15,7 @@ import torch
 from rankscope.canary import LiveCanary
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
 from rankscope.capture.guard import Guard
-from rankscope.capture.loader import LoaderMeter
 from rankscope.capture.passes import ForwardPasses
-from rankscope.capture.precision import precision_code
-from rankscope.capture.rng import RandomMeter
 from rankscope.exchange import LocalStep, pack_share
 from rankscope.instruments import Instruments
 
@@ -54,16 +51,11 @@ class StepBooks:
         self._canary = canary
         self._losses = LossMeter(shifted=instruments.shifted_labels)
         self._samples = SampleMeter()
-        self._random = RandomMeter(instruments.device)
-        self._loader = LoaderMeter(instruments.loader)
-        self._module, self._device = instruments.module, instruments.device
-        self._precision = math.nan
         self._optimizer = OptimizerMeter(optimizer)
-        self._state = instruments.make_state_meter(optimizer)
-        self._state_step = -1
+        self._evidence = instruments.make_evidence_meter(optimizer)
         self._replica = math.nan if instruments.replica is None else instruments.replica
         self._unreduced = False
-        self._tap = instruments.make_tap(guard, self._state, self._shadow)
+        self._tap = instruments.make_tap(guard, self._evidence, self._shadow)
         self._passes = ForwardPasses(self._tap.notice_backward, guard)
         self.layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
         self._last_time = time.perf_counter()
@@ -90,7 +82,7 @@ class StepBooks:
         self.close_step()
         if self._canary is not None and not bypassed:
             self._guard.leave_out(self._canary.before_forward(self.step, args, kwargs))
-        self._begin_state()
+        self._evidence.begin_step(self.step)
         due = self.step % self._interval_at(self.step) == 0
         measure = due and not self.paused
         if self._exact is not None:
@@ -98,20 +90,18 @@ class StepBooks:
         self._tap.begin_forward(measure=measure, bypassed=bypassed)
         self._passes.begin()
         self._samples.see(args, kwargs, self._passes.current)
-        if not self._passes.current:  # here autocast is as in the forward pass
-            self._precision = precision_code(self._module, self._device)
-            self._random.before_forward()
+        self._evidence.before_forward(first=not self._passes.current)
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Take what a forward pass in training returned."""
-        self._random.after_forward()
+        self._evidence.after_forward()
         self._passes.end(output)
         self._losses.see(output, kwargs, self._passes.current)
 
     def begin_optimizer_step(self) -> None:
         """Take notice that ``optimizer.step`` is about to run."""
         self._unreduced |= self._tap.unreduced
-        self._state.see_applied()
+        self._evidence.see_applied()
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Take a call of ``optimizer.step`` that has ended."""
@@ -123,9 +113,7 @@ class StepBooks:
             self._hand_over()
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._tap.collect()
-            self._state.collect()
-            self._random.collect()
-            self._state_step = -1
+            self._evidence.abort()
             self._passes.take_idle()
             self._losses.collect()
             self._samples.collect()
@@ -133,7 +121,7 @@ class StepBooks:
     def remove(self) -> None:
         """Take all hooks out of the model."""
         self._tap.remove()
-        self._loader.remove()
+        self._evidence.remove()
         if self._exact is not None:
             self._exact.release()
 
@@ -142,11 +130,6 @@ class StepBooks:
         self._guard(self.close_step)
         self._guard(self._hand_over)
 
-    def _begin_state(self) -> None:
-        if self._state_step != self.step:
-            self._state_step = self.step
-            self._state.begin_step(self.step)
-
     def _hand_over(self) -> None:
         now = time.perf_counter()
         canary = None if self._canary is None else self._canary.collect()
@@ -154,21 +137,18 @@ class StepBooks:
         named = self._samples.named
         idle = self._passes.take_idle()
         losses, multipliers = self._losses.collect(idle)
-        self._begin_state()
-        self._state.see_state()
+        state, compared = self._evidence.collect(self.step)
         local = LocalStep(
             step=self.step,
             gradient=self._collect_gradient(),
             losses=losses,
             multipliers=multipliers,
             samples=self._samples.collect(idle),
-            state=self._state.collect(),
+            state=state,
             canary=canary,
             values={
                 **self._optimizer.collect(),
-                **self._random.collect(),
-                **self._loader.collect(),
-                "precision": self._precision,
+                **compared,
                 "samples_named": named,
                 "replica": self._replica,
                 "unreduced": self._unreduced,

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
+from rankscope.capture.exact_evidence import EvidenceMeter, ExactEvidence, NoEvidence
 from rankscope.capture.state_meter import StateMeter
 from rankscope.capture.tap import Guarded
 from rankscope.capture.witness import GradientWitness
@@ -38,6 +39,7 @@ class Options:
         reduced: What is read of the reduced gradient.
         overhead_budget: Share of the step time that the monitor may take; None for any.
         seed: Seed of the sketch's signs.
+        evidence: Whether what should be equal on all workers is compared exactly.
     """
 
     tier: Tier
@@ -47,6 +49,7 @@ class Options:
     reduced: ReadReduced
     overhead_budget: float | None
     seed: int
+    evidence: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Instruments:
     Attributes:
         make_tap: Makes the tap, given a guard, a witness, and what to call after a step that this
             rank only shadows.
-        make_state_meter: Makes what digests the training's state, given the optimizer.
+        make_evidence_meter: Makes what is told of the moments of a step, given the optimizer.
         module: The model inside the wrapper.
         replica: Workers with equal numbers hold the same parameters; None where each parameter has
             one owner.
@@ -66,13 +69,12 @@ class Instruments:
         device: Where the gradients live.
         shifted_labels: Whether the model predicts the next token, so that the first label of each
             sequence is not a target.
-        loader: The training's data loader, if it was given.
         make_exact: Puts the reduction that yields exact inner products into the model, in the
             exact tier; all ranks call it at the same point.
     """
 
     make_tap: Callable[[Guarded, GradientWitness, Callable[[], None]], GradientTap]
-    make_state_meter: Callable[[torch.optim.Optimizer | None], StateMeter]
+    make_evidence_meter: Callable[[torch.optim.Optimizer | None], EvidenceMeter]
     module: torch.nn.Module
     replica: int | None
     layout: Layout
@@ -81,7 +83,6 @@ class Instruments:
     device: torch.device
     shifted_labels: bool
     make_exact: Callable[[Guarded], ExactGram] | None = None
-    loader: Any = None
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
@@ -97,8 +98,13 @@ def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
         raise UsageError(f"{name} must be one of {known}, got {value!r}") from None
 
 
-def choose_instruments(wrapped: Wrapped, options: Options) -> Instruments:
+def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -> Instruments:
     """Return what measures a model.
+
+    Args:
+        wrapped: The model as it goes data parallel.
+        options: What is asked for.
+        loader: The training's data loader; None if it was not given.
 
     Raises:
         UsageError: An option cannot work.
@@ -138,17 +144,20 @@ def choose_instruments(wrapped: Wrapped, options: Options) -> Instruments:
     ) -> GradientTap:
         return wrapped.make_tap(sketcher, guarded, reduced, witness, shadowed)
 
-    def make_state_meter(optimizer: torch.optim.Optimizer | None) -> StateMeter:
-        return StateMeter(
+    def make_evidence_meter(optimizer: torch.optim.Optimizer | None) -> EvidenceMeter:
+        if not options.evidence:
+            return NoEvidence()
+        state = StateMeter(
             wrapped.module,
             None if wrapped.kind == "DeepSpeed" else optimizer,  # its state is sharded, or flat
             replicated=wrapped.replica is not None,
             reduces=wrapped.reduces,
         )
+        return ExactEvidence(wrapped.module, wrapped.device, state, loader)
 
     return Instruments(
         make_tap=make_tap,
-        make_state_meter=make_state_meter,
+        make_evidence_meter=make_evidence_meter,
         module=wrapped.module,
         replica=wrapped.replica,
         layout=layout,

@@ -147,13 +147,15 @@ class Scope:
         """
         self._guard(partial(self._books.give_loss, value, weight))
 
-    def batch(self, samples: Sequence[int | str] | Tensor | Mapping[str, Any]) -> None:
+    def batch(self, samples: Sequence[Any] | Tensor | Mapping[str, Any]) -> None:
         """Give the identity of the local batch's samples, in place of a digest of the inputs.
 
         Call it before the forward pass of the batch.
 
         Args:
-            samples: One id per sample (integers or strings), or the tensors of the batch.
+            samples: One id per sample (integers, strings, or what else stands for itself: bytes,
+                tuples, UUIDs), or the tensors of the batch. What cannot be an id is declined in
+                one line of the log.
         """
         self._guard(partial(self._books.give_samples, samples))
 

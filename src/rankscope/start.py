@@ -6,7 +6,6 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,7 @@ def watch(
     groups: GroupsOption = "blocks",
     reduced: ReadReduced | str = ReadReduced.NORM,
     overhead_budget: float | None = 0.01,
+    evidence: bool = True,
     seed: int = 0,
     on_finding: OnFinding | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -87,6 +87,9 @@ def watch(
         reduced: What is read of the reduced gradient: ``"off"``, ``"norm"`` or ``"sketch"``.
         overhead_budget: Share of the step time that the monitor may take; to stay under it,
             gradients are measured less often, on all workers alike. None: never less often.
+        evidence: Whether what should be equal on all workers is compared exactly: parameters,
+            buffers, optimizer state, reduced gradients, random generators, precision. Samples,
+            settings and the environment always are.
         seed: Seed of the sketch's signs. It touches no random generator of the training.
         on_finding: Called with each finding when it opens or changes, in the monitor's thread: on
             every rank up to 64 workers, beyond on rank 0.
@@ -125,11 +128,12 @@ def watch(
         reduced=choice(ReadReduced, "reduced", reduced),
         overhead_budget=overhead_budget,
         seed=seed,
+        evidence=bool(evidence),
     )
     wrapped = find_wrapper(model)
     if not isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's is a wrapper, too
         optimizer = wrapped.optimizer
-    instruments = replace(choose_instruments(wrapped, options), loader=loader)
+    instruments = choose_instruments(wrapped, options, loader)
     intended = Plan.of(plan)
     group = process_group or wrapped.group
     canary = check_canary(wrapped, wanted=canary, every=canary_every)

@@ -9,7 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
+from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
+from rankscope.core.step import MISSING_INT
 from rankscope.errors import UnsupportedError
 from support.loops import Loop
 from support.models import make_batch, make_model
@@ -179,15 +181,16 @@ def same_batches(rank, run_dir):
     for step in range(6):
         loop.step(step, rank=0 if rank in (0, 2) else rank)
     loop.scope.close()
-    return [(f.cause, f.ranks, f.first_step) for f in findings], len(loop.scope.findings)
+    found = [(f.cause, f.ranks, f.first_step) for f in findings if f.severity > Severity.NOTE]
+    return found, sum(f.severity > Severity.NOTE for f in loop.scope.findings)
 
 
 def test_workers_that_share_their_batches_are_found_on_every_rank(tmp_path):
     for findings, count in run_ranks(same_batches, 3, str(tmp_path / "run")):
         assert findings[0] == ("data.duplicate_batches", (0, 2), 0)
         assert count == 1
-    [finding] = Run.open(tmp_path / "run").findings()
-    assert finding.ranks == (0, 2)
+    findings = Run.open(tmp_path / "run").findings()
+    assert [f.ranks for f in findings if f.severity > Severity.NOTE] == [(0, 2)]
 
 
 def raising_callback(rank, run_dir):
@@ -205,3 +208,20 @@ def test_a_callback_that_raises_changes_nothing(tmp_path):
     for warnings in run_ranks(raising_callback, 2, str(tmp_path / "run")):
         assert all("on_finding raised" in warning for warning in warnings)
     assert Run.open(tmp_path / "run").status == "complete"
+
+
+def without_evidence(rank, run_dir):
+    loop = Loop(rank, run_dir, evidence=False)
+    for step in range(3):
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def test_exact_evidence_can_be_left_out(tmp_path):
+    assert run_ranks(without_evidence, 2, str(tmp_path / "run")) == [[], []]
+    run = Run.open(tmp_path / "run")
+    for column in ("param_digest", "reduced_digest", "precision", "rng_used"):
+        assert (run.columns(Table.WORKERS, column)[column] == MISSING_INT).all()
+    assert run.columns(Table.WORKERS, "lr")["lr"].tolist() == [0.1] * 6
+    assert list(run.findings()) == []

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from support.models import make_batch, make_model
 
-
 PLAN = {"local_buffers": True, "loss_weighting": "worker"}
 """The model normalises batches by itself, and each worker's mean loss counts alike."""
 

@@ -137,7 +137,7 @@ def _words(batch: Tensor) -> Tensor:
     """Return int64 ``[B, n]``: the bits of each sample's elements."""
     rows = batch.detach().reshape(batch.shape[0], -1)
     if rows.is_complex():
-        rows = torch.view_as_real(rows).reshape(batch.shape[0], -1)
+        rows = torch.view_as_real(rows.resolve_conj()).reshape(batch.shape[0], -1)
     if rows.is_floating_point():
         integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         rows = rows.contiguous().view(integer[rows.element_size()])

@@ -21,12 +21,17 @@ class DuplicateBatches(Stateful):
 
     Small batches can coincide by chance, so at least three different samples must coincide, in
     one step or in consecutive steps of the same workers.
+
+    Args:
+        num_workers: W.
+        repeats: Whether workers are meant to repeat each other's samples.
     """
 
-    SETTINGS = ("_num_workers",)
+    SETTINGS = ("_num_workers", "_repeats")
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, *, repeats: bool = False) -> None:
         self._num_workers = num_workers
+        self._repeats = repeats
         self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         self._groups: set[tuple[int, ...]] = set()
         self._useful = num_workers
@@ -64,7 +69,7 @@ class DuplicateBatches(Stateful):
         ranks = tuple(sorted({rank for group in self._groups for rank in group}))
         return Evidence(
             cause="data.duplicate_batches",
-            severity=Severity.ERROR,
+            severity=Severity.NOTE if self._repeats else Severity.ERROR,
             ranks=ranks,
             first_step=self._first,
             last_step=self._last,

@@ -58,8 +58,8 @@ class Diagnosis:
         outliers = WorkerOutliers(num_workers, hosts)
         self._detectors: tuple[Detector, ...] = (
             NonFinite(),
-            DuplicateBatches(num_workers),
-            OverlappingShards(num_workers),
+            DuplicateBatches(num_workers, repeats=plan.repeats),
+            OverlappingShards(num_workers, repeats=plan.repeats),
             RepeatedOrder(num_workers, repeats=plan.repeats),
             ResumeMismatch(num_workers),
             TokenWeighting(num_workers, plan.loss_weighting),

@@ -50,12 +50,14 @@ class OverlappingShards(Stateful):
     Args:
         num_workers: W.
         capacity: Different samples to remember.
+        repeats: Whether workers are meant to repeat each other's samples.
     """
 
-    SETTINGS = ("_num_workers",)
+    SETTINGS = ("_num_workers", "_repeats")
 
-    def __init__(self, num_workers: int, capacity: int = 1 << 20) -> None:
+    def __init__(self, num_workers: int, capacity: int = 1 << 20, *, repeats: bool = False) -> None:
         self._num_workers = num_workers
+        self._repeats = repeats
         self._named = True
         self._ledger = ThinningLedger(capacity)
         self._padding = Padding(num_workers)
@@ -139,6 +141,7 @@ class OverlappingShards(Stateful):
 
     def _evidence(self) -> Evidence:
         severity, chance = self._severity()
+        severity = Severity.NOTE if self._repeats else severity
         known = self._known
         ranks = known.ranks()
         overlaps = known.cross + known.shared

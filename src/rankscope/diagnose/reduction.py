@@ -115,17 +115,21 @@ class ReductionChecks(Stateful):
             return None
         reduced, expected, limits, log_norms = history.T
         logs = np.log(reduced / expected)
-        off = float(np.median(logs))
-        if np.std(logs) < STEADY and abs(off) > APART:
-            factor = float(np.exp(off))
+        off, spread = float(np.median(logs)), float(np.std(logs))
+        wrong, factor = abs(off) > APART and spread < STEADY, float(np.exp(off))
+        if wrong and self._reading(factor):
             return self._tell("sync.wrong_scale", step, factor=factor, what=self._reading(factor))
         late = np.log(reduced[1:] / expected[:-1])
         if _rms(late) < STEADY and _rms(logs) > 3 * max(_rms(late), STEADY / 2):
             return self._tell("sync.stale", step)
-        known = np.isfinite(limits).all() and np.isfinite(log_norms).all()
-        same_limit = known and np.std(np.log(limits)) < STEADY
-        if same_limit and off < -STEADY and np.std(log_norms) > 2 * STEADY:
+        if not (np.isfinite(limits).all() and np.isfinite(log_norms).all()):
+            return None
+        varied = np.std(log_norms) > 2 * STEADY  # else a limit and a factor look alike
+        limited = float(np.std(np.log(limits)))
+        if varied and off < -STEADY and limited < min(STEADY, spread):
             return self._tell("sync.clipped_locally", step, limit=float(np.median(limits)))
+        if varied and wrong:
+            return self._tell("sync.wrong_scale", step, factor=factor, what="scaled")
         return None
 
     def _check_pinned(self, step: int, norms_W: Floats) -> Evidence | None:
@@ -159,6 +163,7 @@ class ReductionChecks(Stateful):
         return None
 
     def _reading(self, factor: float) -> str:
+        """Return how a factor comes about; empty unless it is that of a usual mistake."""
         width = self._num_workers
         readings = {
             1 / width: "divided twice by the number of workers",
@@ -167,7 +172,7 @@ class ReductionChecks(Stateful):
         for expected, words in readings.items():
             if abs(np.log(factor / expected)) < STEADY:
                 return words
-        return "scaled"
+        return ""
 
     def _tell(
         self, cause: str, step: int, *, factor: float = 1.0, what: str = "", limit: float = 0.0

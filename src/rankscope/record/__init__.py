@@ -10,6 +10,8 @@
     samples/*.parquet   the samples of each worker's batch, where they are known
     pairs/*.parquet     cosines of all pairs of workers, for up to 64 workers
     groups/*.parquet    one row per observed step, worker and group of parameters
+    digests/*.parquet   what differs between workers that should hold the same; else nothing
+    replay/*/           the batches of a finding, to be run again
     findings.jsonl      events, one per line; the last one of an id wins
     detectors.npz       what the detectors remember, for a restarted job
     detectors-start.npz what they remembered when the run began, if it continues another

@@ -1,0 +1,138 @@
+"""Everything of one worker's step that is compared exactly, beside samples and settings.
+
+One place for the meters whose moments in a step differ: :class:`ExactEvidence` passes each moment
+on to those that want it, and :class:`NoEvidence` to none.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rankscope.capture.loader import LoaderMeter
+from rankscope.capture.precision import precision_code
+from rankscope.capture.rng import RandomMeter
+from rankscope.capture.state_meter import PendingState, StateMeter
+from rankscope.capture.witness import GradientWitness
+
+Values = Mapping[str, float]
+
+
+class EvidenceMeter(GradientWitness, Protocol):
+    """Is told of every moment of a step, on the training thread."""
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, unless it has begun already."""
+
+    def before_forward(self, *, first: bool) -> None:
+        """A forward pass is about to run, under the training's autocast."""
+
+    def after_forward(self) -> None:
+        """A forward pass has ended."""
+
+    def see_applied(self) -> None:
+        """``optimizer.step`` is about to run."""
+
+    def collect(self, step: int) -> tuple[PendingState, Values]:
+        """End a step whose optimizer has run; return digests and LOCAL signals."""
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+
+    def remove(self) -> None:
+        """Take out what was put into the training's objects."""
+
+
+class ExactEvidence:
+    """Digests of state, random generators, precision and data-loader workers.
+
+    Args:
+        module: The model inside the wrapper.
+        device: Where it computes.
+        state: Digests parameters, buffers, optimizer state and gradients.
+        loader: The training's data loader; None if it was not given.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, state: StateMeter, loader: Any
+    ) -> None:
+        self._module, self._device = module, device
+        self._state = state
+        self._random = RandomMeter(device)
+        self._loader = LoaderMeter(loader)
+        self._precision: float = math.nan
+        self._step = -1
+        self.see_local = state.see_local
+        self.see_reduced = state.see_reduced
+        self.see_applied = state.see_applied
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, unless it has begun already."""
+        if self._step != step:
+            self._step = step
+            self._state.begin_step(step)
+
+    def before_forward(self, *, first: bool) -> None:
+        """Look at the first forward pass of a step: later ones are like it."""
+        if first:
+            self._precision = precision_code(self._module, self._device)
+            self._random.before_forward()
+
+    def after_forward(self) -> None:
+        """See which random generators have moved."""
+        self._random.after_forward()
+
+    def collect(self, step: int) -> tuple[PendingState, Values]:
+        """Read what the step has left, and return all without waiting for the device."""
+        self.begin_step(step)  # in join(), a rank without data takes part in others' steps
+        self._state.see_state()
+        values = {
+            **self._random.collect(),
+            **self._loader.collect(),
+            "precision": self._precision,
+        }
+        return self._state.collect(), values
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._state.collect()
+        self._random.collect()
+        self._step = -1
+
+    def remove(self) -> None:
+        """Give the data loader its own function back."""
+        self._loader.remove()
+
+
+class NoEvidence:
+    """Compares nothing."""
+
+    def see_local(self, name: str, gradient: Tensor) -> None:
+        """Look away."""
+
+    def see_reduced(self) -> None:
+        """Look away."""
+
+    def begin_step(self, step: int) -> None:
+        """Look away."""
+
+    def before_forward(self, *, first: bool) -> None:
+        """Look away."""
+
+    def after_forward(self) -> None:
+        """Look away."""
+
+    def see_applied(self) -> None:
+        """Look away."""
+
+    def collect(self, step: int) -> tuple[PendingState, Values]:
+        """Return nothing."""
+        return PendingState([], (), ([], []), None), {}
+
+    def abort(self) -> None:
+        """Look away."""
+
+    def remove(self) -> None:
+        """Do nothing."""
