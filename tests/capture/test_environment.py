@@ -35,7 +35,7 @@ def test_versions_and_flags_are_told_in_plain_values():
 
 
 def test_packages_that_are_not_installed_are_left_out(monkeypatch):
-    monkeypatch.setattr(environment, "_PACKAGES", ("pytest", "no-such-package"))
+    monkeypatch.setattr(environment, "PACKAGES", ("pytest", "no-such-package"))
     facts = environment_facts(CPU)
     assert facts["pytest"] == pytest.__version__
     assert "no-such-package" not in facts

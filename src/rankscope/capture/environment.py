@@ -17,23 +17,11 @@ import torch
 
 from rankscope.capture.fingerprint import digest_of
 from rankscope.capture.precision import precision_flags
+from rankscope.core.environment import PACKAGES
 from rankscope.errors import UsageError
 
 Fact = str | int | bool
 
-_PACKAGES = (
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "lightning",
-    "pytorch-lightning",
-    "trl",
-    "peft",
-    "datasets",
-    "tokenizers",
-    "triton",
-    "flash-attn",
-)
 _PREFIXES = (
     "NCCL_",
     "GLOO_",
@@ -86,7 +74,7 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
-    for package in _PACKAGES:
+    for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts[package] = importlib.metadata.version(package)
     for collect in (

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rankscope.core.environment import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
@@ -16,42 +17,6 @@ CAUSE = "env.mismatch"
 STEPS_IN_A_ROW = 3
 """Steps in which a worker computes in another precision before it is told."""
 
-_NOT_COMPARED = frozenset(
-    {
-        "device_memory",
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "LOCAL_WORLD_SIZE",
-        "CUDA_VISIBLE_DEVICES",
-        "HIP_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-        "ASCEND_DEVICE_ID",
-        "ASCEND_VISIBLE_DEVICES",
-        "ASCEND_RT_VISIBLE_DEVICES",
-        "NCCL_HOSTID",
-    }
-)
-_PLACES = ("_DIR", "_HOME", "_PATH", "_CACHE", "_FILE", "_IFNAME", "_HCA")
-"""Endings of variables that name a place, which every host may have elsewhere."""
-
-_NOTES = frozenset({"driver", "cpu_capability"})
-_SERIOUS_VARIABLES = frozenset({"NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"})
-_ABSENT = frozenset(
-    {
-        "transformers",
-        "accelerate",
-        "deepspeed",
-        "lightning",
-        "pytorch-lightning",
-        "trl",
-        "peft",
-        "datasets",
-        "tokenizers",
-        "triton",
-        "flash-attn",
-    }
-)
 _TITLES = {"revision": "source revision", "revision_changed": "source files"}
 _MOST_TOLD = 6
 
@@ -147,17 +112,17 @@ def compare_facts(
     Returns:
         The odd ranks, each difference in words, the serious ones first, and how bad it is.
     """
-    names = sorted({name for own in facts for name in own} - _NOT_COMPARED)
+    names = sorted(filter(is_compared, {name for own in facts for name in own}))
     serious: list[str] = []
     harmless: list[str] = []
     ranks: set[int] = set()
     for name in names:
         values = [_value(own, name) for own in facts]
         odd = odd_ranks(values)
-        if not odd or (name.isupper() and name.endswith(_PLACES)):
+        if not odd:
             continue
         ranks.update(odd)
-        note = name in _NOTES or (name.isupper() and name not in _SERIOUS_VARIABLES)
+        note = name in HARMLESS or (name.isupper() and name not in DECIDES_BITS)
         (harmless if note else serious).append(_difference(name, values, odd))
     severity = Severity.WARNING if serious else Severity.NOTE
     return tuple(sorted(ranks)), (*serious, *harmless), severity
@@ -172,7 +137,7 @@ def _value(facts: Mapping[str, Any], name: str) -> str | int | bool | None:
         return value
     if name.isupper():
         return "not set"
-    return "not installed" if name in _ABSENT else None
+    return "not installed" if name in PACKAGES else None
 
 
 def _difference(name: str, values: Sequence[str | int | bool | None], odd: Sequence[int]) -> str:

@@ -5,37 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.capture.environment import environment_facts, source_revision
+from rankscope.core.environment import DECIDES_BITS, HARMLESS, is_compared
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.result import CheckResult, Facts, Status, unlike_most
 from rankscope.doctor.stage import Bench, Stage
 
 NAME, TITLE = "environment", "Environment"
 
-_OWN = {
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "LOCAL_WORLD_SIZE",
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ASCEND_VISIBLE_DEVICES",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-}
-"""What each rank may have of its own."""
-
-_DECIDES_BITS = {
-    "NVIDIA_TF32_OVERRIDE",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "PYTHONHASHSEED",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-}
-"""Variables that change what is computed, not only how fast."""
-
-_HARMLESS = {"cpu_capability", "device_memory"}
-"""Facts in which hosts may differ in a healthy job."""
+_DECIDES_BITS = DECIDES_BITS | {"CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED"}
+"""Variables that change what is computed, from run to run too, not only how fast."""
 
 
 def look(bench: Bench) -> Facts:
@@ -48,7 +26,7 @@ def look(bench: Bench) -> Facts:
 
 def judge(facts: Sequence[Facts]) -> list[CheckResult]:
     """Name what differs between ranks, the gravest first."""
-    names = sorted({name for fact in facts for name in fact} - _OWN)
+    names = sorted(filter(is_compared, {name for fact in facts for name in fact}))
     different = {
         name: [fact.get(name) for fact in facts]
         for name in names
@@ -76,7 +54,7 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
 
 
 def _status(name: str) -> Status:
-    if name in _HARMLESS or (name.isupper() and name not in _DECIDES_BITS):
+    if name in HARMLESS or (name.isupper() and name not in _DECIDES_BITS):
         return Status.NOTE
     return Status.WARNING
 
