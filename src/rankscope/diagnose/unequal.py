@@ -217,7 +217,7 @@ class _Fault(Stateful):
                 "steps": count(self.steps, "step"),
                 "names": self._name_words(),
                 "words": self.words,
-                "others": "the other workers'" if len(ranks) < num_workers else "each other's",
+                **_apart(len(ranks) < num_workers),
                 "over": " It is over now." if not self.open else "",
             },
             numbers=self._numbers(),
@@ -237,6 +237,12 @@ class _Fault(Stateful):
         if rest <= 0 and not self.more:
             return f" ({shown})"
         return f" ({shown} and {max(rest, 1)}{' or more' if self.more else ''} more)"
+
+
+def _apart(some: bool) -> dict[str, str]:
+    if some:
+        return {"apart": "are not the other workers'", "is_apart": "is not the other workers'"}
+    return {"apart": "differ from worker to worker", "is_apart": "differs from worker to worker"}
 
 
 def _odd(found: Sequence[StateDifference], replicas_W: Ints) -> list[int]:
