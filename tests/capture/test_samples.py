@@ -257,7 +257,10 @@ def test_tensors_in_any_structure_may_be_given():
         {"name": "x"},
         Broken(),
     ],
-    ids=repr,
+    ids=[
+        *("text", "number", "None", "object", "list of None", "list of dicts", "list of sets"),
+        *("NaN", "list of objects", "function", "dict", "broken"),
+    ],
 )
 def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, caplog):
     meter = SampleMeter()

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,9 @@ from rich.text import Text
 from rankscope.cli.verdict import render_differences, render_run, render_study
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import assess
+from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.diagnose.rules import page_of
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.files import to_plain
@@ -109,7 +111,7 @@ def _report_run(
                 "statements": list(assessment.statements),
                 "recommendation": assessment.recommendation,
                 "values": assessment.values,
-                "findings": [finding.to_json() for finding in found],
+                "findings": [_with_context(finding, found) for finding in ranked(found)],
                 **({} if differences is None else {"differences": differences}),
                 "report": page and str(page),
             }
@@ -117,6 +119,16 @@ def _report_run(
     else:
         _say_where(page)
     return max(severities, default=None)
+
+
+def _with_context(finding: Finding, found: Sequence[Finding]) -> dict[str, Any]:
+    """Return a finding with the one that explains it, if any, and its page of the documentation."""
+    cause = explained_by(finding, found)
+    return {
+        **finding.to_json(),
+        "consequence_of": None if cause is None else cause.id,
+        "page": page_of(finding.id, finding.cause),
+    }
 
 
 def _differences(recorded: Iterable[Finding], again: Iterable[Finding]) -> list[str]:

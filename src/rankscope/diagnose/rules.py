@@ -59,6 +59,12 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
 RULES: Mapping[str, Rule] = _load()
 
 
+def page_of(finding_id: str, cause: str) -> str:
+    """Return where the documentation explains a finding: a file of the project, and its section."""
+    rule = finding_id if finding_id in RULES else cause
+    return f"docs/causes.md#{rule.replace('.', '')}"
+
+
 def describe(cause: str, severity: Severity, fields: Mapping[str, object]) -> tuple[str, str]:
     """Return explanation and next check of a finding, with the fields filled in.
 

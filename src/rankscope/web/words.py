@@ -8,7 +8,7 @@ import numpy as np
 
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.rules import RULES, name_ranks
+from rankscope.diagnose.rules import RULES, name_ranks, page_of
 
 UNKNOWN = "–"
 Values = Mapping[str, Any]
@@ -115,7 +115,10 @@ def finding_view(
         "explanation": finding.explanation,
         "next_check": finding.next_check if cause is None else consequence_of(cause),
         "groups": ", ".join(finding.groups),
-        "evidence": [(name.replace("_", " "), _shown(v)) for name, v in finding.evidence.items()],
+        "evidence": [
+            *((name.replace("_", " "), _shown(v)) for name, v in finding.evidence.items()),
+            ("explained in", page_of(finding.id, finding.cause)),
+        ],
     }
 
 
