@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import detection
+import evidence
 import kernel
 import scale
 import steps
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, Any]
 NOT_MEASURED = "not measured"
 NAIVE_RANKS = (2, 4, 8)
+WITH_EVIDENCE, WITHOUT_EVIDENCE = "sketch", "sketch without exact evidence"
 
 
 def bench_ddp(options: argparse.Namespace) -> list[Row]:
@@ -85,9 +87,24 @@ def bench_detection(options: argparse.Namespace) -> list[Row]:
     return [{"page": str(detection.PAGE.relative_to(ROOT))}]
 
 
+def bench_evidence(options: argparse.Namespace) -> list[Row]:
+    """Time steps with and without exact evidence, and what it is made of."""
+    both = [WITH_EVIDENCE, WITHOUT_EVIDENCE]
+    pairs = options.more_pairs
+    own = [run_ranks(steps.measure_own_cost, 2, variant, 2048, pairs, True) for variant in both]
+    return [
+        {
+            "steps": steps.run_steps("DDP", both, 2048, pairs),
+            "own": own,
+            "markdown": evidence.render(evidence.run_digests(), evidence.run_overhead()),
+        }
+    ]
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "ddp": bench_ddp,
     "fsdp2": bench_fsdp2,
+    "evidence": bench_evidence,
     "naive": bench_naive,
     "kernel": bench_kernel,
     "memory": bench_memory,
@@ -125,6 +142,8 @@ def render(results: dict[str, list[Row]]) -> str:
         "## Step time, watched / unwatched",
         _ratios([*results.get("ddp", []), *results.get("fsdp2", [])]),
         "The default is `sketch`: every pair, every group, and the norm of the reduced gradient.",
+        "## Exact evidence",
+        _evidence(results.get("evidence", [])),
         "## Against gathering whole gradients",
         _naive(results.get("naive", [])),
         "## The kernel",
@@ -142,14 +161,39 @@ def render(results: dict[str, list[Row]]) -> str:
 
 
 def _ratios(rows: list[Row]) -> str:
+    unmeasured = f"| 1 B parameters on a GPU, 8,192 tokens per rank | {NOT_MEASURED} | – | – |"
+    return f"{_table(rows)}\n{unmeasured}"
+
+
+def _table(rows: list[Row]) -> str:
     lines = ["| what | median ratio | 95 % interval | pairs |", "|---|---|---|---|"]
     lines += [
         f"| {row['what']} | {row['median']:.3f} | {row['low']:.3f} – {row['high']:.3f} "
         f"| {row['pairs']} |"
         for row in rows
     ]
-    lines.append(f"| 1 B parameters on a GPU, 8,192 tokens per rank | {NOT_MEASURED} | – | – |")
     return "\n".join(lines)
+
+
+def _evidence(rows: list[Row]) -> str:
+    if not rows:
+        return NOT_MEASURED
+    (row,) = rows
+    whole, without = row["own"]
+    added = whole["overhead_milliseconds"] - without["overhead_milliseconds"]
+    share = added / whole["step_milliseconds"]
+    return "\n\n".join(
+        [
+            "Digests of state and gradients, random generators, precision and settings: the "
+            "default, against `watch(evidence=False)`, both over an unwatched step.",
+            _table(row["steps"]),
+            f"By the monitor's own clock, on the training thread: "
+            f"{whole['overhead_milliseconds']:.2f} ms a step with it and "
+            f"{without['overhead_milliseconds']:.2f} ms without, in steps of "
+            f"{whole['step_milliseconds']:.0f} ms: **{100 * share:.2f} %** of the step.",
+            row["markdown"],
+        ]
+    )
 
 
 def _naive(rows: list[Row]) -> str:

@@ -143,21 +143,38 @@ def run_steps(
     return rows
 
 
-def measure_own_cost(variant: str, tokens: int, rounds: int) -> dict[str, float]:
-    """Return what a watched DDP job records of itself: time on the training thread, bytes moved."""
+def measure_own_cost(
+    variant: str, tokens: int, rounds: int, optimize: bool = False
+) -> dict[str, float]:
+    """Return what a watched DDP job records of itself: time on the training thread, bytes moved.
+
+    Args:
+        variant: How it is watched.
+        tokens: Tokens per rank and step.
+        rounds: Steps.
+        optimize: Whether AdamW takes a step, so that it has state.
+    """
     model, batch = DistributedDataParallel(Model()), make_batch(tokens)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4) if optimize else None
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        scope = rankscope.watch(model, run_dir=run_dir, overhead_budget=None, **VARIANTS[variant])
+        scope = rankscope.watch(
+            model, optimizer, run_dir=run_dir, overhead_budget=None, **VARIANTS[variant]
+        )
         for _ in range(WARM_UP + rounds):
             model(**batch)["loss"].backward()
+            if optimizer is not None:
+                optimizer.step()
             model.zero_grad()
         scope.close()
         bytes_per_step = scope.traffic.total / (WARM_UP + rounds)
         if dist.get_rank() != 0:
             return {}
-        seconds = Run.open(run_dir).columns(Table.STEPS, "overhead_seconds")["overhead_seconds"]
+        run = Run.open(run_dir)
+        seconds = run.columns(Table.STEPS, "overhead_seconds")["overhead_seconds"]
+        _, step_seconds_TW = run.per_worker("step_seconds")
     return {
+        "step_milliseconds": 1e3 * float(np.median(step_seconds_TW[WARM_UP:])),
         "overhead_milliseconds": 1e3 * float(np.median(seconds[WARM_UP:])),
         "bytes_per_step": bytes_per_step,
     }

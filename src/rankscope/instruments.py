@@ -151,7 +151,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             wrapped.module,
             None if wrapped.kind == "DeepSpeed" else optimizer,  # its state is sharded, or flat
             replicated=wrapped.replica is not None,
-            reduces=wrapped.reduces,
+            reduces=wrapped.reduces(),
         )
         return ExactEvidence(wrapped.module, wrapped.device, state, loader)
 

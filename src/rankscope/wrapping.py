@@ -55,11 +55,12 @@ class Wrapped:
         inner = getattr(self.wrapper, "module", None)
         return inner if isinstance(inner, nn.Module) else self.wrapper
 
-    def reduces(self, parameter: Tensor) -> bool:
-        """Return whether the wrapper reduces the gradient of a parameter, as far as is known."""
+    def reduces(self) -> Callable[[Tensor], bool] | None:
+        """Return what tells whether the wrapper reduces a parameter's gradient; None if of all."""
         if not isinstance(self.wrapper, DistributedDataParallel):
-            return True
-        return any(parameter is known for known in self.wrapper._module_parameters)
+            return None
+        known = {id(parameter) for parameter in self.wrapper._module_parameters}  # it keeps them
+        return lambda parameter: id(parameter) in known
 
     def make_tap(
         self,
