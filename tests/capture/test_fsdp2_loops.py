@@ -21,6 +21,7 @@ from support.fsdp2_modes import Block, make_batches, make_net, mode_named
 from support.fsdp2_training import (
     EXACT,
     WIDTH,
+    Nobody,
     check,
     gradients,
     local_gradient,
@@ -153,7 +154,14 @@ def norms_alone() -> None:
     session = start(mode_named("accumulated"))
     parameters = fsdp2_parameters(session.model)
     meter = NormMeter(torch.device("cpu"), group_parameters(parameters))
-    tap = FSDP2Tap(session.model, parameters, meter, lambda work: work(), reduced=ReadReduced.NORM)
+    tap = FSDP2Tap(
+        session.model,
+        parameters,
+        meter,
+        lambda work: work(),
+        reduced=ReadReduced.NORM,
+        witness=Nobody(),
+    )
     exact, _ = local_gradient(session, 0)
     train_step(session, 0, tap)
     local = tap.collect()

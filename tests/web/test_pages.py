@@ -70,7 +70,7 @@ def test_page_of_a_healthy_run_says_so(healthy_run: Run):
     assert path == healthy_run.path / "report.html"
     assert "Healthy" in words
     assert "960 different of 960 drawn" in words
-    assert "Findings None." in words
+    assert "Findings None:" in words
 
 
 def test_page_loads_nothing_and_only_its_own_scripts_may_run(copied_run: Run, tmp_path: Path):
