@@ -99,6 +99,17 @@ def recorded():
         }
 
 
+def said_to_differ(run):
+    """Return what exact evidence says against a job in which nothing is wrong."""
+    kinds = ("sync.", "state.parameters", "state.optimizer", "numerics.reduction")
+    return [f.explanation for f in run.findings() if f.cause.startswith(kinds)]
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_no_worker_is_said_to_differ(recorded, case):
+    assert said_to_differ(recorded[case][1]) == []
+
+
 def whole(gradients):
     """Return every worker's gradient in one piece ``[W, P]``."""
     return np.stack([np.concatenate(list(each.values())) for each in gradients])
@@ -185,6 +196,7 @@ def test_deepspeed_from_the_engine_to_the_record(tmp_path):
     ranks = run_ranks(train_zero, 2, str(tmp_path), timeout=240)
     for stage in range(4):
         run = Run.open(tmp_path / str(stage))
+        assert said_to_differ(run) == []
         _, norms_TW = run.per_worker("grad_norm")
         exact = np.array([rank[stage] for rank in ranks]).T
         np.testing.assert_allclose(norms_TW, exact, rtol=1e-5)

@@ -8,12 +8,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from rankscope.canary import LiveCanary
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
+from rankscope.capture.exact_evidence import NoEvidence
 from rankscope.capture.guard import Guard
 from rankscope.capture.passes import ForwardPasses
 from rankscope.exchange import LocalStep, pack_share
@@ -126,18 +128,24 @@ class StepBooks:
             self._exact.release()
 
     def _shadow(self) -> None:
-        """Take part in a step of the others, in ``join()`` after this rank's last batch."""
-        self._guard(self.close_step)
-        self._guard(self._hand_over)
+        """Take part in a step of the others, in ``join()`` after this rank's last batch.
 
-    def _hand_over(self) -> None:
+        It applies none of their gradients until ``join()`` ends, so there is nothing to compare.
+        """
+        self._guard(self.close_step)
+        self._guard(partial(self._hand_over, shadow=True))
+
+    def _hand_over(self, *, shadow: bool = False) -> None:
         now = time.perf_counter()
         canary = None if self._canary is None else self._canary.collect()
         busy = self._tap.busy_seconds if canary is None else math.nan
         named = self._samples.named
         idle = self._passes.take_idle()
         losses, multipliers = self._losses.collect(idle)
-        state, compared = self._evidence.collect(self.step)
+        if shadow:
+            self._evidence.abort()
+        evidence = NoEvidence() if shadow else self._evidence
+        state, compared = evidence.collect(self.step)
         local = LocalStep(
             step=self.step,
             gradient=self._collect_gradient(),

@@ -64,9 +64,10 @@ def test_gradients_that_the_reduction_left_alone_are_not_reduced():
 
 def test_norms_tell_at_once_that_nothing_is_reduced():
     local_W = [1.0, 2.0, 3.0, 4.0]
-    [found] = watch(step(0, grad_norm=local_W, reduced_norm=local_W))
+    whole = {"grad_norm": local_W, "reduced_digest": [7] * W}
+    [found] = watch(step(0, **whole, reduced_norm=local_W))
     assert found.cause == "sync.not_reduced"
-    [found] = watch(step(0, grad_norm=local_W, reduced_norm=[1.5, 1.5, 1.6, 1.5]))
+    [found] = watch(step(0, **whole, reduced_norm=[1.5, 1.5, 1.6, 1.5]))
     assert (found.cause, found.ranks) == ("sync.gradients_differ", (2,))
 
 
@@ -108,6 +109,7 @@ def test_models_of_another_layout():
 
 def test_what_is_equal_or_has_one_owner_is_no_fault():
     assert watch(step(0), step(1, state_layout=[5] * W, reduced_norm=[2.0] * W)) == []
+    assert watch(step(0, grad_norm=[1.0, 2.0, 3.0, 4.0], reduced_norm=[1.5, 1.5, 1.6, 1.5])) == []
     own = {name: [1.0, 2.0, 3.0, 4.0] for name in ("grad_norm", "reduced_norm")}
     assert watch(step(0, replica=np.full(W, np.iinfo(np.int64).min), **own)) == []
 

@@ -81,6 +81,17 @@ def test_the_steps_of_the_others_go_on(trained, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_worker_that_has_run_out_of_data_is_not_said_to_differ(trained, way):
+    """It makes no optimizer step, so its momenta do differ from the second epoch on."""
+    results, folder = trained
+    found = Run.open(folder / way).findings()
+    kinds = ("sync.", "state.parameters", "state.optimizer", "state.hyper")
+    told = [finding for finding in found if finding.cause.startswith(kinds)]
+    assert all(finding.first_step >= max(NUM_STEPS[: len(results)]) for finding in told)
+    assert {finding.cause for finding in told} >= {"state.optimizer_differs"}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_norms_are_those_of_the_rank(trained, way):
     results, folder = trained
     _, norms_TW = Run.open(folder / way).per_worker("grad_norm")

@@ -86,7 +86,7 @@ class ExactEvidence:
 
     def collect(self, step: int) -> tuple[PendingState, Values]:
         """Read what the step has left, and return all without waiting for the device."""
-        self.begin_step(step)  # in join(), a rank without data takes part in others' steps
+        self.begin_step(step)
         self._state.see_state()
         values = {
             **self._random.collect(),

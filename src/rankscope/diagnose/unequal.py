@@ -268,11 +268,13 @@ def _minority(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[int]:
 def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int], bool] | None:
     """Return the workers whose reduced gradient has another norm, and whether it is the local one.
 
-    None when the norms agree, or are not those of the same gradient.
+    None when the norms agree, or are not those of the same gradient: where only shards of it are
+    in reach, as with ZeRO, no digest of it is taken.
     """
     norms_W, local_W = gathered.workers["reduced_norm"], gathered.workers["grad_norm"]
     together = bool((replicas_W == replicas_W[0]).all()) and replicas_W[0] != MISSING_INT
-    if not gathered.observed or not together or not np.isfinite(norms_W).all():
+    whole = bool((gathered.workers["reduced_digest"] != MISSING_INT).all())
+    if not gathered.observed or not together or not whole or not np.isfinite(norms_W).all():
         return None
     scale = float(np.max(np.abs(norms_W)))
     if np.ptp(norms_W) <= _NORM_DIFFERS * scale:
