@@ -152,6 +152,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             None if wrapped.kind == "DeepSpeed" else optimizer,  # its state is sharded, or flat
             replicated=wrapped.replica is not None,
             reduces=wrapped.reduces(),
+            left_out=frozenset(getattr(wrapped.wrapper, "parameters_to_ignore", ())),
         )
         return ExactEvidence(wrapped.module, wrapped.device, state, loader)
 

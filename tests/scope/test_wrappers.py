@@ -88,8 +88,10 @@ def ignored_parameter(rank: int, run_dir: str) -> list[tuple[float, float]]:
 
 def test_parameters_that_ddp_ignores_are_left_out(tmp_path):
     norms, _ = run_ranks(ignored_parameter, 2, str(tmp_path / "run"))
-    reduced = Run.open(tmp_path / "run").columns(Table.STEPS, "grad_norm_reduced")
+    run = Run.open(tmp_path / "run")
+    reduced = run.columns(Table.STEPS, "grad_norm_reduced")
     np.testing.assert_allclose(reduced["grad_norm_reduced"], norms, rtol=1e-6)
+    assert not [finding for finding in run.findings() if finding.cause.startswith("sync.")]
 
 
 def sparse_embedding(rank: int, run_dir: str) -> list[float]:

@@ -7,7 +7,7 @@ small part of them, and all of them are compared within one rotation.
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,6 +146,7 @@ class StateMeter:
         optimizer: The optimizer; None if it is not known, or if its state is not replicated.
         replicated: Whether workers hold the same parameters; if not, only buffers are compared.
         reduces: Tells whether the gradient of a parameter is reduced at all; None if all are.
+        left_out: Names of parameters and buffers that each worker may have for itself.
         max_items: Digests of a step, at most.
         turns: Steps within which everything has its turn.
     """
@@ -157,12 +158,14 @@ class StateMeter:
         *,
         replicated: bool,
         reduces: Callable[[Tensor], bool] | None = None,
+        left_out: Container[str] = (),
         max_items: int = 32,
         turns: int = 64,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
         self._reduces = reduces
+        self._left_out = left_out
         called = optimizer is not None
         self._new_plan = partial(
             Plan, replicated=replicated, called=called, turns=turns, max_items=max_items
@@ -237,7 +240,7 @@ class StateMeter:
         self._wanted, self._local, self._digests = {}, {}, {}
 
     def _make_plan(self) -> None:
-        found = survey(self._module, self._optimizer)
+        found = survey(self._module, self._optimizer, self._left_out)
         if self._plan is None or found != self._plan.found:
             self._plan = self._new_plan(found)
 

@@ -5,7 +5,7 @@ workers with equal models choose the same items, whatever else happened to them.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -161,12 +161,15 @@ class Plan:
         return [item for rounds in self._rotations for item in rounds[step % len(rounds)]]
 
 
-def survey(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Found]:
+def survey(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, left_out: Container[str] = ()
+) -> list[Found]:
     """Return what a model holds now, each tensor once, in the order of its modules.
 
     Args:
         module: The model.
         optimizer: The optimizer; None if it is not known.
+        left_out: Names of parameters and buffers that each worker may have for itself.
     """
     groups = () if _is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
     owned = {id(parameter) for group in groups for parameter in group["params"]}
@@ -176,6 +179,8 @@ def survey(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[F
         for is_buffer, tensors in ((False, holder._parameters), (True, holder._buffers)):
             for key, tensor in tensors.items():
                 if tensor is None or id(tensor) in seen:
+                    continue
+                if (f"{prefix}.{key}" if prefix else key) in left_out:
                     continue
                 seen.add(id(tensor))
                 shape, length = _size(tensor)
