@@ -64,10 +64,12 @@ class UnequalState(Stateful):
             return ()
         gathered = step.gathered
         told: list[Evidence] = []
-        for key, cause, ranks, names, words in self._differences(gathered):
-            fault = self._faults.setdefault(key, _Fault(cause, gathered.step, gathered.step))
-            fault.add(gathered.step, ranks, names, words)
-            told.append(self._evidence(key, fault))
+        for seen in self._differences(gathered):
+            fault = self._faults.setdefault(
+                seen.key, _Fault(seen.cause, gathered.step, gathered.step)
+            )
+            fault.add(gathered.step, seen)
+            told.append(self._evidence(seen.key, fault))
         for key, fault in self._faults.items():
             if fault.open and gathered.step - fault.last >= HEALED_AFTER:
                 fault.open = False
@@ -83,90 +85,76 @@ class UnequalState(Stateful):
         severity = Severity.NOTE if meant else Severity.ERROR
         return fault.evidence(key, severity, self._num_workers)
 
-    def _differences(
-        self, gathered: GatheredStep
-    ) -> Iterable[tuple[str, str, Sequence[int], Sequence[str], str]]:
-        """Yield key, cause, ranks, names and words of all that differs in a step."""
+    def _differences(self, gathered: GatheredStep) -> Iterable["_Seen"]:
+        """Yield all that differs in a step."""
         workers = gathered.workers
         replicas_W = workers["replica"]
         unreduced = np.flatnonzero(workers["unreduced"]).tolist()
         if unreduced:
-            yield (
-                "sync.not_reduced",
-                "sync.not_reduced",
-                unreduced,
-                (),
-                "the optimizer was called \
-with gradients that no reduction had seen",
-            )
+            words = "the optimizer was called with gradients that no reduction had seen"
+            yield _Seen("sync.not_reduced", unreduced, words=words)
         layout_W = workers["state_layout"]
         odd = _minority(layout_W, layout_W != MISSING_INT)
         if odd:
             words = "names, shapes or types"
-            yield "state-layout", "state.parameters_differ", odd, (), words
+            yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
         yield from self._gradients(gathered, replicas_W)
         for kind in (StateKind.PARAMETER, StateKind.BUFFER, StateKind.OPTIMIZER):
             found = [d for d in gathered.differences if d.kind is kind]
             if found:
-                yield _CAUSES[kind], _CAUSES[kind], _odd(found, replicas_W), _names(found), ""
+                yield _Seen(_CAUSES[kind], _odd(found, replicas_W), _names(found))
 
-    def _gradients(
-        self, gathered: GatheredStep, replicas_W: Ints
-    ) -> Iterable[tuple[str, str, Sequence[int], Sequence[str], str]]:
+    def _gradients(self, gathered: GatheredStep, replicas_W: Ints) -> Iterable["_Seen"]:
         reduced = [d for d in gathered.differences if d.kind is StateKind.REDUCED]
         alone = [d for d in reduced if d.unchanged_W.any()]
         rest = [d for d in reduced if not d.unchanged_W.any()]
         if alone:
             ranks = np.flatnonzero(np.any([d.unchanged_W for d in alone], axis=0)).tolist()
-            yield (
-                "sync.not_reduced",
-                "sync.not_reduced",
-                ranks,
-                _names(alone),
-                "the reduction \
-left their bits as they were",
-            )
+            words = "the reduction left their bits as they were"
+            yield _Seen("sync.not_reduced", ranks, _names(alone), words)
         norms = _unequal_norms(gathered, replicas_W)
         if norms is not None and not alone:
             ranks, local = norms
             if local:
-                yield (
-                    "sync.not_reduced",
-                    "sync.not_reduced",
-                    ranks,
-                    (),
-                    "their norm after the \
-reduction is that of the local gradient",
-                )
+                words = "their norm after the reduction is that of the local gradient"
+                yield _Seen("sync.not_reduced", ranks, words=words)
             else:
                 words = "its norm after the reduction differs"
-                yield "sync.gradients_differ", "sync.gradients_differ", ranks, (), words
+                yield _Seen("sync.gradients_differ", ranks, words=words)
         if rest:
             words = "its bits after the reduction differ"
-            yield (
-                "sync.gradients_differ",
-                "sync.gradients_differ",
-                _odd(rest, replicas_W),
-                _names(rest),
-                words,
-            )
+            yield _Seen("sync.gradients_differ", _odd(rest, replicas_W), _names(rest), words)
         if np.ptp(gathered.workers["optimizer_steps"]):
             return  # some called no optimizer: another detector speaks of it
         known = {d.name for d in reduced}
         applied = [
             d for d in gathered.differences if d.kind is StateKind.APPLIED and d.name not in known
         ]
-        if not applied or norms is not None:
-            return
-        ranks = _odd(applied, replicas_W)
-        scales_W = gathered.workers["applied_scale"]
-        scale = _own_scale(scales_W, ranks)
-        if scale is not None:
-            words = f"scaled by {scale:.3g} there and by {_typical(scales_W):.3g} elsewhere"
-            yield "applied-scale", "state.parameters_differ", ranks, _names(applied), words
-        else:
-            words = "its bits were changed between the reduction and optimizer.step"
-            yield "sync.gradients_differ", "sync.gradients_differ", ranks, _names(applied), words
+        if applied and norms is None:
+            yield _changed_later(gathered, applied, _odd(applied, replicas_W))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What differs in one step.
+
+    Attributes:
+        cause: Name of the cause.
+        ranks: The workers concerned.
+        names: What differs, by its name in the model.
+        words: What the finding says of it.
+        own_key: Names the fault, where the cause does not.
+    """
+
+    cause: str
+    ranks: Sequence[int]
+    names: Sequence[str] = ()
+    words: str = ""
+    own_key: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.own_key or self.cause
 
 
 @dataclass
@@ -183,14 +171,14 @@ class _Fault(Stateful):
     more: bool = False
     words: str = ""
 
-    def add(self, step: int, ranks: Sequence[int], names: Sequence[str], words: str) -> None:
+    def add(self, step: int, seen: _Seen) -> None:
         """Take what one step shows."""
         self.last = step
         self.open = True
         self.steps += 1
-        self.ranks.update(ranks)
-        self.words = self.words or words
-        for name in names:
+        self.ranks.update(seen.ranks)
+        self.words = self.words or seen.words
+        for name in seen.names:
             if name not in self.names:
                 if len(self.names) >= _MAX_NAMES:
                     self.more = True
@@ -237,6 +225,19 @@ class _Fault(Stateful):
         if rest <= 0 and not self.more:
             return f" ({shown})"
         return f" ({shown} and {max(rest, 1)}{' or more' if self.more else ''} more)"
+
+
+def _changed_later(
+    gathered: GatheredStep, applied: Sequence[StateDifference], ranks: Sequence[int]
+) -> _Seen:
+    """Return what happened to gradients between the reduction and ``optimizer.step``."""
+    names, scales_W = _names(applied), gathered.workers["applied_scale"]
+    scale = _own_scale(scales_W, ranks)
+    if scale is None:
+        words = "its bits were changed between the reduction and optimizer.step"
+        return _Seen("sync.gradients_differ", ranks, names, words)
+    words = f"scaled by {scale:.3g} there and by {_typical(scales_W):.3g} elsewhere"
+    return _Seen("state.parameters_differ", ranks, names, words, own_key="applied-scale")
 
 
 def _apart(some: bool) -> dict[str, str]:
