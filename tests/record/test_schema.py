@@ -55,6 +55,7 @@ def test_only_what_names_a_row_cannot_be_null():
         Table.PAIRS: ["step"],
         Table.GROUPS: ["step", "rank", "group"],
         Table.DIGESTS: ["step", "rank", "kind", "name"],
+        Table.TRACES: ["step", "kind", "name"],
     }
 
 

@@ -93,7 +93,14 @@ def test_pairs_are_recorded_for_2_to_64_workers(tmp_path, num_workers, recorded)
 def test_groups_are_recorded_by_name(tmp_path):
     path = write(tmp_path / "run", [make_report(2, 2, groups=True)]).path
     assert polars_rows(path, "groups") == [
-        {"step": 2, "rank": rank, "group": name, "grad_norm": rank + norm, "cosine_rest": cosine}
+        {
+            "step": 2,
+            "rank": rank,
+            "group": name,
+            "grad_norm": rank + norm,
+            "cosine_rest": cosine,
+            "reduction_residual": None,
+        }
         for rank in range(2)
         for name, norm, cosine in [
             ("embedding", 10.0, 0.25),

@@ -20,6 +20,7 @@ class Table(StrEnum):
     PAIRS = "pairs"
     GROUPS = "groups"
     DIGESTS = "digests"
+    TRACES = "traces"
 
 
 class DType(StrEnum):
@@ -196,6 +197,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("group", _TEXT, "", _KEY, _NONE, "group of parameters: a transformer block, the embedding, the head"),
         ("grad_norm", _FLOAT, "", _SEQ, _BOTH, "L2 norm of the group's local gradient"),
         ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between the group's local gradient and the sum of all other workers'"),
+        ("reduction_residual", _FLOAT, "", _DERIVED, _HIGH, "relative distance of the group's reduced gradient on this rank from the mean of the workers' gradients: the largest among parts of at most 10 M elements"),
     ),
     *_declare(
         Table.DIGESTS,
@@ -205,6 +207,15 @@ SIGNALS: tuple[Signal, ...] = (
         ("name", _TEXT, "", _KEY, _NONE, "what was compared, by its name in the model; only what differs between workers is recorded"),
         ("digest", _INT, "", _SEQ, _NONE, "digest of its bits on this worker"),
         ("unchanged", _BOOL, "", _SEQ, _NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were"),
+    ),
+    *_declare(
+        Table.TRACES,
+        ("step", _INT, "", _KEY, _NONE, "as in steps"),
+        ("kind", _TEXT, "", _KEY, _NONE, "parameter (after the step) or reduced (gradient, right after the reduction), on rank 0"),
+        ("name", _TEXT, "", _KEY, _NONE, "the parameter's name in the model"),
+        ("digest", _INT, "", _DERIVED, _NONE, "digest of its bits"),
+        ("norm", _FLOAT, "", _DERIVED, _NONE, "its L2 norm"),
+        ("sketch", _FLOATS, "", _DERIVED, _NONE, "its linear sketch, 61 numbers: the difference of two runs' sketches is the sketch of the difference"),
     ),
 )
 # fmt: on

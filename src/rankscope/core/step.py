@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.replicas import StateDifference
+from rankscope.core.trace import Trace
 
 if TYPE_CHECKING:
     from rankscope.core.consensus import Consensus
@@ -70,6 +71,9 @@ class GatheredStep:
         consensus: Beyond 64 workers, what rank 0 knows of the workers' directions.
         reports_WR: Beyond 64 workers, what each worker says of its own.
         groups_in_turn: Beyond 64 workers, the groups whose directions were compared, by index.
+        residuals_WG: By worker and group, the relative distance of the reduced gradient that this
+            worker holds from the mean of the workers' gradients; None where it was not audited.
+        trace: Rank 0's tensors, where they are traced; None on other ranks.
     """
 
     step: int
@@ -93,6 +97,8 @@ class GatheredStep:
     consensus: "Consensus | None" = None
     reports_WR: NDArray[np.float32] | None = None
     groups_in_turn: Ints | None = None
+    residuals_WG: Floats | None = None
+    trace: Trace | None = None
 
     @property
     def num_workers(self) -> int:

@@ -24,6 +24,7 @@ def rows_of(report: StepReport) -> dict[Table, Rows]:
         Table.PAIRS: _pair_row(report),
         Table.GROUPS: _group_rows(report),
         Table.DIGESTS: _digest_rows(report),
+        Table.TRACES: _trace_rows(report),
     }
     return {table: table_rows for table, table_rows in rows.items() if len(table_rows["step"])}
 
@@ -99,12 +100,16 @@ def _group_rows(report: StepReport) -> Rows:
     cosines_WG = report.group_cosine_rest_WG
     if cosines_WG is None:
         cosines_WG = np.full((num_workers, num_groups), np.nan)
+    residuals_WG = step.residuals_WG
+    if residuals_WG is None:
+        residuals_WG = np.full((num_workers, num_groups), np.nan)
     return {
         "step": np.full(num_workers * num_groups, step.step),
         "rank": np.repeat(np.arange(num_workers), num_groups),
         "group": np.tile(np.array(step.groups, object), num_workers),
         "grad_norm": step.group_norms_WG.ravel(),
         "cosine_rest": cosines_WG.ravel(),
+        "reduction_residual": residuals_WG.ravel(),
     }
 
 
@@ -120,4 +125,18 @@ def _digest_rows(report: StepReport) -> Rows:
         "name": np.tile(np.array([d.name for d in step.differences], object), width),
         "digest": np.stack([d.digests_W for d in step.differences], axis=1).ravel(),
         "unchanged": np.stack([d.unchanged_W for d in step.differences], axis=1).ravel(),
+    }
+
+
+def _trace_rows(report: StepReport) -> Rows:
+    trace = report.gathered.trace
+    if trace is None:
+        return {"step": np.empty(0, np.int64)}
+    return {
+        "step": np.full(len(trace.names), report.gathered.step),
+        "kind": np.array([str(kind) for kind in trace.kinds], object),
+        "name": np.array(trace.names, object),
+        "digest": trace.digests_N,
+        "norm": trace.norms_N,
+        "sketch": list(trace.sketches_NK),
     }

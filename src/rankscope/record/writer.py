@@ -49,6 +49,7 @@ _WRITE_ORDER = (
     Table.PAIRS,
     Table.GROUPS,
     Table.DIGESTS,
+    Table.TRACES,
     Table.WORKERS,
     Table.STEPS,
 )

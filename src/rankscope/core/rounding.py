@@ -1,0 +1,179 @@
+"""What rounding does to a sum over workers: unit roundoffs, bounds, and what to expect.
+
+A sum of W vectors rounds each partial sum. For elements whose leading digits follow Benford's law
+the error of one rounding has a root mean square of ``sqrt((3/8 / ln 2) / 3) = 0.425`` unit
+roundoffs, and errors of different roundings are close to independent, so that
+
+    |error|^2  ~  0.18 u^2 (sum of the squared norms of all partial sums).
+
+The norms of partial sums follow from the workers' mean cosine c: j gradients of norm 1 have a sum
+of squared norm ``j + j (j - 1) c``.
+
+Source of the bounds: Higham, "Accuracy and Stability of Numerical Algorithms" (2002), chapter 4.
+"""
+
+import math
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.errors import UsageError
+
+UNIT_ROUNDOFF = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+}
+"""Largest relative error of one rounding to nearest, by the type's name."""
+
+RMS_OF_ROUNDING = math.sqrt(0.375 / math.log(2) / 3)
+"""Root mean square of the relative error of one rounding, in unit roundoffs."""
+
+_ORDERED: dict[str, type[np.signedinteger[Any]]] = {
+    "float64": np.int64,
+    "float32": np.int32,
+    "float16": np.int16,
+}
+
+
+class Algorithm(StrEnum):
+    """In which order a reduction adds up the workers' values."""
+
+    SEQUENTIAL = "sequential"
+    """One after the other, in rank order."""
+    RING = "ring"
+    """One after the other, beginning at another rank for each W-th of the buffer."""
+    TREE = "tree"
+    """In pairs, and pairs of pairs."""
+
+
+def predicted_error(
+    num_workers: int,
+    *,
+    sums: str,
+    inputs: str | None = None,
+    result: str | None = None,
+    algorithm: Algorithm = Algorithm.RING,
+    cosine: float = 0.0,
+) -> float:
+    """Return the relative error that rounding alone gives the mean of W gradients.
+
+    Args:
+        num_workers: W.
+        sums: Type in which partial sums are kept: a key of :data:`UNIT_ROUNDOFF`.
+        inputs: Type to which the gradients are rounded beforehand; None: they are not.
+        result: Type to which the sum is rounded in the end; None: it is not.
+        algorithm: In which order they are added.
+        cosine: Mean cosine of the gradients over pairs of workers.
+
+    Returns:
+        The expected Euclidean norm of the error, over the norm of the mean. Infinite when the
+        gradients cancel.
+
+    Raises:
+        UsageError: A type is not known.
+    """
+    total = _squared_norm(num_workers, cosine)
+    if total <= 0:
+        return math.inf
+    partial = sum(_squared_norm(j, cosine) for j in _partial_sums(num_workers, algorithm))
+    if num_workers & (num_workers - 1):  # dividing by W rounds once more
+        partial += total
+    variance = _roundoff(sums) ** 2 * partial
+    if inputs is not None:
+        variance += _roundoff(inputs) ** 2 * num_workers
+    if result is not None:
+        variance += _roundoff(result) ** 2 * total
+    return RMS_OF_ROUNDING * math.sqrt(variance / total)
+
+
+def worst_error(num_terms: int, dtype: str, algorithm: Algorithm = Algorithm.SEQUENTIAL) -> float:
+    """Return the first-order bound of a sum's error, in terms of the sum of its terms' sizes.
+
+    ``(n - 1) u`` for one after the other, ``ceil(log2 n) u`` for a tree.
+
+    Raises:
+        UsageError: The type is not known.
+    """
+    depth = num_terms - 1
+    if algorithm is Algorithm.TREE:
+        depth = max(num_terms - 1, 0).bit_length()
+    return max(depth, 0) * _roundoff(dtype)
+
+
+def ulp_distance(first: Any, second: Any, dtype: str = "float32") -> NDArray[np.float64]:
+    """Return how many numbers of a type lie between two arrays' elements, one by one.
+
+    Args:
+        first: Any shape; rounded to the type first.
+        second: The same shape.
+        dtype: ``float64``, ``float32``, ``float16`` or ``bfloat16``.
+
+    Returns:
+        The distance in units in the last place, 0 for equal elements (and for the two zeros); NaN
+        where exactly one of the two is NaN, 0 where both are.
+
+    Raises:
+        UsageError: The type is not known.
+    """
+    a, b = _order_of(first, dtype), _order_of(second, dtype)
+    distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    if dtype == "float64":  # differences of neighbours must not drown
+        near = (a < 0) == (b < 0)
+        distance[near] = np.abs(a[near] - b[near]).astype(np.float64)
+    nan_a, nan_b = np.isnan(np.asarray(first, float)), np.isnan(np.asarray(second, float))
+    distance[nan_a != nan_b] = np.nan
+    distance[nan_a & nan_b] = 0.0
+    return distance
+
+
+def _order_of(values: Any, dtype: str) -> NDArray[np.int64]:
+    """Return integers that have the order of the numbers, without a gap."""
+    _roundoff(dtype)
+    if dtype == "bfloat16":
+        bits = round_to_bfloat16(values).view(np.int32) >> 16
+        least = -(1 << 15)
+    else:
+        with np.errstate(over="ignore"):
+            bits = np.atleast_1d(np.asarray(values)).astype(dtype).view(_ORDERED[dtype])
+        least = int(np.iinfo(_ORDERED[dtype]).min)
+    wide = bits.astype(np.int64)
+    return np.where(wide < 0, least - wide, wide)
+
+
+def round_to_bfloat16(values: Any) -> NDArray[np.float32]:
+    """Round to the nearest bfloat16, ties to even; returns them as float32, at least 1-d."""
+    with np.errstate(over="ignore"):
+        single = np.atleast_1d(np.asarray(values)).astype(np.float32)
+    bits = single.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded &= np.uint32(0xFFFF0000)
+    return np.where(np.isnan(single), single, rounded.view(np.float32)).astype(np.float32)
+
+
+def _partial_sums(num_workers: int, algorithm: Algorithm) -> list[int]:
+    """Return how many terms each partial sum has that is rounded."""
+    if algorithm is not Algorithm.TREE:
+        return list(range(2, num_workers + 1))
+    sizes, rounded = [1] * num_workers, []
+    while len(sizes) > 1:
+        merged = [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=False)]
+        rounded += merged
+        sizes = merged + sizes[len(merged) * 2 :]
+    return rounded
+
+
+def _squared_norm(count: int, cosine: float) -> float:
+    return count + count * (count - 1) * cosine
+
+
+def _roundoff(dtype: str) -> float:
+    try:
+        return UNIT_ROUNDOFF[dtype]
+    except KeyError:
+        raise UsageError(
+            f"expected one of the types {', '.join(UNIT_ROUNDOFF)}, got {dtype!r}"
+        ) from None

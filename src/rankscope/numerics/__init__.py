@@ -1,0 +1,1 @@
+"""Floating-point sums: their error in any order, and what parts two runs."""
