@@ -187,3 +187,90 @@ def raises_while_read():
 def unshuffled():
     """It claims nothing about shuffling, and repeats its order."""
     return sharded_list([8] * dist.get_world_size())
+
+
+# For repeated steps: models that take the batches of ``sharded``
+
+
+class Tiny(nn.Module):
+    """A model with a loss; ``between`` is called on its hidden values."""
+
+    def __init__(self, between=lambda hidden: hidden):
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = nn.Embedding(1000, 8)
+        self.dropout = nn.Dropout(0.3)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(8, 10)
+        self.between = between
+
+    def forward(self, input_ids, labels):
+        hidden = self.between(self.norm(self.dropout(self.embedding(input_ids))))
+        scores = self.head(hidden).flatten(0, 1)
+        return {"loss": nn.functional.cross_entropy(scores, labels.flatten() % 10)}
+
+
+def repeats():
+    return Tiny()
+
+
+@torch.library.custom_op("patients::sum_in_any_order", mutates_args=())
+def sum_in_any_order(values: torch.Tensor) -> torch.Tensor:
+    """Sum over the last axis as an atomic addition would: in the order of arrival."""
+    order = np.random.default_rng().permutation(values.shape[-1]).tolist()
+    total = torch.zeros_like(values[..., 0])
+    for index in order:
+        total = total + values[..., index]
+    return total
+
+
+@sum_in_any_order.register_fake
+def _(values):
+    return values[..., 0].clone()
+
+
+sum_in_any_order.register_autograd(
+    lambda context, gradient: gradient.unsqueeze(-1).expand(*gradient.shape, 8).contiguous()
+)
+
+
+def any_order():
+    return Tiny(lambda hidden: hidden + sum_in_any_order(hidden * 1e3)[..., None])
+
+
+def clock():
+    """Its noise comes from outside of torch."""
+    return Tiny(lambda hidden: hidden + time.perf_counter_ns() % 1000 * 1e-3)
+
+
+class PutTwice(torch.autograd.Function):
+    """Writes to places of which one comes twice: torch has no deterministic way."""
+
+    @staticmethod
+    def forward(context, hidden):
+        places = torch.zeros(2, dtype=torch.int64)
+        hidden.detach().clone().put_(places, torch.ones(2))
+        return hidden.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
+
+
+def put():
+    return Tiny(PutTwice.apply)
+
+
+def fixable():
+    """Sums in any order, unless deterministic algorithms are asked for."""
+
+    def between(hidden):
+        if torch.are_deterministic_algorithms_enabled():
+            return hidden + (hidden * 1e3).sum(-1, keepdim=True)
+        return hidden + sum_in_any_order(hidden * 1e3)[..., None]
+
+    return Tiny(between)
+
+
+def on_rank_1():
+    return any_order() if rank() == 1 else repeats()

@@ -60,6 +60,7 @@ def test_a_healthy_job_is_ready():
         "batch_counts": "ok",
         "loss_weighting": "ok",
         "epoch_order": "note",
+        "determinism": "skipped",  # its model does not take these batches
     }
     assert found["process_group"]["numbers"]["backend"] == "gloo"
     assert found["topology"]["numbers"]["ranks"] == 2
@@ -87,6 +88,16 @@ def test_faults_are_named_with_their_rank():
     assert "lr: 0.1 on ranks 0 and 2, 0.3 on rank 1" in found["optimizer"]["found"]
     assert found["shards"]["status"] == "error"
     assert found["shards"]["numbers"]["same_batches"] == [[0, 1, 2]]
+
+
+def test_steps_that_do_not_repeat_are_named_with_rank_and_operator():
+    code, out, err = doctor(
+        2, "--model=patients:on_rank_1", "--loader=patients:sharded", "--json", "--seconds=60"
+    )
+    assert code == 0, err
+    determinism = checks(out)["determinism"]
+    assert (determinism["status"], determinism["ranks"]) == ("warning", [1])
+    assert "patients::sum_in_any_order in the forward pass" in determinism["found"]
 
 
 def test_a_function_that_raises_on_one_rank_does_not_end_the_rest():

@@ -32,7 +32,9 @@ def look(bench: Bench) -> Facts:
         )
     told = set_epoch(loader, 0)
     limit = max(256, SAMPLES_IN_ALL // bench.place.num_ranks)
-    first = _read(loader, bench.options.batches, limit, SHARE_OF_TIME * bench.options.seconds)
+    first, bench.batch = _read(
+        loader, bench.options.batches, limit, SHARE_OF_TIME * bench.options.seconds
+    )
     order = first["samples"][:ORDER_BATCHES]
     again = _beginning(loader, len(order))
     facts = {
@@ -67,12 +69,17 @@ def set_epoch(loader: Any, epoch: int) -> str:
     return ""
 
 
-def _read(loader: Any, most: int, most_samples: int, seconds: float) -> dict[str, Any]:
-    """Read batches until the epoch, their number, the time or the memory for samples ends."""
+def _read(loader: Any, most: int, most_samples: int, seconds: float) -> tuple[dict[str, Any], Any]:
+    """Read batches until the epoch, their number, the time or the memory for samples ends.
+
+    Returns:
+        What they hold, and the first of them; None without any.
+    """
     until = time.monotonic() + seconds
     samples: list[list[int]] = []
     tokens: list[int | None] = []
     recognised, ended, drawn = True, False, 0
+    first = None
     batches = iter(loader)
     while len(tokens) < most and time.monotonic() < until and drawn < most_samples:
         try:
@@ -80,18 +87,20 @@ def _read(loader: Any, most: int, most_samples: int, seconds: float) -> dict[str
         except StopIteration:
             ended = True
             break
+        first = batch if first is None else first
         found = samples_of(batch)
         recognised = recognised and found is not None
         samples.append(found or [])
         drawn += len(found or [])
         tokens.append(label_tokens_of(batch))
-    return {
+    facts = {
         "samples": samples if recognised else [],
         "recognised": recognised,
         "kind": "" if recognised else type(batch).__name__,
         "tokens": tokens,
         "ended": ended or _length(loader) == len(tokens),
     }
+    return facts, first
 
 
 def _beginning(loader: Any, number: int) -> list[list[int]] | None:

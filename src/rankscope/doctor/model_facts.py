@@ -25,6 +25,7 @@ def look(bench: Bench) -> Facts:
         UsageError: The functions return something else.
     """
     model, optimizer = _build(bench)
+    bench.model = model
     return {
         "rng": _generators(bench.device),
         "parameters": _tensors(model.named_parameters()),

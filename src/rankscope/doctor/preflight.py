@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from rankscope.doctor import (
     collectives,
+    determinism,
     environment,
     functions,
     group,
@@ -78,6 +79,7 @@ def stages(options: Options) -> list[Stage]:
         speed.STAGE,
         model.STAGE if options.model else functions.not_asked("model", "Model and optimizer"),
         loader.STAGE if options.loader else functions.not_asked("loader", "Data"),
+        determinism.stage(options),
     ]
 
 

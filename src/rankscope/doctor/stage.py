@@ -40,6 +40,8 @@ class Bench:
         store: Where the process group of the preflight meets.
         device: This worker's device.
         functions: The user's functions, by option.
+        model: The user's model, once it has been built.
+        batch: The first batch of the user's loader, once it has been read.
     """
 
     place: Place
@@ -47,6 +49,8 @@ class Bench:
     store: Store
     device: torch.device
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    model: Any = None
+    batch: Any = None
 
 
 @dataclass(frozen=True, slots=True)

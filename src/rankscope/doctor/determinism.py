@@ -1,0 +1,256 @@
+"""Whether forward and backward of the user's model repeat bit for bit; if not, what is to blame."""
+
+import inspect
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankscope.capture.canary import run_batch
+from rankscope.capture.canary_batch import CanaryDeclined, capture_batch
+from rankscope.core.batches import PlainBatch
+from rankscope.diagnose.rules import name_ranks
+from rankscope.doctor.repeated_operators import RepeatedOperators
+from rankscope.doctor.result import CheckResult, Facts, Status
+from rankscope.doctor.stage import Bench, Options, Stage
+
+NAME, TITLE = "determinism", "Repeated steps"
+
+RUNS = 4
+"""Runs of the same batch that are compared."""
+SHARE_OF_TIME = 0.4
+"""Of the time that a stage may take, what the runs may take."""
+
+_SEED = 20
+_ALERT = re.compile(r"^(.*?) does not have a deterministic implementation")
+_SHOWN = 4
+
+Run = Callable[[], int]
+"""Runs the batch and returns a digest of all bits of loss and gradient."""
+
+
+def look(bench: Bench) -> Facts:
+    """Run one batch several times: as it is, operator by operator, with deterministic algorithms.
+
+    Everything is as before afterwards: parameters, buffers, random generators, gradients.
+    """
+    module = getattr(bench.model, "module", bench.model)
+    if not isinstance(module, nn.Module) or bench.batch is None:
+        return {"declined": "there is no model, or no batch to run"}
+    try:
+        batch = _as_inputs(module, bench.batch)
+        device = next((p.device for p in module.parameters()), bench.device)
+        return _run_all(module, batch, device, SHARE_OF_TIME * bench.options.seconds)
+    except CanaryDeclined as declined:
+        return {"declined": f"one batch could not be run: {declined}"}
+
+
+def judge(facts: Sequence[Facts]) -> list[CheckResult]:
+    """Say whether steps repeat, which operators do not, and what a flag would do about it."""
+    declined = next((fact["declined"] for fact in facts if "declined" in fact), None)
+    if declined is not None:
+        return [CheckResult(NAME, TITLE, Status.SKIPPED, declined)]
+    numbers = {"ranks": [dict(fact) for fact in facts]}
+    ranks = tuple(r for r, fact in enumerate(facts) if _varies(fact))
+    operators = _merged(facts, "operators")
+    if ranks:
+        return [_unrepeatable(facts, ranks, operators, numbers)]
+    alerts = _merged(facts, "alerts")
+    found = (
+        f"{facts[0]['runs']} runs of the same batch, forward and backward, gave the same bits"
+        f"{_checked(facts)}"
+    )
+    if alerts:
+        advice = (
+            "They can give other bits from run to run, for other inputs or under load. Where runs "
+            "must repeat, replace them."
+        )
+        found += f"; torch has no deterministic implementation of {_listed(alerts)}"
+        return [CheckResult(NAME, TITLE, Status.NOTE, found, advice, numbers)]
+    return [CheckResult(NAME, TITLE, Status.OK, found, numbers=numbers)]
+
+
+def _unrepeatable(
+    facts: Sequence[Facts], ranks: tuple[int, ...], operators: list[str], numbers: dict[str, Any]
+) -> CheckResult:
+    who = "on all ranks" if len(ranks) == len(facts) else f"on {name_ranks(ranks)}"
+    found = f"the same batch gave other bits from run to run {who}"
+    fixed = all(facts[rank]["fixed"] for rank in ranks)
+    if operators:
+        found += f": {_listed(operators)}"
+    if fixed:
+        advice = (
+            "torch.use_deterministic_algorithms(True) gives the same bits each time; a step takes "
+            f"{_cost(facts):.2g} times as long with it."
+        )
+        if any(fact["device"] == "cuda" for fact in facts):
+            advice += " Set CUBLAS_WORKSPACE_CONFIG=:4096:8 as well, before the start."
+    elif operators:
+        advice = (
+            "No flag of torch changes that. Replace the operators that are named, or accept that "
+            "two runs of the training will differ."
+        )
+    else:
+        found += ", and no operator of torch did when run twice"
+        advice = (
+            "The difference comes from outside of torch's operators: the time, random numbers of a "
+            "generator of its own, an order of threads, or memory that was never set. Look at what "
+            "the model's forward pass calls."
+        )
+    alerts = _merged(facts, "alerts")
+    if alerts and not fixed:
+        advice += f" torch has no deterministic implementation of {_listed(alerts)}."
+    return CheckResult(NAME, TITLE, Status.WARNING, found, advice, numbers, ranks)
+
+
+def _run_all(
+    module: nn.Module, batch: PlainBatch, device: torch.device, seconds: float
+) -> dict[str, Any]:
+    run = partial(_run, module, batch, device)
+    began = time.monotonic()
+    digests = [run()]  # the first run also warms up
+    one = time.monotonic() - began
+
+    plain_seconds: list[float] = []
+
+    def room(runs: float) -> bool:
+        usual = min([one, *plain_seconds])  # the first run is often slow
+        return time.monotonic() - began + runs * usual < seconds
+
+    flagged_seconds: list[float] = []
+    flagged: list[int] = []
+    alerts: set[str] = set()
+    while len(digests) < RUNS and (room(2) or len(digests) < 2):
+        _timed(run, digests, plain_seconds)
+        if room(1):
+            with _deterministic(alerts):
+                _timed(run, flagged, flagged_seconds)
+    operators: RepeatedOperators | None = None
+    if room(6) or len(set(digests)) > 1:
+        operators = RepeatedOperators(device)
+        run(operators)
+    return {
+        "runs": len(digests),
+        "different": len(set(digests)),
+        "fixed": len(flagged) > 1 and len(set(flagged)) == 1,
+        "flagged_runs": len(flagged),
+        "cost": median(flagged_seconds) / median(plain_seconds) if flagged_seconds else None,
+        "operators": {} if operators is None else dict(operators.differing),
+        "operators_repeated": 0 if operators is None else operators.num_repeated,
+        "alerts": sorted(alerts),
+        "device": device.type,
+    }
+
+
+def _run(
+    module: nn.Module,
+    batch: PlainBatch,
+    device: torch.device,
+    mode: AbstractContextManager[Any] | None = None,
+) -> int:
+    with mode or nullcontext():
+        return run_batch(module, batch, device, seed=_SEED).read().digest
+
+
+def _timed(run: Run, digests: list[int], seconds: list[float]) -> None:
+    began = time.perf_counter()
+    digests.append(run())
+    seconds.append(time.perf_counter() - began)
+
+
+@contextmanager
+def _deterministic(alerts: set[str]) -> Iterator[None]:
+    """Ask torch for deterministic algorithms, and collect what it has none for."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+        for warning in caught:
+            found = _ALERT.match(str(warning.message))
+            if found:
+                alerts.add(found.group(1))
+    finally:
+        torch.set_warn_always(always)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[2:]
+
+
+def _as_inputs(module: nn.Module, batch: Any) -> PlainBatch:
+    """Return a batch as what enters the model's forward pass.
+
+    A mapping enters by name, a sequence by position: all of it, or its first part where the forward
+    pass takes fewer (the labels then belong to a loss outside of the model).
+    """
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        kwargs = dict(batch)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        args = tuple(batch)
+        if not _takes(module, args):
+            args = args[:1]
+    elif isinstance(batch, Tensor):
+        args = (batch,)
+    else:
+        raise CanaryDeclined(f"a batch of the kind {type(batch).__name__} cannot enter the model")
+    return capture_batch(args, kwargs, moves_inputs=True).plain()
+
+
+def _takes(module: nn.Module, args: tuple[Any, ...]) -> bool:
+    try:
+        inspect.signature(module.forward).bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def _varies(fact: Facts) -> bool:
+    return fact["different"] > 1 or bool(fact["operators"])
+
+
+def _merged(facts: Sequence[Facts], key: str) -> list[str]:
+    return sorted({str(name) for fact in facts for name in fact[key]})
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _checked(facts: Sequence[Facts]) -> str:
+    repeated = min(fact["operators_repeated"] for fact in facts)
+    return f", and so did {repeated:,} operators one by one" if repeated else ""
+
+
+def _cost(facts: Sequence[Facts]) -> float:
+    """Return how many times as long a run takes with deterministic algorithms."""
+    return float(median(fact["cost"] for fact in facts if fact["cost"] is not None))
+
+
+def stage(options: Options) -> Stage:
+    """Return the stage; it says that it is skipped unless there are a model and batches."""
+    if options.model and options.loader:
+        return Stage(NAME, TITLE, look, judge, needs_group=False)
+
+    def not_asked(facts: Sequence[Facts]) -> list[CheckResult]:
+        found = "not asked for: give --model and --loader"
+        return [CheckResult(NAME, TITLE, Status.SKIPPED, found)]
+
+    return Stage(NAME, TITLE, lambda bench: {}, not_asked, needs_group=False)

@@ -1,0 +1,168 @@
+"""Repeated steps: what varies is named, what does not is left in peace, and nothing is changed."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from rankscope.doctor import determinism
+from rankscope.doctor.repeated_operators import RepeatedOperators, same_bits
+from rankscope.doctor.result import Status
+from rankscope.doctor.stage import Bench, Options
+
+sys.path.insert(0, str(Path(__file__).parent))
+import patients
+
+
+def examine(model, batch=None, seconds=60.0):
+    """Return the result and the facts of one rank."""
+    if batch is None:
+        batch = next(iter(DataLoader(patients.Numbers(), batch_size=4)))
+    options = Options(seconds=seconds)
+    bench = Bench(None, options, None, torch.device("cpu"), model=model, batch=batch)
+    facts = determinism.look(bench)
+    [result] = determinism.judge([facts])
+    return result, facts
+
+
+def test_a_step_that_repeats_is_well():
+    result, facts = examine(patients.repeats())
+    assert result.status is Status.OK, result
+    assert facts["different"] == 1
+    assert facts["runs"] == determinism.RUNS
+    assert facts["operators_repeated"] > 20
+    assert facts["operators"] == {}
+    assert facts["cost"] > 0
+
+
+def test_an_operator_that_varies_is_named_with_its_pass():
+    result, facts = examine(patients.any_order())
+    assert result.status is Status.WARNING
+    assert facts["different"] > 1
+    assert set(facts["operators"]) == {"patients::sum_in_any_order in the forward pass"}
+    assert "patients::sum_in_any_order" in result.found
+    assert "No flag of torch changes that" in result.advice
+
+
+def test_a_flag_that_helps_is_named_with_its_cost():
+    result, facts = examine(patients.fixable())
+    assert result.status is Status.WARNING
+    assert facts["fixed"]
+    assert "use_deterministic_algorithms(True) gives the same bits" in result.advice
+    assert "times as long" in result.advice
+
+
+def test_what_varies_outside_of_operators_is_said_so():
+    result, facts = examine(patients.clock())
+    assert result.status is Status.WARNING
+    assert facts["operators"] == {}
+    assert "no operator of torch did" in result.found
+    assert "outside of torch's operators" in result.advice
+
+
+def test_an_operator_without_a_deterministic_way_is_a_note():
+    result, facts = examine(patients.put())
+    assert result.status is Status.NOTE
+    assert facts["alerts"] == ["put_"]
+    assert "put_" in result.found
+
+
+def test_ranks_that_vary_are_named():
+    _, well = examine(patients.repeats())
+    _, varying = examine(patients.any_order())
+    [result] = determinism.judge([well, varying, well])
+    assert result.ranks == (1,)
+    assert "on rank 1" in result.found
+
+
+def test_nothing_is_changed():
+    model = patients.any_order()
+    model(**next(iter(DataLoader(patients.Numbers(), batch_size=4))))["loss"].backward()
+
+    def state():
+        tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+        flags = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+            torch.is_warn_always_enabled(),
+        )
+        return [t.clone() for t in tensors], torch.get_rng_state(), np.random.get_state(), flags  # noqa: NPY002
+
+    batch = next(iter(DataLoader(patients.Numbers(), batch_size=4)))
+    before = state()
+    examine(model, batch)
+    after = state()
+    assert all(map(torch.equal, before[0], after[0]))
+    assert torch.equal(before[1], after[1])
+    assert (before[2][1] == after[2][1]).all()
+    assert before[3] == after[3]
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs"),
+    [
+        (torch.ones(2, 4), 1),
+        ((torch.ones(2, 4), torch.zeros(2)), 1),  # the second belongs to a loss outside
+        ({"input": torch.ones(2, 4)}, 1),
+    ],
+    ids=["tensor", "pair", "mapping"],
+)
+def test_batches_of_several_kinds_enter(batch, inputs):
+    result, _ = examine(nn.Linear(4, 3), batch)
+    assert result.status is Status.OK
+
+
+def test_what_cannot_be_run_is_skipped_with_its_reason():
+    result, _ = examine(nn.Linear(4, 3), "text")
+    assert result.status is Status.SKIPPED
+    assert "batch of the kind str" in result.found
+    result, _ = examine(nn.Linear(4, 3), torch.ones(2, 5))
+    assert result.status is Status.SKIPPED
+    assert "one batch could not be run" in result.found
+
+
+def test_little_time_means_fewer_runs_not_none():
+    _, facts = examine(patients.repeats(), seconds=1e-9)
+    assert facts["runs"] == 2
+    assert facts["operators_repeated"] == 0
+    assert facts["flagged_runs"] == 0
+
+
+def test_operators_in_place_and_random_ones_repeat():
+    with RepeatedOperators(torch.device("cpu")) as operators:
+        values = torch.zeros(5)
+        values.add_(1.0)
+        values.normal_()
+        nn.functional.dropout(values, 0.5)
+        values[1:3].mul_(2.0)
+        torch.sort(values, out=(torch.empty(0), torch.empty(0, dtype=torch.int64)))
+    assert operators.num_repeated >= 5
+    assert not operators.differing
+
+
+def test_repeating_leaves_results_and_generator_as_they_are():
+    def compute():
+        torch.manual_seed(3)
+        values = torch.randn(6)
+        values.mul_(2).add_(torch.rand(6))
+        return nn.functional.dropout(values, 0.5), torch.get_rng_state()
+
+    plain, state = compute()
+    with RepeatedOperators(torch.device("cpu")):
+        repeated, state_after = compute()
+    assert torch.equal(plain, repeated)
+    assert torch.equal(state, state_after)
+
+
+def test_same_bits():
+    nan = torch.tensor([float("nan"), 0.0])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.ones(2), torch.ones(3))
+    assert same_bits(torch.tensor([True]), torch.tensor([True]))
