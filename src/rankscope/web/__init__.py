@@ -3,16 +3,17 @@
 They need the extra ``web``; importing this package does not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rankscope.errors import MissingExtraError
 from rankscope.record import Run
 
 _EXTRA = ("altair", "jinja2", "markupsafe", "vl_convert")
 
-__all__ = ["write_figures", "write_report", "write_study_report"]
+__all__ = ["write_figures", "write_numerics_page", "write_report", "write_study_report"]
 
 
 def write_report(run: Run, path: Path | None = None) -> Path:
@@ -51,6 +52,25 @@ def write_figures(study_dir: Path) -> list[Path]:
     with _needs_extra("a study's figures"):
         from rankscope.web.study_page import write_study_figures
     return write_study_figures(Path(study_dir))
+
+
+def write_numerics_page(
+    directory: Path, sums: Mapping[str, Any], growth: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the page ``numerics.html`` and its figures as PNG files, and return the page's path.
+
+    Args:
+        directory: Made if need be.
+        sums: The JSON form of measured sums (see ``rankscope.numerics.spread``).
+        growth: The JSON form of pairs of trainings; None when none was run.
+
+    Raises:
+        MissingExtraError: The extra ``web`` is not installed.
+        RunError: A file cannot be written.
+    """
+    with _needs_extra("numerics.html"):
+        from rankscope.web.numerics_page import write_page
+    return write_page(directory, sums, growth)
 
 
 @contextmanager

@@ -1,0 +1,385 @@
+"""How rounding grows over a training: pairs that differ in the arithmetic of the reduction alone.
+
+All trainings of an experiment begin with the same parameters and go step by step side by side in
+one process, on one thread. The gradients of the micro-batches of a global batch are computed one
+after the other, in the same way in each training; only the reduction that makes one gradient of
+them is another one. So the same reduction twice gives the same bits, and what two trainings differ
+by comes from the reduction.
+
+Each sample's loss counts alike, whatever its length: the mean over micro-batches is then the same
+number on 8 and on 16 workers, in exact arithmetic.
+
+Legend: M micro-batches of one global batch, P parameters.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankscope.core.groups import block_of
+from rankscope.core.rounding import ulp_distance
+from rankscope.errors import UsageError
+from rankscope.study.base import BaseConfig, build, load_base, train
+from rankscope.study.config import StudyConfig
+from rankscope.study.data import load_records
+from rankscope.study.encoding import IGNORED, EncodedSet, encode
+from rankscope.study.rounding_reductions import Arithmetic, Reducer
+from rankscope.study.rounding_result import (
+    BFLOAT16,
+    CONTROL,
+    DATA,
+    FLOAT16,
+    FLOAT16_SCALED,
+    ORDER,
+    TITLES,
+    WORKERS,
+    GrowthResult,
+    PairResult,
+    fit_growth,
+)
+from rankscope.study.tokenizer import train_tokenizer
+
+SMALL, TINY = "small", "tiny"
+SMALL_CONFIG = BaseConfig(
+    hidden=64, layers=2, heads=2, intermediate=176, vocab_size=1024, positions=128, train_length=96
+)
+MAX_LENGTH = 96
+NUM_RECORDS = 2048
+NUM_EVALUATED = 64
+BUCKET_ELEMENTS = 1 << 15
+"""A bucket of these small models, about a fifth of them, as 25 MB are of a model of 30 M."""
+SGD_LEARNING_RATE = 0.05
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthOptions:
+    """What to train, and which pairs to compare.
+
+    Attributes:
+        steps: Optimizer steps.
+        workers: W of the first training; a global batch has 2 W micro-batches of one sample.
+        seed: Decides data, initial weights, order of the data and orders of arrival.
+        learning_rate: 0 for the study's own (AdamW), or 0.05 (SGD).
+        pairs: What to compare with the first training: keys of ``TITLES``.
+        optimizer: ``adamw`` or ``sgd``.
+        model: ``small`` (170,000 parameters, trained for a moment first) or ``tiny`` (the study's
+            base model, half a million, kept in the user's cache).
+        evaluations: How often the held-out loss is taken, evenly over the steps.
+        base_steps: Steps of the base training of ``small``; 0 leaves its weights random.
+        loss_scale: Where the scaler of ``float16-scaled`` begins: a power of two.
+    """
+
+    steps: int = 60
+    workers: int = 8
+    seed: int = 0
+    learning_rate: float = 0.0
+    pairs: tuple[str, ...] = tuple(TITLES)
+    optimizer: str = "adamw"
+    model: str = SMALL
+    evaluations: int = 10
+    base_steps: int = 120
+    loss_scale: float = 1024.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("workers", 2), ("evaluations", 1), ("base_steps", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.learning_rate < float("inf"):
+            raise UsageError(f"the learning rate must be 0 or positive, got {self.learning_rate}")
+        if not (self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5):
+            raise UsageError(f"the loss scale must be a power of two, got {self.loss_scale}")
+        unknown = [name for name in self.pairs if name not in TITLES]
+        if unknown:
+            raise UsageError(f"expected pairs among {', '.join(TITLES)}, got {unknown[0]!r}")
+        if self.optimizer not in {"adamw", "sgd"}:
+            raise UsageError(f"expected the optimizer adamw or sgd, got {self.optimizer!r}")
+        if self.model not in {SMALL, TINY}:
+            raise UsageError(f"expected the model {SMALL} or {TINY}, got {self.model!r}")
+
+    @property
+    def num_micro(self) -> int:
+        """M, the micro-batches of a global batch."""
+        return 2 * self.workers
+
+    @property
+    def effective_learning_rate(self) -> float:
+        """The learning rate that is used."""
+        default = StudyConfig().effective_learning_rate
+        return self.learning_rate or (default if self.optimizer == "adamw" else SGD_LEARNING_RATE)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as plain JSON values."""
+        rate = self.effective_learning_rate
+        return {**asdict(self), "pairs": list(self.pairs), "learning_rate": rate}
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredients:
+    """What all trainings of an experiment share.
+
+    Attributes:
+        make_model: Makes a model with the initial parameters.
+        samples: What is trained on.
+        held_out: What the loss is evaluated on.
+        facts: What a reader wants to know of them.
+    """
+
+    make_model: Callable[[], nn.Module]
+    samples: EncodedSet
+    held_out: EncodedSet
+    facts: dict[str, Any]
+
+
+def prepare_growth(options: GrowthOptions) -> Ingredients:
+    """Make the data and the base model.
+
+    Raises:
+        MissingExtraError: ``transformers`` is not installed.
+    """
+    records = load_records(None, seed=options.seed)
+    if options.model == TINY:
+        model, tokenizer = load_base(records.held_out, seed=options.seed)
+    else:
+        tokenizer = train_tokenizer(records.held_out, SMALL_CONFIG.vocab_size)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(options.seed)
+            model = build(SMALL_CONFIG, tokenizer)
+        base_samples = encode(records.held_out, tokenizer, SMALL_CONFIG.train_length)
+        train(model, base_samples, options.base_steps, options.seed, SMALL_CONFIG)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    architecture: Any = type(model)
+    config: Any = model.config
+
+    def make_model() -> nn.Module:
+        fresh: nn.Module = architecture(config)
+        fresh.load_state_dict(state)
+        return fresh.train()
+
+    chosen = records.records[: NUM_RECORDS + NUM_EVALUATED]
+    samples = encode(chosen[:NUM_RECORDS], tokenizer, MAX_LENGTH)
+    facts = {
+        "model": f"{options.model} (built-in base)",
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "data": records.name,
+        "samples": len(samples),
+        "tokens_per_sample": round(float(samples.lengths.mean()), 1),
+        "samples_per_step": options.num_micro,
+    }
+    return Ingredients(
+        make_model, samples, encode(chosen[NUM_RECORDS:], tokenizer, MAX_LENGTH), facts
+    )
+
+
+def draw_positions(num_samples: int, count: int, seed: int) -> Iterator[list[int]]:
+    """Yield the positions of global batches forever, without repeats within an epoch."""
+    rng = random.Random(seed)
+    while True:
+        order = list(range(num_samples))
+        rng.shuffle(order)
+        for start in range(0, num_samples - count + 1, count):
+            yield order[start : start + count]
+
+
+def make_optimizer(options: GrowthOptions, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a training: the study's AdamW, or SGD without momentum."""
+    rate = options.effective_learning_rate
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=rate)
+    return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+
+
+class _Training:
+    """One training of an experiment; remembers its last reduced gradient and loss."""
+
+    def __init__(self, options: GrowthOptions, ingredients: Ingredients, pair: str) -> None:
+        self.model = ingredients.make_model()
+        self.loss = 0.0
+        self.gradient_P = torch.zeros(0)
+        self.reducer = Reducer(_arithmetic(pair, options), BUCKET_ELEMENTS, options.seed)
+        self._samples = ingredients.samples
+        self._optimizer = make_optimizer(options, self.model)
+        self._parameters = list(self.model.parameters())
+        order_seed = options.seed + (pair == DATA)
+        self._batches = draw_positions(len(self._samples), options.num_micro, order_seed)
+
+    def step(self) -> None:
+        positions = next(self._batches)
+        losses, gradients = [], []
+        for position in positions:
+            inputs, _ = self._samples.collate([position])
+            loss = self.model(**inputs).loss
+            loss.backward()
+            losses.append(float(loss.detach()))
+            gradients.append(torch.cat([_gradient(p).flatten() for p in self._parameters]))
+            self._optimizer.zero_grad()
+        self.loss = float(np.mean(losses))
+        mean_P = self.reducer.reduce(torch.stack(gradients))
+        if mean_P is None:
+            return
+        self.gradient_P = mean_P
+        parts = torch.split(mean_P, [p.numel() for p in self._parameters])
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def parameters_by_group(self) -> dict[str, Tensor]:
+        """Return the parameters of each group in one vector, in the model's order."""
+        groups: dict[str, list[Tensor]] = {}
+        for name, parameter in self.model.named_parameters():
+            groups.setdefault(block_of(name), []).append(parameter.detach().flatten())
+        return {name: torch.cat(parts) for name, parts in groups.items()}
+
+
+class _Comparison:
+    """Fills one pair's series."""
+
+    def __init__(self, pair: str, training: _Training) -> None:
+        self.training = training
+        self.result = PairResult(pair, [], [], [], [], [], [], [], [], None)
+        self._first_steps: dict[str, int] = {}
+        self._apart: dict[str, float] = {}
+
+    def compare(self, first: _Training, groups: dict[str, Tensor], step: int) -> None:
+        own = self.training.parameters_by_group()
+        for name, values in groups.items():
+            self._apart[name] = relative_distance(values, own[name])
+            if name not in self._first_steps and not torch.equal(values, own[name]):
+                self._first_steps[name] = step
+        a, b = torch.cat(list(groups.values())), torch.cat(list(own.values()))
+        ulps = ulp_distance(a.numpy(), b.numpy())
+        result = self.result
+        result.distance.append(relative_distance(a, b))
+        result.gradient_distance.append(
+            relative_distance(first.gradient_P, self.training.gradient_P)
+        )
+        differs = (a.view(torch.int32) != b.view(torch.int32)).numpy()
+        result.max_ulp.append(float(ulps.max()))
+        result.median_ulp.append(float(np.median(ulps[differs])) if differs.any() else 0.0)
+        result.differing.append(float(differs.mean()))
+        result.loss_difference.append(self.training.loss - first.loss)
+
+    def finish(self) -> PairResult:
+        layers = [
+            {"group": name, "first_step": self._first_steps.get(name), "distance": distance}
+            for name, distance in self._apart.items()
+        ]
+        return replace(
+            self.result,
+            layers=layers,
+            growth=fit_growth(self.result.distance),
+            skipped=self.training.reducer.num_skipped,
+        )
+
+
+def run_growth(options: GrowthOptions, progress: Progress | None = None) -> GrowthResult:
+    """Train the pairs side by side and compare them after each step.
+
+    It computes on the CPU, on one thread, where the same computation gives the same bits.
+
+    Args:
+        options: What to train and to compare.
+        progress: Called with ``(what, done, total)``, first for the base model, then per step.
+
+    Raises:
+        MissingExtraError: ``transformers`` is not installed.
+    """
+    tell = progress or (lambda what, done, total: None)
+    with _one_thread():
+        tell("base model", 0, 1)
+        ingredients = prepare_growth(options)
+        tell("base model", 1, 1)
+        first = _Training(options, ingredients, CONTROL)
+        comparisons = [
+            _Comparison(pair, _Training(options, ingredients, pair)) for pair in options.pairs
+        ]
+        result = GrowthResult(options.to_json(), ingredients.facts, [], [], [])
+        every = max(1, options.steps // options.evaluations)
+        for step in range(1, options.steps + 1):
+            first.step()
+            result.loss.append(first.loss)
+            groups = first.parameters_by_group()
+            for comparison in comparisons:
+                comparison.training.step()
+                comparison.compare(first, groups, step)
+            if step % every == 0 or step == options.steps:
+                _evaluate(result, first, comparisons, ingredients.held_out, step)
+            tell("trainings", step, options.steps)
+        return replace(result, pairs=tuple(comparison.finish() for comparison in comparisons))
+
+
+def _evaluate(
+    result: GrowthResult,
+    first: _Training,
+    comparisons: list[_Comparison],
+    held_out: EncodedSet,
+    step: int,
+) -> None:
+    loss = mean_loss(first.model, held_out)
+    result.evaluated.append(step)
+    result.evaluation.append(loss)
+    for comparison in comparisons:
+        own = mean_loss(comparison.training.model, held_out)
+        comparison.result.evaluation.append(own - loss)
+
+
+def mean_loss(model: nn.Module, samples: EncodedSet, size: int = 16) -> float:
+    """Return the mean loss over all label tokens, in nats; logits to loss in float64."""
+    order = np.argsort(samples.lengths, kind="stable").tolist()
+    total, tokens = 0.0, 0
+    model.eval()
+    with torch.no_grad():
+        for start in range(0, len(order), size):
+            inputs, _ = samples.collate(order[start : start + size])
+            targets = inputs.pop("labels")[:, 1:]
+            logits = model(**inputs).logits[:, :-1].double()
+            total += float(
+                F.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="sum")
+            )
+            tokens += int((targets != IGNORED).sum())
+    model.train()
+    return total / tokens
+
+
+def relative_distance(a: Tensor, b: Tensor) -> float:
+    """Return ``|a - b| / |a|`` in float64; 0 when both are equal, also when both are 0 or empty."""
+    difference = float((a.double() - b.double()).norm())
+    return difference / float(a.double().norm()) if difference else 0.0
+
+
+def _arithmetic(pair: str, options: GrowthOptions) -> Arithmetic:
+    """Return how the second training of a pair reduces."""
+    workers = options.workers
+    return {
+        CONTROL: Arithmetic(workers),
+        ORDER: Arithmetic(workers, arrival=True),
+        BFLOAT16: Arithmetic(workers, dtype=torch.bfloat16),
+        FLOAT16: Arithmetic(workers, dtype=torch.float16),
+        FLOAT16_SCALED: Arithmetic(workers, dtype=torch.float16, loss_scale=options.loss_scale),
+        WORKERS: Arithmetic(2 * workers),
+        DATA: Arithmetic(workers),
+    }[pair]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

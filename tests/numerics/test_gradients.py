@@ -1,0 +1,242 @@
+"""Local gradients: made up by kind, read from files, saved by a real job, recorded by ours."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.errors import DataError, UsageError
+from rankscope.numerics.gradients import (
+    Kind,
+    LocalGradients,
+    for_workers,
+    read,
+    save,
+    synthetic,
+)
+from support.ranks import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
+
+
+def cosine(values_WN):
+    unit = values_WN / np.linalg.norm(values_WN, axis=1, keepdims=True)
+    gram = unit.astype(np.float64) @ unit.T.astype(np.float64)
+    return (gram.sum() - len(gram)) / (len(gram) * (len(gram) - 1))
+
+
+def test_kinds_are_what_they_are_called():
+    layers = {kind: synthetic(kind, 8).arrays["layers.1"] for kind in Kind}
+    assert abs(cosine(layers[Kind.NORMAL])) < 0.02
+    assert cosine(layers[Kind.COHERENT]) == pytest.approx(0.9, abs=0.01)
+    heavy, normal = (np.abs(layers[kind]) for kind in (Kind.HEAVY_TAILED, Kind.NORMAL))
+    assert heavy.max() / np.median(heavy) > 10 * normal.max() / np.median(normal)
+    cancelling = layers[Kind.CANCELLING].astype(np.float64)
+    left = np.linalg.norm(cancelling.mean(axis=0)) / np.linalg.norm(cancelling[0])
+    assert left == pytest.approx(1e-3, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_layers_differ_in_size_and_seeds_in_numbers(kind):
+    made, other = synthetic(kind, 4, seed=1), synthetic(kind, 4, seed=2)
+    assert (made.num_workers, made.num_elements, made.kind, made.name) == (
+        *(4, 65_536, "synthetic"),
+        str(kind),
+    )
+    sizes = [np.median(np.abs(array)) for array in made.arrays.values()]
+    assert np.log10(sizes[0] / sizes[3]) == pytest.approx(3, abs=0.1)
+    assert not np.array_equal(made.arrays["layers.0"], other.arrays["layers.0"])
+    again = synthetic(kind, 4, seed=1)
+    assert np.array_equal(made.arrays["layers.0"], again.arrays["layers.0"])
+
+
+def test_too_few_workers_are_refused():
+    with pytest.raises(UsageError, match="at least 2 workers"):
+        synthetic(Kind.NORMAL, 1)
+
+
+def test_gradients_survive_saving(tmp_path):
+    made = synthetic(Kind.NORMAL, 3, num_elements=50)
+    save(made, tmp_path / "new" / "g.npz")
+    back = read(tmp_path / "new" / "g.npz")
+    assert (back.kind, back.name) == ("file", "g.npz")
+    assert list(back.arrays) == list(made.arrays)
+    for name, array in made.arrays.items():
+        assert back.arrays[name].dtype == np.float32
+        assert np.array_equal(back.arrays[name], array)
+
+
+def test_one_array_and_other_shapes_and_types_are_read(tmp_path):
+    values = np.random.default_rng(0).standard_normal((3, 4, 5))
+    np.save(tmp_path / "g.npy", values)
+    np.savez(tmp_path / "h.npz", w=values.astype(np.float16), b=values[:, 0])
+    single, several = read(tmp_path / "g.npy"), read(tmp_path / "h.npz")
+    assert np.array_equal(single.arrays["g"], values.reshape(3, 20).astype(np.float32))
+    assert {name: array.shape for name, array in several.arrays.items()} == {
+        "w": (3, 20),
+        "b": (3, 5),
+    }
+
+
+def write(path, **arrays):
+    np.savez(path, **arrays)
+
+
+BAD = {
+    "a row": lambda path: write(path, a=np.ones((1, 5))),
+    "a vector": lambda path: write(path, a=np.ones(5)),
+    "whole numbers": lambda path: write(path, a=np.ones((2, 5), int)),
+    "other workers": lambda path: write(path, a=np.ones((2, 5)), b=np.ones((3, 5))),
+    "a nan": lambda path: write(path, a=np.array([[1.0, 2.0], [3.0, np.nan]])),
+    "too large for float32": lambda path: write(path, a=np.full((2, 2), 1e300)),
+    "an empty array": lambda path: write(path, a=np.ones((2, 0))),
+    "nothing": write,
+    "objects": lambda path: write(path, a=np.array([[None, {}], [1, 2]], dtype=object)),
+    "text": lambda path: path.write_text("loss 3.2\n"),
+    "an empty file": lambda path: path.write_bytes(b""),
+    "half a file": lambda path: (
+        write(path, a=np.ones((2, 500))),
+        path.write_bytes(path.read_bytes()[:600]),
+    ),
+    "no file": lambda path: None,
+    "a directory": lambda path: path.mkdir(),
+    "an array, not an archive": lambda path: np.save(path.open("wb"), np.ones((2, 3))),
+}
+MESSAGES = {
+    "a row": r"array 'a': expected gradients of at least 2 workers .* \[1, 5\]",
+    "a vector": r"the shape \[5\]: stack the workers' gradients",
+    "whole numbers": "expected floating-point numbers, got int64",
+    "other workers": "got 2 in 'a' and 3 in 'b'",
+    "a nan": "got nan as element 1 of worker 1",
+    "too large for float32": "got inf as element 0 of worker 0",
+    "an empty array": "the shape",
+    "nothing": "holds no array",
+    "no file": "there is no file",
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_a_bad_file_is_an_error_that_helps(tmp_path, case):
+    path = tmp_path / "g.npz"
+    BAD[case](path)
+    with pytest.raises(DataError, match=MESSAGES.get(case, "does not hold numpy arrays")) as error:
+        read(path)
+    assert str(path) in str(error.value)
+
+
+def test_other_endings_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"expected a \.npz or \.npy file"):
+        read(tmp_path / "g.pt")
+    with pytest.raises(UsageError, match=r"end the name in \.npz"):
+        save(synthetic(Kind.NORMAL, 2), tmp_path / "g.pt")
+
+
+def test_the_first_gradients_are_those_given():
+    given = synthetic(Kind.NORMAL, 8).arrays["layers.0"]
+    fewer, none = for_workers(given, 5, np.random.default_rng(0))
+    assert np.array_equal(fewer, given[:5])
+    more, made_up = for_workers(given, 11, np.random.default_rng(0))
+    assert (none, made_up, more.shape, more.dtype) == (0, 3, (11, given.shape[1]), np.float32)
+    assert np.array_equal(more[:8], given)
+
+
+@pytest.mark.parametrize("kind", [Kind.NORMAL, Kind.COHERENT])
+def test_made_up_gradients_have_the_norms_and_cosines_of_the_given_ones(kind):
+    given = synthetic(kind, 16).arrays["layers.0"]
+    more, _ = for_workers(given, 400, np.random.default_rng(1))
+    norms = np.linalg.norm(more, axis=1)
+    root_mean_square = np.sqrt(np.mean(norms[16:] ** 2))
+    assert root_mean_square == pytest.approx(np.sqrt(np.mean(norms[:16] ** 2)), rel=0.08)
+    assert cosine(more[16:]) == pytest.approx(cosine(given), abs=0.03)
+
+
+def snippet():
+    [code] = [
+        code
+        for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+        if "save_local_gradients" in code
+    ]
+    names = {}
+    exec(code, names)
+    return names["save_local_gradients"]
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = torch.nn.Linear(3, 2)
+        self.unused = torch.nn.Linear(2, 2)
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.used(x)).square().mean()
+
+
+def make(rank):
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def save_on_ranks(rank, path):
+    model, batch = make(rank)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp(batch).backward()  # what a step before has left must not be saved
+    snippet()(ddp, lambda: ddp(batch).backward(), path)
+    return [parameter.grad is None for parameter in model.parameters()]
+
+
+@pytest.mark.ranks
+def test_the_snippet_of_the_page_saves_what_each_rank_computed(tmp_path):
+    path = tmp_path / "g.npz"
+    left = run_ranks(save_on_ranks, 2, str(path))
+    assert all(all(gone) for gone in left)
+    gradients = read(path)
+    assert list(gradients.arrays) == ["used.weight", "used.bias", "unused.weight", "unused.bias"]
+    for rank in range(2):
+        model, batch = make(rank)
+        model(batch).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                assert np.array_equal(gradients.arrays[name][rank], own.flatten().numpy())
+    assert not np.array_equal(*gradients.arrays["used.weight"])
+
+
+def test_recorded_gradients_are_those_of_the_shards(tmp_path, monkeypatch):
+    from rankscope.study.local_gradients import record_gradients
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = []
+    first = record_gradients(3, base_steps=0, batch_size=1)
+    later = record_gradients(
+        3, base_steps=0, batch_size=1, step=2, progress=lambda *what: told.append(what)
+    )
+    assert isinstance(first, LocalGradients)
+    assert (first.kind, first.name, first.num_workers) == ("recorded", "built-in model, step 0", 3)
+    assert later.name == "built-in model, step 2"
+    assert told[0] == ("base model", 0, 9)
+    assert told[-1] == ("gradients of step 2", 9, 9)
+    for name, array in first.arrays.items():
+        assert np.isfinite(array).all(), name
+        assert not np.array_equal(array[0], array[1]), name
+        assert not np.array_equal(array, later.arrays[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 1}, "at least 2 workers"),
+        ({"num_workers": 2, "step": -1}, "expected a step"),
+        ({"num_workers": 2, "seed": -1}, "expected a seed"),
+    ],
+)
+def test_recording_refuses_what_cannot_be(options, message):
+    from rankscope.study.local_gradients import record_gradients
+
+    with pytest.raises(UsageError, match=message):
+        record_gradients(**options)

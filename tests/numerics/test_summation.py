@@ -1,0 +1,261 @@
+"""Sums in every order and type, against loops over single numbers, torch, and exact fractions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope.errors import UsageError
+from rankscope.numerics.exact import exact_sums
+from rankscope.numerics.summation import (
+    TYPES,
+    Arithmetic,
+    Divide,
+    Scheme,
+    num_buckets,
+    reduce_buffers,
+    reduce_mean,
+    round_to,
+    to_buffers,
+    worst_factor,
+    worst_underflow,
+)
+
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ARITHMETICS = [
+    Arithmetic(inputs, sums, divide)
+    for inputs in TYPES
+    for sums in dict.fromkeys(("float32", inputs))
+    for divide in Divide
+]
+BUCKET = 5
+
+
+def gradients(num_workers, num_elements, seed, spread=3.0):
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((num_workers, num_elements))
+    return (values * 10.0 ** rng.uniform(-spread, 0, values.shape)).astype(np.float32)
+
+
+def order_of(scheme, num_workers, num_elements, rng):
+    if scheme is Scheme.ARRIVAL:
+        count = num_buckets(num_elements, BUCKET)
+        return np.stack([rng.permutation(num_workers) for _ in range(count)])
+    return rng.permutation(num_workers)
+
+
+def in_words_of_torch(values_WN, scheme, arithmetic, order):
+    """Add up element by element with torch's own scalars of each type."""
+    num_workers, num_elements = values_WN.shape
+    inputs, sums = TORCH[arithmetic.inputs], TORCH[arithmetic.sums]
+    buffers = torch.from_numpy(values_WN).to(inputs)
+    if arithmetic.divide is Divide.BEFORE:
+        buffers = buffers / num_workers
+    buffers = buffers.to(sums)
+    means = []
+    for element in range(num_elements):
+        own = order
+        if scheme is Scheme.ARRIVAL:
+            own = order[element // BUCKET]
+        if scheme is Scheme.RING:
+            first = element * num_workers // num_elements
+            own = [*order[first:], *order[:first]]
+        terms = [buffers[worker, element] for worker in own]
+        total = ADDED[scheme](terms)
+        if arithmetic.divide is Divide.AFTER:
+            total = total / num_workers
+        assert total.dtype is sums
+        means.append(float(total.to(inputs)))
+    return np.array(means, dtype=np.float32)
+
+
+def chain(terms):
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def tree(terms):
+    if len(terms) == 1:
+        return terms[0]
+    width = 1 << ((len(terms) - 1).bit_length() - 1)
+    return tree(terms[:width]) + tree(terms[width:])
+
+
+def halving(terms):
+    if len(terms) == 1:
+        return terms[0]
+    width = 1 << (len(terms).bit_length() - 1)
+    if width < len(terms):
+        first = [a + b for a, b in zip(terms, terms[width:], strict=False)]
+        return halving([*first, *terms[len(first) : width]])
+    half = width // 2
+    return halving([a + b for a, b in zip(terms[:half], terms[half:], strict=True)])
+
+
+ADDED = {
+    Scheme.SEQUENTIAL: chain,
+    Scheme.RING: chain,
+    Scheme.ARRIVAL: chain,
+    Scheme.TREE: tree,
+    Scheme.HALVING: halving,
+}
+
+
+def same_bits(first, second):
+    return np.array_equal(first.view(np.int32), second.view(np.int32))
+
+
+@pytest.mark.parametrize("scheme", Scheme)
+@settings(max_examples=15, deadline=None)
+@given(
+    num_workers=st.integers(2, 11),
+    num_elements=st.integers(1, 23),
+    arithmetic=st.sampled_from(ARITHMETICS),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bits_equal_those_of_a_loop_over_torchs_numbers(
+    scheme, num_workers, num_elements, arithmetic, seed
+):
+    values = gradients(num_workers, num_elements, seed)
+    order = order_of(scheme, num_workers, num_elements, np.random.default_rng(seed))
+    got = reduce_buffers(
+        to_buffers(values, arithmetic), scheme, arithmetic, order, bucket_elements=BUCKET
+    )
+    assert same_bits(got, in_words_of_torch(values, scheme, arithmetic, order))
+
+
+def test_the_torch_loop_and_a_numpy_loop_agree_in_float32():
+    values = gradients(7, 40, seed=1)
+    total = np.zeros(40, np.float32)
+    for worker in [3, 1, 4, 0, 5, 2, 6]:
+        total = total + values[worker]
+    expected = total / np.float32(7)
+    arithmetic = Arithmetic(divide=Divide.AFTER)
+    got = reduce_mean(values, arithmetic=arithmetic, order=np.array([3, 1, 4, 0, 5, 2, 6]))
+    assert same_bits(got, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_additions_are_torchs_on_many_pairs(dtype):
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 16, (2, 200_000), dtype=np.uint16)
+    first, second = (torch.from_numpy(row.view(np.int16)).view(TORCH[dtype]) for row in bits)
+    expected = (first + second).float().numpy()
+    pair = torch.stack([first, second]).float().numpy()
+    finite = np.isfinite(pair).all(axis=0)
+    got = reduce_buffers(
+        pair[:, finite], Scheme.SEQUENTIAL, Arithmetic(dtype, dtype, Divide.BEFORE)
+    )
+    assert same_bits(got, expected[finite])
+
+
+@pytest.mark.parametrize("scheme", Scheme)
+def test_a_sample_of_elements_has_the_bits_of_the_whole(scheme):
+    values = gradients(6, 101, seed=2)
+    chosen = np.array([0, 3, 4, 5, 17, 50, 99, 100])
+    order = order_of(scheme, 6, 101, np.random.default_rng(3))
+    arithmetic = Arithmetic()
+    buffers = to_buffers(values, arithmetic)
+    whole = reduce_buffers(buffers, scheme, arithmetic, order, bucket_elements=BUCKET)
+    sample = reduce_buffers(
+        buffers[:, chosen],
+        scheme,
+        arithmetic,
+        order,
+        positions_N=chosen,
+        num_total=101,
+        bucket_elements=BUCKET,
+    )
+    assert same_bits(sample, whole[chosen])
+
+
+def test_halving_is_a_tree_over_workers_in_bit_reversed_order():
+    values = gradients(8, 64, seed=4)
+    halved = reduce_mean(values, Scheme.HALVING)
+    assert same_bits(
+        reduce_mean(values, Scheme.TREE, order=np.array([0, 4, 2, 6, 1, 5, 3, 7])), halved
+    )
+    assert not same_bits(reduce_mean(values, Scheme.TREE), halved)
+
+
+@pytest.mark.parametrize("scheme", Scheme)
+@settings(max_examples=25, deadline=None)
+@given(
+    num_workers=st.integers(2, 64),
+    arithmetic=st.sampled_from(ARITHMETICS),
+    spread=st.floats(0, 8),
+    cancels=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_no_error_is_larger_than_the_bound(scheme, num_workers, arithmetic, spread, cancels, seed):
+    values = gradients(num_workers, 40, seed, spread)
+    if cancels:
+        values -= values.mean(axis=0)
+    order = order_of(scheme, num_workers, 40, np.random.default_rng(seed))
+    got = reduce_buffers(
+        to_buffers(values, arithmetic), scheme, arithmetic, order, bucket_elements=BUCKET
+    )
+    exact = exact_sums(values) / num_workers
+    sizes = np.abs(values).mean(axis=0, dtype=np.float64)
+    bound = worst_factor(num_workers, scheme, arithmetic) * sizes
+    bound += worst_underflow(num_workers, arithmetic)
+    assert (np.abs(got - exact) <= bound * (1 + 1e-9)).all()
+
+
+def test_the_bound_is_nearly_reached():
+    """One large number first, then halves of its last place: each addition loses one of them."""
+    values = np.full((65, 1), 2.0**-24, np.float32)
+    values[0] = 1.0
+    arithmetic = Arithmetic(divide=Divide.AFTER)
+    buffers = to_buffers(values[:64], arithmetic)
+    got = reduce_buffers(buffers, Scheme.SEQUENTIAL, arithmetic)
+    error = abs(float(got[0]) - float(exact_sums(values[:64])[0]) / 64)
+    size = float(values[:64].mean(dtype=np.float64))
+    assert 0.99 < error / size / worst_factor(64, Scheme.SEQUENTIAL, arithmetic) <= 1.0
+
+
+def test_too_large_for_float16_is_infinite_and_too_small_is_lost():
+    arithmetic = Arithmetic("float16", "float16", Divide.AFTER)
+    values = np.array([[60000.0, 1e-8], [60000.0, 1e-8]], np.float32)
+    assert reduce_mean(values, arithmetic=arithmetic).tolist() == [math.inf, 0.0]
+    wide = Arithmetic("float16", "float32", Divide.AFTER)
+    assert reduce_mean(values, arithmetic=wide).tolist() == [60000.0, 0.0]
+
+
+def test_a_nan_stays_one():
+    values = np.array([[math.nan, 1.0], [1.0, 1.0]], np.float32)
+    for dtype in TYPES:
+        got = reduce_mean(values, arithmetic=Arithmetic(dtype, dtype))
+        assert math.isnan(got[0])
+        assert got[1] == 1.0
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rounding_is_torchs(dtype):
+    values = gradients(1, 10_000, seed=5, spread=9)[0]
+    expected = torch.from_numpy(values).to(TORCH[dtype]).float().numpy()
+    assert same_bits(round_to(values, dtype), expected)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "order"),
+    [
+        (Scheme.RING, [0, 1, 1]),
+        (Scheme.TREE, [0, 1]),
+        (Scheme.SEQUENTIAL, [1, 2, 3]),
+        (Scheme.ARRIVAL, [0, 1, 2]),
+    ],
+)
+def test_what_is_no_order_is_refused(scheme, order):
+    with pytest.raises(UsageError, match="names each of 3 workers once"):
+        reduce_mean(np.ones((3, 4), np.float32), scheme, order=np.array(order))
+
+
+def test_a_type_that_is_none_is_refused():
+    with pytest.raises(UsageError, match="got 'int8'"):
+        Arithmetic("float32", "int8")
