@@ -23,6 +23,8 @@ def test_public_names():
         "StepReport",
         "Tier",
         "__version__",
+        "fixed_order",
+        "order_free",
         "watch",
     ]
     for name in rankscope.__all__:

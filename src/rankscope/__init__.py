@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rankscope.core.step import StepReport as StepReport
     from rankscope.core.tiers import Tier as Tier
     from rankscope.errors import RankscopeError as RankscopeError
+    from rankscope.exchange.fixed_order import fixed_order as fixed_order
+    from rankscope.exchange.order_free import order_free as order_free
     from rankscope.record import Run as Run
     from rankscope.scope import Scope as Scope
     from rankscope.start import watch as watch
@@ -38,6 +40,8 @@ _HOMES = {
     "Severity": "rankscope.core.finding",
     "StepReport": "rankscope.core.step",
     "Tier": "rankscope.core.tiers",
+    "fixed_order": "rankscope.exchange.fixed_order",
+    "order_free": "rankscope.exchange.order_free",
     "watch": "rankscope.start",
 }
 
@@ -50,6 +54,8 @@ __all__ = [
     "StepReport",
     "Tier",
     "__version__",
+    "fixed_order",
+    "order_free",
     "watch",
 ]
 

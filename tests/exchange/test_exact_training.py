@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope.core.direction import gram
 from rankscope.errors import UnsupportedError
 from rankscope.exchange import exact as exact_module
+from rankscope.exchange.bucket_means import reduce_bucket
 from rankscope.exchange.exact import ExactGram, check_exact
 from support.exact import (
     SMALL_BUCKETS,
@@ -199,7 +200,7 @@ def refused(model: Any) -> str:
 def refuse(rank: int) -> dict[str, str]:
     linear = DistributedDataParallel(nn.Linear(3, 3))
     hooked = DistributedDataParallel(nn.Linear(3, 3))
-    hooked.register_comm_hook(None, exact_module._reduce_bucket)
+    hooked.register_comm_hook(None, reduce_bucket)
     native = DistributedDataParallel(nn.Linear(3, 3))
     native._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 3, sparse=True)))
@@ -230,8 +231,10 @@ def refuse(rank: int) -> dict[str, str]:
     messages["gloo says 'Backend x does not support alltoall_base'"] = str(error.value)
     check_exact(linear)
     ExactGram.register(linear, unguarded)
-    messages["a model without a communication hook"] = refused(linear)
-    messages["copy"] = str([state for _, state in copy.deepcopy(linear)._comm_hooks])
+    check_exact(linear)  # what is in the model already is no obstacle
+    copied = copy.deepcopy(linear)
+    messages["copy"] = str([state for _, state in copied._comm_hooks])
+    ExactGram.register(copied, unguarded)
     return messages
 
 

@@ -57,6 +57,11 @@ class ParameterGroup:
         return bool(self._inside.reduce_grads and all_reduces)
 
     @property
+    def mixed_precision(self) -> Any:
+        """The ``MixedPrecisionPolicy`` that ``fully_shard`` got; None if unknown."""
+        return getattr(self._inside, "mp_policy", None)
+
+    @property
     def half_reduced(self) -> bool:
         """Whether earlier micro-batches were reduced over the shards and wait for the replicas."""
         return self._inside._partial_reduce_output is not None
@@ -72,6 +77,12 @@ class ParameterGroup:
         """Whether the reduced gradient is there, and is what FSDP2 has made of it."""
         waited = getattr(self._state._state_ctx, "is_last_backward", True)
         return bool(waited and self._inside._all_reduce_hook is None)
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """What reduces gradients over the shards: FSDP2's own, or another that was put there."""
+        expect(self._inside, "_reduce_scatter_comm")
+        return self._inside._reduce_scatter_comm
 
     def belongs_to(self, state: Any) -> bool:
         """Return whether the group has the same root as a state of FSDP2."""
@@ -99,6 +110,13 @@ class ManagedParameter:
         """The sharded parameter, the one that the optimizer knows."""
         tensor: Tensor = self.inside.sharded_param
         return tensor
+
+    @property
+    def summed_in(self) -> torch.dtype:
+        """The type in which FSDP2 means to reduce the gradient."""
+        policy = self.group.mixed_precision
+        wanted = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+        return wanted or self.tensor.dtype
 
     @property
     def unreduced(self) -> Tensor | None:
@@ -211,6 +229,12 @@ def fsdp2_states(model: nn.Module) -> list[Any]:
     """Return FSDP2's own states of the modules to which ``fully_shard`` was applied."""
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     return list(dict.fromkeys(states))
+
+
+def parameter_groups(module: FSDPModule) -> list[ParameterGroup]:
+    """Return what is reduced with the parameters of one module to which it was applied."""
+    state = module._get_fsdp_state()
+    return [ParameterGroup(inside, state) for inside in _groups(state)]
 
 
 def _find(model: nn.Module) -> list[ManagedParameter]:

@@ -1,11 +1,11 @@
 """The exact tier: inner products of whole local gradients, out of the reduction that runs anyway.
 
-A DDP communication hook puts :class:`~rankscope.exchange.reduction.OrderedMean` in the place of
-the all-reduce. Between its halves each worker holds one W-th of every worker's gradient; the
-inner products of these pieces, summed over workers, are those of the gradients.
+:class:`~rankscope.exchange.bucket_means.BucketMeans` averages a DDP model's gradient in rank order
+and shows it on the way: each worker holds one W-th of every worker's gradient. The inner products
+of these pieces, summed over workers, are those of the gradients.
 
-A communication hook cannot be taken out of a DDP model again: after :meth:`ExactGram.release` the
-reduction stays, since another one would round otherwise, and only the measurement ends.
+After :meth:`ExactGram.release` the reduction stays, since another one would round otherwise, and
+only the measurement ends.
 
 Legend of shapes: W workers, N any number of gradient elements, T = W (W + 1) / 2.
 """
@@ -15,52 +15,48 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.tap import Guarded
 from rankscope.errors import UnsupportedError
-from rankscope.exchange.reduction import Exchange, OrderedMean
+from rankscope.exchange.bucket_means import BucketMeans, obstacle
 
 _WITH_FLOAT64 = ("cpu", "cuda")
 
 
 class ExactGram:
-    """Reduces the gradient of a DDP model and measures all inner products on the way.
+    """Measures all inner products while the gradient of a DDP model is reduced.
 
     Made by :meth:`register`. The reduced gradient is the sum over workers in rank order, in fp32,
     divided by W: the same bits on every worker and in every run. It differs from what DDP's own
     all-reduce gives by rounding (not at all at W = 2 in fp32).
 
     Args:
-        group: The workers.
+        means: Reduces the gradient.
+        num_workers: W.
         device: Where the gradients are.
-        num_bytes: Size of all buckets of a backward pass.
         guarded: Keeps the measurement's exceptions out of the reduction.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, num_bytes: int, guarded: Guarded
+        self, means: BucketMeans, num_workers: int, device: torch.device, guarded: Guarded
     ) -> None:
         self.measure = True
         """Whether the backward passes that begin from now on are measured."""
-        self._num_workers = group.size()
+        self._means = means
+        self._num_workers = num_workers
         self._device = device
         self._guarded = guarded
-        self._reduction = OrderedMean(group, device)
-        self._under_way: Exchange | None = None
         self._share: _Share | None = None
-        self._num_bytes = num_bytes
-        self._num_bytes_missing = 0
-        self._first_address = 0
         self._complete = False
 
     @classmethod
     def register(cls, model: DistributedDataParallel, guarded: Guarded) -> Self:
-        """Put the reduction into a model; every worker calls it at the same point of the program.
+        """Measure a model from now on; every worker calls it at the same point of the program.
+
+        The reduction is put into the model, unless ``fixed_order`` or an earlier call has done so.
 
         Args:
             model: A model that :func:`check_exact` has accepted on every worker.
@@ -69,11 +65,9 @@ class ExactGram:
         Raises:
             UnsupportedError: See :func:`check_exact`; or the backend has no all-to-all.
         """
-        check_exact(model)
-        _try_all_to_all(model.process_group, model.device)
-        num_bytes = _log(model)["total_parameter_size_bytes"]
-        exact = cls(model.process_group, model.device, num_bytes, guarded)
-        model.register_comm_hook(exact, _reduce_bucket)
+        means = BucketMeans.put_into(model, _refuse)
+        exact = cls(means, model.process_group.size(), model.device, guarded)
+        means.watchers.append(exact)
         return exact
 
     def take_gram(self) -> Tensor | None:
@@ -93,62 +87,28 @@ class ExactGram:
         """Stop measuring for good. The reduction stays in the model, with the same bits."""
         self.measure = False
         self._share = None
+        if self in self._means.watchers:
+            self._means.watchers.remove(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Make copies empty: DDP copies the hook's state with the model, but not the hook."""
-        return type(None), ()
-
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Begin to average a bucket's gradients; called by DDP, bucket by bucket.
-
-        Each call first finishes the bucket before: its communication had the time in between, and
-        collectives are launched in the same order everywhere whatever arrives first.
-        """
-        buffer = bucket.buffer()
-        if self._begins_with(bucket):
-            self._begin()
-            self._first_address = buffer.data_ptr()
-        self._finish()
-        exchange = self._under_way = self._reduction.start(buffer)
-        self._num_bytes_missing -= buffer.nbytes
-        if bucket.is_last() or self._num_bytes_missing <= 0:
-            self._finish()
-            self._reduction.trim()
-            self._num_bytes_missing = 0
-            self._complete = True
-        return exchange.mean
-
-    def _begins_with(self, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
-        """Return whether a bucket is the first of a backward pass.
-
-        In the first pass of a static graph every bucket has the index 0 and none is the last, so
-        that sizes have to be counted. A pass that raised before its end was reset by the user.
-        """
-        again = bucket.index() == 0 and bucket.buffer().data_ptr() == self._first_address
-        return self._num_bytes_missing == 0 or again
-
-    def _begin(self) -> None:
-        if self._under_way is not None:
-            self._under_way.abandon()
-            self._under_way = None
-        self._num_bytes_missing = self._num_bytes
+    def begin(self) -> None:
+        """Begin to measure a backward pass, if it is to be measured."""
         self._complete = False
         self._share = None
         if self.measure:
             self._guarded(self._new_share)
 
-    def _new_share(self) -> None:
-        self._share = _Share(self._num_workers, self._device)
-
-    def _finish(self) -> None:
-        exchange, self._under_way = self._under_way, None
-        if exchange is not None:
-            self._reduction.finish(exchange, self._look)
-
-    def _look(self, gradients_WN: Tensor) -> None:
+    def look(self, gradients_WN: Tensor) -> None:
+        """Add what a part of the gradients contributes."""
         if self._share is not None:
             self._share.num_shown += gradients_WN.shape[1]
             self._guarded(partial(self._share.add, gradients_WN))
+
+    def end(self) -> None:
+        """Note that the share holds the whole gradient."""
+        self._complete = True
+
+    def _new_share(self) -> None:
+        self._share = _Share(self._num_workers, self._device)
 
 
 class _Share:
@@ -172,10 +132,6 @@ class _Share:
         wide_WN = gradients_WN.to(self._dtype)
         self.gram_WW.addmm_(wide_WN, wide_WN.T)
         self._num_added += gradients_WN.shape[1]
-
-
-def _reduce_bucket(state: ExactGram, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    return state.reduce(bucket)
 
 
 def pack_share(gram_WW: Tensor) -> Tensor:
@@ -209,40 +165,12 @@ def check_exact(model: nn.Module) -> None:
     """
     if not isinstance(model, DistributedDataParallel):
         _refuse(f"a model in DistributedDataParallel, got {type(model).__name__}")
-    if model._comm_hooks or _log(model).get("comm_hook"):  # a built-in hook stands in the log only
-        _refuse("a model without a communication hook of its own, got one that has a hook")
-    if model._use_python_reducer:
-        _refuse("DDP's C++ reducer, got optimize_ddp='python_reducer'")
-    if model._delay_all_reduce_params:
-        _refuse("all gradients in DDP's buckets, got delay_all_reduce_named_params")
-    if any(getattr(module, "sparse", False) for module in model.modules()):
-        _refuse("dense gradients, got an embedding with sparse=True")
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not all(parameter.is_floating_point() for parameter in parameters):
-        _refuse("real gradients, got complex parameters")
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) > 1:
-        _refuse(f"all parameters on one device, got {', '.join(sorted(map(str, devices)))}")
+    wrong = obstacle(model)
+    if wrong is not None:
+        _refuse(wrong)
 
 
 def _refuse(expected_and_got: str) -> NoReturn:
     raise UnsupportedError(
         f"the exact tier needs {expected_and_got}: watch with tier='sketch' instead"
     )
-
-
-def _log(model: DistributedDataParallel) -> dict[str, Any]:
-    log: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    return log
-
-
-def _try_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
-    sent = torch.zeros(group.size(), device=device)
-    try:
-        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        name = dist.get_backend(group)
-        raise UnsupportedError(
-            f"the exact tier needs a backend with all-to-all, and {name} says '{error}': "
-            "watch with tier='sketch' instead"
-        ) from error

@@ -37,6 +37,40 @@ _BLOCK_ELEMENTS_ELSEWHERE = 1 << 22
 _MIN_BLOCK_COLUMNS = 8192
 
 
+def look_away(values_WN: Tensor) -> None:
+    """See nothing: nobody wants to, or the values are shown on another worker."""
+
+
+@torch.no_grad()
+def add_up(values_WN: Tensor, into: Tensor, divisor: float, look: Look = look_away) -> None:
+    """Add up all workers' values in rank order, divide once, and round once.
+
+    Sum and quotient are in fp32, for float64 values in float64.
+
+    Args:
+        values_WN: All workers' values of some elements.
+        into: ``[N]``: gets the result, in its own dtype; no memory in common with the values.
+        divisor: What the sum is divided by.
+        look: Is shown the values, block by block.
+    """
+    num_workers, num_columns = values_WN.shape
+    dtype = torch.promote_types(values_WN.dtype, torch.float32)
+    elements = _BLOCK_ELEMENTS.get(into.device.type, _BLOCK_ELEMENTS_ELSEWHERE)
+    width = max(elements // num_workers, _MIN_BLOCK_COLUMNS)
+    for first in range(0, num_columns, width):
+        block = values_WN[:, first : first + width]
+        place = into[first : first + width]
+        look(block)
+        total = place if into.dtype == dtype else block.new_empty(place.shape, dtype=dtype)
+        total.copy_(block[0])
+        for row in block[1:]:
+            total += row
+        if divisor != 1:
+            total.div_(divisor)
+        if total is not place:
+            place.copy_(total)
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A buffer under way: all workers' values of this worker's piece are being collected.
@@ -77,13 +111,13 @@ class OrderedMean:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._num_workers = group.size()
+        self.divisor = float(self._num_workers)
+        """What sums are divided by."""
         self._rank = group.rank()
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._by_broadcast = device.type == "cpu"  # gloo's all-gather copies the whole buffer
         self._largest = 0
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        elements = _BLOCK_ELEMENTS.get(device.type, _BLOCK_ELEMENTS_ELSEWHERE)
-        self._block_columns = max(elements // self._num_workers, _MIN_BLOCK_COLUMNS)
 
     def start(self, buffer: Tensor) -> Exchange:
         """Begin to average a buffer; returns at once.
@@ -103,7 +137,7 @@ class OrderedMean:
         return Exchange(buffer, pieces_WN, ends_WE, works, self._new_future(buffer.device))
 
     @torch.no_grad()
-    def finish(self, exchange: Exchange, look: Look) -> None:
+    def finish(self, exchange: Exchange, look: Look = look_away) -> None:
         """Add up what was collected, and begin to send the mean to all workers.
 
         On a CPU this waits for the communication that :meth:`start` began; elsewhere only a
@@ -117,12 +151,13 @@ class OrderedMean:
         with self._stream or contextlib.nullcontext():
             for work in exchange.works:
                 work.wait()
-            self._average(exchange.ends_WE, end, look if self._rank == 0 else _look_away)
+            shown = look if self._rank == 0 else look_away
+            add_up(exchange.ends_WE, end, self.divisor, shown)
             if not whole.numel():
                 exchange.mean.set_result(exchange.buffer)
                 return
             own = whole.view(self._num_workers, -1)[self._rank]
-            self._average(exchange.pieces_WN, own, look)
+            add_up(exchange.pieces_WN, own, self.divisor, look)
             self._gather(whole).then(partial(_complete, exchange))
 
     def trim(self) -> None:
@@ -133,17 +168,6 @@ class OrderedMean:
         if self._memory.numel() > self._largest:
             self._memory = self._memory.new_empty(0)
         self._largest = 0
-
-    def _average(self, values_WN: Tensor, into: Tensor, look: Look) -> None:
-        dtype = torch.promote_types(values_WN.dtype, torch.float32)
-        for first in range(0, into.numel(), self._block_columns):
-            columns = slice(first, first + self._block_columns)
-            block = values_WN[:, columns]
-            look(block)
-            total = block[0].to(dtype, copy=True)
-            for row in block[1:]:
-                total += row
-            into[columns] = total.div_(self._num_workers)
 
     def _split(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """Return what falls into W equal pieces, and the rest."""
@@ -187,7 +211,3 @@ def _complete(exchange: Exchange, gathered: Future[Any]) -> None:
         exchange.mean.set_exception(error)  # type: ignore[arg-type]
     else:
         exchange.mean.set_result(exchange.buffer)
-
-
-def _look_away(values_WN: Tensor) -> None:
-    """See nothing: the values are shown on another worker."""

@@ -1,0 +1,24 @@
+"""How many bytes a process has sent: Linux's own counters of its TCP connections."""
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+_TCP_INFO_BYTES = 256
+_BYTES_SENT_AT = 200  # tcpi_bytes_sent in struct tcp_info of linux/tcp.h
+
+
+def bytes_sent() -> int:
+    """Return how many bytes this process has sent on the connections that it holds now."""
+    total = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            connection = socket.socket(fileno=os.dup(int(link.name)))
+        except OSError:  # a file
+            continue
+        with connection:
+            if connection.family != socket.AF_UNIX and connection.type == socket.SOCK_STREAM:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                total += struct.unpack_from("Q", info, _BYTES_SENT_AT)[0]
+    return total
