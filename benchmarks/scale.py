@@ -106,7 +106,6 @@ def make_message(layout: Layout, rank: int, step: int) -> WorkerStep:
         group_norms_G=rng.uniform(1, 2, NUM_GROUPS),
         sketch_K=rng.normal(size=layout.sketch_width).astype(np.float32),
         group_sketches_GK=rng.normal(size=(NUM_GROUPS, GROUP_WIDTH)).astype(np.float32),
-        reduced_sketch_K=np.empty(0, np.float32),
         gram=np.empty(0),
     )
     return WorkerStep(

@@ -41,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sketch of the reduced gradient too": {"tier": "sketch", "reduced": "sketch"},
     "sketch without exact evidence": {"tier": "sketch", "evidence": False},
     "exact": {"tier": "exact"},
+    "sketch and traces": {"tier": "sketch", "trace": True},
 }
 """What ``watch`` is asked for."""
 

@@ -18,6 +18,8 @@ from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, Sampl
 from rankscope.capture.exact_evidence import NoEvidence
 from rankscope.capture.guard import Guard
 from rankscope.capture.passes import ForwardPasses
+from rankscope.capture.trace import PendingTrace
+from rankscope.capture.witness import BothSee
 from rankscope.exchange import LocalStep, pack_share
 from rankscope.instruments import Instruments
 
@@ -55,9 +57,12 @@ class StepBooks:
         self._samples = SampleMeter()
         self._optimizer = OptimizerMeter(optimizer)
         self._evidence = instruments.make_evidence_meter(optimizer)
+        make_trace = instruments.make_trace_meter
+        self._trace = None if make_trace is None else make_trace(optimizer, guard.leave_out)
         self._replica = math.nan if instruments.replica is None else instruments.replica
         self._unreduced = False
-        self._tap = instruments.make_tap(guard, self._evidence, self._shadow)
+        witness = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
+        self._tap = instruments.make_tap(guard, witness, self._shadow)
         self._passes = ForwardPasses(self._tap.notice_backward, guard)
         self.layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
         self._last_time = time.perf_counter()
@@ -85,6 +90,8 @@ class StepBooks:
         if self._canary is not None and not bypassed:
             self._guard.leave_out(self._canary.before_forward(self.step, args, kwargs))
         self._evidence.begin_step(self.step)
+        if self._trace is not None:
+            self._trace.begin_step(self.step, paused=self.paused)
         due = self.step % self._interval_at(self.step) == 0
         measure = due and not self.paused
         if self._exact is not None:
@@ -116,6 +123,8 @@ class StepBooks:
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._tap.collect()
             self._evidence.abort()
+            if self._trace is not None:
+                self._trace.abort()
             self._passes.take_idle()
             self._losses.collect()
             self._samples.collect()
@@ -139,6 +148,8 @@ class StepBooks:
         now = time.perf_counter()
         canary = None if self._canary is None else self._canary.collect()
         busy = self._tap.busy_seconds if canary is None else math.nan
+        if self._trace is not None:
+            busy -= self._trace.busy_seconds
         named = self._samples.named
         idle = self._passes.take_idle()
         losses, multipliers = self._losses.collect(idle)
@@ -146,6 +157,7 @@ class StepBooks:
             self._evidence.abort()
         evidence = NoEvidence() if shadow else self._evidence
         state, compared = evidence.collect(self.step)
+        trace, tracing_seconds = self._collect_trace(shadow=shadow)
         local = LocalStep(
             step=self.step,
             gradient=self._collect_gradient(),
@@ -154,6 +166,7 @@ class StepBooks:
             samples=self._samples.collect(idle),
             state=state,
             canary=canary,
+            trace=trace,
             values={
                 **self._optimizer.collect(),
                 **compared,
@@ -165,10 +178,18 @@ class StepBooks:
                 "overhead_seconds": self._guard.take_seconds(),
             },
         )
+        self._guard.leave_out(tracing_seconds)  # they will count with the next step's
         self.step += 1
         self._unreduced = False
         self._last_time = now
         self._send(local)
+
+    def _collect_trace(self, *, shadow: bool) -> tuple[PendingTrace | None, float]:
+        if self._trace is None:
+            return None, 0.0
+        if shadow:
+            self._trace.abort()
+        return self._trace.collect()
 
     def _collect_gradient(self) -> GradientHandover | None:
         measured = self._tap.collect()
@@ -179,6 +200,7 @@ class StepBooks:
             measured,
             sketch_width=self.layout.sketch_width,
             group_width=self.layout.group_width,
-            reduced_width=self.layout.reduced_width,
+            sections=self.layout.sections,
+            audit_width=self.layout.audit_width,
             gram=None if gram is None else pack_share(gram),
         )

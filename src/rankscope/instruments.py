@@ -1,6 +1,6 @@
 """Which instruments measure a model: chosen once, by how it is wrapped and by what is asked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -10,14 +10,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
 from rankscope.capture.exact_evidence import EvidenceMeter, ExactEvidence, NoEvidence
+from rankscope.capture.reduced_types import reduced_types
 from rankscope.capture.state_meter import StateMeter
 from rankscope.capture.tap import Guarded
+from rankscope.capture.trace import TraceMeter
 from rankscope.capture.witness import GradientWitness
+from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.consensus import SKETCH_WIDTH as CONSENSUS_WIDTH
 from rankscope.core.governor import Governor
 from rankscope.core.groups import Groups, GroupsOption, group_parameters
+from rankscope.core.sections import SECTION_ELEMENTS, Sections, cut_sections
 from rankscope.core.tiers import Tier
-from rankscope.errors import UsageError
+from rankscope.errors import UnsupportedError, UsageError
 from rankscope.exchange import MAX_PAIRED, ExactGram, Layout, check_exact
 from rankscope.wrapping import Wrapped
 
@@ -40,6 +44,7 @@ class Options:
         overhead_budget: Share of the step time that the monitor may take; None for any.
         seed: Seed of the sketch's signs.
         evidence: Whether what should be equal on all workers is compared exactly.
+        trace: Whether rank 0 records every parameter and reduced gradient in short.
     """
 
     tier: Tier
@@ -50,6 +55,10 @@ class Options:
     overhead_budget: float | None
     seed: int
     evidence: bool = True
+    trace: bool = False
+
+
+MakeTraceMeter = Callable[[torch.optim.Optimizer | None, Callable[[float], None]], TraceMeter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,10 @@ class Instruments:
             sequence is not a target.
         make_exact: Puts the reduction that yields exact inner products into the model, in the
             exact tier; all ranks call it at the same point.
+        make_trace_meter: Makes what traces the training, for rank 0 alone, given the optimizer and
+            what takes the seconds that it spends; None without traces.
+        reduced_in: Where the reduction is audited, for each group the type in which its gradient
+            is meant to be reduced; else None.
     """
 
     make_tap: Callable[[Guarded, GradientWitness, Callable[[], None]], GradientTap]
@@ -83,6 +96,8 @@ class Instruments:
     device: torch.device
     shifted_labels: bool
     make_exact: Callable[[Guarded], ExactGram] | None = None
+    make_trace_meter: MakeTraceMeter | None = None
+    reduced_in: Mapping[str, str] | None = None
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
@@ -119,23 +134,30 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         raise UsageError(f"the scalars tier reads reduced='norm', got '{reduced}'")
     if options.tier is Tier.EXACT:
         check_exact(wrapped.wrapper)
+    if options.trace and wrapped.kind != "DDP":
+        raise UnsupportedError(
+            "trace=True expected a model under DDP, where rank 0 holds whole parameters and "
+            f"gradients, got {wrapped.kind}; leave it out"
+        )
     groups = group_parameters(wrapped.parameters, options.groups)
     sketches = options.tier is not Tier.SCALARS
     meter = Sketcher if sketches else NormMeter
-    sketcher = meter(wrapped.device, groups, options.sketch_width, options.seed)
+    sections = _sections(wrapped, groups) if reduced is ReadReduced.SKETCH else None
+    sketcher = meter(wrapped.device, groups, options.sketch_width, options.seed, sections)
     num_workers = wrapped.group.size()
     paired = num_workers <= MAX_PAIRED
-    if not paired and (reduced is ReadReduced.SKETCH or options.tier is Tier.EXACT):
+    if not paired and options.tier is Tier.EXACT:
         raise UsageError(
-            f"the exact tier and reduced='sketch' compare up to {MAX_PAIRED} workers, got "
-            f"{num_workers}; use tier='sketch' and reduced='norm'"
+            f"the exact tier compares up to {MAX_PAIRED} workers, got {num_workers}; use "
+            "tier='sketch'"
         )
     width = options.sketch_width if paired else min(CONSENSUS_WIDTH, options.sketch_width)
     layout = Layout(
         sketch_width=width if sketches else 0,
         groups=groups.names,
         group_width=GROUP_WIDTH if sketches and len(groups) > 1 else 0,
-        reduced_width=options.sketch_width if reduced is ReadReduced.SKETCH else 0,
+        sections=sections,
+        audit_width=0 if sections is None else min(AUDIT_WIDTH, options.sketch_width),
         gram_size=num_workers * (num_workers + 1) // 2 if options.tier is Tier.EXACT else 0,
     )
 
@@ -166,13 +188,42 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         groups=groups,
         device=wrapped.device,
         shifted_labels="CausalLM" in type(wrapped.module).__name__,
+        reduced_in=None if sections is None else _reduced_in(wrapped, groups),
         make_exact=_make_exact(wrapped) if options.tier is Tier.EXACT else None,
+        make_trace_meter=_make_trace_meter(wrapped, options.every) if options.trace else None,
     )
+
+
+def _reduced_in(wrapped: Wrapped, groups: Groups) -> dict[str, str]:
+    return reduced_types(wrapped.wrapper, wrapped.parameters, groups)
+
+
+def _sections(wrapped: Wrapped, groups: Groups) -> Sections:
+    sizes = {name: _elements(parameter) for name, parameter in wrapped.parameters.items()}
+    return cut_sections(sizes, groups, section_elements=SECTION_ELEMENTS)
+
+
+def _elements(parameter: torch.Tensor) -> int:
+    """Return how many real numbers a parameter's gradient has."""
+    count = getattr(parameter, "ds_numel", None) or parameter.numel()  # ZeRO 3 empties it
+    return int(count) * (2 if parameter.is_complex() else 1)
 
 
 def _make_exact(wrapped: Wrapped) -> Callable[[Guarded], ExactGram]:
     def make(guarded: Guarded) -> ExactGram:
         assert isinstance(wrapped.wrapper, DistributedDataParallel)  # check_exact said so
         return ExactGram.register(wrapped.wrapper, guarded)
+
+    return make
+
+
+def _make_trace_meter(wrapped: Wrapped, every: int) -> MakeTraceMeter:
+    def make(
+        optimizer: torch.optim.Optimizer | None, leave_out: Callable[[float], None]
+    ) -> TraceMeter:
+        parameters, device = wrapped.parameters, wrapped.device
+        return TraceMeter(
+            wrapped.module, parameters, device, optimizer, every=every, leave_out=leave_out
+        )
 
     return make

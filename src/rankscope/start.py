@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rankscope.canary import LiveCanary, check_canary
 from rankscope.capture import ReadReduced
 from rankscope.capture.environment import environment_facts, vocabulary_digest
+from rankscope.capture.training_facts import training_facts
 from rankscope.core.groups import GroupsOption
 from rankscope.core.hang import HangReport
 from rankscope.core.plan import Plan
@@ -60,6 +61,7 @@ def watch(
     tokenizer: Any = None,
     canary: bool = True,
     canary_every: int | None = None,
+    trace: bool = False,
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
@@ -111,6 +113,9 @@ def watch(
         canary: Whether all workers replay a batch when a worker differs from the others, which
             tells its data from its parameters and its hardware. Under DDP, up to 64 workers.
         canary_every: Steps from one such replay to the next, whatever the findings. None: none.
+        trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
+            reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
+            Under DDP; outside of ``overhead_budget``.
 
     Returns:
         The running scope, also a context manager.
@@ -129,6 +134,7 @@ def watch(
         overhead_budget=overhead_budget,
         seed=seed,
         evidence=bool(evidence),
+        trace=bool(trace),
     )
     wrapped = find_wrapper(model)
     if not isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's is a wrapper, too
@@ -141,6 +147,7 @@ def watch(
     described = {
         **dataclasses.asdict(options),
         "groups": list(instruments.groups.names),
+        "reduced_in": instruments.reduced_in,
         "parallel": wrapped.kind,
         "resume": resume,
         "plan": intended.to_json(),
@@ -148,9 +155,12 @@ def watch(
         "canary_every": canary_every,
     }
     facts = _facts(instruments.device, tokenizer)
-    info = {"facts": facts, "config": dict(config or {})}
+    training = training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group)
+    info = {"facts": facts, "config": dict(config or {}), "training": training}
     directory = _own_directory(Path(run_dir), dist.get_process_group_ranks(group))
     writer, diagnosis = _open_run(channel, directory, described, info, flush_seconds)
+    if channel.rank != 0:
+        instruments = dataclasses.replace(instruments, make_trace_meter=None)
     return Scope(
         model,
         optimizer,
@@ -229,7 +239,13 @@ def _open_run(
         except RankscopeError as error:
             problem = str(error)
     environments = [hello.facts["environment"] for hello in hellos]
-    diagnosis = Diagnosis(channel.num_workers, hosts, environments, Plan.of(options["plan"]))
+    diagnosis = Diagnosis(
+        channel.num_workers,
+        hosts,
+        environments,
+        Plan.of(options["plan"]),
+        reduced_in=options["reduced_in"],
+    )
     _share_start(channel, diagnosis, b"" if start is None else pack_state(start), problem)
     if writer is not None:
         writer.add_findings(diagnosis.findings)
@@ -284,5 +300,6 @@ def _facts(device: torch.device, tokenizer: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "seed": torch.initial_seed(),
         "environment": {**environment_facts(device), **vocabulary},
     }

@@ -9,11 +9,15 @@ import torch
 from rankscope.capture import GradientHandover, LocalGradient, NormMeter, ReadReduced, Sketcher
 from rankscope.capture.fold import fold
 from rankscope.core.groups import group_parameters
+from rankscope.core.sections import cut_sections
 
 WIDTH = 101
 NARROW = 13
 SHAPES = {"embed.weight": (20, 8), "layers.0.up": (30, 8), "layers.0.down": (9,), "head.bias": (5,)}
 GROUPS = group_parameters(SHAPES)
+SECTIONS = cut_sections(
+    {name: math.prod(shape) for name, shape in SHAPES.items()}, GROUPS, section_elements=100
+)
 CPU = torch.device("cpu")
 
 
@@ -22,17 +26,22 @@ def make_gradient(seed=0):
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def measure(gradient, meter=Sketcher):
-    sketcher = meter(CPU, GROUPS, WIDTH)
+def measure(gradient, meter=Sketcher, sections=None):
+    sketcher = meter(CPU, GROUPS, WIDTH, sections=sections)
     totals = sketcher.new_totals()
     for name, part in gradient.items():
         sketcher.measure(name, part, totals)
     return totals
 
 
-def hand_over(measured, *, sketch=WIDTH, group=NARROW, reduced=0, gram=None):
+def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0, gram=None):
     return GradientHandover(
-        measured, sketch_width=sketch, group_width=group, reduced_width=reduced, gram=gram
+        measured,
+        sketch_width=sketch,
+        group_width=group,
+        sections=sections,
+        audit_width=audit,
+        gram=gram,
     ).read()
 
 
@@ -61,7 +70,8 @@ def test_norms_largest_and_sketches():
         handed.gradient.group_sketches_GK, fold(totals.sketches, NARROW).numpy()
     )
     assert handed.gradient.sketch_K.dtype == handed.gradient.group_sketches_GK.dtype == np.float32
-    assert handed.gradient.reduced_sketch_K.shape == handed.gradient.gram.shape == (0,)
+    assert handed.gradient.gram.shape == (0,)
+    assert handed.gradient.audit is None
 
 
 @pytest.mark.parametrize(
@@ -78,34 +88,62 @@ def test_only_what_was_asked_for_travels(meter, sketch, group):
 
 def test_a_narrower_sketch_is_made_of_the_wide_one():
     totals = measure(make_gradient())
-    handed = hand_over(
-        LocalGradient(totals, totals.clone()), sketch=NARROW, group=0, reduced=NARROW
-    )
+    handed = hand_over(LocalGradient(totals, totals.clone()), sketch=NARROW, group=0)
     narrow_K = fold(totals.sketches.sum(0)[None], NARROW)[0].numpy()
     np.testing.assert_array_equal(handed.gradient.sketch_K, narrow_K)
-    np.testing.assert_array_equal(handed.gradient.reduced_sketch_K, narrow_K)
 
 
 @pytest.mark.parametrize("read", [ReadReduced.NORM, ReadReduced.SKETCH])
-def test_the_reduced_gradient(read):
+def test_the_norm_of_the_reduced_gradient(read):
     local, reduced = make_gradient(0), make_gradient(1)
-    sketch = read is ReadReduced.SKETCH
-    totals = measure(reduced, Sketcher if sketch else NormMeter)
-    handed = hand_over(LocalGradient(measure(local), totals), reduced=WIDTH if sketch else 0)
+    totals = measure(reduced, Sketcher if read is ReadReduced.SKETCH else NormMeter)
+    handed = hand_over(LocalGradient(measure(local), totals))
     assert handed.values["reduced_norm"] == pytest.approx(norm(*reduced.values()), rel=1e-6)
     assert handed.values["grad_norm"] == pytest.approx(norm(*local.values()), rel=1e-6)
-    expected_K = totals.sketches.sum(0).numpy() if sketch else np.empty(0)
-    np.testing.assert_array_equal(handed.gradient.reduced_sketch_K, expected_K)
     np.testing.assert_array_equal(handed.gradient.sketch_K, measure(local).sketches.sum(0).numpy())
 
 
-def test_a_reduced_gradient_that_could_not_be_read_is_unknown_at_its_full_size():
-    """A message has room for it, whatever one step brings."""
-    handed = hand_over(LocalGradient(measure(make_gradient())), reduced=WIDTH)
+@pytest.mark.parametrize("narrow", [NARROW, WIDTH])
+def test_sections_are_handed_over_one_by_one_for_the_audit(narrow):
+    """Besides, everything is as without: rows of a group are added together."""
+    local, reduced = make_gradient(0), make_gradient(1)
+    plain = hand_over(LocalGradient(measure(local), measure(reduced)))
+    local_totals, reduced_totals = (measure(g, sections=SECTIONS) for g in (local, reduced))
+    handed = hand_over(LocalGradient(local_totals, reduced_totals), sections=SECTIONS, audit=narrow)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    np.testing.assert_allclose(handed.gradient.sketch_K, plain.gradient.sketch_K, **close)
+    np.testing.assert_allclose(
+        handed.gradient.group_sketches_GK, plain.gradient.group_sketches_GK, **close
+    )
+    np.testing.assert_allclose(
+        handed.gradient.group_norms_G, plain.gradient.group_norms_G, rtol=1e-7
+    )
+    for name, value in plain.values.items():
+        assert handed.values[name] == pytest.approx(value, rel=1e-7)
+    audit = handed.gradient.audit
+    assert audit.local_SK.shape == audit.reduced_SK.shape == (len(SECTIONS), narrow)
+    for rows, totals in ((audit.local_SK, local_totals), (audit.reduced_SK, reduced_totals)):
+        expected = fold(totals.sketches, narrow) if narrow < WIDTH else totals.sketches
+        np.testing.assert_array_equal(rows, expected.numpy())
+    flat = torch.cat([reduced["layers.0.up"].flatten(), reduced["layers.0.down"].flatten()])
+    first, counts = 2, SECTIONS.counts
+    assert counts == (2, 3, 1)  # one of the parameters spans two sections
+    pieces = np.split(flat.double().square().numpy(), np.cumsum(SECTIONS.sizes[2:4]))
+    np.testing.assert_allclose(
+        audit.reduced_squares_S[first : first + 3], [piece.sum() for piece in pieces], rtol=1e-6
+    )
+
+
+def test_a_reduced_gradient_that_could_not_be_read_is_unknown_to_the_audit():
+    handed = hand_over(
+        LocalGradient(measure(make_gradient(), sections=SECTIONS)), sections=SECTIONS, audit=NARROW
+    )
     assert math.isnan(handed.values["reduced_norm"])
-    assert handed.gradient.reduced_sketch_K.shape == (WIDTH,)
-    assert np.isnan(handed.gradient.reduced_sketch_K).all()
-    assert np.isfinite(handed.gradient.sketch_K).all()
+    audit = handed.gradient.audit
+    assert audit.reduced_SK.shape == (len(SECTIONS), NARROW)
+    assert np.isnan(audit.reduced_SK).all()
+    assert np.isnan(audit.reduced_squares_S).all()
+    assert np.isfinite(audit.local_SK).all()
 
 
 def test_micro_batches_and_a_gradient_that_was_carried_over():
@@ -146,7 +184,7 @@ def test_what_is_measured_later_does_not_reach_a_handover_on_its_way():
     gram = torch.ones(3, dtype=torch.float64)
     expected = hand_over(LocalGradient(totals), gram=gram)
     handover = GradientHandover(
-        LocalGradient(totals), sketch_width=WIDTH, group_width=NARROW, reduced_width=0, gram=gram
+        LocalGradient(totals), sketch_width=WIDTH, group_width=NARROW, gram=gram
     )
     totals.reset()
     sketcher.measure("head.bias", torch.full((5,), math.nan), totals)

@@ -108,7 +108,7 @@ def test_many_ranks_compile_once(empty_cache, counted_compiler):
 def test_another_processor_or_compiler_gets_a_library_of_its_own(
     empty_cache, counted_compiler, monkeypatch
 ):
-    monkeypatch.setattr(build, "_compile", lambda compiler, library, deadline: library.touch())
+    monkeypatch.setattr(build, "_compile", lambda _, sources, library, deadline: library.touch())
     first = built_library()
     monkeypatch.setattr(build, "_processor", lambda: "another")
     second = built_library()

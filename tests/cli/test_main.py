@@ -34,7 +34,7 @@ STUDY = {
 }
 REPORT = {"--again", "--fail-on", "--html", "--json", "--no-html", "--output"}
 HELP = {"--help", "-h"}
-COMMANDS = {"study", "report", "doctor", "replay", "faults"}
+COMMANDS = {"study", "report", "doctor", "replay", "diff", "numerics", "faults"}
 
 
 def call(

@@ -35,7 +35,6 @@ def make_messages(num_workers, step):
             group_norms_G=np.linalg.norm(groups, axis=1),
             sketch_K=sketch.astype(np.float32),
             group_sketches_GK=groups.astype(np.float32),
-            reduced_sketch_K=np.empty(0, np.float32),
             gram=np.empty(0),
         )
         values = {"loss": float(rank), "grad_norm": 1.0, "overhead_seconds": rank / 10}

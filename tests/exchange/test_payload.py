@@ -3,21 +3,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope.core.groups import group_parameters
 from rankscope.core.replicas import StateDigests, StateKind
+from rankscope.core.sections import cut_sections
 from rankscope.core.step import MISSING_INT, MeasuredGradient
 from rankscope.exchange import Goodbye, Layout, PayloadError, WorkerStep
 from rankscope.exchange.payload import MAX_DIGESTS
 
+SECTIONS = cut_sections(
+    {"embedding": 3, "head": 5}, group_parameters(["embedding", "head"]), section_elements=4
+)
+
 finite = st.floats(allow_nan=False, width=64)
 
 
-def gradient(sketch, norms=(), groups=(), reduced=(), gram=()):
+def gradient(sketch, norms=(), groups=(), residuals=(), gram=()):
     return MeasuredGradient(
         group_norms_G=np.array(norms),
         sketch_K=np.array(sketch, np.float32),
         group_sketches_GK=np.array(groups, np.float32).reshape(len(norms), -1 if len(norms) else 0),
-        reduced_sketch_K=np.array(reduced, np.float32),
         gram=np.array(gram),
+        residuals=np.array(residuals),
     )
 
 
@@ -64,29 +70,31 @@ def test_all_that_is_measured_of_a_gradient_travels():
         sketch_width=3,
         groups=("embedding", "head"),
         group_width=2,
-        reduced_width=3,
+        sections=SECTIONS,
+        audit_width=3,
         reduced_copies=2,
         gram_size=3,
     )
     steps = [
         WorkerStep(
-            4, gradient=gradient([1, 2, 3], [0.5, 1.5], [[1, 2], [3, 4]], [2, 4, 6], [1, 2, 3])
+            4, gradient=gradient([1, 2, 3], [0.5, 1.5], [[1, 2], [3, 4]], [2, 4, 6.5], [1, 2, 3])
         ),
-        WorkerStep(
-            4, gradient=gradient([4, 5, 6], [2.5, 3.5], [[5, 6], [7, 8]], [4, 6, 8], [10, 20, 30])
-        ),
+        WorkerStep(4, gradient=gradient([4, 5, 6], [2.5, 3.5], [[5, 6], [7, 8]], [], [10, 20, 30])),
     ]
     gathered = layout.unpack(gather(layout, steps), step=4, time=0)
     assert gathered.groups == ("embedding", "head")
     assert gathered.group_norms_WG.tolist() == [[0.5, 1.5], [2.5, 3.5]]
     assert gathered.group_sketches_WGK.tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
-    assert gathered.reduced_sketch_K.tolist() == [3.0, 5.0, 7.0]  # each element on two workers
+    np.testing.assert_array_equal(gathered.total_residuals_W, [2.0, np.nan])  # one knows nothing
+    np.testing.assert_array_equal(gathered.residuals_WG, [[4.0, 6.5], [np.nan, np.nan]])
+    assert gathered.reduced_copies == 2
     assert gathered.gram_WW.tolist() == [[11, 22], [22, 33]]
     silent = layout.without_gradient()
     assert silent.num_bytes < layout.num_bytes
     unmeasured = silent.unpack(gather(silent, steps), step=4, time=0)
     assert not unmeasured.observed
     assert unmeasured.sketches_WK is unmeasured.group_norms_WG is unmeasured.gram_WW is None
+    assert unmeasured.residuals_WG is unmeasured.total_residuals_W is None
 
 
 def test_a_layout_grows_to_what_did_not_fit_and_says_so():

@@ -82,9 +82,19 @@ def live_step(step, width, *, groups=NAMES):
         groups=groups if observed else (),
         group_norms_WG=rng.random((width, len(groups))) if observed else None,
         group_sketches_WGK=narrow if observed and step % 4 else None,
-        reduced_sketch_K=sketches.mean(axis=0) if observed else None,
+        residuals_WG=residuals(rng, width, len(groups), step) if observed else None,
+        total_residuals_W=rng.random(width) if observed else None,
         interval=1 + step % 2,
     )
+
+
+def residuals(rng, width, num_groups, step):
+    """Return what an audit finds: none in some steps, parts of it in others."""
+    if step % 5 == 0:
+        return None
+    found_WG = rng.random((width, num_groups))
+    found_WG[rng.random((width, num_groups)) < (1.0 if step % 5 == 1 else 0.3)] = np.nan
+    return found_WG
 
 
 def record(path, reports, *, flush_every=None):

@@ -49,6 +49,8 @@ class TestInEveryMode:
     def test_workers_that_hold_the_same_are_not_said_to_differ(self, runs, mode):
         """The model normalises batches: its buffers do differ, and so may the random overflow."""
         expected = {"state.buffers_differ", "numerics.nonfinite", "loss.scale"}
+        if mode.hook in ("rounding", "PowerSGD"):  # which the audit tells, of all workers
+            expected.add("numerics.reduction_error")
         found = {finding.cause: finding.explanation for finding in runs[mode.name].run.findings()}
         assert not [words for cause, words in found.items() if cause not in expected]
 

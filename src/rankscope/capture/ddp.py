@@ -5,6 +5,9 @@ path alone, which keeps every bit of the training as it was (a communication hoo
 W = 3: DDP then divides at another place). It sees the accumulated local gradient with bucket
 views, ``no_sync``, static graphs, unused parameters, compiled models, activation checkpointing and
 any communication hook.
+
+Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is shown before it
+is taken away (:mod:`rankscope.capture.alone`), and measured as a part of the whole.
 """
 
 import math
@@ -16,10 +19,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from rankscope.capture.alone import alone_gradients
 from rankscope.capture.backward import BackwardEnd
 from rankscope.capture.busy import BusyClock
 from rankscope.capture.join import ShadowSteps
 from rankscope.capture.micro import MicroBatches
+from rankscope.capture.parts_alone import PartsAlone
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.tap import Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
@@ -72,6 +77,7 @@ class DDPTap:
         self._settled = False  # the step's reduction is over
         self._due = self._measure = self._synchronises = False
         self._bypassed = self._through_ddp = self._unreduced = False
+        self._alone: PartsAlone | None = None
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._on_gradient, name)
@@ -98,11 +104,13 @@ class DDPTap:
         """
         self._through_ddp |= not bypassed
         self._bypassed = not self._through_ddp
+        self._find_alone()
         self._backward.begin()
         self._fresh = True
         self._synchronises = self._bypassed or self._model.require_backward_grad_sync
         # Norms do not add up over micro-batches, so without sketches the last one says it all.
-        self._measure = measure and (self._synchronises or self._sketcher.sketches)
+        adds_up = self._sketcher.sketches or self._alone is not None
+        self._measure = measure and (self._synchronises or adds_up)
         self._due = measure
 
     def notice_backward(self) -> None:
@@ -127,20 +135,41 @@ class DDPTap:
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
         gradient = None
-        valid = self.complete and self._settled and self._calls.whole and not self._spoiled
+        valid = self.complete and self._settled and self._is_whole() and not self._spoiled
         if valid and self._measure:
             known = self._reduced is not None and self._reduced_known
-            gradient = LocalGradient(
-                self._totals.clone(),
-                self._reduced.clone() if self._reduced is not None and known else None,
-                self._micro.squared_norms(),
-                self._carried_over,
-            )
+            reduced = self._reduced.clone() if self._reduced is not None and known else None
+            gradient = self._gradient(reduced)
         self._start_again()
         return gradient
 
+    def _is_whole(self) -> bool:
+        return self._calls.whole if self._alone is None else self._alone.valid
+
+    def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
+        if self._alone is not None:
+            return self._alone.gradient(reduced, self._carried_over)
+        micro = self._micro.squared_norms()
+        return LocalGradient(self._totals.clone(), reduced, micro, self._carried_over)
+
+    def _find_alone(self) -> None:
+        """See whether a reduction takes the gradients away one by one by now."""
+        found = alone_gradients(self._model)
+        if self._alone is None and found is not None:
+            self._alone = PartsAlone(found, self._sketcher)
+            names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+            def see(parameter: Tensor, gradient: Tensor) -> None:
+                name = names.get(id(parameter))
+                if name is not None:
+                    self._guarded(partial(self._see, name, gradient))
+
+            self._alone.watch(see)
+
     def remove(self) -> None:
         """Take all hooks out of the model."""
+        if self._alone is not None:
+            self._alone.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -151,6 +180,8 @@ class DDPTap:
         self._busy.begin_step(reduced=self.complete)
         self._backward.begin()
         self._micro.reset()
+        if self._alone is not None:
+            self._alone.reset()
         self._calls.reset()
         self._carried_over = None
         self._begun = self._reduced_known = self._spoiled = False
@@ -158,27 +189,31 @@ class DDPTap:
         self._through_ddp = self._bypassed = False
 
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
-        self._guarded(partial(self._see, name, parameter))
+        if self._alone is None:
+            self._guarded(partial(self._see, name, parameter.grad))
 
     def _on_begin(self) -> None:
         self._first = True
 
-    def _see(self, name: str, parameter: Tensor) -> None:
+    def _see(self, name: str, gradient: Tensor | None) -> None:
         self._busy.see_gradient()
         self._backward.notice()
         if self._first:
             self._first = False
             self._begin_pass(name)
-        if not self._calls.last_of(name):
+        last = self._calls.last_of(name)
+        if not last and self._alone is None:
             return
-        if parameter.grad is not None:
-            self._witness.see_local(name, parameter.grad)
+        if gradient is not None:
+            self._witness.see_local(name, gradient)
         if not self._measure:
             return
-        if parameter.grad is None:  # a hook of the training's has taken it away
+        if gradient is None:  # a hook of the training's has taken it away
             self._spoiled = True
+        elif self._alone is not None:
+            self._alone.parts.measure(name, gradient)
         else:
-            self._sketcher.measure(name, parameter.grad, self._totals)
+            self._sketcher.measure(name, gradient, self._totals)
 
     def _begin_pass(self, name: str) -> None:
         """Begin a backward pass whose first gradient is that of ``name``."""
@@ -201,10 +236,13 @@ class DDPTap:
         if self._synchronises:
             self._busy.see_reduced()
             self._witness.see_reduced()
-        self._spoiled = self._calls.end_pass() or self._spoiled
+        self._spoiled = (self._calls.end_pass() and self._alone is None) or self._spoiled
         if not self._measure:
             return
-        self._micro.add(self._totals, last=self._synchronises)
+        if self._alone is not None:
+            self._alone.end_pass()
+        else:
+            self._micro.add(self._totals, last=self._synchronises)
         if self._synchronises and self._reduced is not None:
             self._measure_reduced(self._reduced)
 

@@ -18,6 +18,8 @@ Source of the method: Charikar, Chen and Farach-Colton, "Finding frequent items 
 (2002).
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from rankscope.capture.kernels import PERIOD, ParameterSigns, choose_kernel, per
 from rankscope.capture.kernels.flat import flat_parts
 from rankscope.capture.totals import GradientTotals
 from rankscope.core.groups import Groups
+from rankscope.core.sections import Range, Sections
 from rankscope.errors import UsageError
 
 DEFAULT_WIDTH = 4093
@@ -39,6 +42,8 @@ class Sketcher:
         width: Sketch width k, a prime other than 8,191; the RMS error of a cosine is about
             ``(1 - cos^2)/sqrt(k)``.
         seed: Seed of all signs; equal on workers that are compared.
+        sections: Where groups are cut for the audit of the reduction: totals then have a row for
+            each section. None: one for each group.
 
     Raises:
         UsageError: ``width`` is not such a prime.
@@ -48,7 +53,12 @@ class Sketcher:
     """Whether :meth:`measure` fills sketches, or norms alone."""
 
     def __init__(
-        self, device: torch.device, groups: Groups, width: int = DEFAULT_WIDTH, seed: int = 0
+        self,
+        device: torch.device,
+        groups: Groups,
+        width: int = DEFAULT_WIDTH,
+        seed: int = 0,
+        sections: Sections | None = None,
     ) -> None:
         if not _is_prime(width) or width == PERIOD:
             raise UsageError(
@@ -59,6 +69,8 @@ class Sketcher:
         self.groups = groups
         self.width = width
         self.seed = seed
+        self._ranges = _whole(groups) if sections is None else dict(sections.ranges)
+        self._num_rows = len(groups) if sections is None else len(sections)
         self._kernel = choose_kernel(device, width, period_signs(seed))
         self._signs: dict[str, ParameterSigns] = {}
 
@@ -69,39 +81,56 @@ class Sketcher:
 
     def new_totals(self) -> GradientTotals:
         """Return totals of nothing, to be filled by :meth:`measure`."""
-        return GradientTotals.zeros(len(self.groups), self.width, self.device)
+        return GradientTotals.zeros(self._num_rows, self.width, self.device)
 
     @torch.no_grad()
     def measure(self, name: str, gradient: Tensor, into: GradientTotals, *, start: int = 0) -> None:
-        """Add one parameter's gradient, or a contiguous part of it, to its group's totals.
+        """Add one parameter's gradient, or a contiguous part of it, to the totals of its group.
+
+        Where groups are cut into sections, to those of the sections that it lies in.
 
         Calls on one accelerator must follow one another on its stream: they share scratch space.
 
         Args:
-            name: The parameter's name, which selects the group and the signs.
+            name: The parameter's name, which selects the rows and the signs.
             gradient: Any shape, any floating dtype, on this sketcher's device; a DTensor counts
                 as its local part.
             into: The totals to add to.
             start: Position of the gradient's first element in the whole flat parameter.
         """
-        group = self.groups.index_of[name]
         signs = self._signs_of(name)
-        first = signs.first % self.width + start
+        first = signs.first % self.width
         for position, flat in flat_parts(gradient):
-            self._kernel.measure(flat, signs, first + position, into, group)
+            for row, place, piece in self._pieces(name, flat, start + position):
+                self._kernel.measure(piece, signs, first + place, into, row)
 
     @torch.no_grad()
     def measure_norm(self, name: str, gradient: Tensor, into: GradientTotals) -> None:
         """Add a gradient's squared norm, largest magnitude and non-finite count; no sketch."""
-        group = self.groups.index_of[name]
-        for _, flat in flat_parts(gradient):
-            self._kernel.measure_norm(flat, into, group)
+        for _, flat in flat_parts(gradient):  # norms are told of groups at the most
+            self._kernel.measure_norm(flat, into, self._ranges[name][0].section)
+
+    def _pieces(self, name: str, flat: Tensor, start: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield row, position in the parameter and elements of each piece of a flat part."""
+        *before, last = self._ranges[name]
+        for row, begin, end in before:
+            low, high = max(begin - start, 0), min(end - start, len(flat))
+            if low < high:
+                yield row, start + low, flat[low:high]
+        low = max(last.start - start, 0)
+        if low < len(flat):
+            yield last.section, start + low, flat[low:] if low else flat
 
     def _signs_of(self, name: str) -> ParameterSigns:
         signs = self._signs.get(name)
         if signs is None:
             signs = self._signs[name] = ParameterSigns(name, self.seed, self.device)
         return signs
+
+
+def _whole(groups: Groups) -> dict[str, tuple[Range, ...]]:
+    """Return ranges that leave parameters whole, one section for each group."""
+    return {name: (Range(group, 0, 0),) for name, group in groups.index_of.items()}
 
 
 def _is_prime(number: int) -> bool:

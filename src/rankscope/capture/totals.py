@@ -1,4 +1,8 @@
-"""What a pass over gradients leaves behind: a few numbers and a short sketch for each group."""
+"""What a pass over gradients leaves behind: a few numbers and a short sketch for each row.
+
+A row is a group of parameters or, where the reduction is audited, a section of one
+(:mod:`rankscope.core.sections`); the sections of a group are neighbours.
+"""
 
 from dataclasses import dataclass, fields
 
@@ -8,16 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class GradientTotals:
-    """Running totals of gradients, one row per group of parameters, all on one device.
+    """Running totals of gradients in R rows, all on one device.
 
-    The total over groups is a sum (of ``largest``, a maximum): everything here is linear or
+    The total over rows is a sum (of ``largest``, a maximum): everything here is linear or
     monotone, so that parts can be measured in any order.
 
     Attributes:
-        sketches: float32 ``[G, k]``: linear sketch of each group's gradient.
-        squared_norms: float64 ``[G]``: sum of squares; infinite or NaN where an element is.
-        largest: float32 ``[G]``: largest magnitude; infinite or NaN where an element is.
-        nonfinite: int64 ``[G]``: how many elements are infinite or NaN.
+        sketches: float32 ``[R, k]``: linear sketch of each row's gradient.
+        squared_norms: float64 ``[R]``: sum of squares; infinite or NaN where an element is.
+        largest: float32 ``[R]``: largest magnitude; infinite or NaN where an element is.
+        nonfinite: int64 ``[R]``: how many elements are infinite or NaN.
     """
 
     sketches: Tensor
@@ -26,13 +30,13 @@ class GradientTotals:
     nonfinite: Tensor
 
     @classmethod
-    def zeros(cls, num_groups: int, width: int, device: torch.device) -> "GradientTotals":
+    def zeros(cls, num_rows: int, width: int, device: torch.device) -> "GradientTotals":
         """Return the totals of nothing."""
         return cls(
-            torch.zeros(num_groups, width, device=device),
-            torch.zeros(num_groups, device=device, dtype=torch.float64),
-            torch.zeros(num_groups, device=device),
-            torch.zeros(num_groups, device=device, dtype=torch.int64),
+            torch.zeros(num_rows, width, device=device),
+            torch.zeros(num_rows, device=device, dtype=torch.float64),
+            torch.zeros(num_rows, device=device),
+            torch.zeros(num_rows, device=device, dtype=torch.int64),
         )
 
     def reset(self) -> None:
@@ -46,6 +50,13 @@ class GradientTotals:
         self.squared_norms.add_(other.squared_norms)
         torch.maximum(self.largest, other.largest, out=self.largest)
         self.nonfinite.add_(other.nonfinite)
+
+    def divide(self, divisor: float) -> None:
+        """Make them the totals of gradients that were divided by a number, in place."""
+        if divisor != 1.0:
+            self.sketches.div_(divisor)
+            self.squared_norms.div_(divisor**2)
+            self.largest.div_(divisor)
 
     def clone(self) -> "GradientTotals":
         """Return a copy that later measurements leave alone."""

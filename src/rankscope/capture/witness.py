@@ -5,7 +5,14 @@ from typing import Protocol
 from torch import Tensor
 
 
-class GradientWitness(Protocol):
+class SeesReduced(Protocol):
+    """Is told when a reduction is over."""
+
+    def see_reduced(self) -> None:
+        """Be told that the reduction is over, before anything else touches the gradients."""
+
+
+class GradientWitness(SeesReduced, Protocol):
     """Is shown gradients at two moments of a backward pass, on the training thread."""
 
     def see_local(self, name: str, gradient: Tensor) -> None:
@@ -18,5 +25,20 @@ class GradientWitness(Protocol):
             gradient: Any shape; it may be overwritten as soon as this returns.
         """
 
+
+class BothSee:
+    """Shows a witness everything, and tells another when the reduction is over.
+
+    Args:
+        witness: Sees it first.
+        other: Is told of the end of the reduction alone.
+    """
+
+    def __init__(self, witness: GradientWitness, other: SeesReduced) -> None:
+        self.see_local = witness.see_local
+        self._witness, self._other = witness, other
+
     def see_reduced(self) -> None:
-        """Be told that the reduction is over, before anything else touches the gradients."""
+        """Tell both."""
+        self._witness.see_reduced()
+        self._other.see_reduced()

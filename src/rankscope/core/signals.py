@@ -123,7 +123,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given"),
         ("loss_sem", _FLOAT, "nats/token", _LOCAL, _NONE, "standard error of the local loss, from its micro-batches or samples"),
         ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction"),
-        ("grad_norm_estimated", _BOOL, "", _LOCAL, _NONE, "whether grad_norm is an estimate, since the gradient was only seen in parts: ZeRO 2 and 3 with accumulation"),
+        ("grad_norm_estimated", _BOOL, "", _LOCAL, _NONE, "whether grad_norm is an estimate, since the gradient was only seen in parts: ZeRO 2 and 3 or order_free with accumulation"),
         ("grad_max", _FLOAT, "", _LOCAL, _BOTH, "largest magnitude of an element of the local gradient"),
         ("grad_nonfinite", _INT, "elements", _LOCAL, _HIGH, "elements of the local gradient that are infinite or NaN"),
         ("grad_scale", _FLOAT, "", _LOCAL, _BOTH, "what the loss was multiplied by before backward (scaler, accumulation), summed over micro-batches; its median over workers is undone in all gradient columns"),
@@ -210,12 +210,12 @@ SIGNALS: tuple[Signal, ...] = (
     ),
     *_declare(
         Table.TRACES,
-        ("step", _INT, "", _KEY, _NONE, "as in steps"),
-        ("kind", _TEXT, "", _KEY, _NONE, "parameter (after the step) or reduced (gradient, right after the reduction), on rank 0"),
+        ("step", _INT, "", _KEY, _NONE, "as in steps; the rows of the step before the first hold what was there at the beginning"),
+        ("kind", _TEXT, "", _KEY, _NONE, "parameter (after the step) or reduced (gradient, right after the reduction), on rank 0; at the beginning also buffer and optimizer"),
         ("name", _TEXT, "", _KEY, _NONE, "the parameter's name in the model"),
         ("digest", _INT, "", _DERIVED, _NONE, "digest of its bits"),
-        ("norm", _FLOAT, "", _DERIVED, _NONE, "its L2 norm"),
-        ("sketch", _FLOATS, "", _DERIVED, _NONE, "its linear sketch, 61 numbers: the difference of two runs' sketches is the sketch of the difference"),
+        ("norm", _FLOAT, "", _DERIVED, _NONE, "its L2 norm; null for an optimizer's state"),
+        ("sketch", _FLOATS, "", _DERIVED, _NONE, "its linear sketch, 61 numbers, none without a finite norm: the difference of two runs' sketches is the sketch of the difference"),
     ),
 )
 # fmt: on

@@ -11,6 +11,7 @@ from rankscope.core.replicas import StateDifference
 from rankscope.core.trace import Trace
 
 if TYPE_CHECKING:
+    from rankscope.core.audit import AuditPart
     from rankscope.core.consensus import Consensus
 
 Floats = NDArray[np.float64]
@@ -28,19 +29,21 @@ class MeasuredGradient:
         group_norms_G: L2 norm of each group's local gradient.
         sketch_K: Sketch of the local gradient; empty in the tier without sketches.
         group_sketches_GK: Narrow sketch of each group's local gradient, or ``[G, 0]``.
-        reduced_sketch_K: Sketch of the part of the reduced gradient that this worker holds, or
-            empty.
         gram: This worker's part of the exact inner products: upper triangle with diagonal, row by
             row ``[W(W+1)/2]``, or empty.
         report_R: Where this worker stands against all others, beyond 64 workers; or empty.
+        audit: What it contributes to the audit of the reduction; None without.
+        residuals: What came of the audit ``[1 + G]``: how far the reduced gradient that this worker
+            holds is from the mean, in all and by group; empty before, or without.
     """
 
     group_norms_G: Floats
     sketch_K: NDArray[np.float32]
     group_sketches_GK: NDArray[np.float32]
-    reduced_sketch_K: NDArray[np.float32]
     gram: Floats
     report_R: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    audit: "AuditPart | None" = None
+    residuals: Floats = field(default_factory=lambda: np.empty(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,6 @@ class GatheredStep:
         group_norms_WG: Gradient norm by worker and group.
         group_sketches_WGK: Narrow sketches by worker and group.
         gram_WW: Exact inner products of the local gradients, in the tier that has them.
-        reduced_sketch_K: Sketch of the reduced gradient, where it was read.
         reduced_copies: How many workers hold each element of the reduced gradient.
         differences: What differs between workers that should hold the same.
         interval: Sampling interval in force: gradients are measured in multiples of it.
@@ -73,6 +75,7 @@ class GatheredStep:
         groups_in_turn: Beyond 64 workers, the groups whose directions were compared, by index.
         residuals_WG: By worker and group, the relative distance of the reduced gradient that this
             worker holds from the mean of the workers' gradients; None where it was not audited.
+        total_residuals_W: The same of the whole gradient.
         trace: Rank 0's tensors, where they are traced; None on other ranks.
     """
 
@@ -90,7 +93,6 @@ class GatheredStep:
     group_norms_WG: Floats | None = None
     group_sketches_WGK: NDArray[np.float32] | None = None
     gram_WW: Floats | None = None
-    reduced_sketch_K: NDArray[np.float32] | None = None
     reduced_copies: int = 1
     differences: tuple[StateDifference, ...] = ()
     interval: int = 1
@@ -98,6 +100,7 @@ class GatheredStep:
     reports_WR: NDArray[np.float32] | None = None
     groups_in_turn: Ints | None = None
     residuals_WG: Floats | None = None
+    total_residuals_W: Floats | None = None
     trace: Trace | None = None
 
     @property

@@ -119,13 +119,12 @@ def _group_directions(gathered: GatheredStep) -> Floats | None:
 
 def _reduction(gathered: GatheredStep) -> dict[str, float]:
     """Return the norm of the reduced gradient, and how far it is from the workers' mean."""
-    residual = _NAN
-    if gathered.reduced_sketch_K is not None and gathered.sketches_WK is not None:
-        mean_K = gathered.sketches_WK.astype(np.float64).mean(axis=0)
-        length = float(np.linalg.norm(mean_K))
-        if np.isfinite(length) and length > 0:
-            residual = float(np.linalg.norm(gathered.reduced_sketch_K - mean_K)) / length
-    return {"grad_norm_reduced": _reduced(gathered), "reduction_residual": residual}
+    residuals_W = gathered.total_residuals_W
+    known_W = np.empty(0) if residuals_W is None else residuals_W[np.isfinite(residuals_W)]
+    return {
+        "grad_norm_reduced": _reduced(gathered),
+        "reduction_residual": float(known_W.max()) if known_W.size else _NAN,
+    }
 
 
 def _reduced(gathered: GatheredStep) -> float:

@@ -21,6 +21,7 @@ class Trace:
         digests_N: Digest of its bits.
         norms_N: Its L2 norm.
         sketches_NK: Its linear sketch: that of a difference is the difference of sketches.
+        initial: What the model held before this step, in the first one that is traced.
     """
 
     kinds: tuple[StateKind, ...]
@@ -28,3 +29,4 @@ class Trace:
     digests_N: NDArray[np.int64]
     norms_N: NDArray[np.float64]
     sketches_NK: NDArray[np.float32]
+    initial: "Trace | None" = None

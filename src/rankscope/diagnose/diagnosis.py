@@ -11,6 +11,7 @@ from rankscope.core.recorded import as_recorded
 from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport
 from rankscope.diagnose.alike import AlikePairs
+from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.detectors import DuplicateBatches, NonFinite
 from rankscope.diagnose.environment import EnvironmentMismatch
@@ -45,6 +46,8 @@ class Diagnosis:
         hosts: Host of each rank; empty when unknown.
         facts: Environment of each rank; empty when unknown.
         plan: What the run is meant to do.
+        reduced_in: By group, the type in which its gradient is meant to be reduced; None if
+            unknown.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Diagnosis:
         hosts: Sequence[str] = (),
         facts: Sequence[Mapping[str, Any]] = (),
         plan: Plan | None = None,
+        *,
+        reduced_in: Mapping[str, str] | None = None,
     ) -> None:
         plan = plan or Plan()
         outliers = WorkerOutliers(num_workers, hosts)
@@ -68,6 +73,7 @@ class Diagnosis:
             DifferentSettings(num_workers, plan),
             UnequalState(num_workers, local_buffers=plan.local_buffers),
             ReductionChecks(num_workers),
+            ReductionAudit(num_workers, reduced_in),
             EqualRandom(num_workers, plan),
             outliers,
             CanaryVerdicts(num_workers, lambda: outliers.set_apart),
@@ -223,6 +229,13 @@ def plan_of(info: Mapping[str, Any]) -> Plan:
     return Plan.of(options.get("plan") if isinstance(options, Mapping) else None)
 
 
+def reduced_in_of(info: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """Return in which type each group is meant to be reduced, as ``run.json`` states it."""
+    options = info.get("options")
+    types = options.get("reduced_in") if isinstance(options, Mapping) else None
+    return types if isinstance(types, Mapping) else None
+
+
 def diagnose_run(run: Run) -> tuple[Finding, ...]:
     """Diagnose a recorded run again, from its tables alone.
 
@@ -236,7 +249,11 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
         RunError: A file of the run cannot be read.
     """
     diagnosis = Diagnosis(
-        run.num_workers, hosts_of(run.info), facts_of(run.info), plan_of(run.info)
+        run.num_workers,
+        hosts_of(run.info),
+        facts_of(run.info),
+        plan_of(run.info),
+        reduced_in=reduced_in_of(run.info),
     )
     if "continues" in run.info:
         diagnosis.restore(_state_at_start(run))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankscope.core.state import State, StateError
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.diagnose.diagnosis import Diagnosis, reduced_in_of
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
@@ -54,7 +54,7 @@ def _diagnosis_after(
         raise StateError(f"it had {run.num_workers} workers, this job has {num_workers}")
     if list(run.info.get("options", {}).get("groups", groups)) != list(groups):
         raise StateError("it had other groups of parameters")
-    diagnosis = Diagnosis(num_workers, hosts)
+    diagnosis = Diagnosis(num_workers, hosts, reduced_in=reduced_in_of(run.info))
     diagnosis.restore(_last_state(previous))
     for report in run.iter_reports(diagnosis.next_step):
         diagnosis.observe(report)

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from rankscope.core.audit import AuditPart, residuals
+from rankscope.core.audit import contribution as contribution_to_audit
 from rankscope.core.consensus import (
     Consensus,
     consensus_of,
@@ -78,10 +80,13 @@ class FlatGathering:
     def exchange(self, message: WorkerStep, interval: int) -> Outcome:
         """Give this worker's message and return the step of all."""
         layout = _layout_of(self._layout, message.step, interval)
+        if layout.measured:  # also without a gradient: all take part, or none
+            message = replace(message, gradient=_audited(self._channel, layout, message.gradient))
         messages = self._channel.gather(layout.pack(message))
         self._layout = replace(layout.grown(messages), measured=True)
         gathered = layout.unpack(messages, step=message.step, time=time.time(), state=message.state)
-        gathered = undo_common_scale(replace(gathered, interval=interval))
+        gathered = replace(gathered, interval=interval, trace=message.trace)
+        gathered = undo_common_scale(gathered)
         return Outcome(
             step=message.step,
             observed=gathered.observed,
@@ -125,6 +130,8 @@ class RootGathering:
         if gradient is not None and layout.report_size:
             consensus = self._compare(gradient, turn)
         if gradient is not None:
+            gradient = _audited(self._channel, layout, gradient)
+        if gradient is not None:
             gradient = _without_sketches(gradient, consensus)
         packed = layout.pack(replace(message, gradient=gradient))
         messages = self._channel.gather_to_root(packed)
@@ -133,8 +140,9 @@ class RootGathering:
             gathered = layout.unpack(
                 messages, step=message.step, time=time.time(), state=message.state
             )
+            gathered = replace(gathered, interval=interval, trace=message.trace)
             gathered = undo_common_scale(
-                replace(gathered, interval=interval, consensus=consensus, groups_in_turn=turn)
+                replace(gathered, consensus=consensus, groups_in_turn=turn)
             )
         seconds = np.array([most["overhead_ns"], most["step_ns"]]) / 1e9
         return Outcome(message.step, observed, seconds[:1], seconds[1:], gathered)
@@ -181,6 +189,26 @@ def choose_gathering(channel: Channel, layout: Layout) -> Gathering:
 
 def _layout_of(layout: Layout, step: int, interval: int) -> Layout:
     return layout if step % interval == 0 else layout.without_gradient()
+
+
+def _audited(
+    channel: Channel, layout: Layout, gradient: MeasuredGradient | None
+) -> MeasuredGradient | None:
+    """Compare what the reduction returned with the mean of all workers' gradients; blocks.
+
+    A worker that does not know its own contributes what makes the result unknown to all.
+    """
+    sections = layout.sections
+    if sections is None:
+        return gradient
+    part = None if gradient is None else gradient.audit
+    if part is None:
+        part = AuditPart.unknown(len(sections), layout.audit_width)
+    width, copies = channel.num_workers, layout.reduced_copies
+    total = channel.reduce_sum(contribution_to_audit(part, width, copies))
+    if gradient is None:
+        return None
+    return replace(gradient, audit=None, residuals=residuals(total, part, sections, width, copies))
 
 
 def _without_sketches(gradient: MeasuredGradient, consensus: Consensus | None) -> MeasuredGradient:

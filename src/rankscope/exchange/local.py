@@ -11,6 +11,7 @@ from rankscope.capture.canary import PendingCanary
 from rankscope.capture.loss import MicroBatchLoss, to_arrays
 from rankscope.capture.samples import to_array
 from rankscope.capture.state_meter import PendingState
+from rankscope.capture.trace import PendingTrace
 from rankscope.core.nulls import weighted_mean_and_sem
 from rankscope.core.step import Floats, Ints
 from rankscope.exchange.payload import WorkerStep
@@ -29,6 +30,7 @@ class LocalStep:
         values: LOCAL signals that are known already.
         state: Digests of the training's state.
         canary: What the step says of canaries; None if nothing.
+        trace: Its tensors, where they are traced.
     """
 
     step: int
@@ -39,6 +41,7 @@ class LocalStep:
     values: Mapping[str, float]
     state: PendingState
     canary: PendingCanary | None = None
+    trace: PendingTrace | None = None
 
     def to_message(self) -> WorkerStep:
         """Wait for the device and return the message; for the courier's thread."""
@@ -70,6 +73,7 @@ class LocalStep:
             samples=samples,
             micro=_micro(losses, weights, micro_norms, multipliers),
             state=state,
+            trace=None if self.trace is None else self.trace.read(),
         )
 
 

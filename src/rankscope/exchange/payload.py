@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.replicas import StateDifference, StateDigests, differences
+from rankscope.core.sections import Sections
 from rankscope.core.signals import DType, Source, Table, schema_hash, signals
 from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints, MeasuredGradient
+from rankscope.core.trace import Trace
 from rankscope.errors import RankscopeError
 from rankscope.exchange.exact import sum_shares
 
@@ -57,6 +59,7 @@ class WorkerStep:
         micro: float64 ``[4, M]``: loss, loss weight, gradient norm and multiplier of each
             micro-batch.
         state: Digests of what should be equal on other workers.
+        trace: This worker's tensors, where they are traced; they do not travel.
         leaving: Whether this is the worker's last message.
     """
 
@@ -66,6 +69,7 @@ class WorkerStep:
     samples: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     micro: Floats = field(default_factory=lambda: np.empty((4, 0)))
     state: StateDigests = field(default_factory=StateDigests)
+    trace: Trace | None = None
     leaving: bool = False
 
 
@@ -77,7 +81,9 @@ class Layout:
         sketch_width: Numbers in the sketch of the local gradient; 0 without sketches.
         groups: Names of the parameter groups.
         group_width: Numbers in the sketch of each group.
-        reduced_width: Numbers in the sketch of the reduced gradient.
+        sections: What is audited of the reduction one by one; None without an audit.
+        audit_width: Numbers in the sketch of a section, which are summed over workers before the
+            message is packed; 0 without an audit.
         reduced_copies: How many workers hold each element of the reduced gradient.
         gram_size: Exact inner products, W(W+1)/2 or 0.
         report_size: What a worker says of itself against all others, beyond 64 workers.
@@ -90,7 +96,8 @@ class Layout:
     sketch_width: int
     groups: tuple[str, ...] = ()
     group_width: int = 0
-    reduced_width: int = 0
+    sections: Sections | None = None
+    audit_width: int = 0
     reduced_copies: int = 1
     gram_size: int = 0
     report_size: int = 0
@@ -123,7 +130,8 @@ class Layout:
             message["group_norms"] = step.gradient.group_norms_G
             message["sketch"] = step.gradient.sketch_K
             message["group_sketches"] = step.gradient.group_sketches_GK
-            message["reduced"] = step.gradient.reduced_sketch_K
+            known = len(step.gradient.residuals) == self._num_residuals
+            message["residuals"] = step.gradient.residuals if known else np.nan
             message["gram"] = step.gradient.gram
             message["report"] = step.gradient.report_R
         message["samples"][: len(step.samples)] = step.samples[: self.num_samples]
@@ -196,16 +204,15 @@ class Layout:
 
     def _gradients(self, records_W: NDArray[Any]) -> dict[str, Any]:
         """Return the fields of a gathered step that tell of gradients."""
-        reduced_WK = records_W["reduced"]
+        residuals_WR = records_W["residuals"].copy() if self.sections is not None else None
         return {
             "groups": self.groups,
             "group_norms_WG": records_W["group_norms"].copy(),
             "sketches_WK": records_W["sketch"].copy() if self.sketch_width else None,
             "group_sketches_WGK": records_W["group_sketches"].copy() if self.group_width else None,
             "gram_WW": sum_shares(records_W["gram"]) if self.gram_size else None,
-            "reduced_sketch_K": reduced_WK.sum(axis=0, dtype=np.float64) / self.reduced_copies
-            if self.reduced_width
-            else None,
+            "total_residuals_W": None if residuals_WR is None else residuals_WR[:, 0],
+            "residuals_WG": None if residuals_WR is None else residuals_WR[:, 1:],
             "reduced_copies": self.reduced_copies,
             "reports_WR": records_W["report"].copy() if self.report_size else None,
         }
@@ -213,6 +220,11 @@ class Layout:
     def _records(self, messages: Bytes) -> NDArray[Any]:
         """Return W messages ``[W, num_bytes]`` as W records, without a copy."""
         return np.ascontiguousarray(messages).view(self._record)[:, 0]
+
+    @property
+    def _num_residuals(self) -> int:
+        """Distances of the reduced gradient from the mean: in all, and by group."""
+        return 0 if self.sections is None else 1 + len(self.groups)
 
     @property
     def _record(self) -> np.dtype[Any]:
@@ -225,12 +237,12 @@ class Layout:
                 ("local", np.int64, (len(_LOCAL),)),
                 ("gram", np.float64, (measured * self.gram_size,)),
                 ("group_norms", np.float64, (num_groups,)),
+                ("residuals", np.float64, (measured * self._num_residuals,)),
                 ("samples", np.int64, (self.num_samples,)),
                 ("micro", np.float64, (4, self.num_micro)),
                 ("digests", np.int64, (self.num_digests,)),
                 ("sketch", np.float32, (measured * self.sketch_width,)),
                 ("group_sketches", np.float32, (num_groups, self.group_width)),
-                ("reduced", np.float32, (measured * self.reduced_width,)),
                 ("report", np.float32, (measured * self.report_size,)),
                 ("unchanged", np.bool_, (self.num_digests,)),
             ]

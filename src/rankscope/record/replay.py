@@ -93,7 +93,7 @@ def _report(
         raise ValueError("it lacks the workers")
     width = len(local["rank"])
     losses, weights, norms, scales = _micro(rows[Table.MICRO], width)
-    groups, norms_WG, cosines_WG = _groups(rows[Table.GROUPS], width)
+    groups, norms_WG, cosines_WG, residuals_WG = _groups(rows[Table.GROUPS], width)
     interval = values["interval"]
     gathered = GatheredStep(
         step=step,
@@ -109,6 +109,7 @@ def _report(
         differences=_differences(rows[Table.DIGESTS], width),
         groups=groups,
         group_norms_WG=norms_WG,
+        residuals_WG=residuals_WG,
         interval=int(interval) if np.isfinite(interval) else 1,
     )
     derived = {name: local[name] for name in _DERIVED}
@@ -150,14 +151,18 @@ def _differences(rows: Columns | None, width: int) -> tuple[StateDifference, ...
 
 def _groups(
     rows: Columns | None, width: int
-) -> tuple[tuple[str, ...], Floats | None, Floats | None]:
-    """Return the groups' names ``[G]``, and norms and cosines by worker and group ``[W, G]``."""
+) -> tuple[tuple[str, ...], Floats | None, Floats | None, Floats | None]:
+    """Return the groups' names ``[G]``; norms, cosines and residuals by worker and group."""
     if rows is None:
-        return (), None, None
-    norms_WG = rows["grad_norm"].reshape(width, -1)
-    cosines_WG = rows["cosine_rest"].reshape(width, -1)
-    names = tuple(rows["group"][: norms_WG.shape[1]].tolist())
-    return names, norms_WG, None if np.isnan(cosines_WG).all() else cosines_WG
+        return (), None, None, None
+    names = ("grad_norm", "cosine_rest", "reduction_residual")
+    norms_WG, cosines_WG, residuals_WG = (rows[name].reshape(width, -1) for name in names)
+    groups = tuple(rows["group"][: norms_WG.shape[1]].tolist())
+    return groups, norms_WG, _unless_unknown(cosines_WG), _unless_unknown(residuals_WG)
+
+
+def _unless_unknown(values: Floats) -> Floats | None:
+    return None if np.isnan(values).all() else values
 
 
 def _cosines(rows: Columns | None, width: int) -> Floats | None:

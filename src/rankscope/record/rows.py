@@ -8,6 +8,7 @@ from rankscope.core.direction import upper_triangle
 from rankscope.core.recorded import MAX_PAIRED_WORKERS, has_micro_batches, known_micro_norms
 from rankscope.core.signals import Source, Table, signals
 from rankscope.core.step import GatheredStep, StepReport
+from rankscope.core.trace import Trace
 from rankscope.record.schema import Array
 
 Rows = Mapping[str, Array | list[Array]]
@@ -129,14 +130,34 @@ def _digest_rows(report: StepReport) -> Rows:
 
 
 def _trace_rows(report: StepReport) -> Rows:
-    trace = report.gathered.trace
+    trace, step = report.gathered.trace, report.gathered.step
     if trace is None:
         return {"step": np.empty(0, np.int64)}
+    blocks = [_trace_block(trace, step)]
+    if trace.initial is not None:
+        blocks.insert(0, _trace_block(trace.initial, step - 1))
+    rows: dict[str, Array | list[Array]] = {
+        name: np.concatenate([block[name] for block in blocks])
+        for name in ("step", "kind", "name", "digest", "norm")
+    }
+    rows["sketch"] = [cell for block in blocks for cell in block["sketch"]]
+    return rows
+
+
+def _trace_block(trace: Trace, step: int) -> Rows:
+    """Return the rows of one moment: what the model holds after ``step``.
+
+    Without a norm there is no sketch: a cell is empty then.
+    """
+    known = np.isfinite(trace.norms_N).tolist()
+    nothing = trace.sketches_NK[0, :0] if len(known) else np.empty(0, np.float32)
     return {
-        "step": np.full(len(trace.names), report.gathered.step),
+        "step": np.full(len(trace.names), step),
         "kind": np.array([str(kind) for kind in trace.kinds], object),
         "name": np.array(trace.names, object),
         "digest": trace.digests_N,
         "norm": trace.norms_N,
-        "sketch": list(trace.sketches_NK),
+        "sketch": [
+            cell if each else nothing for cell, each in zip(trace.sketches_NK, known, strict=True)
+        ],
     }

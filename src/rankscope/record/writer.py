@@ -23,6 +23,7 @@ from rankscope.core.finding import Finding
 from rankscope.core.signals import DType, Table, signals
 from rankscope.core.state import State
 from rankscope.core.step import StepReport
+from rankscope.core.trace import TRACE_WIDTH
 from rankscope.errors import RunError
 from rankscope.record.files import append, create_directory, replace, to_plain, write_error
 from rankscope.record.part import GrowingPart
@@ -42,6 +43,9 @@ PART_BYTES = 16 * 2**20
 STATE_BYTES_PER_FLUSH = 4 * 2**20
 """Bytes of the detectors' state that are written per flush on average: a larger one is left out in
 the flushes that follow."""
+PENDING_BYTES = 32 * 2**20
+"""Bytes of traces that may wait in memory: with more, a flush is due before its time."""
+_TRACE_BYTES = 8 * TRACE_WIDTH  # of a row: its sketch, and as much again around it
 
 _WRITE_ORDER = (
     Table.SAMPLES,
@@ -86,6 +90,7 @@ class RunWriter:
         self._rows_lock = threading.Lock()
         self._file_lock = threading.RLock()
         self._num_steps = 0
+        self._num_traced = 0  # rows of traces since the last flush
         self._last_flush: float | None = None
         self._flushes_without_state = 0
         self._closed = False
@@ -113,6 +118,7 @@ class RunWriter:
                 raise RunError(f"{self.path} is closed: no step can be added to it")
             for table, table_rows in rows.items():
                 self._parts[table].append(table_rows)
+            self._num_traced += len(rows.get(Table.TRACES, {}).get("step", ()))
             self._num_steps += 1
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
@@ -136,11 +142,14 @@ class RunWriter:
             with self._rows_lock:
                 for part in self._parts.values():
                     part.stage()
+                self._num_traced = 0
             for part in self._parts.values():
                 part.write()
 
     def flush_if_due(self, now: float | None = None) -> bool:
         """Flush when ``flush_seconds`` have passed since the last time, or when it is the first.
+
+        Before that, when traces take much memory.
 
         Args:
             now: Seconds on any clock, the same one in every call; a monotonic one if omitted.
@@ -152,7 +161,9 @@ class RunWriter:
             RunError: As in ``flush``.
         """
         now = time.monotonic() if now is None else now
-        if self._last_flush is not None and 0 <= now - self._last_flush < self.flush_seconds:
+        waits = self._num_traced * _TRACE_BYTES < PENDING_BYTES
+        recent = self._last_flush is not None and 0 <= now - self._last_flush < self.flush_seconds
+        if recent and waits:
             return False
         self._last_flush = now
         self.flush()

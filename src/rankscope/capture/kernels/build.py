@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("sketch.c", "digest.c")
-_HEADERS = ("vectors.h",)
+_SOURCES = (_FOLDER / "sketch.c", _FOLDER / "digest.c")
+_HEADERS = (_FOLDER / "vectors.h",)
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-w")
 _TUNING = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows
 _PATIENCE = 20.0  # seconds, for other ranks that compile and for the compiler itself
@@ -25,8 +25,12 @@ class BuildError(Exception):
     """The native kernels cannot be built here; the message says why."""
 
 
-def built_library() -> Path:
-    """Return the compiled kernels; compile them if no process of this user has done so yet.
+def built_library(sources: Sequence[Path] = _SOURCES, headers: Sequence[Path] = _HEADERS) -> Path:
+    """Return compiled kernels; compile them if no process of this user has done so yet.
+
+    Args:
+        sources: Files of C that make one library; by default the kernels of this package.
+        headers: Files that they include.
 
     Returns:
         A shared library in the cache directory, named after source, compiler and processor.
@@ -35,7 +39,7 @@ def built_library() -> Path:
         BuildError: There is no compiler, it failed, or building took too long.
     """
     compiler = _compiler()
-    library = _cache_folder() / f"kernels-{_key(compiler)}.so"
+    library = _cache_folder() / f"kernels-{_key(compiler, (*sources, *headers))}.so"
     if library.exists():
         return library
     deadline = time.monotonic() + _PATIENCE
@@ -43,7 +47,7 @@ def built_library() -> Path:
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(library.with_suffix(".lock"), deadline):
             if not library.exists():
-                _compile(compiler, library, deadline)
+                _compile(compiler, sources, library, deadline)
     except OSError as error:
         raise BuildError(f"{library.parent} cannot be used: {error}") from error
     return library
@@ -65,13 +69,13 @@ def _cache_folder() -> Path:
         raise BuildError(str(error)) from error
 
 
-def _key(compiler: list[str]) -> str:
+def _key(compiler: list[str], files: Sequence[Path]) -> str:
     status = Path(compiler[0]).resolve().stat()
     digest = hashlib.blake2b(digest_size=12)
     for part in (*compiler, status.st_size, status.st_mtime_ns, *_FLAGS, _processor()):
         digest.update(f"{part}\n".encode())
-    for source in (*_SOURCES, *_HEADERS):
-        digest.update((_FOLDER / source).read_bytes())
+    for file in files:
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
@@ -104,13 +108,12 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
         yield  # closing the file releases the lock
 
 
-def _compile(compiler: list[str], library: Path, deadline: float) -> None:
-    sources = [str(_FOLDER / source) for source in _SOURCES]
+def _compile(compiler: list[str], sources: Sequence[Path], library: Path, deadline: float) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
         said = ""
         for tuning in _TUNING:
-            command = [*compiler, *_FLAGS, *tuning, "-o", str(output), *sources]
+            command = [*compiler, *_FLAGS, *tuning, "-o", str(output), *map(str, sources)]
             try:
                 done = subprocess.run(
                     command,

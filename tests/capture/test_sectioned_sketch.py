@@ -1,0 +1,123 @@
+"""Gradients measured section by section: each row as if there were nothing else."""
+
+import numpy as np
+import pytest
+import torch
+
+from rankscope.capture import GradientTotals, NormMeter, Sketcher
+from rankscope.capture.fsdp2_shard import ShardPlace, measure_shard
+from rankscope.core.groups import group_parameters
+from rankscope.core.sections import cut_sections
+
+SHAPES = {"a.w": (40, 25), "a.b": (30,), "b.w": (10, 7)}
+WIDTH = 61
+CPU = torch.device("cpu")
+GROUPS = group_parameters(SHAPES)
+SECTIONS = cut_sections(
+    {name: int(np.prod(shape)) for name, shape in SHAPES.items()}, GROUPS, section_elements=260
+)
+
+
+def make_gradients(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()
+    }
+
+
+def sectioned():
+    return Sketcher(CPU, GROUPS, WIDTH, seed=5, sections=SECTIONS)
+
+
+def measured(sketcher, gradients):
+    totals = sketcher.new_totals()
+    for name, gradient in gradients.items():
+        sketcher.measure(name, gradient, totals)
+    return totals
+
+
+def assert_close(found: GradientTotals, expected: GradientTotals) -> None:
+    torch.testing.assert_close(found.sketches, expected.sketches, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.squared_norms, expected.squared_norms, rtol=1e-6, atol=0)
+    assert found.largest.tolist() == expected.largest.tolist()
+    assert found.nonfinite.tolist() == expected.nonfinite.tolist()
+
+
+def alone(gradients):
+    """Return the rows of sections, each measured with zeros in place of all other elements."""
+    plain = Sketcher(CPU, GROUPS, WIDTH, seed=5)
+    rows = []
+    for section in range(len(SECTIONS)):
+        masked = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+        for name, ranges in SECTIONS.ranges.items():
+            for number, start, stop in ranges:
+                if number == section:
+                    masked[name].view(-1)[start:stop] = gradients[name].reshape(-1)[start:stop]
+        totals = measured(plain, masked)
+        group = SECTIONS.group_of[section]
+        rows.append([getattr(totals, field)[group] for field in GradientTotals.__slots__])
+    return GradientTotals(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_each_section_is_measured_for_itself_with_the_signs_of_the_whole(dtype):
+    assert SECTIONS.counts == (4, 1)
+    assert [len(ranges) for ranges in SECTIONS.ranges.values()] == [4, 1, 1]
+    gradients = make_gradients(dtype)
+    gradients["a.w"][0, 3] = torch.inf
+    gradients["b.w"][2, 2] = torch.nan
+    found, expected = measured(sectioned(), gradients), alone(gradients)
+    finite = [False, True, True, True, False]
+    assert found.nonfinite.tolist() == [1, 0, 0, 0, 1]
+    assert found.squared_norms.isfinite().tolist() == finite
+    keep = torch.tensor(finite)
+    assert_close(
+        GradientTotals(*(getattr(found, f)[keep] for f in GradientTotals.__slots__)),
+        GradientTotals(*(getattr(expected, f)[keep] for f in GradientTotals.__slots__)),
+    )
+
+
+def test_layouts_in_memory_do_not_matter():
+    gradients = make_gradients()
+    turned = {n: g.T.contiguous().T if g.dim() == 2 else g for n, g in gradients.items()}
+    assert not turned["a.w"].is_contiguous()
+    assert_close(measured(sectioned(), turned), measured(sectioned(), gradients))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_shards_add_up_in_each_section(dim, num_shards):
+    gradients, sketcher = make_gradients(), sectioned()
+    totals = sketcher.new_totals()
+    for name, gradient in gradients.items():
+        cut, first = min(dim, gradient.dim() - 1), 0
+        for shard in torch.tensor_split(gradient, num_shards, cut):
+            place = ShardPlace(tuple(gradient.shape), cut, first)
+            measure_shard(sketcher, name, shard.contiguous(), place, totals)
+            first += shard.shape[cut]
+    assert_close(totals, measured(sectioned(), gradients))
+
+
+def test_contiguous_parts_of_a_parameter_find_their_sections():
+    gradients, sketcher = make_gradients(), sectioned()
+    flat, totals = gradients["a.w"].flatten(), sketcher.new_totals()
+    for start in range(0, len(flat), 333):
+        sketcher.measure("a.w", flat[start : start + 333], totals, start=start)
+    assert_close(totals, measured(sketcher, {"a.w": gradients["a.w"]}))
+
+
+def test_what_lies_beyond_the_known_size_counts_to_the_last_section():
+    longer = torch.ones(1200)
+    totals = measured(sectioned(), {"a.w": longer})
+    assert totals.squared_norms.sum() == 1200
+    assert totals.squared_norms[:2].tolist() == list(SECTIONS.sizes[:2])
+
+
+def test_norms_alone_need_no_sections():
+    gradients = make_gradients()
+    totals = measured(NormMeter(CPU, GROUPS, WIDTH), gradients)
+    exact = [
+        sum(float(gradients[n].double().square().sum()) for n in names)
+        for names in (("a.w", "a.b"), ("b.w",))
+    ]
+    np.testing.assert_allclose(totals.squared_norms, exact, rtol=1e-6)

@@ -1,0 +1,106 @@
+"""The audit against the distance of the reduced gradient from the mean, element by element."""
+
+import numpy as np
+import pytest
+
+from rankscope.core.audit import AuditPart, contribution, residuals
+from rankscope.core.groups import group_parameters
+from rankscope.core.sections import cut_sections
+
+SIZES = {"a.w": 7, "a.b": 3, "b.w": 4}
+LIMIT = 5
+SECTIONS = cut_sections(SIZES, group_parameters(SIZES), section_elements=LIMIT)
+PLACES = [(0, 5), (5, 10), (10, 14)]  # of the sections, in all elements
+SIZE = 14
+
+
+def parts_of(vector):
+    """Return rows that hold the sections as they are: a sketch that loses nothing."""
+    rows = np.zeros((len(PLACES), LIMIT), np.float32)
+    for row, (first, last) in zip(rows, PLACES, strict=True):
+        row[: last - first] = vector[first:last]
+    squares = [np.sum(np.square(vector[first:last], dtype=np.float64)) for first, last in PLACES]
+    return rows, np.array(squares)
+
+
+def audit(locals_, held, copies):
+    """Return what each worker learns ``[W, 1 + G]``."""
+    parts = [
+        AuditPart(parts_of(local)[0], *parts_of(own))
+        for local, own in zip(locals_, held, strict=True)
+    ]
+    total = sum(contribution(part, len(parts), copies) for part in parts)
+    return np.array([residuals(total, part, SECTIONS, len(parts), copies) for part in parts])
+
+
+def expected(reduced, mean):
+    errors = [np.linalg.norm((reduced - mean)[a:b]) for a, b in PLACES]
+    norms = [np.linalg.norm(reduced[a:b]) for a, b in PLACES]
+    each = np.divide(errors, norms)
+    return [np.linalg.norm(reduced - mean) / np.linalg.norm(reduced), max(each[:2]), each[2]]
+
+
+@pytest.fixture
+def gradients():
+    return np.random.default_rng(0).normal(size=(4, SIZE))
+
+
+def test_a_replicated_result_is_judged_on_each_worker_by_itself(gradients):
+    mean = gradients.mean(axis=0)
+    held = np.stack([mean] * 4)
+    held[2, 8] += 0.01  # one element, in the second section of the first group
+    found = audit(gradients, held, copies=4)
+    np.testing.assert_allclose(found[2], expected(held[2], mean), rtol=1e-4, atol=1e-6)
+    assert found[2, 1] > 1e-3
+    assert (np.delete(found, 2, axis=0) < 1e-6).all()
+    assert found[2, 2] < 1e-6
+
+
+@pytest.mark.parametrize(("copies", "shards"), [(1, 4), (2, 2)])
+def test_a_sharded_result_is_put_together(gradients, copies, shards):
+    mean = gradients.mean(axis=0)
+    reduced = mean + 0.05 * np.random.default_rng(1).normal(size=SIZE)
+    held = np.zeros((4, SIZE))
+    for worker, indices in enumerate(np.array_split(np.arange(SIZE), shards) * copies):
+        held[worker, indices] = reduced[indices]
+    found = audit(gradients, held, copies)
+    for own in found:  # all learn the same
+        np.testing.assert_allclose(own, expected(reduced, mean), rtol=1e-5)
+
+
+def test_what_a_worker_could_not_read_is_unknown(gradients):
+    mean = gradients.mean(axis=0)
+    unread = np.full(SIZE, np.nan)
+    replicated = audit(gradients, np.stack([mean, mean, unread, mean]), copies=4)
+    assert np.isnan(replicated[2]).all()
+    assert (np.delete(replicated, 2, axis=0) < 1e-6).all()
+    sharded = audit(gradients, np.stack([mean, mean, unread, mean]), copies=1)
+    assert np.isnan(sharded).all()
+
+
+def test_a_worker_that_measured_nothing_makes_all_unknown(gradients):
+    mean = gradients.mean(axis=0)
+    parts = [AuditPart(parts_of(g)[0], *parts_of(mean)) for g in gradients[:3]]
+    parts.append(AuditPart.unknown(len(SECTIONS), LIMIT))
+    for copies in (1, 4):
+        total = sum(contribution(part, 4, copies) for part in parts)
+        for part in parts:
+            assert np.isnan(residuals(total, part, SECTIONS, 4, copies)).all()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_an_element_that_is_not_finite_spares_other_groups(gradients, poison):
+    gradients[1, 12] = poison
+    with np.errstate(invalid="ignore"):
+        found = audit(gradients, np.stack([gradients.mean(axis=0)] * 4), copies=4)
+    assert np.isnan(found[:, [0, 2]]).all()
+    assert (found[:, 1] < 1e-6).all()
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_nothing_is_nothing_and_a_lost_gradient_is_all_of_it(gradients, copies):
+    gradients[:, 10:] = 0.0
+    mean = gradients.mean(axis=0)
+    mean[:10] = 0.0
+    found = audit(gradients, np.stack([mean] * 4), copies)
+    assert found.tolist() == [[1.0, 1.0, 0.0]] * 4

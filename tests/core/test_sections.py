@@ -1,0 +1,77 @@
+"""Groups cut into sections: every element in one of them, none too large, none missing."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope.core.groups import Groups, group_parameters
+from rankscope.core.sections import SECTION_ELEMENTS, Range, cut_sections
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=12),
+    limit=st.integers(1, 50),
+)
+def test_every_element_is_in_one_section_of_its_group(sizes, limit):
+    counts = {f"layers.{group}.p{index}": size for index, (group, size) in enumerate(sizes)}
+    groups = group_parameters(counts)
+    cut = cut_sections(counts, groups, section_elements=limit)
+    held = np.zeros(len(cut), int)
+    for name, size in counts.items():
+        position = 0
+        for section, start, stop in cut.ranges[name]:
+            assert start == position <= stop
+            assert cut.group_of[section] == groups.index_of[name]
+            held[section] += stop - start
+            position = stop
+        assert position == size
+    assert tuple(held) == cut.sizes
+    assert max(held) <= limit
+    totals = [sum(counts[n] for n in counts if groups.index_of[n] == g) for g in range(len(groups))]
+    assert list(cut.counts) == [max(1, -(-total // limit)) for total in totals]  # no more
+    assert cut.group_of == tuple(sorted(cut.group_of))
+    firsts = [cut.group_of.index(group) for group in range(len(groups))]
+    assert cut.firsts.tolist() == firsts
+    assert len(set(cut.names)) == len(cut)
+
+
+def test_sections_of_a_group_have_about_the_same_size():
+    cut = cut_sections(
+        {"a.w": 101, "a.b": 4}, group_parameters(["a.w", "a.b"]), section_elements=30
+    )
+    assert cut.sizes == (26, 26, 26, 27)
+    assert cut.ranges["a.b"] == (Range(3, 0, 4),)
+    assert cut.names == ("a (1 of 4)", "a (2 of 4)", "a (3 of 4)", "a (4 of 4)")
+
+
+def test_no_section_of_a_large_model_is_larger_than_ten_million():
+    sizes = {"embed.w": 128_256 * 2048, "layers.0.w": 40_000_000, "norm.w": 2048}
+    cut = cut_sections(sizes, group_parameters(sizes))
+    assert SECTION_ELEMENTS == 10_000_000
+    assert max(cut.sizes) <= SECTION_ELEMENTS
+    assert sum(cut.sizes) == sum(sizes.values())
+    assert cut.counts == (27, 5, 1)
+    assert all(piece.start % 64 == 0 for pieces in cut.ranges.values() for piece in pieces)
+
+
+def test_beyond_the_most_sections_each_is_larger():
+    sizes = {f"layers.{layer}.w": 1000 for layer in range(4)}
+    groups = group_parameters(sizes)
+    assert len(cut_sections(sizes, groups, section_elements=100, max_sections=40)) == 40
+    cut = cut_sections(sizes, groups, section_elements=100, max_sections=39)
+    assert cut.counts == (5, 5, 5, 5)
+    assert set(cut_sections(sizes, groups, section_elements=1, max_sections=2).counts) == {1}
+
+
+def test_a_group_without_elements_has_a_section():
+    groups = Groups(("a", "b"), {"a.w": 0, "b.w": 1})
+    cut = cut_sections({"a.w": 0, "b.w": 7}, groups, section_elements=4)
+    assert cut.counts == (1, 2)
+
+
+@pytest.mark.parametrize("huge", [70_000_000_000, 500_000_000_000])
+def test_the_number_of_sections_is_bounded(huge):
+    groups = group_parameters(["a.w", "b.w"])
+    cut = cut_sections({"a.w": huge, "b.w": 10}, groups)
+    assert 512 < len(cut) <= 1024
