@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 import rankscope
+from rankscope.cli.diff import diff
 from rankscope.cli.doctor import doctor
 from rankscope.cli.faults import faults
+from rankscope.cli.numerics import numerics
 from rankscope.cli.replay import replay
 from rankscope.cli.report import report
 from rankscope.cli.study import study
@@ -38,6 +40,8 @@ app.command()(study)
 app.command()(report)
 app.command()(doctor)
 app.command()(replay)
+app.command()(diff)
+app.command()(numerics)
 app.add_typer(faults)
 
 

@@ -1,0 +1,228 @@
+"""``rankscope diff``: where two runs first part, and whether rounding explains it."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+from rich.table import Table as Grid
+from rich.text import Text
+
+from rankscope.errors import MissingExtraError, UsageError
+
+if TYPE_CHECKING:
+    from rankscope.numerics.diff import Comparison
+
+LONGEST = 112
+"""Columns of the longest line."""
+MARGIN = 2
+MAX_TENSORS = 5
+"""Tensors that the terminal shows."""
+
+_LOOK = {
+    "identical": ("=", "green"),
+    "rounding": ("≈", "blue"),
+    "different data": ("≠", "yellow"),
+    "different state": ("≠", "yellow"),
+    "different configuration": ("≠", "yellow"),
+    "bug-like jump": ("◆", "red"),
+}
+_EXTRA = ("altair", "jinja2", "markupsafe", "vl_convert")
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def diff(
+    run_a: Annotated[Path, typer.Argument(help="A run's directory.", show_default=False)],
+    run_b: Annotated[Path, typer.Argument(help="Another run's.", show_default=False)],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON instead of the verdict.")
+    ] = False,
+    offset: Annotated[
+        int | None,
+        typer.Option(
+            help="Step of A minus step of B.",
+            show_default="0, unless equal batches say otherwise",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a page to this file.", show_default=False),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", help="Write the figure to this file.", show_default=False),
+    ] = None,
+) -> None:
+    """Say where two runs first part, by how much, and whether rounding explains it.
+
+    Steps, workers and batches are aligned first; the runs may have other numbers of workers. With
+    watch(trace=True) in both, the first step and tensor are exact.
+
+    Exit code: 0 identical; 1 not identical; 2 bad usage or input.
+    """
+    from rankscope.numerics.diff import compare_runs
+    from rankscope.record import Run
+
+    if run_a.resolve() == run_b.resolve():
+        raise UsageError(f"{run_a} and {run_b} are one run: name two")
+    comparison = compare_runs(Run.open(run_a), Run.open(run_b), offset=offset)
+    written = [path for path in (_page(comparison, html), _figure(comparison, png)) if path]
+    if as_json:
+        document = {**comparison.to_json(), "written": [str(path) for path in written]}
+        json.dump(document, sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    else:
+        render_comparison(comparison, Console())
+        for path in written:
+            Console().print(Text.assemble(("  Written: ", "bold"), str(path)), soft_wrap=True)
+    if not comparison.identical:
+        raise typer.Exit(1)
+
+
+def _page(comparison: "Comparison", path: Path | None) -> Path | None:
+    def write(target: Path) -> Path:
+        from rankscope.web.diff_figures import write_diff_page
+
+        return write_diff_page(comparison, target)
+
+    return None if path is None else _with_extra(write, path)
+
+
+def _figure(comparison: "Comparison", path: Path | None) -> Path | None:
+    def write(target: Path) -> Path:
+        from rankscope.web.diff_figures import write_diff_figure
+
+        return write_diff_figure(comparison, target)
+
+    return None if path is None else _with_extra(write, path)
+
+
+def _with_extra(write: Callable[[Path], Path], path: Path) -> Path:
+    """Write a file.
+
+    Raises:
+        MissingExtraError: The extra ``web`` is not installed.
+    """
+    try:
+        return write(path)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in _EXTRA:
+            raise MissingExtraError(path.name, "web") from error
+        raise
+
+
+def render_comparison(comparison: "Comparison", console: Console) -> None:
+    """Print the verdict on two runs: the class, what speaks for it, and what to do."""
+    sign, colour = _LOOK[comparison.kind]
+    console.print()
+    _show(
+        console,
+        Text.assemble(
+            (f"{sign} {str(comparison.kind).upper()}", f"bold {colour}"),
+            "  ",
+            _plain(f"{Path(comparison.run_a).name} · {Path(comparison.run_b).name}", "dim"),
+            "\n",
+            _plain(comparison.headline, "bold"),
+        ),
+    )
+    console.print()
+    _show(console, Text.assemble(("What to do: ", "bold"), _plain(comparison.advice)))
+    if not comparison.identical:
+        _heading(console, "Where they part")
+        _show(console, _numbers(comparison))
+    _heading(console, "What the comparison says")
+    _points(console, comparison.explanation)
+    if comparison.causes:
+        _heading(console, "Possible causes")
+        _points(console, comparison.causes)
+    if any((curve.values > 0).any() for curve in comparison.curves):
+        _heading(console, "Relative distance over the steps")
+        _show(console, _curves(comparison))
+    console.print()
+    _show(console, _plain(f"{comparison.alignment.words}.", "dim"))
+    console.print()
+
+
+def _numbers(comparison: "Comparison") -> Grid:
+    parting = comparison.parting
+    assert parting is not None
+    rows: list[tuple[str, str]] = [("step", str(parting.step)), ("moment", str(parting.moment))]
+    if parting.tensor:
+        rows.append(("tensor", parting.tensor))
+    if not math.isnan(parting.relative):
+        rows.append(("relative distance", f"{parting.relative:.3g}"))
+    if not math.isnan(parting.ulp):
+        mean = " (root mean square)" if parting.num_tensors else ""
+        rows.append((f"units in the last place, {parting.dtype}", f"{parting.ulp:.3g}{mean}"))
+    if not math.isnan(parting.predicted):
+        rows.append(("rounding predicts", f"{parting.predicted:.3g}"))
+    for name, apart in list(comparison.tensors.items())[:MAX_TENSORS]:
+        rows.append((f"  {name}", "not a number" if math.isnan(apart) else f"{apart:.3g}"))
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column()
+    grid.add_column()
+    for label, value in rows:
+        grid.add_row(_plain(label, "dim"), _plain(value))
+    return grid
+
+
+def _curves(comparison: "Comparison") -> Grid:
+    """Return each curve as a line of bars, on one logarithmic scale."""
+    sizes = [v for c in comparison.curves for v in c.values if v > 0 and math.isfinite(v)]
+    low, high = math.log10(min(sizes, default=1.0)), math.log10(max(sizes, default=1.0))
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        grid.add_column(no_wrap=True)
+    for curve in comparison.curves:
+        values = _thinned(curve.values.tolist(), 48)
+        bars = "".join(_bar(value, low, high) for value in values)
+        known = [v for v in curve.values if not math.isnan(v)]
+        last = f"{known[-1]:.2g} in the last step" if known else ""
+        grid.add_row(_plain(curve.name, "dim"), Text(bars), _plain(last, "dim"))
+    return grid
+
+
+def _thinned(values: list[float], most: int) -> list[float]:
+    every = -(-len(values) // most)
+    parts = [values[start : start + every] for start in range(0, len(values), every)]
+    return [max(part, key=lambda v: -1.0 if math.isnan(v) else v) for part in parts]
+
+
+def _bar(value: float, low: float, high: float) -> str:
+    if math.isnan(value):
+        return " "
+    if value <= 0:
+        return "·"
+    share = 1.0 if not math.isfinite(value) else (math.log10(value) - low) / max(high - low, 1e-9)
+    return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+
+
+def _heading(console: Console, words: str) -> None:
+    console.print()
+    _show(console, _plain(words, "bold underline"))
+
+
+def _points(console: Console, sentences: Any) -> None:
+    grid = Grid.grid(padding=(0, 1))
+    grid.add_column(width=1)
+    grid.add_column()
+    for sentence in sentences:
+        grid.add_row("·", _plain(sentence))
+    _show(console, grid)
+
+
+def _show(console: Console, content: RenderableType) -> None:
+    """Print with a margin, in lines that are not too long to read."""
+    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
+    for line in console.render_lines(content, options, pad=False):
+        console.print(Segments([Segment(" " * MARGIN), *line, Segment.line()]), end="")
+
+
+def _plain(words: str, style: str = "") -> Text:
+    """Text from records: never read as markup, without control characters."""
+    return Text("".join(sign if sign.isprintable() else " " for sign in words), style=style)

@@ -1,0 +1,178 @@
+"""Which steps are compared: by number, or where batches say otherwise."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from numerics.diff_runs import Training, write_training
+from rankscope.errors import RunError
+from rankscope.numerics.diff import DiffClass, compare_runs
+from rankscope.numerics.diff.alignment import align, dealt_otherwise, same_samples
+from rankscope.numerics.diff.growth import growth_of
+from rankscope.numerics.diff.reading import Side
+from rankscope.numerics.diff.result import Curve
+from rankscope.record import Run
+
+WIDTHS = st.integers(1, 6)
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> tuple[dict[int, np.ndarray], list[int]]:
+    """Batches by rank, possibly with repeated samples, and a permutation of the ranks."""
+    width = draw(WIDTHS)
+    ids = st.lists(st.integers(-5, 5), min_size=1, max_size=3)
+    batches = {rank: np.array(draw(ids), np.int64) for rank in range(width)}
+    return batches, draw(st.permutations(range(width)))
+
+
+@settings(deadline=None)
+@given(dealt())
+def test_batches_that_are_dealt_to_other_workers_are_recognised(case):
+    batches, order = case
+    other = {rank: batches[owner][::-1] for rank, owner in enumerate(order)}
+    moved = dealt_otherwise(batches, other)
+    assert moved is not None
+    for rank, owner in moved.items():
+        assert sorted(other[rank]) == sorted(batches[owner])
+        assert sorted(other[rank]) != sorted(batches[rank])
+    for rank in other.keys() - moved.keys():
+        assert sorted(other[rank]) == sorted(batches[rank])
+    assert same_samples(batches, other)
+
+
+@settings(deadline=None)
+@given(dealt(), st.data())
+def test_one_other_sample_is_no_other_deal(case, data):
+    batches, _ = case
+    rank = data.draw(st.sampled_from(sorted(batches)))
+    other = dict(batches)
+    other[rank] = batches[rank] + np.eye(1, len(batches[rank]), dtype=np.int64)[0] * 100
+    assert dealt_otherwise(batches, other) is None
+    assert not same_samples(batches, other)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-9, 9), min_size=8, max_size=8), st.sampled_from([1, 2, 4, 8]))
+def test_a_global_batch_is_the_same_on_any_number_of_workers(ids, width):
+    one = {0: np.array(ids)}
+    split = dict(enumerate(np.array_split(np.array(ids[::-1]), width)))
+    assert same_samples(one, split)
+
+
+@settings(max_examples=12, deadline=None)
+@given(begin=st.integers(0, 6), number=st.integers(0, 20), steps=st.integers(2, 6))
+def test_a_continued_run_is_aligned_by_its_batches(tmp_path_factory, begin, number, steps):
+    folder = tmp_path_factory.mktemp("align")
+    a = Side(write_training(folder / "a", Training(steps=8, traced=False)))
+    info = {"continues": "a", "first_step": number}
+    steps = min(steps, 8 - begin)
+    b = Training(steps=steps, first=number, offset=begin, traced=False, info=info)
+    found = align(a, Side(write_training(folder / "b", b)))
+    assert found.offset == begin - number
+    assert found.steps_a.tolist() == list(range(begin, begin + steps))
+    assert found.steps_b.tolist() == list(range(number, number + steps))
+    assert found.by_samples
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return write_training(tmp_path_factory.mktemp("alignment") / "a", Training())
+
+
+def test_a_run_that_begins_in_the_middle_of_another_is_identical_to_its_end(
+    run: Run, tmp_path: Path
+):
+    whole: dict[str, np.ndarray] = {}
+
+    def keep(step, moment, tensors):
+        if (step, moment) == (3, "parameter"):
+            whole.update({name: value.copy() for name, value in tensors.items()})
+
+    write_training(tmp_path / "again", Training(touch=keep))
+    rest = write_training(tmp_path / "b", Training(steps=6, offset=4, start=whole))
+    found = compare_runs(run, rest)
+    assert found.alignment.offset == 4
+    assert found.alignment.by_samples
+    assert found.kind is DiffClass.IDENTICAL
+
+
+def test_batches_that_come_one_step_later_are_other_data(run: Run, tmp_path: Path):
+    later = write_training(tmp_path / "b", Training(offset=1))
+    found = compare_runs(run, later)
+    assert found.alignment.offset == 0
+    assert found.kind is DiffClass.DATA
+
+
+def test_a_given_offset_is_taken(run: Run, tmp_path: Path):
+    later = write_training(tmp_path / "b", Training(offset=1, steps=5))
+    found = compare_runs(run, later, offset=1)
+    assert found.alignment.steps_a.tolist() == [1, 2, 3, 4, 5]
+    assert found.kind is DiffClass.STATE
+
+
+def test_a_shorter_run_is_compared_as_far_as_it_goes(run: Run, tmp_path: Path):
+    found = compare_runs(run, write_training(tmp_path / "b", Training(steps=7)))
+    assert found.identical
+    assert found.alignment.words == "7 steps compared; 3 more in A only"
+
+
+def test_without_samples_steps_are_aligned_by_number(run: Run, tmp_path: Path):
+    found = compare_runs(run, write_training(tmp_path / "b", Training(named=False)))
+    assert found.identical
+    assert not found.alignment.by_samples
+
+
+def test_runs_without_a_common_step_are_refused(run: Run, tmp_path: Path):
+    far = write_training(tmp_path / "b", Training(first=100, offset=50))
+    with pytest.raises(RunError, match="no step in common"):
+        compare_runs(run, far)
+
+
+def test_an_empty_run_is_refused(run: Run, tmp_path: Path):
+    with pytest.raises(RunError, match="no recorded step"):
+        compare_runs(run, write_training(tmp_path / "b", Training(steps=0)))
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"training": {"parameters": {"tensors": 9, "elements": 4}}},
+        {"options": {"tier": "sketch", "groups": ["other"]}},
+    ],
+)
+def test_other_models_are_refused(tmp_path: Path, info):
+    own = {"training": {"parameters": {"tensors": 3, "elements": 4}}}
+    own["options"] = {"tier": "sketch", "groups": ["head"]}
+    one = write_training(tmp_path / "a", Training(info=own))
+    other = write_training(tmp_path / "b", Training(info=info))
+    with pytest.raises(RunError, match="other models"):
+        compare_runs(one, other)
+
+
+@settings(deadline=None)
+@given(st.floats(1.01, 3), st.floats(1e-9, 1e-3))
+def test_growth_by_a_factor_is_recognised(factor, first):
+    steps = np.arange(30)
+    values = np.where(steps < 5, 0.0, first * factor ** (steps - 5.0))
+    found = growth_of(Curve("loss", steps, values))
+    assert found is not None
+    assert found.shape == "exponential"
+    assert found.factor == pytest.approx(factor, rel=1e-6)
+    assert found.first == pytest.approx(first)
+
+
+@settings(deadline=None)
+@given(st.floats(0.3, 3))
+def test_growth_by_a_power_is_recognised(power):
+    steps = np.arange(40)
+    found = growth_of(Curve("loss", steps, 1e-7 * (steps + 1.0) ** power))
+    assert found is not None
+    assert found.shape == "power"
+    assert found.exponent == pytest.approx(power, rel=1e-6)
+
+
+def test_three_distances_are_too_few_for_a_law():
+    assert growth_of(Curve("loss", np.arange(9), np.array([0.0] * 6 + [1, 2, 3]))) is None

@@ -1,0 +1,241 @@
+"""Each class of difference, in trainings that differ in one thing from one step on."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from numerics.diff_runs import Training, flip, initial, write_training
+from rankscope.numerics.diff import Comparison, DiffClass, Moment, compare_runs
+from rankscope.record import Run
+
+TRACES = pytest.mark.parametrize("traced", [True, False], ids=["traces", "no traces"])
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return write_training(tmp_path_factory.mktemp("diff") / "base", Training())
+
+
+def compare(base: Run, path: Path, *, traced: bool = True, **changes: Any) -> Comparison:
+    return compare_runs(base, write_training(path / "other", Training(traced=traced, **changes)))
+
+
+def where(comparison: Comparison) -> tuple[int, Moment]:
+    assert comparison.parting is not None
+    return comparison.parting.step, comparison.parting.moment
+
+
+@TRACES
+def test_the_same_training_twice_is_identical(base: Run, tmp_path: Path, traced: bool):
+    found = compare(base, tmp_path, traced=traced)
+    assert found.kind is DiffClass.IDENTICAL
+    assert found.parting is None
+    assert found.identical
+    assert "10 common steps" in found.headline
+
+
+@TRACES
+def test_another_order_is_rounding_of_the_predicted_size(base: Run, tmp_path: Path, traced: bool):
+    found = compare(base, tmp_path, traced=traced, order=(3, 1, 0, 2))
+    assert found.kind is DiffClass.ROUNDING
+    assert where(found) == (0, Moment.REDUCED)
+    assert found.parting is not None
+    if traced:
+        assert 0.3 <= found.parting.relative / found.parting.predicted <= 3
+        assert found.parting.num_tensors == (3, 3)
+    assert "order" in found.headline
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_other_workers_on_the_same_global_batch_are_rounding(
+    base: Run, tmp_path: Path, workers: int
+):
+    found = compare(base, tmp_path, workers=workers)
+    assert found.kind is DiffClass.ROUNDING
+    assert where(found)[0] == 0
+    assert found.alignment.num_workers == (4, workers)
+    assert found.causes[0] == f"number of workers: 4 in A, {workers} in B"
+
+
+@TRACES
+@pytest.mark.parametrize("first", [0, 4])
+def test_other_samples_are_different_data(base: Run, tmp_path: Path, traced: bool, first: int):
+    other = write_training(tmp_path / "b", Training(data=1, traced=traced))
+    whole = write_training(tmp_path / "c", Training(deal=lambda s, r: (r + (s >= first)) % 4))
+    found = compare_runs(base, other)
+    assert found.kind is DiffClass.DATA
+    assert where(found) == (0, Moment.DATA)
+    moved = compare_runs(base, whole)
+    assert moved.kind is DiffClass.DATA
+    assert where(moved) == (first, Moment.DATA)
+    assert any("dealt to other workers: worker 0 of B has worker 1's" in s
+               for s in moved.explanation)  # fmt: skip
+
+
+def test_one_worker_with_other_samples_is_named(base: Run, tmp_path: Path):
+    found = compare(base, tmp_path, deal=lambda step, rank: 1 if step >= 3 and rank == 2 else rank)
+    assert found.kind is DiffClass.DATA
+    assert found.parting is not None
+    assert found.parting.ranks == (2,)
+    assert found.parting.step == 3
+    assert any(s.startswith("Worker 2 has other samples") for s in found.explanation)
+
+
+@TRACES
+def test_another_initialisation_is_different_state(base: Run, tmp_path: Path, traced: bool):
+    found = compare(base, tmp_path, traced=traced, seed=1)
+    assert found.kind is DiffClass.STATE
+    assert where(found) == (0, Moment.BEFORE if traced else Moment.LOSS)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_random_generators_elsewhere_are_different_state(tmp_path: Path, traced: bool):
+    one = write_training(tmp_path / "a", Training(random="x", traced=traced))
+    other = write_training(tmp_path / "b", Training(random="y", traced=traced))
+    found = compare_runs(one, other)
+    assert found.kind is DiffClass.STATE
+    assert where(found) == (0, Moment.RANDOM)
+
+
+@TRACES
+@pytest.mark.parametrize("first", [0, 6])
+def test_another_learning_rate_is_named(base: Run, tmp_path: Path, traced: bool, first: int):
+    found = compare(base, tmp_path, traced=traced, lr=lambda s: 0.06 if s >= first else 0.05)
+    assert found.kind is DiffClass.CONFIGURATION
+    assert where(found) == (first, Moment.SETTINGS)
+    assert "lr: 0.05 in A, 0.06 in B" in found.causes
+
+
+def flipped(name: str, index: int, bit: int, at: int, moment: str) -> Any:
+    def touch(step: int, now: str, tensors: dict[str, np.ndarray]) -> None:
+        if (step, now) == (at, moment):
+            flip(tensors, name, index, bit)
+
+    return touch
+
+
+@pytest.mark.parametrize("bit", [3, 12, 22, 27, 30])
+@pytest.mark.parametrize("moment", ["reduced", "parameter"])
+def test_a_flipped_bit_is_found_with_its_tensor(base: Run, tmp_path: Path, bit: int, moment: str):
+    touch = flipped("layers.0", 17, bit, 5, moment)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = compare(base, tmp_path, touch=touch)
+    assert found.kind is DiffClass.JUMP
+    assert found.parting is not None
+    assert found.parting.step == 5
+    assert found.parting.tensor == "layers.0"
+    assert "layers.0" in found.headline
+
+
+def test_a_flip_after_rounding_is_a_jump_at_its_step(base: Run, tmp_path: Path):
+    touch = flipped("head", 5, 24, 7, "parameter")
+    found = compare(base, tmp_path, order=(3, 1, 0, 2), touch=touch)
+    assert found.kind is DiffClass.JUMP
+    assert found.jump is not None
+    assert (found.jump.step, found.jump.tensor) == (7, "head")
+    assert found.jump.after > 100 * found.jump.before
+    assert where(found) == (0, Moment.REDUCED)
+
+
+def test_a_gradient_of_one_worker_gone_wrong_is_a_jump(base: Run, tmp_path: Path):
+    def touch(step: int, rank: int, gradient: dict[str, np.ndarray]) -> None:
+        if (step, rank) == (4, 1):
+            gradient["head"] *= np.float32(1.5)
+
+    found = compare(base, tmp_path, touch_local=touch)
+    assert found.kind is DiffClass.JUMP
+    assert where(found) == (4, Moment.GRADIENT)
+    assert found.parting is not None
+    assert found.parting.ranks == (1,)
+
+
+def test_workers_of_one_run_that_part_from_each_other_are_a_jump(tmp_path: Path, base: Run):
+    found = compare(
+        base,
+        tmp_path,
+        traced=False,
+        touch=flipped("head", 3, 8, 6, "parameter"),
+        disagreements={6: ("parameter", "head", 2)},
+    )
+    assert found.kind is DiffClass.JUMP
+    assert any("worker 2 holds another head (parameter)" in s for s in found.explanation)
+
+
+def test_a_resumed_run_without_its_state_is_different_state(base: Run, tmp_path: Path):
+    info = {"continues": "base", "first_step": 4}
+    found = compare(base, tmp_path, first=4, offset=4, steps=6, start=initial(3), info=info)
+    assert found.kind is DiffClass.STATE
+    assert where(found) == (4, Moment.BEFORE)
+    assert any("continues base" in cause for cause in found.causes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"), [({"types": {"bfloat16": 3}}, DiffClass.ROUNDING), ({}, DiffClass.JUMP)]
+)
+def test_a_coarser_type_explains_a_larger_distance(tmp_path: Path, changed: Any, kind: DiffClass):
+    def coarse(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
+        if moment == "reduced" and step >= 2:
+            for value in tensors.values():
+                np.multiply(value, np.float32(1 + 2**-9), out=value)
+
+    facts = {"parameters": {"types": {"float32": 3}}}
+    one = write_training(tmp_path / "a", Training(info={"training": facts}))
+    facts = {"parameters": {"types": {"float32": 3}, **changed}}
+    other = write_training(tmp_path / "b", Training(touch=coarse, info={"training": facts}))
+    found = compare_runs(one, other)
+    assert found.kind is kind
+    assert where(found) == (2, Moment.REDUCED)
+
+
+def test_named_settings_explain_what_rounding_does_not(tmp_path: Path):
+    def other_clip(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
+        if moment == "reduced":
+            for value in tensors.values():
+                np.multiply(value, np.float32(0.5), out=value)
+
+    one = write_training(tmp_path / "a", Training(info={"config": {"clip": 1.0, "seed": 3}}))
+    other = write_training(
+        tmp_path / "b", Training(touch=other_clip, info={"config": {"clip": 0.5, "seed": 3}})
+    )
+    found = compare_runs(one, other)
+    assert found.kind is DiffClass.CONFIGURATION
+    assert "config.clip: 1.0 in A, 0.5 in B" in found.causes
+
+
+def test_the_environment_is_listed_beside_rounding(tmp_path: Path):
+    runs = [
+        write_training(
+            tmp_path / version,
+            Training(order=order, info={"ranks": [{"environment": {"torch": version}}]}),
+        )
+        for version, order in (("2.12", (0, 1, 2, 3)), ("2.13", (2, 0, 1, 3)))
+    ]
+    found = compare_runs(*runs)
+    assert found.kind is DiffClass.ROUNDING
+    assert "environment.torch: 2.12 in A, 2.13 in B" in found.causes
+
+
+def test_json_holds_no_value_that_json_has_not(base: Run, tmp_path: Path):
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = compare(base, tmp_path, touch=flipped("head", 5, 30, 5, "parameter"))
+    document = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert document["class"] == "bug-like jump"
+    assert document["parting"]["step"] == 5
+    assert document["alignment"]["steps_compared"] == 10
+
+
+def test_without_traces_the_resolution_is_said(base: Run, tmp_path: Path):
+    found = compare(base, tmp_path, order=(3, 1, 0, 2))
+    assert "traces: step and tensor are exact" in found.explanation[-1]
+    shutil.rmtree(tmp_path / "other" / "traces")
+    bare = compare_runs(base, Run.open(tmp_path / "other"))
+    assert bare.kind is DiffClass.ROUNDING
+    assert "watch(trace=True)" in bare.explanation[-1]
+    assert bare.parting is not None
+    assert not bare.parting.tensor
+    assert not math.isnan(bare.parting.relative) or bare.parting.signal.endswith("digest")
