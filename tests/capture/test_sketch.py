@@ -242,6 +242,15 @@ def test_no_layout_is_copied_whole():
         assert all(len(p) <= 1 << 18 or p.data_ptr() == own for _, p in parts)
 
 
+@pytest.mark.parametrize("stride", [2, 3])
+def test_a_vector_with_gaps_in_memory(stride):
+    gradient = torch.randn(3000)[::stride]
+    totals = totals_of(Sketcher(CPU, ONE, WIDTH), weight=gradient)
+    expected = truth("weight", 0, gradient, WIDTH, first_position("weight", 0, WIDTH))
+    assert float(totals.squared_norms[0]) == pytest.approx(expected.squared_norm, rel=1e-6)
+    np.testing.assert_allclose(totals.sketches[0].numpy(), expected.sketch, rtol=1e-4, atol=1e-4)
+
+
 def test_complex_and_scalar_and_empty_gradients():
     sketcher = Sketcher(CPU, ONE, WIDTH)
     value = torch.randn(50, dtype=torch.complex64)

@@ -141,26 +141,3 @@ def test_its_state_goes_on_after_a_restart():
             assert [e.cause for e in after.observe(Observation(report))] == ["sync.wrong_scale"]
         else:
             assert list(before.observe(Observation(report))) == []
-
-
-def residuals(values):
-    detector, told = ReductionChecks(4), []
-    for step, value in enumerate(values):
-        report = StepReport(
-            gathered(step, [[]] * 4, grad_norm=np.arange(1.0, 5.0)),
-            {"reduction_residual": value},
-        )
-        told += detector.observe(Observation(report))
-    return told
-
-
-def test_a_reduction_in_sixteen_bits_is_a_warning():
-    assert residuals([5e-7] * 100) == []
-    told = residuals([3.7e-3] * STEPS)
-    assert [(e.cause, str(e.severity)) for e in told] == [("numerics.reduction_error", "warning")]
-
-
-def test_a_reduction_that_goes_wrong_once_is_an_error():
-    told = residuals([5e-7] * STEPS + [2e-3] + [5e-7] * STEPS)
-    assert [(e.cause, e.first_step) for e in told] == [("numerics.reduction_error", STEPS)]
-    assert str(told[0].severity) == "error"

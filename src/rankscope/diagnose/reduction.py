@@ -26,13 +26,6 @@ APART = 0.2
 STEADY = 0.04
 """Relative spread of a ratio that stays the same: twice what sketches leave."""
 
-ROUNDED = 1e-4
-"""Relative error from which a reduction is not one in single precision."""
-
-SPIKE = 100.0
-"""Times the usual error, from which a single step is told."""
-
-_LEAST_SPIKE = 2e-5
 _EXACT = 2e-3
 _PINNED = 1e-4
 
@@ -40,9 +33,7 @@ Floats = NDArray[np.float64]
 
 
 class ReductionChecks(Stateful):
-    """Wrong scale, stale or rounded results, and gradients clipped before the reduction.
-
-    Rounding shows in the distance of the sketches (``watch(reduced="sketch")``), all else in norms.
+    """Wrong scale, stale results, and gradients clipped before the reduction.
 
     Args:
         num_workers: W.
@@ -55,7 +46,6 @@ class ReductionChecks(Stateful):
         self._history: deque[tuple[float, ...]] = deque(maxlen=STEPS)
         self._applied: deque[float] = deque(maxlen=STEPS // 2)
         self._pinned: deque[float] = deque(maxlen=STEPS)
-        self._residuals: deque[float] = deque(maxlen=STEPS)
         self._found: dict[str, list[int]] = {}
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
@@ -67,11 +57,9 @@ class ReductionChecks(Stateful):
         if gathered.observed:
             norms_W = gathered.workers["grad_norm"].astype(np.float64)
             self._history.append(self._summary(step, norms_W))
-            residual = float(step.report.values.get("reduction_residual", np.nan))
             told += [
                 self._check_ratio(gathered.step),
                 self._check_pinned(gathered.step, norms_W),
-                self._check_residual(gathered.step, residual),
             ]
         return [evidence for evidence in told if evidence is not None]
 
@@ -146,22 +134,6 @@ class ReductionChecks(Stateful):
             return None  # equal directions, too: the workers train on the same batches
         return self._tell("sync.clipped_locally", step, limit=float(limits[0]))
 
-    def _check_residual(self, step: int, residual: float) -> Evidence | None:
-        """Notice reductions that are less exact than single precision, where sketches tell."""
-        if not np.isfinite(residual):
-            return None
-        before = np.array(self._residuals)
-        self._residuals.append(residual)
-        usual = float(np.median(before)) if len(before) else 0.0
-        if len(before) >= STEPS // 2 and residual > max(SPIKE * usual, _LEAST_SPIKE):
-            what = f"{residual:.1e} in this step, {usual:.1e} before"
-            return self._tell("reduction-spike", step, factor=residual, what=what)
-        lasting = np.array(self._residuals)
-        if len(lasting) == STEPS and (lasting > ROUNDED).all():
-            what = f"{float(np.median(lasting)):.1e} in the median step"
-            return self._tell("numerics.reduction_error", step, factor=residual, what=what)
-        return None
-
     def _reading(self, factor: float) -> str:
         """Return how a factor comes about; empty unless it is that of a usual mistake."""
         width = self._num_workers
@@ -177,14 +149,12 @@ class ReductionChecks(Stateful):
     def _tell(
         self, cause: str, step: int, *, factor: float = 1.0, what: str = "", limit: float = 0.0
     ) -> Evidence:
-        sudden = cause == "reduction-spike"
-        begun = [step, 0] if sudden else [max(step - STEPS + 1, 0), STEPS - 1]
-        first, steps = self._found.setdefault(cause, begun)
+        first, steps = self._found.setdefault(cause, [max(step - STEPS + 1, 0), STEPS - 1])
         self._found[cause][1] = steps + 1
         ranks = tuple(range(self._num_workers))
-        error = cause not in ("sync.clipped_locally", "numerics.reduction_error")
+        error = cause != "sync.clipped_locally"
         return Evidence(
-            cause="numerics.reduction_error" if sudden else cause,
+            cause=cause,
             key=cause,
             severity=Severity.ERROR if error else Severity.WARNING,
             ranks=ranks,

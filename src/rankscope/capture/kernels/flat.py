@@ -40,7 +40,7 @@ def _parts(tensor: Tensor, limit: int, position: int) -> Iterator[tuple[int, Ten
     if strided and tensor.is_contiguous():
         yield position, tensor.view(-1)
     elif size <= limit or tensor.dim() == 0:
-        yield position, (tensor if strided else tensor.to_dense()).reshape(-1)
+        yield position, (tensor if strided else tensor.to_dense()).reshape(-1).contiguous()
     else:
         inner = size // len(tensor)
         step = max(1, limit // inner)

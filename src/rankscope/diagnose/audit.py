@@ -1,0 +1,326 @@
+"""The detector of reductions that err more than rounding, from residuals by worker and group.
+
+Errors leave different traces, and each finding says which:
+
+- a corrupted element: one group, or few, in one step, and every worker the same;
+- one worker's result differs: its residual is high, and most others' are not;
+- all groups alike, in step after step: a reduction in a narrower type than meant;
+- anything else that lasts: compression that loses something, for instance.
+
+What is high follows from rounding (:mod:`rankscope.diagnose.audit_levels`) and, where a group's
+residuals are always larger than that, from the group's own.
+
+A group that is high is told in the same step if it is one of few and has been seen well before.
+Otherwise the next steps decide whether it was an exception, or the beginning of a lasting error.
+
+Legend of shapes: W workers, G groups.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.finding import Severity
+from rankscope.core.state import Stateful
+from rankscope.core.step import Floats, GatheredStep
+from rankscope.diagnose.audit_group import STEPS, USUAL, GroupHistory, Streak
+from rankscope.diagnose.audit_levels import ExpectedResiduals, sums_of_gradients
+from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.whole_audit import WholeAudit
+
+ALIKE = 3.0
+"""Times that most groups' residuals may be off their median when one rounding explains them."""
+
+ELEMENT, ONE_WORKER = "reduction-spike", "reduction-one-worker"
+LOW_PRECISION, LOSSY = "numerics.reduction_error", "reduction-lossy"
+
+_NAMED = 4  # groups that a sentence names
+
+
+@dataclass(frozen=True)
+class _Fault(Stateful):
+    """What is known of one kind of error, over the whole run."""
+
+    first: int
+    last: int
+    steps: int
+    groups: tuple[str, ...]
+    ranks: tuple[int, ...]
+    residual: float
+    limit: float
+    fits: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step's residuals, of the groups that can be judged."""
+
+    step: int
+    names: tuple[str, ...]
+    residuals_WG: Floats
+    levels_G: Floats
+    kappas_G: Floats
+    limits_G: Floats
+    once_G: Floats
+    lasting_G: Floats
+
+
+class ReductionAudit(Stateful):
+    """Corrupted elements, single workers that differ, and reductions in too narrow a type.
+
+    It needs ``watch(reduced="sketch")``. Without groups it judges the whole gradient, by its past.
+
+    Args:
+        num_workers: W.
+        reduced_in: Name of the type in which each group is meant to be reduced, such as
+            ``bfloat16``; float32 where it is not said. Groups of a type that is not known here are
+            not judged.
+    """
+
+    SETTINGS = ("_num_workers", "_expected")
+
+    def __init__(self, num_workers: int, reduced_in: Mapping[str, str] | None = None) -> None:
+        self._num_workers = num_workers
+        self._expected = ExpectedResiduals(num_workers, reduced_in)
+        self._groups: dict[str, GroupHistory] = {}
+        self._found: dict[str, _Fault] = {}
+        self._step = 0
+        self._whole = WholeAudit(num_workers)
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; tells what is wrong with its reduction, or with those of many steps."""
+        gathered = step.gathered
+        if self._num_workers < 2 or not gathered.observed:
+            return ()
+        if gathered.residuals_WG is None or gathered.group_norms_WG is None:
+            residual = float(step.report.values.get("reduction_residual", np.nan))
+            return self._whole.observe(gathered.step, residual)
+        self._step = gathered.step
+        now = self._judge(gathered, gathered.residuals_WG, step.report.group_cosine_rest_WG)
+        told = [*self._check_workers(now), *self._check_groups(now)]
+        told += self._check_lasting(now.names, STEPS)
+        return [self._evidence(key) for key in dict.fromkeys(told)]
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run: what has just begun is told as far as it goes."""
+        waiting = {name: group for name, group in self._groups.items() if group.high.steps}
+        told = list(self._check_lasting(tuple(waiting), 2))
+        last = [n for n, g in waiting.items() if g.well and g.high.steps == g.lasting.steps == 1]
+        if last:
+            worst = max(waiting[name].residual for name in last)
+            told.append(self._tell(ELEMENT, last, worst))
+            for name in last:
+                waiting[name].high.steps = 0
+        return [self._evidence(key) for key in told]
+
+    def _judge(
+        self, gathered: GatheredStep, residuals_WG: Floats, cosines_WG: Floats | None
+    ) -> _Step:
+        """Return the groups whose residuals are known, and what to expect of them."""
+        norms_WG = gathered.group_norms_WG
+        assert norms_WG is not None, "observe looks"
+        if cosines_WG is None:
+            cosines_WG = np.full(norms_WG.shape, np.nan)
+        sums_G = sums_of_gradients(norms_WG, cosines_WG)
+        lengths_G = np.linalg.norm(norms_WG, axis=0)
+        histories = [self._groups.setdefault(name, GroupHistory()) for name in gathered.groups]
+        local_G = np.isfinite(lengths_G) & (lengths_G > 0)
+        residuals_WG = _with_lost(residuals_WG, local_G, histories)
+        usable_G = np.isfinite(residuals_WG).all(axis=0) & local_G
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kappas_G = lengths_G / sums_G
+            for g in np.flatnonzero(usable_G):
+                histories[g].kappa = kappas_G[g] = histories[g].kappa_of(float(kappas_G[g]))
+            sums_G = np.where(np.isnan(sums_G), lengths_G / kappas_G, sums_G)
+        once_G, lasting_G = self._expected.limits(gathered.groups, kappas_G, sums_G)
+        known_G = usable_G & np.isfinite(once_G)
+        levels_G = np.sort(residuals_WG, axis=0)[(self._num_workers - 1) // 2]
+        limits = [h.limit(once) for h, once in zip(histories, once_G.tolist(), strict=True)]
+        return _Step(
+            step=gathered.step,
+            names=tuple(n for n, known in zip(gathered.groups, known_G, strict=True) if known),
+            residuals_WG=residuals_WG[:, known_G],
+            levels_G=levels_G[known_G],
+            kappas_G=np.maximum(kappas_G[known_G], 1.0),
+            limits_G=np.array(limits)[known_G],
+            once_G=once_G[known_G],
+            lasting_G=lasting_G[known_G],
+        )
+
+    def _check_workers(self, now: _Step) -> Iterable[str]:
+        """Notice workers whose result errs though that of most others does not."""
+        apart_WG = (now.residuals_WG > now.limits_G) & (now.levels_G <= now.limits_G)
+        if not apart_WG.any():
+            return
+        ranks = tuple(np.flatnonzero(apart_WG.any(axis=1)).tolist())
+        names = [now.names[g] for g in np.flatnonzero(apart_WG.any(axis=0))]
+        limit = float(now.limits_G[apart_WG.any(axis=0)].max())
+        worst = float(now.residuals_WG[apart_WG].max())
+        yield self._tell(ONE_WORKER, names, worst, ranks=ranks, limit=limit)
+
+    def _check_groups(self, now: _Step) -> Iterable[str]:
+        """Notice groups that err in single steps and are well in others."""
+        few = int((now.levels_G > now.limits_G).sum()) <= max(1, len(now.names) // 2)
+        sudden, over = list[str](), dict[str, Streak]()
+        for name, level, common, once, lasting in zip(
+            now.names,
+            now.levels_G.tolist(),
+            (self._common(now) * now.kappas_G).tolist(),
+            now.once_G.tolist(),
+            now.lasting_G.tolist(),
+            strict=True,
+        ):
+            is_sudden, before = self._groups[name].take(
+                now.step, level, once=once, lasting=lasting, common=common, few=few
+            )
+            if is_sudden:
+                sudden.append(name)
+            if before is not None:
+                over[name] = before
+        if over:
+            yield self._tell(
+                ELEMENT,
+                list(over),
+                max(streak.worst for streak in over.values()),
+                since=min(streak.since for streak in over.values()),
+                last=max(streak.last for streak in over.values()),
+                steps=max(streak.steps for streak in over.values()),
+            )
+        if sudden:
+            yield self._tell(ELEMENT, sudden, max(self._groups[n].residual for n in sudden))
+
+    def _common(self, now: _Step) -> float:
+        """Return up to which residual a group is like the others, if most err for some time.
+
+        A group of few elements errs now and then where larger ones always do.
+        """
+        before_G = np.array([self._groups[name].lasting.steps > 0 for name in now.names], bool)
+        lasting_G = before_G & (now.levels_G > now.lasting_G)
+        if 2 * lasting_G.sum() <= len(now.names):
+            return 0.0
+        relative = np.sort((now.levels_G / now.kappas_G)[lasting_G])
+        return USUAL * float(relative[(len(relative) - 1) // 2])
+
+    def _check_lasting(self, names: Sequence[str], least: int) -> Iterable[str]:
+        """Notice groups that err in at least so many steps in a row."""
+        lasting = {n: self._groups[n] for n in names if self._groups[n].lasting.steps >= least}
+        if not lasting:
+            return
+        fits = self._fits(lasting, names)
+        yield self._tell(
+            LOW_PRECISION if fits else LOSSY,
+            list(lasting),
+            float(np.median([group.residual for group in lasting.values()])),
+            since=min(group.lasting.since for group in lasting.values()),
+            steps=max(group.lasting.steps for group in lasting.values()),
+            fits=fits,
+        )
+
+    def _fits(self, lasting: Mapping[str, GroupHistory], names: Sequence[str]) -> str:
+        """Return the narrower types that explain a lasting error; empty if none does."""
+        meant = {self._expected.type_of(name) for name in lasting}
+        comparable = [name for name in names if self._expected.type_of(name) in meant]
+        relative = np.array([g.residual / max(g.kappa, 1.0) for g in lasting.values()])
+        typical = float(np.median(relative))
+        alike = (relative <= ALIKE * typical) & (relative >= typical / ALIKE)
+        if len(meant) > 1 or 2 * alike.sum() <= len(alike) or 2 * len(lasting) < len(comparable):
+            return ""
+        residual = float(np.median([group.residual for group in lasting.values()]))
+        kappa = float(np.median([group.kappa for group in lasting.values()]))
+        return " or ".join(self._expected.types_that_fit(residual, kappa, meant.pop()))
+
+    def _tell(
+        self,
+        key: str,
+        names: Sequence[str],
+        residual: float,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        limit: float | None = None,
+        since: int | None = None,
+        last: int | None = None,
+        steps: int = 1,
+        fits: str = "",
+    ) -> str:
+        """Add what is new to what is known of an error; returns its key."""
+        fault = _Fault(
+            first=self._step if since is None else since,
+            last=self._step if last is None else last,
+            steps=steps,
+            groups=tuple(sorted(names)),
+            ranks=tuple(range(self._num_workers)) if ranks is None else ranks,
+            residual=residual,
+            limit=max(self._groups[name].once for name in names) if limit is None else limit,
+            fits=fits,
+        )
+        before = self._found.get(key)
+        if before is not None:
+            lasting = key in (LOW_PRECISION, LOSSY)
+            fault = replace(
+                fault,
+                first=min(before.first, fault.first),
+                steps=before.steps + (1 if lasting else steps),
+                groups=tuple(sorted({*before.groups, *names})),
+                ranks=tuple(sorted({*before.ranks, *fault.ranks})),
+                residual=residual if lasting else max(residual, before.residual),
+            )
+        self._found[key] = fault
+        return key
+
+    def _evidence(self, key: str) -> Evidence:
+        fault = self._found[key]
+        warning = key in (LOW_PRECISION, LOSSY)
+        types = sorted({self._expected.type_of(group) for group in fault.groups})
+        return Evidence(
+            cause="numerics.reduction_error",
+            key=key,
+            severity=Severity.WARNING if warning else Severity.ERROR,
+            ranks=fault.ranks,
+            first_step=fault.first,
+            last_step=fault.last,
+            count=fault.steps,
+            groups=fault.groups,
+            fields={
+                "where": name_groups(fault.groups),
+                "who": name_ranks(fault.ranks),
+                "first": fault.first,
+                "residual": f"{fault.residual:.2g}",
+                "against": f"where rounding gives {fault.limit:.1g} at most",
+                "steps": count(fault.steps, "audited step"),
+                "fits": fault.fits,
+                "meant": " or ".join(types),
+            },
+            numbers={
+                "residual": fault.residual,
+                "limit": fault.limit,
+                "steps": fault.steps,
+                "fits": fault.fits,
+            },
+        )
+
+
+def _with_lost(
+    residuals_WG: Floats, local_G: NDArray[np.bool_], histories: Sequence[GroupHistory]
+) -> Floats:
+    """Give a residual of 1 to a group that was well and whose reduced gradient is not finite.
+
+    Its residual is not known then, though the workers' gradients are finite, and those of other
+    groups are known on the same worker. Groups that are reduced in a narrower type may overflow.
+    """
+    known_WG = np.isfinite(residuals_WG)
+    may_be_lost_G = local_G & np.array([h.well and not h.lasting.steps for h in histories])
+    lost_WG = ~known_WG & may_be_lost_G & known_WG.any(axis=1, keepdims=True)
+    return np.where(lost_WG, 1.0, residuals_WG)
+
+
+def name_groups(groups: Sequence[str]) -> str:
+    """Return groups as words, a long list cut: ``the groups a, b, c, d and 3 others``."""
+    if len(groups) == 1:
+        return f"group {groups[0]}"
+    named = ", ".join(groups[:_NAMED])
+    if len(groups) > _NAMED:
+        return f"the groups {named} and {count(len(groups) - _NAMED, 'other')}"
+    return f"the groups {', '.join(groups[:-1])} and {groups[-1]}"
