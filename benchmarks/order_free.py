@@ -1,6 +1,6 @@
 """One training on 1, 2, 4, 8 and 16 workers: with order-free gradients it ends in the same bits.
 
-Run ``python benchmarks/order_free.py``. A small Llama learns the bytes of the documentation with
+Run ``python benchmarks/order_free.py``. A small Llama learns the bytes of the built-in records with
 AdamW, without dropout, on one intra-op thread; every step has 16 micro-batches of unequal sizes,
 each weighted by its tokens, which the workers share. Beside it the same training with DDP's own
 all-reduce. What a step costs is in ``benchmarks/reproducible.py``.
@@ -12,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import tempfile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from rankscope.study.builtin import generate
 
 MICRO_BATCHES = 16
 _PRELOAD = ["transformers.models.llama.modeling_llama", "torch._dynamo", "rankscope.start"]
@@ -45,9 +47,9 @@ def make_model(width: int) -> nn.Module:
 
 
 def read_text() -> Tensor:
-    """Return the bytes of the documentation."""
-    pages = sorted(Path(__file__).parents[1].joinpath("docs").glob("*.md"))
-    text = b"".join(page.read_bytes() for page in pages)
+    """Return the bytes of the study's built-in records, always the same."""
+    records = islice(generate(seed=0), 1000)
+    text = "\n".join(f"{row['instruction']} {row['output']}" for row in records).encode()
     return torch.from_numpy(np.frombuffer(text, np.uint8).copy()).long()
 
 

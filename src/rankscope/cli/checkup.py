@@ -3,18 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.segment import Segment, Segments
+from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.cli.paper import plain, show
 from rankscope.diagnose.rules import count
 from rankscope.doctor import CheckResult, Status, worst
 from rankscope.record.files import to_plain
-
-LONGEST = 112
-"""Columns of the longest line."""
-MARGIN = 2
 
 _LOOK = {
     Status.OK: ("✓", "green"),
@@ -44,10 +40,10 @@ def render_checkup(results: Sequence[CheckResult], seconds: float, console: Cons
         dim = "dim" if result.status is Status.SKIPPED else ""
         grid.add_row(
             Text(sign, style=f"bold {colour}"),
-            _plain(result.title, dim),
-            _plain(result.found, dim),
+            plain(result.title, dim),
+            plain(result.found, dim),
         )
-    _show(console, grid)
+    show(console, grid)
     troubled = [
         result
         for status in _WORTH_ADVICE
@@ -56,19 +52,19 @@ def render_checkup(results: Sequence[CheckResult], seconds: float, console: Cons
     ]
     if troubled:
         console.print()
-        _show(console, Text("What to do", style="bold underline"))
+        show(console, Text("What to do", style="bold underline"))
     for result in troubled:
         sign, colour = _LOOK[result.status]
-        _show(
+        show(
             console,
             Text.assemble(
                 (f"{sign} ", f"bold {colour}"),
-                _plain(f"{result.title}: ", "bold"),
-                _plain(result.advice),
+                plain(f"{result.title}: ", "bold"),
+                plain(result.advice),
             ),
         )
     console.print()
-    _show(console, _verdict(results, seconds))
+    show(console, _verdict(results, seconds))
     console.print()
 
 
@@ -108,17 +104,6 @@ def _verdict(results: Sequence[CheckResult], seconds: float) -> Text:
     sign, colour = _LOOK[worst(results)]
     return Text.assemble(
         (f"{sign} ", f"bold {colour}"),
-        _plain(verdict_in_words(results), "bold"),
+        plain(verdict_in_words(results), "bold"),
         (f"\nChecked in {seconds:.1f} s", "dim"),
     )
-
-
-def _show(console: Console, content: RenderableType) -> None:
-    """Print with a margin, in lines that are not too long to read and end where the text does."""
-    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
-    for line in console.render_lines(content, options, pad=False):
-        console.print(Segments([Segment(" " * MARGIN), *line, Segment.line()]), end="")
-
-
-def _plain(words: str, style: str = "") -> Text:
-    return Text("".join(sign if sign.isprintable() else " " for sign in words), style=style)

@@ -5,22 +5,19 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
-from rich.segment import Segment, Segments
+from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.cli.paper import heading, plain, points, show
 from rankscope.errors import MissingExtraError, UsageError
 
 if TYPE_CHECKING:
     from rankscope.numerics.diff import Comparison
 
-LONGEST = 112
-"""Columns of the longest line."""
-MARGIN = 2
 MAX_TENSORS = 5
 """Tensors that the terminal shows."""
 
@@ -120,31 +117,31 @@ def render_comparison(comparison: "Comparison", console: Console) -> None:
     """Print the verdict on two runs: the class, what speaks for it, and what to do."""
     sign, colour = _LOOK[comparison.kind]
     console.print()
-    _show(
+    show(
         console,
         Text.assemble(
             (f"{sign} {str(comparison.kind).upper()}", f"bold {colour}"),
             "  ",
-            _plain(f"{Path(comparison.run_a).name} · {Path(comparison.run_b).name}", "dim"),
+            plain(f"{Path(comparison.run_a).name} · {Path(comparison.run_b).name}", "dim"),
             "\n",
-            _plain(comparison.headline, "bold"),
+            plain(comparison.headline, "bold"),
         ),
     )
     console.print()
-    _show(console, Text.assemble(("What to do: ", "bold"), _plain(comparison.advice)))
+    show(console, Text.assemble(("What to do: ", "bold"), plain(comparison.advice)))
     if not comparison.identical:
-        _heading(console, "Where they part")
-        _show(console, _numbers(comparison))
-    _heading(console, "What the comparison says")
-    _points(console, comparison.explanation)
+        heading(console, "Where they part")
+        show(console, _numbers(comparison))
+    heading(console, "What the comparison says")
+    points(console, comparison.explanation)
     if comparison.causes:
-        _heading(console, "Possible causes")
-        _points(console, comparison.causes)
+        heading(console, "Possible causes")
+        points(console, comparison.causes)
     if any((curve.values > 0).any() for curve in comparison.curves):
-        _heading(console, "Relative distance over the steps")
-        _show(console, _curves(comparison))
+        heading(console, "Relative distance over the steps")
+        show(console, _curves(comparison))
     console.print()
-    _show(console, _plain(f"{comparison.alignment.words}.", "dim"))
+    show(console, plain(f"{comparison.alignment.words}.", "dim"))
     console.print()
 
 
@@ -167,7 +164,7 @@ def _numbers(comparison: "Comparison") -> Grid:
     grid.add_column()
     grid.add_column()
     for label, value in rows:
-        grid.add_row(_plain(label, "dim"), _plain(value))
+        grid.add_row(plain(label, "dim"), plain(value))
     return grid
 
 
@@ -183,7 +180,7 @@ def _curves(comparison: "Comparison") -> Grid:
         bars = "".join(_bar(value, low, high) for value in values)
         known = [v for v in curve.values if not math.isnan(v)]
         last = f"{known[-1]:.2g} in the last step" if known else ""
-        grid.add_row(_plain(curve.name, "dim"), Text(bars), _plain(last, "dim"))
+        grid.add_row(plain(curve.name, "dim"), Text(bars), plain(last, "dim"))
     return grid
 
 
@@ -200,29 +197,3 @@ def _bar(value: float, low: float, high: float) -> str:
         return "·"
     share = 1.0 if not math.isfinite(value) else (math.log10(value) - low) / max(high - low, 1e-9)
     return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
-
-
-def _heading(console: Console, words: str) -> None:
-    console.print()
-    _show(console, _plain(words, "bold underline"))
-
-
-def _points(console: Console, sentences: Any) -> None:
-    grid = Grid.grid(padding=(0, 1))
-    grid.add_column(width=1)
-    grid.add_column()
-    for sentence in sentences:
-        grid.add_row("·", _plain(sentence))
-    _show(console, grid)
-
-
-def _show(console: Console, content: RenderableType) -> None:
-    """Print with a margin, in lines that are not too long to read."""
-    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
-    for line in console.render_lines(content, options, pad=False):
-        console.print(Segments([Segment(" " * MARGIN), *line, Segment.line()]), end="")
-
-
-def _plain(words: str, style: str = "") -> Text:
-    """Text from records: never read as markup, without control characters."""
-    return Text("".join(sign if sign.isprintable() else " " for sign in words), style=style)

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.cli.paper import show
 from rankscope.numerics.words import USUAL_WORKERS, types
 
-MARGIN = 2
 MAX_LAYERS = 12
 """Layers that are shown; those with the largest errors."""
 
@@ -27,7 +26,7 @@ def render_sums(sums: Values, more: Sequence[str], console: Console) -> None:
     """
     source = sums["source"]
     console.print()
-    _say(
+    show(
         console,
         Text.assemble(
             ("Sums of gradients", "bold"),
@@ -44,29 +43,25 @@ def render_sums(sums: Values, more: Sequence[str], console: Console) -> None:
     _titled(console, f"Error by layer, {numbers[-1]} workers in a ring", _by_layer(sums))
     console.print()
     for sentence in [*sums["sentences"], *sums["notes"]]:
-        _say(console, _led(sentence))
+        show(console, _led(sentence))
     if more:
         console.print()
-        _say(console, Text("Trainings that differ in rounding alone", style="bold"))
+        show(console, Text("Trainings that differ in rounding alone", style="bold"))
         for sentence in more:
-            _say(console, _led(sentence))
+            show(console, _led(sentence))
     console.print()
 
 
 def _titled(console: Console, title: str, grid: Grid) -> None:
     console.print()
-    _say(console, Text(title, style="bold"))
-    console.print(Padding(grid, (0, 0, 0, MARGIN)))
+    show(console, Text(title, style="bold"))
+    show(console, grid)
 
 
 def _led(sentence: str) -> Text:
     """Return a sentence whose question or subject, up to a colon, stands out."""
     lead, colon, rest = sentence.partition(": ")
     return Text.assemble((lead + colon, "bold"), rest) if colon else Text(sentence)
-
-
-def _say(console: Console, text: Text) -> None:
-    console.print(Padding(text, (0, 0, 0, MARGIN)))
 
 
 def _grid(*heads: str) -> Grid:

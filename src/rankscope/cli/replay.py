@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
-from rich.segment import Segment, Segments
+from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.verdict import LONGEST, MARGIN
+from rankscope.cli.paper import plain, show
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.rules import count, name_ranks
@@ -160,7 +159,7 @@ def _show_replayed(
 
 def _head(console: Console, path: Path, bundle: ReplayBundle) -> None:
     console.print()
-    _show(console, Text(str(path), style="dim"))
+    show(console, Text(str(path), style="dim"))
     rows = [
         ("Saved for", _reason(bundle)),
         ("Step", f"{bundle.step:,} of a run of {count(bundle.num_workers, 'worker')}"),
@@ -171,8 +170,8 @@ def _head(console: Console, path: Path, bundle: ReplayBundle) -> None:
     ]
     grid = Grid.grid(padding=(0, 2))
     for label, words in rows:
-        grid.add_row(Text(label, style="dim"), Text(_printable(words)))
-    _show(console, grid)
+        grid.add_row(Text(label, style="dim"), plain(words))
+    show(console, grid)
     console.print()
 
 
@@ -198,28 +197,17 @@ def _contents(bundle: ReplayBundle, which: int) -> str:
 def _say(console: Console, verdict: CanaryVerdict, suspect: int, num_workers: int) -> None:
     sign, word, colour = _LOOK[verdict.verdict is Verdict.DATA]
     head = Text.assemble((f"{sign} {word}", f"bold {colour}"), (f"  {verdict.verdict}", "dim"))
-    _show(console, head)
+    show(console, head)
     _line(console, verdict_in_words(verdict, suspect, num_workers))
 
 
 def _line(console: Console, words: str) -> None:
-    _show(console, Text(_printable(words)))
-
-
-def _show(console: Console, content: RenderableType) -> None:
-    """Print with a margin, in lines that end where the text does."""
-    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
-    for line in console.render_lines(content, options, pad=False):
-        while line and not line[-1].text.strip():
-            line.pop()
-        if line:
-            line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
-        console.print(Segments([Segment(" " * MARGIN), *line, Segment.line()]), end="")
+    show(console, plain(words))
 
 
 def _table(console: Console, title: str, results: CanaryResults) -> None:
     console.print()
-    _show(console, Text(title, style="bold underline"))
+    show(console, Text(title, style="bold underline"))
     table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("On\nrank", justify="right")
     for rank in (results.suspect, results.peer):
@@ -239,7 +227,7 @@ def _table(console: Console, title: str, results: CanaryResults) -> None:
             _bits(results.peer_digests_W, rank),
             "no result" if missing else "yes" if digest == results.again_W[rank] else "no",
         )
-    _show(console, table)
+    show(console, table)
 
 
 def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> None:
@@ -250,13 +238,13 @@ def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> No
         return
     console.print()
     title = f"Rank {bundle.suspect}'s samples with the largest loss, each alone, in evaluation mode"
-    _show(console, Text(title, style="bold underline"))
+    show(console, Text(title, style="bold underline"))
     table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("Place in the batch", "Loss", "Digest"):
         table.add_column(name, justify="right")
     for sample in replayed.worst:
         table.add_row(str(sample.index), f"{sample.loss:.4g}", str(sample.digest))
-    _show(console, table)
+    show(console, table)
     _line(console, f"Median of rank {bundle.peer}'s samples: {replayed.peer_median:.4g}")
 
 
@@ -300,7 +288,3 @@ def _described(path: Path, bundle: ReplayBundle) -> dict[str, Any]:
 
 def _print_json(result: dict[str, Any]) -> None:
     print(json.dumps(result, indent=2, allow_nan=False))
-
-
-def _printable(words: str) -> str:
-    return "".join(sign if sign.isprintable() else " " for sign in words)

@@ -4,14 +4,14 @@ Text from records is printed as it is: never read as markup, and without control
 could move the cursor.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
-from rich.segment import Segment, Segments
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.cli.paper import heading, plain, points, show
 from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.causes import explained_by, ranked
@@ -41,9 +41,6 @@ NARROW = 76
 WIDE = 104
 """Columns from which the study's table shows everything."""
 
-LONGEST = 112
-"""Columns of the longest line."""
-MARGIN = 2
 
 _LOOK = {
     "healthy": ("●", "green"),
@@ -62,33 +59,33 @@ def render_run(run: Run, assessment: Assessment, console: Console) -> None:
     severity = str(assessment.severity or "healthy")
     title = title_of(run.info, run.path)
     console.print()
-    _show(console, _verdict(severity, assessment.headline, title))
+    show(console, _verdict(severity, assessment.headline, title))
     console.print()
-    _show(console, _labelled("What to do", assessment.recommendation))
+    show(console, _labelled("What to do", assessment.recommendation))
     found = ranked(run.findings())
     if found:
-        _heading(console, "Findings")
+        heading(console, "Findings")
     for finding in found:
-        _show(console, _finding(finding, run.num_workers, explained_by(finding, found)))
+        show(console, _finding(finding, run.num_workers, explained_by(finding, found)))
         console.print()
-    _heading(console, _run_line(run, assessment), space=not found)
-    _show(console, _numbers(assessment, narrow=console.width < NARROW))
+    heading(console, _run_line(run, assessment), space=not found)
+    show(console, _numbers(assessment, narrow=console.width < NARROW))
     if assessment.statements:
-        _heading(console, "What the measurements say")
-        _points(console, assessment.statements)
+        heading(console, "What the measurements say")
+        points(console, assessment.statements)
     console.print()
 
 
 def render_differences(differences: Sequence[str], status: str, console: Console) -> None:
     """Print how the findings of a new diagnosis differ from those that the run has told."""
-    _heading(console, "Diagnosed again", space=False)
+    heading(console, "Diagnosed again", space=False)
     if not differences:
-        _show(console, _plain("The findings are those in findings.jsonl."))
+        show(console, plain("The findings are those in findings.jsonl."))
     else:
-        _show(console, _plain("These findings are not those in findings.jsonl."))
-        _points(console, differences)
+        show(console, plain("These findings are not those in findings.jsonl."))
+        points(console, differences)
         if status == "running":
-            _show(console, _plain("The run is not closed: it may have changes yet to tell."))
+            show(console, plain("The run is not closed: it may have changes yet to tell."))
     console.print()
 
 
@@ -101,17 +98,17 @@ def render_study(study_dir: Path, console: Console) -> None:
     study = open_study(study_dir)
     severity, headline = headline_of(study.entries)
     console.print()
-    _show(console, _verdict(severity, headline, study.name))
-    _show(console, _plain(study.caption, "dim"))
+    show(console, _verdict(severity, headline, study.name))
+    show(console, plain(study.caption, "dim"))
     console.print()
-    _show(console, _study_table(study, console.width))
+    show(console, _study_table(study, console.width))
     for entries in _alike(study.entries):
         if entries[0].severity != "healthy":
             console.print()
-            _show(console, _entry(entries))
-    _heading(console, why_heading(study.entries))
-    for heading, words in why_they_differ(study.entries):
-        _show(console, _labelled(heading, words))
+            show(console, _entry(entries))
+    heading(console, why_heading(study.entries))
+    for title, words in why_they_differ(study.entries):
+        show(console, _labelled(title, words))
         console.print()
 
 
@@ -120,9 +117,9 @@ def _verdict(severity: str, headline: str, title: str) -> Text:
     return Text.assemble(
         (f"{sign} {severity.upper()}", f"bold {colour}"),
         ("  ", ""),
-        _plain(title, "dim"),
+        plain(title, "dim"),
         "\n",
-        _plain(headline, "bold"),
+        plain(headline, "bold"),
     )
 
 
@@ -132,16 +129,16 @@ def _finding(finding: Finding, num_workers: int, cause: Finding | None) -> Text:
     return Text.assemble(
         (f"{sign} {finding.severity}", f"bold {colour}"),
         "  ",
-        _plain(title_of_finding(finding), "bold"),
+        plain(title_of_finding(finding), "bold"),
         "  ",
-        _plain(finding.cause, "dim"),
+        plain(finding.cause, "dim"),
         "\n",
-        _plain(where, colour),
+        plain(where, colour),
         "\n",
-        _plain(finding.explanation),
+        plain(finding.explanation),
         "\n",
         ("Check next: ", "bold"),
-        _plain(finding.next_check if cause is None else consequence_of(cause)),
+        plain(finding.next_check if cause is None else consequence_of(cause)),
     )
 
 
@@ -162,8 +159,8 @@ def _numbers(assessment: Assessment, *, narrow: bool) -> RenderableType:
     for _ in range(2 if narrow else 3):
         grid.add_column()
     for tile in tiles(assessment.values):
-        cells = [_plain(tile["label"]), _plain(tile["value"], "bold")]
-        note = _plain(tile["note"], "dim")
+        cells = [plain(tile["label"]), plain(tile["value"], "bold")]
+        note = plain(tile["note"], "dim")
         grid.add_row(*cells, *(() if narrow else (note,)))
         if narrow:
             grid.add_row("", note)
@@ -193,7 +190,7 @@ def _cells(entry: Entry) -> dict[str, Text]:
     sign, colour = _LOOK[entry.severity]
     first, last = entry.number("loss_first"), entry.number("loss_last")
     return {
-        "Setting": _plain(entry.name),
+        "Setting": plain(entry.name),
         "Verdict": Text(f"{sign} {entry.severity}", style=colour),
         "Loss std": Text(number(entry.number("loss_std"))),
         "Loss std/expected": Text(number(entry.number("dispersion_ratio"), 2)),
@@ -219,44 +216,14 @@ def _entry(entries: Sequence[Entry]) -> Text:
     sign, colour = _LOOK[entry.severity]
     return Text.assemble(
         (f"{sign} ", colour),
-        _plain("; ".join(member.name for member in entries), "bold"),
+        plain("; ".join(member.name for member in entries), "bold"),
         "  ",
-        _plain(entry.text("headline")),
+        plain(entry.text("headline")),
         "\n",
         ("What to do: ", "bold"),
-        _plain(entry.text("recommendation")),
+        plain(entry.text("recommendation")),
     )
 
 
 def _labelled(label: str, words: str) -> Text:
-    return Text.assemble((f"{label}: ", "bold"), _plain(words))
-
-
-def _heading(console: Console, words: str, *, space: bool = True) -> None:
-    if space:
-        console.print()
-    _show(console, _plain(words, "bold underline"))
-
-
-def _points(console: Console, sentences: Sequence[str]) -> None:
-    grid = Grid.grid(padding=(0, 1))
-    grid.add_column(width=1)
-    grid.add_column()
-    for sentence in sentences:
-        grid.add_row("·", _plain(sentence))
-    _show(console, grid)
-
-
-def _show(console: Console, content: RenderableType) -> None:
-    """Print with a margin, in lines that are not too long to read and end where the text does."""
-    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
-    for line in console.render_lines(content, options, pad=False):
-        console.print(Segments([Segment(" " * MARGIN), *line, Segment.line()]), end="")
-
-
-def _plain(words: str, style: str = "") -> Text:
-    return Text(_without_controls(words), style=style)
-
-
-def _without_controls(words: Iterable[str]) -> str:
-    return "".join(sign if sign.isprintable() else " " for sign in words)
+    return Text.assemble((f"{label}: ", "bold"), plain(words))
