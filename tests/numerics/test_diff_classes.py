@@ -11,6 +11,7 @@ import pytest
 
 from numerics.diff_runs import Training, flip, initial, write_training
 from rankscope.numerics.diff import Comparison, DiffClass, Moment, compare_runs
+from rankscope.numerics.diff.words import workers_in_words
 from rankscope.record import Run
 
 TRACES = pytest.mark.parametrize("traced", [True, False], ids=["traces", "no traces"])
@@ -239,3 +240,18 @@ def test_without_traces_the_resolution_is_said(base: Run, tmp_path: Path):
     assert bare.parting is not None
     assert not bare.parting.tensor
     assert not math.isnan(bare.parting.relative) or bare.parting.signal.endswith("digest")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ((2,), "worker 2"),
+        ((1, 0), "workers 0, 1"),
+        ((3, 1, 2), "workers 1–3"),
+        ((0, 2, 5), "workers 0, 2, 5"),
+        (tuple(range(0, 40, 2)), "and"),
+    ],
+    ids=["one", "two", "span", "several", "many"],
+)
+def test_workers_are_named_in_few_words(ranks: tuple[int, ...], words: str):
+    assert words in workers_in_words(ranks)

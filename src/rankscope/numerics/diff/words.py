@@ -141,7 +141,7 @@ def _where(parting: Parting) -> str:
         words += f" (step {parting.step_b} of B)"
     words += f", in the {parting.moment}"
     if parting.ranks and parting.moment is not Moment.DATA:
-        words += f" of worker {_list(parting.ranks)}"
+        words += f" of {workers_in_words(parting.ranks)}"
     if parting.num_tensors is not None:
         words += f": {parting.num_tensors[0]} of {parting.num_tensors[1]} tensors"
         words += f", {parting.tensor} most" if parting.num_tensors[0] > 1 else f", {parting.tensor}"
@@ -156,7 +156,7 @@ def _of_data(pair: Pair, case: Case) -> list[str]:
     step_a, step_b = case.parting.step, case.parting.step_b
     one, other = pair.a.samples.get(step_a), pair.b.samples.get(step_b)
     if one is None or other is None:
-        return [f"Batches differ on worker {_list(case.parting.ranks)}, by their digests."]
+        return [f"Batches differ on {workers_in_words(case.parting.ranks)}, by their digests."]
     moved = dealt_otherwise(one, other) if pair.alignment.same_width else None
     if moved:
         who = "; ".join(f"worker {rank} of B has worker {owner}'s" for rank, owner in moved.items())
@@ -168,7 +168,7 @@ def _of_data(pair: Pair, case: Case) -> list[str]:
         return ["The global batch is the same, but its samples lie on other workers."]
     words = []
     if case.parting.ranks:
-        words.append(f"Worker {_list(case.parting.ranks)} has other samples.")
+        words.append(f"Other samples on {workers_in_words(case.parting.ranks)}.")
     shared = set(map(int, _ids(one))) & set(map(int, _ids(other)))
     words.append(f"{len(shared)} of {len(_ids(one))} samples of this step are in both.")
     common = zip(pair.alignment.steps_a.tolist(), pair.alignment.steps_b.tolist(), strict=True)
@@ -226,9 +226,16 @@ def _order_of_samples(pair: Pair, case: Case) -> list[str]:
     one = pair.a.samples.get(case.parting.step, {})
     other = pair.b.samples.get(case.parting.step_b, {})
     ranks = [r for r, ids in one.items() if r in other and ids.tolist() != other[r].tolist()]
-    return [f"order of the samples inside the batch of worker {_list(ranks)}"] if ranks else []
+    return [f"order of the samples inside the batch of {workers_in_words(ranks)}"] if ranks else []
 
 
-def _list(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:MAX_NAMED])
-    return shown if len(ranks) <= MAX_NAMED else f"{shown} and {len(ranks) - MAX_NAMED} more"
+def workers_in_words(ranks: Sequence[int]) -> str:
+    """Return ``worker 2``, ``workers 0–3``, or ``workers 0, 2, 5``."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"worker {ordered[0]}"
+    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"workers {ordered[0]}–{ordered[-1]}"
+    shown = ", ".join(str(rank) for rank in ordered[:MAX_NAMED])
+    more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
+    return f"workers {shown}{more}"
