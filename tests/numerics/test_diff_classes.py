@@ -84,7 +84,7 @@ def test_one_worker_with_other_samples_is_named(base: Run, tmp_path: Path):
     assert found.parting is not None
     assert found.parting.ranks == (2,)
     assert found.parting.step == 3
-    assert any(s.startswith("Worker 2 has other samples") for s in found.explanation)
+    assert any(s.startswith("Other samples on worker 2.") for s in found.explanation)
 
 
 @TRACES
