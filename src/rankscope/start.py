@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rankscope.canary import LiveCanary, check_canary
 from rankscope.capture import ReadReduced
 from rankscope.capture.environment import environment_facts, vocabulary_digest
-from rankscope.capture.training_facts import training_facts
+from rankscope.capture.training_facts import sampler_seed, training_facts
 from rankscope.core.groups import GroupsOption
 from rankscope.core.hang import HangReport
 from rankscope.core.plan import Plan
@@ -104,11 +104,12 @@ def watch(
             its detectors go on where they stood. False: a new attempt that begins with nothing.
         plan: What is meant, where only intent can tell a fault: a dict with any of
             ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
-            per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers) and
-            ``repeats`` (True: samples repeat on purpose) and ``local_buffers`` (True: each worker
-            keeps running statistics of its own). See :class:`rankscope.core.plan.Plan`.
+            per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers),
+            ``repeats`` (True: samples repeat on purpose), ``local_buffers`` (True: each worker
+            keeps running statistics of its own) and ``seed`` (of every rank's sampler). See
+            :class:`rankscope.core.plan.Plan`.
         loader: The training's ``DataLoader``: whether its worker processes draw the same random
-            numbers can only be seen there. Give it before it is iterated.
+            numbers, and its sampler's seed, can only be seen there. Give it before it is iterated.
         tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
         canary: Whether all workers replay a batch when a worker differs from the others, which
             tells its data from its parameters and its hardware. Under DDP, up to 64 workers.
@@ -154,7 +155,7 @@ def watch(
         "canary": canary,
         "canary_every": canary_every,
     }
-    facts = _facts(instruments.device, tokenizer)
+    facts = _facts(instruments.device, tokenizer, loader)
     training = training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group)
     info = {"facts": facts, "config": dict(config or {}), "training": training}
     directory = _own_directory(Path(run_dir), dist.get_process_group_ranks(group))
@@ -245,6 +246,7 @@ def _open_run(
         environments,
         Plan.of(options["plan"]),
         reduced_in=options["reduced_in"],
+        sampler_seeds=[hello.facts["sampler_seed"] for hello in hellos],
     )
     _share_start(channel, diagnosis, b"" if start is None else pack_state(start), problem)
     if writer is not None:
@@ -289,12 +291,13 @@ def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
     return previous, candidate
 
 
-def _facts(device: torch.device, tokenizer: Any) -> dict[str, Any]:
+def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
     vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "sampler_seed": sampler_seed(loader),
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),
         "python": platform.python_version(),

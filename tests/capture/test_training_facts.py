@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from rankscope.capture.training_facts import training_facts
+from rankscope.capture.training_facts import sampler_seed, training_facts
 from rankscope.record.files import to_plain
 from support.ranks import run_ranks
 
@@ -121,3 +121,22 @@ def test_the_reduction_names_its_hook():
     }
     assert second["hook"].endswith("sum_up")
     assert "fp16" in found[-1]["hook"].lower()
+
+
+def test_the_seed_of_a_sampler_is_found_where_it_is_kept():
+    data = list(range(12))
+    sharded = DistributedSampler(data, 2, 0, seed=5)
+    generator = torch.Generator().manual_seed(9)
+
+    class OwnBatches:
+        sampler = sharded
+
+        def __iter__(self):
+            return iter([[0, 1]])
+
+    assert sampler_seed(DataLoader(data, sampler=sharded)) == 5
+    assert sampler_seed(DataLoader(data, batch_sampler=OwnBatches())) == 5
+    assert sampler_seed(DataLoader(data, shuffle=True, generator=generator)) == 9
+    unshuffled = DistributedSampler(data, 2, 0, shuffle=False, seed=5)
+    for loader in (None, 3, [1], DataLoader(data), DataLoader(data, sampler=unshuffled)):
+        assert sampler_seed(loader) is None

@@ -24,6 +24,7 @@ def test_a_plan_is_taken_as_it_is():
         {},
         {"loss_weighting": "token", "random": "same", "repeats": True},
         {"learning_rate": 0.5, "random": "different"},
+        {"seed": 42},
         {"learning_rate": [0.0, 1e-4, 0.1], "loss_weighting": "worker"},
     ],
 )
@@ -45,6 +46,8 @@ def test_rates_may_be_of_any_kind_of_number():
         ({"lr": 0.1}, "plan has entries loss_weighting, .*learning_rate, .*; got 'lr'"),
         ({"loss_weighting": "sample"}, "'token' or 'worker', got 'sample'"),
         ({"random": True}, "'same' or 'different', got True"),
+        ({"seed": "42"}, "a whole number, got '42'"),
+        ({"seed": True}, "a whole number, got True"),
         ({"repeats": "yes"}, "True or False, got 'yes'"),
         ({"learning_rate": "0.1"}, "got '0.1'"),
         ({"learning_rate": []}, "got an empty list"),

@@ -137,6 +137,28 @@ def _loader(loader: Any) -> Facts:
     return facts
 
 
+def sampler_seed(loader: Any) -> int | None:
+    """Return the seed with which a data loader's samples are shuffled; None if it is not known.
+
+    That of a sampler with a ``seed`` (``DistributedSampler``) or ``initial_seed`` (accelerate's),
+    unless it does not shuffle, or of the generator that torch's own samplers draw from.
+    """
+    if loader is None:
+        return None
+    batches = _quietly_of(loader, "batch_sampler")
+    for sampler in (_quietly_of(loader, "sampler"), _quietly_of(batches, "sampler"), batches):
+        if sampler is None or _quietly_of(sampler, "shuffle") is False:
+            continue
+        for name in ("seed", "initial_seed"):
+            seed = _quietly_of(sampler, name)
+            if isinstance(seed, int) and not isinstance(seed, bool):
+                return seed
+        generator = _quietly_of(sampler, "generator")
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+    return None
+
+
 def _settings(owner: object, names: Iterable[str]) -> Facts:
     found = {name: _quietly_of(owner, name) for name in names}
     return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str)}

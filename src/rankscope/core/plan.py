@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from rankscope.errors import UsageError
@@ -18,7 +18,7 @@ class Plan:
 
     ::
 
-        Plan.of({"loss_weighting": "token", "learning_rate": [1e-4, 2e-4, 2e-4]})
+        Plan.of({"loss_weighting": "token", "learning_rate": [1e-4, 2e-4, 2e-4], "seed": 42})
 
     Attributes:
         loss_weighting: ``"token"``: every label token of the global batch counts alike;
@@ -31,6 +31,8 @@ class Plan:
         local_buffers: Whether each worker is meant to keep buffers of its own, such as the running
             statistics of batch normalisation.
         repeats: Whether samples are repeated on purpose: between workers, or within an epoch.
+        seed: With which every rank's sampler is meant to shuffle; it is compared where the
+            training's data loader is given. None: not said.
     """
 
     loss_weighting: str | None = None
@@ -38,6 +40,7 @@ class Plan:
     random: str | None = None
     repeats: bool = False
     local_buffers: bool = False
+    seed: int | None = None
 
     @classmethod
     def of(cls, given: "Plan | Mapping[str, Any] | None") -> "Plan":
@@ -61,7 +64,16 @@ class Plan:
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise UsageError(f"plan's {name} must be True or False, got {flag!r}")
-        return cls(weighting, _rates(given.get("learning_rate")), random, **flags)
+        seed = given.get("seed")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
+            raise UsageError(f"plan's seed must be a whole number, got {seed!r}")
+        return cls(
+            weighting,
+            _rates(given.get("learning_rate")),
+            random,
+            seed=None if seed is None else int(seed),
+            **flags,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""

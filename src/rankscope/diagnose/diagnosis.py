@@ -25,6 +25,7 @@ from rankscope.diagnose.reduction import ReductionChecks
 from rankscope.diagnose.resume import ResumeMismatch
 from rankscope.diagnose.rules import RULES, describe
 from rankscope.diagnose.sampling import Sampling
+from rankscope.diagnose.seed import PlannedSeed, seeds_of
 from rankscope.diagnose.settings import DifferentSettings
 from rankscope.diagnose.stragglers import Stragglers
 from rankscope.diagnose.unequal import UnequalState
@@ -48,6 +49,7 @@ class Diagnosis:
         plan: What the run is meant to do.
         reduced_in: By group, the type in which its gradient is meant to be reduced; None if
             unknown.
+        sampler_seeds: Seed of each rank's sampler, None where it is not known.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Diagnosis:
         plan: Plan | None = None,
         *,
         reduced_in: Mapping[str, str] | None = None,
+        sampler_seeds: Sequence[int | None] = (),
     ) -> None:
         plan = plan or Plan()
         outliers = WorkerOutliers(num_workers, hosts)
@@ -71,6 +74,7 @@ class Diagnosis:
             LossScale(num_workers),
             EnvironmentMismatch(facts),
             DifferentSettings(num_workers, plan),
+            PlannedSeed(plan.seed, sampler_seeds),
             UnequalState(num_workers, local_buffers=plan.local_buffers),
             ReductionChecks(num_workers),
             ReductionAudit(num_workers, reduced_in),
@@ -254,6 +258,7 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
         facts_of(run.info),
         plan_of(run.info),
         reduced_in=reduced_in_of(run.info),
+        sampler_seeds=seeds_of(run.info),
     )
     if "continues" in run.info:
         diagnosis.restore(_state_at_start(run))

@@ -168,19 +168,26 @@ class AugmentedAlike(Augmented):
 @injects("D15")
 class SeedNeverReachesSampler(Job):
     from_the_start = True
-    num_sessions = 2  # the user goes on with another seed, to get another order
 
     def __init__(self, trial: Trial, rank: int) -> None:
         super().__init__(trial, rank)
-        steps = len(self.steps_of(session=0))  # they are one epoch
-        self.use_samples(steps * self.batch_size * self.num_workers)
+        self.loader: DataLoader[Batch] = DataLoader(
+            range(self.num_samples),  # type: ignore[arg-type]
+            self.batch_size,
+            sampler=self.sampler(seed=0),  # whatever the user has configured
+            collate_fn=self.collate,
+        )
 
-    @classmethod
-    def begin(cls, trial: Trial) -> int:
-        return trial.num_steps // cls.num_sessions
+    def plan(self) -> Mapping[str, Any]:
+        return {"seed": self.seed + 42}
 
-    def sampler(self, **options: Any) -> Any:
-        return super().sampler(seed=0)  # whatever the user has configured
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "loader": self.loader}
+
+    def batches(self) -> Iterator[Batch]:
+        for epoch in itertools.count():
+            self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            yield from self.loader
 
 
 @injects("D16")
