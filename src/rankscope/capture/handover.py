@@ -10,9 +10,10 @@ from torch import Tensor
 from rankscope.capture.fold import fold
 from rankscope.capture.host import HostCopy
 from rankscope.capture.tap import LocalGradient
+from rankscope.core.arrays import Floats
 from rankscope.core.audit import AuditPart
 from rankscope.core.sections import Sections
-from rankscope.core.step import Floats, MeasuredGradient
+from rankscope.core.step import MeasuredGradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats, Floats32, Ints
 from rankscope.core.bets import RARE_FROM, RARE_STAKE, Bet, Kind, Ranked, normal_scores
 from rankscope.core.state import Stateful
-from rankscope.core.step import Floats, Ints
-
-Floats32 = NDArray[np.float32]
 
 CERTAIN = float(np.log(1e8))
 """Log evidence that a unit set apart keeps at most, so that it heals in bounded time."""

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats, Floats32
 from rankscope.core.sections import Sections
-from rankscope.core.step import Floats
-
-Floats32 = NDArray[np.float32]
 
 AUDIT_WIDTH = 1021
 """Numbers in a section's sketch, a prime: a residual errs by about 2.5 % (RMS) of itself."""

@@ -26,10 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats, Floats32, Ints
 from rankscope.core.state import Stateful
-from rankscope.core.step import Floats, Ints
-
-Floats32 = NDArray[np.float32]
 
 STRENGTHS = (0.75, 1.6, 4.0)
 """The λ of shifts, in standard deviations."""

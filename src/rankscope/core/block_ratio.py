@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.core.state import Stateful
-from rankscope.core.step import Floats
 
 CAPACITY = 64
 LEAST_BLOCKS = 8

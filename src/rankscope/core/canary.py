@@ -13,8 +13,9 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.replicas import StateKind
-from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints
+from rankscope.core.step import MISSING_INT, GatheredStep
 
 ROUNDING = 1e-4
 """Relative difference of losses and gradient norms up to which rounding explains it."""

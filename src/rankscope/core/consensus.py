@@ -34,9 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.step import Floats, Ints
-
-Floats32 = NDArray[np.float32]
+from rankscope.core.arrays import Floats, Floats32, Ints
 
 SKETCH_WIDTH = 1021
 """Width of the sketch that is summed over workers; a prime, as that of the wide sketch."""

@@ -8,7 +8,7 @@ A zero or non-finite gradient has no direction. Its cosines are NaN and every me
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.step import Floats
+from rankscope.core.arrays import Floats
 
 ROUNDING = 1e-12
 """Cosines closer than this to ±1 are ±1: what float64 sums of a few thousand products can lose."""

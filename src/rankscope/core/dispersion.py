@@ -8,7 +8,7 @@ the end of the float64 range do not overflow.
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.step import Floats
+from rankscope.core.arrays import Floats
 
 
 def finite_mean(values_W: NDArray[np.floating]) -> float:

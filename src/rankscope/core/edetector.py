@@ -10,11 +10,9 @@ detection", 2022; the statistic is Shiryaev's and Roberts').
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats32
 from rankscope.core.state import Stateful
-
-Floats32 = NDArray[np.float32]
 
 _LARGEST = np.float32(1e30)
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.apart import SetApart, compare_with_others
+from rankscope.core.arrays import Floats, Floats32, Ints
 from rankscope.core.bets import (
     Bet,
     Kind,
@@ -30,9 +31,6 @@ from rankscope.core.bets import (
 from rankscope.core.edetector import ShiryaevRoberts
 from rankscope.core.friedman import friedman
 from rankscope.core.state import State, StateError
-from rankscope.core.step import Floats, Ints
-
-Floats32 = NDArray[np.float32]
 
 RECENT = 64
 """Steps whose deviations are remembered, to tell how large a difference is."""

@@ -5,8 +5,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats
 from rankscope.core.bets import rank_units
-from rankscope.core.step import Floats
 
 _FEWEST_STEPS = 4
 

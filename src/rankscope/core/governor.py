@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.step import Floats
+from rankscope.core.arrays import Floats
 
 LAG = 16
 """Steps between the step that a decision rests on and the first step that it holds for.

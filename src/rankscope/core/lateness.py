@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.step import Floats, Ints
+from rankscope.core.arrays import Floats, Ints
 
 Bools = NDArray[np.bool_]
 

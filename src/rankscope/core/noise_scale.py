@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.core.block_ratio import Estimate
-from rankscope.core.step import Floats
 
 
 @dataclass(frozen=True, slots=True)

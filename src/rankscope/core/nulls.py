@@ -9,7 +9,7 @@ when they share data, and above 1 when their data differ in kind.
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.step import Floats
+from rankscope.core.arrays import Floats
 
 
 def weighted_mean_and_sem(

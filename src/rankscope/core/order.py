@@ -5,9 +5,10 @@ A batch is an int64 digest. Exact over the last 2^19 steps at least, and up to 2
 
 import numpy as np
 
+from rankscope.core.arrays import Ints
 from rankscope.core.sorted_map import SortedMap
 from rankscope.core.state import Stateful
-from rankscope.core.step import MISSING_INT, Ints
+from rankscope.core.step import MISSING_INT
 
 _GENERATION = 1 << 19
 

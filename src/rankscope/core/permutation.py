@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.step import Floats, Ints
+from rankscope.core.arrays import Floats, Ints
 
 STRENGTHS = (0.4, 0.9)
 """Exponents κ of the bets ``f = rank^−κ``: for small deviations, and for large ones."""

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.core.direction import from_upper_triangle, upper_triangle
-from rankscope.core.step import Floats, GatheredStep, StepReport
+from rankscope.core.step import GatheredStep, StepReport
 
 MAX_PAIRED_WORKERS = 64
 """Workers up to which the cosines of all pairs are recorded: 2,016 pairs, 8 kB a step."""

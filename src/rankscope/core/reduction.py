@@ -10,9 +10,8 @@ the gradients do not oppose each other.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from rankscope.core.arrays import Floats
 
 LEAST_SHARE = 0.25
 """Of ``sum |g_i|^2``: where ``W^2 |m|^2`` is smaller, gradients oppose each other too much."""

@@ -14,7 +14,8 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from rankscope.core.arrays import Ints
+
 Bools = NDArray[np.bool_]
 
 MAX_TOLD = 4

@@ -11,10 +11,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Ints
 from rankscope.core.share import SampleShare
 from rankscope.core.sorted_map import SortedMap
 from rankscope.core.state import Stateful
-from rankscope.core.step import Ints
 
 Bools = NDArray[np.bool_]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Ints
 from rankscope.core.share import MAX_HALVINGS, SampleShare, mix
 from rankscope.core.sorted_map import SortedMap
 from rankscope.core.state import Stateful
-from rankscope.core.step import Ints
 
 MAX_SHARED_PAIRS = 64
 """Pairs of workers that :class:`SampleCounts` lists at most."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rankscope.core.arrays import Ints
 from rankscope.core.groups import Groups
-from rankscope.core.step import Ints
 
 SECTION_ELEMENTS = 10_000_000
 """Elements in a section, at most."""

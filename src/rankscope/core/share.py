@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Ints
 from rankscope.core.state import Stateful
-from rankscope.core.step import Ints
 
 Bools = NDArray[np.bool_]
 

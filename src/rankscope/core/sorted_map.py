@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Ints
 from rankscope.core.state import Stateful
-from rankscope.core.step import Ints
 
 Bools = NDArray[np.bool_]
 Admits = Callable[[Ints], Bools]

@@ -2,20 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats, Ints
+from rankscope.core.audit import AuditPart
+from rankscope.core.consensus import Consensus
 from rankscope.core.replicas import StateDifference
 from rankscope.core.trace import Trace
-
-if TYPE_CHECKING:
-    from rankscope.core.audit import AuditPart
-    from rankscope.core.consensus import Consensus
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MISSING_INT = np.iinfo(np.int64).min
 """Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""
@@ -42,7 +38,7 @@ class MeasuredGradient:
     group_sketches_GK: NDArray[np.float32]
     gram: Floats
     report_R: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    audit: "AuditPart | None" = None
+    audit: AuditPart | None = None
     residuals: Floats = field(default_factory=lambda: np.empty(0))
 
 
@@ -96,7 +92,7 @@ class GatheredStep:
     reduced_copies: int = 1
     differences: tuple[StateDifference, ...] = ()
     interval: int = 1
-    consensus: "Consensus | None" = None
+    consensus: Consensus | None = None
     reports_WR: NDArray[np.float32] | None = None
     groups_in_turn: Ints | None = None
     residuals_WG: Floats | None = None

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats
 from rankscope.core.consensus import step_values
 from rankscope.core.direction import (
     cosines_from_gram,
@@ -17,7 +18,7 @@ from rankscope.core.direction import (
 from rankscope.core.dispersion import finite_mean, population_std, value_range
 from rankscope.core.nulls import expected_std
 from rankscope.core.signals import Source, Table, signals
-from rankscope.core.step import MISSING_INT, Floats, GatheredStep, StepReport
+from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 
 _STEPS = tuple(signal.name for signal in signals(Table.STEPS, Source.DERIVED))
 _WORKERS = tuple(signal.name for signal in signals(Table.WORKERS, Source.DERIVED))

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from rankscope.core.arrays import Ints
 from rankscope.core.samples import SampleCounts, SampleLedger
 from rankscope.core.share import SampleShare
 from rankscope.core.state import Stateful
-from rankscope.core.step import Ints
 
 
 class ThinningLedger(Stateful):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.core.state import Stateful
-from rankscope.core.step import Floats
 
 _EQUAL = 1e-3
 _PROPORTIONAL = 1e-2

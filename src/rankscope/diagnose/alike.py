@@ -12,13 +12,14 @@ from itertools import combinations
 import numpy as np
 
 from rankscope.core.apart import HEALED
+from rankscope.core.arrays import Floats
 from rankscope.core.bets import Kind, pair_bets
 from rankscope.core.budget import PAIRS, alarm_level, false_alarm_bound
 from rankscope.core.direction import upper_triangle
 from rankscope.core.exchangeability import ExchangeabilityTest
 from rankscope.core.finding import Severity
 from rankscope.core.state import State, StateError
-from rankscope.core.step import Floats, GatheredStep
+from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks
 

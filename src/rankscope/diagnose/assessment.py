@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.core.dispersion import finite_mean
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.signals import Table
-from rankscope.core.step import MISSING_INT, Floats
+from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.dispersion_words import Values
 from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
 from rankscope.diagnose.verdicts import Verdict, judge, statements

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
-from rankscope.core.step import Floats, GatheredStep
+from rankscope.core.step import GatheredStep
 from rankscope.diagnose.audit_group import STEPS, USUAL, GroupHistory, Streak
 from rankscope.diagnose.audit_levels import ExpectedResiduals, sums_of_gradients
 from rankscope.diagnose.evidence import Evidence, Observation

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.core.rounding import UNIT_ROUNDOFF, Algorithm, predicted_error
-from rankscope.core.step import Floats
 
 SKETCH_FLOOR = 2.5e-6
 """Residual that sketches alone do not reach at ``kappa`` 1, twice the largest that was measured in

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankscope.core.arrays import Floats
 from rankscope.core.canary import (
     CanaryResults,
     CanaryVerdict,
@@ -14,7 +15,6 @@ from rankscope.core.canary import (
 )
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
-from rankscope.core.step import Floats
 from rankscope.diagnose.causes import LATENESS
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
-from rankscope.core.step import MISSING_INT, GatheredStep, Ints
+from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.block_ratio import BlockRatio, Estimate, ratio_of_sums
 from rankscope.core.noise_scale import GradientNoise, gradient_noise, noise_scale
 from rankscope.core.signals import Table
-from rankscope.core.step import Floats, Ints
 from rankscope.record import Run
 
 Numbers = Mapping[str, float | int | None]

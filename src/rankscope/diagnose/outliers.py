@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.apart import HEALED
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.bets import worker_bets
 from rankscope.core.budget import OUTLIERS, alarm_level
 from rankscope.core.exchangeability import RECENT, ExchangeabilityTest
 from rankscope.core.state import State, StateError
-from rankscope.core.step import Floats, GatheredStep, Ints
+from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.gross import GrossOutliers
 from rankscope.diagnose.outlier_words import (

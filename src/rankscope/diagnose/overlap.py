@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.samples import SampleCounts
 from rankscope.core.state import Stateful
-from rankscope.core.step import Ints
 from rankscope.core.thinning import ThinningLedger
 from rankscope.diagnose.evidence import Evidence, Groups, Observation
 from rankscope.diagnose.padding import Padding

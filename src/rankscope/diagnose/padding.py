@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.samples import SampleCounts
 from rankscope.core.state import Stateful
-from rankscope.core.step import Ints
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import count
 

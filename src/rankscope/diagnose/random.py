@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.plan import Plan
 from rankscope.core.state import Stateful
-from rankscope.core.step import MISSING_INT, Ints
+from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.lasting import Lasting
 from rankscope.diagnose.minority import odd_ranks

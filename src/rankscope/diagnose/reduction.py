@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.reduction import clip_limit, norm_of_mean
 from rankscope.core.state import Stateful
@@ -28,8 +28,6 @@ STEADY = 0.04
 
 _EXACT = 2e-3
 _PINNED = 1e-4
-
-Floats = NDArray[np.float64]
 
 
 class ReductionChecks(Stateful):

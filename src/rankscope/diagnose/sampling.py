@@ -20,6 +20,7 @@ from enum import Enum
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.core.block_ratio import ratio_of_sums
 from rankscope.core.budget import SAMPLING, alarm_level, false_alarm_bound
 from rankscope.core.dispersion import population_std
@@ -29,7 +30,7 @@ from rankscope.core.noise_scale import GradientNoise, gradient_noise, micro_squa
 from rankscope.core.nulls import expected_std
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
 from rankscope.core.state import Stateful
-from rankscope.core.step import Floats, GatheredStep, StepReport
+from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.ratios import RatioWatch
 from rankscope.diagnose.repeats import Repeats

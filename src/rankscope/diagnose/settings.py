@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.plan import Plan
 from rankscope.core.state import State, Stateful
-from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints
+from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.lasting import Lasting
 from rankscope.diagnose.minority import name_values, odd_ranks

@@ -12,10 +12,10 @@ from typing import Self
 
 import numpy as np
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.lateness import Bools, Lateness, find_end, find_onset, typical_worker
 from rankscope.core.state import State, Stateful
-from rankscope.core.step import Floats, Ints
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import name_ranks
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.state import Stateful
-from rankscope.core.step import MISSING_INT, GatheredStep, Ints
+from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks
 

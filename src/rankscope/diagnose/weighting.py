@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
-from rankscope.core.step import Floats, GatheredStep
+from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, log_spread
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.audit import AuditPart, residuals
 from rankscope.core.audit import contribution as contribution_to_audit
 from rankscope.core.consensus import (
@@ -21,7 +22,7 @@ from rankscope.core.consensus import (
 )
 from rankscope.core.scale import undo_common_scale
 from rankscope.core.signals import schema_hash
-from rankscope.core.step import Floats, GatheredStep, Ints, MeasuredGradient
+from rankscope.core.step import GatheredStep, MeasuredGradient
 from rankscope.exchange.channel import Channel
 from rankscope.exchange.payload import Goodbye, Layout, PayloadError, WorkerStep
 

@@ -12,8 +12,8 @@ from rankscope.capture.loss import MicroBatchLoss, to_arrays
 from rankscope.capture.samples import to_array
 from rankscope.capture.state_meter import PendingState
 from rankscope.capture.trace import PendingTrace
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.nulls import weighted_mean_and_sem
-from rankscope.core.step import Floats, Ints
 from rankscope.exchange.payload import WorkerStep
 
 

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.replicas import StateDifference, StateDigests, differences
 from rankscope.core.sections import Sections
 from rankscope.core.signals import DType, Source, Table, schema_hash, signals
-from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints, MeasuredGradient
+from rankscope.core.step import MISSING_INT, GatheredStep, MeasuredGradient
 from rankscope.core.trace import Trace
 from rankscope.errors import RankscopeError
 from rankscope.exchange.exact import sum_shares

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rankscope import Run
-from rankscope.core.step import Floats
+from rankscope.core.arrays import Floats
 
 SIGNALS = ("loss", "grad_norm", "cosine_rest")
 _FEWEST_OTHERS = 2

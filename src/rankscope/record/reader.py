@@ -9,10 +9,11 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.direction import from_upper_triangle
 from rankscope.core.finding import Finding
 from rankscope.core.signals import DType, Table, signal, signals
-from rankscope.core.step import Floats, Ints, StepReport
+from rankscope.core.step import StepReport
 from rankscope.errors import RunError
 from rankscope.record.replay import read_reports
 from rankscope.record.schema import SCHEMA_VERSION, arrow_schema, row_keys, to_numpy

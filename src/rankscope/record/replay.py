@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.direction import from_upper_triangle
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.signals import DType, Source, Table, signals
-from rankscope.core.step import MISSING_INT, Floats, GatheredStep, Ints, StepReport
+from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RunError
 from rankscope.record.tables import Columns, blocks_of, last_step_of
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from rankscope.core.arrays import Floats, Ints
+
 Row = dict[str, Any]
 
 MAX_BINS = 220

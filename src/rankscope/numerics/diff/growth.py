@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.numerics.diff.parting import most_apart, spike
-from rankscope.numerics.diff.result import Curve, Floats, Growth, Jump
+from rankscope.numerics.diff.result import Curve, Growth, Jump
 from rankscope.numerics.diff.signals import Pair
 
 LEAST_STEPS = 4

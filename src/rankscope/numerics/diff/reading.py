@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.signals import DType, Table, signal
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.numerics.diff.result import Floats, Ints
 from rankscope.record import Run
 from rankscope.record.schema import to_numpy
 

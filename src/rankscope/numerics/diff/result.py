@@ -7,10 +7,8 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from rankscope.core.arrays import Floats, Ints
 
 
 class DiffClass(StrEnum):

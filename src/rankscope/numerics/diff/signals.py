@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.step import MISSING_INT
 from rankscope.numerics.diff.alignment import same_samples
 from rankscope.numerics.diff.reading import Side, Tensors
-from rankscope.numerics.diff.result import Alignment, Floats, Ints, Moment
+from rankscope.numerics.diff.result import Alignment, Moment
 
 Bools = NDArray[np.bool_]
 
