@@ -1,7 +1,9 @@
 """Repeated steps: what varies is named, what does not is left in peace, and nothing is changed."""
 
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,11 +129,40 @@ def test_what_cannot_be_run_is_skipped_with_its_reason():
     assert "one batch could not be run" in result.found
 
 
-def test_little_time_means_fewer_runs_not_none():
-    _, facts = examine(patients.repeats(), seconds=1e-9)
-    assert facts["runs"] == 2
-    assert facts["operators_repeated"] == 0
-    assert facts["flagged_runs"] == 0
+class Timed(nn.Module):
+    """A model whose runs take a second each, by a clock of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, values):
+        clock.now += 1.0
+        return self.layer(values)
+
+
+clock = SimpleNamespace(now=0.0)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    own = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+    monkeypatch.setattr(determinism, "time", own)
+    return Timed()
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(100.0, 4), (4.0, 2), (3.0, 2)])
+def test_little_time_means_fewer_runs(timed, seconds, runs):
+    result, facts = examine(timed, torch.ones(2, 4), seconds=seconds)
+    assert facts["runs"] == runs
+    assert (facts["operators_repeated"] > 0) == (seconds == 100.0)
+    assert result.status is Status.OK
+
+
+def test_no_time_to_repeat_is_said(timed):
+    result, _ = examine(timed, torch.ones(2, 4), seconds=2.0)
+    assert result.status is Status.SKIPPED
+    assert "a run of one batch takes 1 s: raise --seconds" in result.found
 
 
 def test_operators_in_place_and_random_ones_repeat():

@@ -27,6 +27,8 @@ RUNS = 4
 """Runs of the same batch that are compared."""
 SHARE_OF_TIME = 0.4
 """Of the time that a stage may take, what the runs may take."""
+SHARE_OF_TWO = 0.8
+"""The same where there are only two of them, as few as can be compared."""
 
 _SEED = 20
 _ALERT = re.compile(r"^(.*?) does not have a deterministic implementation")
@@ -47,7 +49,7 @@ def look(bench: Bench) -> Facts:
     try:
         batch = _as_inputs(module, bench.batch)
         device = next((p.device for p in module.parameters()), bench.device)
-        return _run_all(module, batch, device, SHARE_OF_TIME * bench.options.seconds)
+        return _run_all(module, batch, device, bench.options.seconds)
     except CanaryDeclined as declined:
         return {"declined": f"one batch could not be run: {declined}"}
 
@@ -120,13 +122,15 @@ def _run_all(
 
     plain_seconds: list[float] = []
 
-    def room(runs: float) -> bool:
+    def room(runs: float, share: float = SHARE_OF_TIME) -> bool:
         usual = min([one, *plain_seconds])  # the first run is often slow
-        return time.monotonic() - began + runs * usual < seconds
+        return time.monotonic() - began + runs * usual < share * seconds
 
     flagged_seconds: list[float] = []
     flagged: list[int] = []
     alerts: set[str] = set()
+    if not room(1, SHARE_OF_TWO):
+        return {"declined": f"a run of one batch takes {one:.0f} s: raise --seconds to repeat it"}
     while len(digests) < RUNS and (room(2) or len(digests) < 2):
         _timed(run, digests, plain_seconds)
         if room(1):
