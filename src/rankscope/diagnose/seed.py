@@ -64,5 +64,5 @@ def seeds_of(info: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the seed of each rank's sampler, as ``run.json`` states it."""
     entries = info.get("ranks")
     ranks = entries if isinstance(entries, list) else []
-    seeds = {e["rank"]: e.get("sampler_seed") for e in ranks if isinstance(e, Mapping)}
+    seeds = {e.get("rank"): e.get("sampler_seed") for e in ranks if isinstance(e, Mapping)}
     return tuple(seeds.get(rank) for rank in range(len(seeds)))
