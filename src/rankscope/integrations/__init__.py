@@ -1,0 +1,1 @@
+"""Thin adapters: one line in a framework, or none in a script."""

@@ -1,0 +1,1 @@
+"""Where the numbers go besides the run directory: trackers, metrics servers, files, commands."""

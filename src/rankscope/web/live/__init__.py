@@ -1,0 +1,1 @@
+"""The live page over one or many runs: ``rankscope serve``."""
