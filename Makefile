@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 4
 DEMO_FLAGS ?=
 DEMO_OUTPUT ?= demo
 
@@ -13,7 +13,7 @@ demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes o
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
 
 test: $(VENV)/.dev ## all tests, in parallel
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev ## format, lint, strict types, import contract
 	$(BIN)/ruff format --check
