@@ -45,6 +45,7 @@ def test_the_list_as_json(monkeypatch, capsys):
         (["D5", "--workers", "1"], "at least 2 workers, got 1"),
         (["D5", "--steps", "1"], "at least 2 steps, got 1"),
         (["D5", "--seed", "-1"], "a seed of 0 or more, got -1"),
+        (["D5", "--resume"], "name it with --json"),
         (["--all", "--full", "--seed", "3"], "--full chooses workers and seeds itself"),
     ],
 )
@@ -66,3 +67,29 @@ def test_a_run_prints_verdict_and_findings_and_writes_files(monkeypatch, capsys,
     [score] = json.loads((tmp_path / "f.json").read_text())
     assert (score["id"], score["workers"], score["detected"]) == ("D5", 2, True)
     assert "## Exact faults" in (tmp_path / "f.md").read_text()
+
+
+@pytest.mark.ranks
+def test_an_interrupted_bench_goes_on_where_it_stood(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "f.json"
+    options = ["--steps", "8", "--workers", "2", "--json", str(file), "--resume"]
+    call(monkeypatch, capsys, "faults", "run", "D5", *options)
+    marked = json.loads(file.read_text())
+    marked[0]["delay"] = 5  # so that one can see that it was not run again
+    file.write_text(json.dumps(marked))
+    code, out, err = call(monkeypatch, capsys, "faults", "run", "D5", "D7", *options)
+    assert code == 0
+    assert "D5 as expected after 5 steps" in out
+    assert "D7 as expected" in out
+    assert "D5" not in err
+    assert [score["id"] for score in json.loads(file.read_text())] == ["D5", "D7"]
+
+
+def test_a_file_without_scores_is_not_continued(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "f.json"
+    file.write_text("[{}]")
+    words = ["faults", "run", "D5", "--json", str(file), "--resume"]
+    code, out, err = call(monkeypatch, capsys, *words)
+    assert (code, out) == (2, "")
+    assert "--resume expected scores that --json has written" in " ".join(err.split())
+    assert file.read_text() == "[{}]"

@@ -12,11 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.errors import UsageError
+from rankscope.errors import RunError, UsageError
+from rankscope.record.files import replace
 
 if TYPE_CHECKING:
     from rankscope.faults.bench import Score
     from rankscope.faults.catalogue import Fault
+
+    _Run = tuple[Fault, int, int, int]  # what is wrong, workers, seed, steps
 
 faults = typer.Typer(
     name="faults",
@@ -78,8 +81,11 @@ def run_faults(
         typer.Option(help="Keep the run directories here.", show_default="they are removed"),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all scores to this file.")
+        Path | None, typer.Option("--json", help="Write all scores to this file, one by one.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out the runs that the --json file holds.")
+    ] = False,
     markdown_file: Annotated[
         Path | None, typer.Option("--markdown", help="Write the page to this file.")
     ] = None,
@@ -95,6 +101,8 @@ def run_faults(
         raise UsageError("expected ids of faults or --all, one of both; see rankscope faults list")
     if full and (workers is not None or seed is not None):
         raise UsageError("--full chooses workers and seeds itself; leave --workers and --seed out")
+    if resume and json_file is None:
+        raise UsageError("--resume goes on with the scores of a file: name it with --json")
     chosen = known if everything else catalogue.select(ids or [])
     if not everything:
         chosen = list(dict.fromkeys(chosen))
@@ -103,11 +111,10 @@ def run_faults(
     for fault in chosen:
         if not (everything and fault.missing):
             bench.check(fault, min(numbers), steps, min(seeds))
-    scores = _run(chosen, numbers, seeds, steps, full=full, keep=keep)
+    before = _read_scores(json_file) if resume and json_file is not None else []
+    runs = _runs(chosen, numbers, seeds, steps, full=full)
+    scores = _run(runs, before, json_file, keep)
     _show(scores, Console(), in_detail=not everything)
-    if json_file is not None:
-        scored = [score.to_json() for score in scores]
-        _write(json_file, json.dumps(scored, indent=2, ensure_ascii=False) + "\n")
     if markdown_file is not None:
         from rankscope.faults.summary import markdown
 
@@ -116,37 +123,79 @@ def run_faults(
         raise typer.Exit(1)
 
 
-def _run(
+def _runs(
     chosen: "Sequence[Fault]",
     numbers: Sequence[int],
     seeds: Sequence[int],
     steps: int | None,
     *,
     full: bool,
-    keep: Path | None,
-) -> "list[Score]":
+) -> "list[_Run]":
+    """Return what is to be run, in order."""
     from rankscope.faults import bench
 
-    console = Console(stderr=True)
-    runs = [
-        (fault, number, seed)
+    lengths = {
+        fault.id: steps
+        or (bench.FULL_HEALTHY_STEPS if full and fault.healthy else bench.steps_of(fault))
+        for fault in chosen
+    }
+    return [
+        (fault, number, seed, lengths[fault.id])
         for number in numbers
         for seed in seeds
         for fault in chosen
         if not fault.missing
     ]
-    scores = []
+
+
+def _run(
+    runs: "list[_Run]", before: "Sequence[Score]", json_file: Path | None, keep: Path | None
+) -> "list[Score]":
+    """Run what has no score yet; return all scores, in the order of the runs."""
+    from rankscope.faults import bench
+
+    console = Console(stderr=True)
+    scores = {
+        (score.fault.id, score.num_workers, score.seed, score.num_steps): score for score in before
+    }
     with _bar(console) as bar, bench.Bench(keep) as ranks:
         task = bar.add_task("", total=len(runs))
-        for fault, number, seed in runs:
-            bar.update(task, description=f"{fault.id}, {number} workers, seed {seed}")
-            length = bench.FULL_HEALTHY_STEPS if full and fault.healthy else None
-            score = ranks.run(fault, num_workers=number, seed=seed, num_steps=steps or length)
-            scores.append(score)
+        for fault, number, seed, length in runs:
+            key = (fault.id, number, seed, length)
+            if key not in scores:
+                bar.update(task, description=f"{fault.id}, {number} workers, seed {seed}")
+                scores[key] = ranks.run(fault, num_workers=number, seed=seed, num_steps=length)
+                if json_file is not None:
+                    _write_scores(json_file, scores.values())
+                if not console.is_terminal:
+                    console.print(_line(scores[key]), soft_wrap=True)
             bar.advance(task)
-            if not console.is_terminal:
-                console.print(_line(score), soft_wrap=True)
-    return scores
+    return [scores[fault.id, number, seed, length] for fault, number, seed, length in runs]
+
+
+def _read_scores(file: Path) -> "list[Score]":
+    """Return the scores that a file holds; none if there is no such file.
+
+    Raises:
+        UsageError: It cannot be read as scores.
+    """
+    from rankscope.faults.bench import Score
+    from rankscope.faults.catalogue import catalogue
+
+    if not file.exists():
+        return []
+    try:
+        return [Score.from_json(one, catalogue()) for one in json.loads(file.read_bytes())]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--resume expected scores that --json has written, got {file}, which cannot be read "
+            f"as such ({error}); name another file, or leave --resume out"
+        ) from error
+
+
+def _write_scores(file: Path, scores: "Iterable[Score]") -> None:
+    scored = [score.to_json() for score in scores]
+    _write(file, json.dumps(scored, indent=2, ensure_ascii=False) + "\n")
 
 
 def _bar(console: Console) -> Progress:
@@ -247,9 +296,9 @@ def _row_of(fault: "Fault") -> dict[str, object]:
 def _write(file: Path, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror}); name another") from error
+        replace(file, text.encode())
+    except (OSError, RunError) as error:
+        raise UsageError(f"{file} cannot be written ({error}); name another") from error
 
 
 def _command() -> str:

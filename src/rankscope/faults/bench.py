@@ -2,11 +2,11 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rankscope import Finding, Run, Severity
 from rankscope.diagnose.causes import ranked
@@ -106,6 +106,34 @@ class Score:
             "findings": [finding.to_json() for finding in self.findings],
         }
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], catalogue: Mapping[str, Fault]) -> Self:
+        """Read a score as :meth:`to_json` writes it.
+
+        Args:
+            values: Its plain values.
+            catalogue: The faults by id.
+
+        Raises:
+            KeyError: A value is missing, or the catalogue has no such fault.
+        """
+        return cls(
+            fault=catalogue[values["id"]],
+            num_workers=int(values["workers"]),
+            seed=int(values["seed"]),
+            num_steps=int(values["steps"]),
+            detected=bool(values["detected"]),
+            delay=values["delay"],
+            rank_named=bool(values["rank_named"]),
+            cause_rank=values["cause_rank"],
+            severe_enough=bool(values["severe_enough"]),
+            false_alarms=tuple(values["false_alarms"]),
+            findings=tuple(Finding.from_json(finding) for finding in values["findings"]),
+            shift=values["shift"],
+            problem=str(values["problem"]),
+            seconds=float(values["seconds"]),
+        )
+
 
 class Bench:
     """Runs faults on warm workers. A context manager: it ends its workers when it is left.
@@ -141,7 +169,7 @@ class Bench:
             UsageError: The fault is not reproduced, or cannot run in this way.
         """
         check(fault, num_workers, num_steps, seed)
-        steps = num_steps or _STEPS.get(fault.fault_class, _STEPS_OF_OTHERS)
+        steps = num_steps or steps_of(fault)
         with self._directory(f"{fault.id}-w{num_workers}-s{seed}") as run_dir:
             trial = Trial(fault.id, num_workers, seed, steps, min(START, steps // 2), run_dir)
             outcome = self._workers(num_workers).run(
@@ -168,6 +196,11 @@ class Bench:
                 f"{path} already holds a run: choose another directory to keep runs in"
             )
         yield path
+
+
+def steps_of(fault: Fault) -> int:
+    """Return how many steps a run of a fault has, unless it is said."""
+    return _STEPS.get(fault.fault_class, _STEPS_OF_OTHERS)
 
 
 def check(fault: Fault, num_workers: int, num_steps: int | None, seed: int = 0) -> None:
