@@ -67,9 +67,11 @@ class StepBooks:
         self.layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
         self._last_time = time.perf_counter()
 
-    def give_loss(self, value: Any, weight: Any) -> None:
+    def give_loss(
+        self, value: Any, weight: Any, *, factor: Any = None, spare: bool = False
+    ) -> None:
         """Take the loss of a micro-batch from the user."""
-        self._losses.give(value, weight, self._passes.current)
+        self._losses.give(value, weight, self._passes.current, factor=factor, spare=spare)
 
     def give_samples(self, samples: Any) -> None:
         """Take the identity of the next forward pass's samples from the user."""

@@ -309,6 +309,11 @@ def _why_not(wrapped: Wrapped) -> str:
             f"a canary runs the whole model on each worker alone, which under {wrapped.kind} no "
             "worker holds"
         )
+    if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
+        return (
+            "Lightning runs training_step in place of the model's forward pass, with all that it "
+            "logs, which a canary cannot repeat"
+        )
     if not 2 <= num_workers <= MAX_PAIRED:
         return f"canaries compare 2 to {MAX_PAIRED} workers, got {num_workers}"
     try:

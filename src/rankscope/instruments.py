@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
 from rankscope.capture.exact_evidence import EvidenceMeter, ExactEvidence, NoEvidence
+from rankscope.capture.loss import shifts_labels
 from rankscope.capture.reduced_types import reduced_types
 from rankscope.capture.state_meter import StateMeter
 from rankscope.capture.tap import Guarded
@@ -187,7 +188,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         governor=Governor(options.overhead_budget, options.every),
         groups=groups,
         device=wrapped.device,
-        shifted_labels="CausalLM" in type(wrapped.module).__name__,
+        shifted_labels=shifts_labels(wrapped.module),
         reduced_in=None if sections is None else _reduced_in(wrapped, groups),
         make_exact=_make_exact(wrapped) if options.tier is Tier.EXACT else None,
         make_trace_meter=_make_trace_meter(wrapped, options.every) if options.trace else None,

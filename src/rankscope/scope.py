@@ -37,6 +37,7 @@ from rankscope.exchange import (
 from rankscope.exchange.heartbeat import Heartbeat, Phase
 from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
+from rankscope.sinks import Sinks
 
 _log = logging.getLogger("rankscope")
 
@@ -62,6 +63,7 @@ class Scope:
         on_finding: Called with each finding that opens or changes.
         heartbeat: Tells the other ranks where this one is; None without.
         canary: Replays batches on all workers; None without.
+        sinks: Where the numbers go besides the record; None on all ranks but 0.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Scope:
         on_finding: OnFinding | None,
         heartbeat: Heartbeat | None = None,
         canary: LiveCanary | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         self._writer = writer
+        self._sinks = sinks
         self._on_finding = on_finding
         self._off = self._closed = False
         self._latest: StepReport | None = None
@@ -137,15 +141,28 @@ class Scope:
         """Bytes that this worker has sent and received on the side channel so far."""
         return self._channel.traffic
 
-    def loss(self, value: Tensor | float, weight: Tensor | float | None = None) -> None:
+    def loss(
+        self,
+        value: Tensor | float,
+        weight: Tensor | float | None = None,
+        *,
+        factor: Tensor | float | None = None,
+        spare: bool = False,
+    ) -> None:
         """Give the local loss of a micro-batch, when the model's output has no ``.loss``.
 
         Args:
             value: The loss per label token before any averaging over workers: a scalar, or one
                 per sample ``[B]`` (which tells how much dispersion sampling alone would give).
             weight: Number of label tokens behind it, of the same shape.
+            factor: What ``value`` is over the loss per label token, where the training has scaled
+                it already: ``W·n/N`` for a sum over n tokens that was divided by the N tokens of
+                all W workers and multiplied by W.
+            spare: Whether this loss only counts when the backward pass does not go through the
+                ``.loss`` of the model's output.
         """
-        self._guard(partial(self._books.give_loss, value, weight))
+        give = partial(self._books.give_loss, factor=factor, spare=spare)
+        self._guard(partial(give, value, weight))
 
     def batch(self, samples: Sequence[Any] | Tensor | Mapping[str, Any]) -> None:
         """Give the identity of the local batch's samples, in place of a digest of the inputs.
@@ -223,7 +240,7 @@ class Scope:
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inside = True
-        if model.training and torch.is_grad_enabled():
+        if _trains(model):
             self._guard(partial(self._books.begin_micro_batch, args, kwargs))
             self._beat("forward")
 
@@ -240,14 +257,17 @@ class Scope:
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
-        if model.training and torch.is_grad_enabled():
+        if _trains(model):
             self._guard(partial(self._books.see_output, output, kwargs))
             self._beat("backward")
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._guard(self._books.begin_optimizer_step)
+        if not _has_closure(args, kwargs):
+            self._guard(self._books.begin_optimizer_step)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if _has_closure(args, kwargs):
+            self._guard(self._books.begin_optimizer_step)
         self._guard(partial(self._books.count_optimizer_step, optimizer))
         self._beat("step")
 
@@ -276,6 +296,8 @@ class Scope:
         if self._writer is not None:
             self._writer.add(report)
             self._writer.add_findings(findings)
+        if self._sinks is not None:
+            self._sinks.step(report, findings)
         self._tell(findings)
 
     def _on_idle(self) -> None:
@@ -320,12 +342,17 @@ class Scope:
             if self._writer is None:
                 return
             self._writer.add_findings(last)
+            if self._sinks is not None:
+                self._sinks.findings(last)
             self._writer.flush()
             if settled:
                 self._save_state(self._writer, at_end=True)
             self._writer.close(status, overhead=self._governor.summary())
         except Exception as error:
             self._fail(error)
+        finally:
+            if self._sinks is not None:
+                self._sinks.close()
 
     def _save_state(self, writer: RunWriter, *, at_end: bool = False) -> None:
         """Write what the detectors remember; if it cannot be told, the run goes on all the same.
@@ -342,6 +369,21 @@ class Scope:
         except Exception as error:
             self._saves_state = False
             _log.warning("a restarted job cannot go on from %s: %s", writer.path, error)
+
+
+def _trains(model: torch.nn.Module) -> bool:
+    """Return whether a forward pass belongs to the training.
+
+    After an evaluation, Lightning puts the module back into training mode, but not its wrapper.
+    """
+    inner = getattr(model, "module", None)
+    training = model.training or (isinstance(inner, torch.nn.Module) and inner.training)
+    return training and torch.is_grad_enabled()
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
+    return any(callable(given) for given in (*args[1:], *kwargs.values()))
 
 
 def _is_compiled(model: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rankscope import errors
 from rankscope.canary import LiveCanary, check_canary
 from rankscope.capture import ReadReduced
 from rankscope.capture.environment import environment_facts, vocabulary_digest
@@ -32,7 +33,8 @@ from rankscope.instruments import Options, choice, choose_instruments
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import pack_state, unpack_state
 from rankscope.scope import OnFinding, Scope
-from rankscope.wrapping import Wrapped, find_wrapper
+from rankscope.sinks import PlannedSink, RunInfo, SinkOption, Sinks, plan_sinks
+from rankscope.wrapping import Wrapped, find_wrapper, plain_optimizer
 
 _log = logging.getLogger("rankscope")
 
@@ -62,6 +64,7 @@ def watch(
     canary: bool = True,
     canary_every: int | None = None,
     trace: bool = False,
+    sinks: SinkOption = (),
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
@@ -117,6 +120,10 @@ def watch(
         trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
             reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
             Under DDP; outside of ``overhead_budget``.
+        sinks: Where the numbers go besides ``run_dir``: any of ``"tensorboard"``, ``"wandb"``,
+            ``"mlflow"``, ``"prometheus:PORT"``, ``"jsonl"``, ``"webhook:URL"`` and
+            ``"command:COMMAND"``, or objects with the methods of :class:`rankscope.sinks.Sink`.
+            Only those given on rank 0 count. One that is slow or fails never delays the training.
 
     Returns:
         The running scope, also a context manager.
@@ -124,6 +131,7 @@ def watch(
     Raises:
         UnsupportedError: The model goes data parallel in a way that cannot be watched.
         UsageError: An option cannot work, or options differ between ranks.
+        MissingExtraError: The package of a sink is not installed.
         RunError: Rank 0 cannot write ``run_dir``.
     """
     options = Options(
@@ -138,8 +146,7 @@ def watch(
         trace=bool(trace),
     )
     wrapped = find_wrapper(model)
-    if not isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's is a wrapper, too
-        optimizer = wrapped.optimizer
+    optimizer = plain_optimizer(optimizer) or wrapped.optimizer  # DeepSpeed's is a wrapper, too
     instruments = choose_instruments(wrapped, options, loader)
     intended = Plan.of(plan)
     group = process_group or wrapped.group
@@ -157,9 +164,9 @@ def watch(
     }
     facts = _facts(instruments.device, tokenizer, loader)
     training = training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group)
-    info = {"facts": facts, "config": dict(config or {}), "training": training}
+    info = {"facts": facts, "config": dict(config or {}), "training": training, "sinks": sinks}
     directory = _own_directory(Path(run_dir), dist.get_process_group_ranks(group))
-    writer, diagnosis = _open_run(channel, directory, described, info, flush_seconds)
+    writer, diagnosis, feeders = _open_run(channel, directory, described, info, flush_seconds)
     if channel.rank != 0:
         instruments = dataclasses.replace(instruments, make_trace_meter=None)
     return Scope(
@@ -172,6 +179,7 @@ def watch(
         on_finding=on_finding,
         heartbeat=_heartbeat(channel, group, hang_seconds),
         canary=_live_canary(wrapped, channel, canary_every, writer) if canary else None,
+        sinks=feeders,
     )
 
 
@@ -205,13 +213,13 @@ def _tell_of_hang(rank: int, report: HangReport) -> None:
 
 def _open_run(
     channel: Channel, run_dir: Path, options: dict[str, Any], info: dict[str, Any], flush: float
-) -> tuple[RunWriter | None, Diagnosis]:
-    """Agree on options with all ranks, and open the run's directory on rank 0.
+) -> tuple[RunWriter | None, Diagnosis, Sinks | None]:
+    """Agree on options with all ranks, and open the run's directory and sinks on rank 0.
 
     Returns:
-        The writer, on rank 0, and the diagnosis, which may go on from the run before.
+        The writer, on rank 0, the diagnosis, which may go on from the run before, and the sinks.
     """
-    facts = info.pop("facts")
+    facts, sinks = info.pop("facts"), info.pop("sinks")
     hellos = channel.gather_hellos(Hello({"schema": schema_hash(), **options}, facts))
     for rank, hello in enumerate(hellos):
         if hello.agreement != hellos[0].agreement:
@@ -220,7 +228,8 @@ def _open_run(
                 f"{rank} and {hellos[0].agreement} on rank 0; pass equal options"
             )
     hosts = tuple(str(hello.facts["host"]) for hello in hellos)
-    writer, problem, start = None, "", None
+    writer, problem, start = None, None, None
+    planned: tuple[PlannedSink, ...] = ()
     if channel.rank == 0:
         ranks = [{"rank": rank, **hello.facts} for rank, hello in enumerate(hellos)]
         info = {
@@ -231,6 +240,7 @@ def _open_run(
             **info,
         }
         try:
+            planned = plan_sinks(sinks)
             previous, path = _free_directory(run_dir)
             if previous is not None and options["resume"]:
                 start = state_after(previous, channel.num_workers, hosts, options["groups"])
@@ -238,7 +248,7 @@ def _open_run(
                 info |= {"continues": previous.name, "first_step": start["step"] + 1}
             writer = RunWriter(path, info, flush_seconds=flush, start=start)
         except RankscopeError as error:
-            problem = str(error)
+            problem = error
     environments = [hello.facts["environment"] for hello in hellos]
     diagnosis = Diagnosis(
         channel.num_workers,
@@ -251,19 +261,39 @@ def _open_run(
     _share_start(channel, diagnosis, b"" if start is None else pack_state(start), problem)
     if writer is not None:
         writer.add_findings(diagnosis.findings)
-    return writer, diagnosis
+    return writer, diagnosis, _start_sinks(planned, writer, diagnosis, info, options)
 
 
-def _share_start(channel: Channel, diagnosis: Diagnosis, packed: bytes, problem: str) -> None:
+def _start_sinks(
+    planned: tuple[PlannedSink, ...],
+    writer: RunWriter | None,
+    diagnosis: Diagnosis,
+    info: dict[str, Any],
+    options: dict[str, Any],
+) -> Sinks | None:
+    if writer is None or not planned:
+        return None
+    if dist.get_rank() != 0:  # one tracker, one port, one webhook for the job
+        _log.info("sinks show the data-parallel group of global rank 0; this is another")
+        return None
+    known = tuple(diagnosis.findings)
+    run = RunInfo(writer.path, info["num_workers"], info["config"], options, known)
+    return Sinks(planned, run)
+
+
+def _share_start(
+    channel: Channel, diagnosis: Diagnosis, packed: bytes, problem: RankscopeError | None
+) -> None:
     """Tell all ranks what rank 0 could not do, or else let all begin with its state.
 
     Raises:
-        RunError: Rank 0 has a problem.
+        RankscopeError: Rank 0 has a problem; of its kind, on all ranks.
     """
-    size = {"state_bytes": len(packed)}
-    answer = channel.gather_hellos(Hello({}, size, problem))[0]
+    facts = {"state_bytes": len(packed), "kind": type(problem).__name__}
+    answer = channel.gather_hellos(Hello({}, facts, str(problem or "")))[0]
     if answer.problem:
-        raise RunError(answer.problem)
+        kind = getattr(errors, answer.facts["kind"], RunError)
+        raise kind.__new__(kind, answer.problem)  # the sentence is whole; __init__ would add to it
     if answer.facts["state_bytes"]:
         message = np.zeros(answer.facts["state_bytes"], np.uint8)
         message[: len(packed)] = np.frombuffer(packed, np.uint8)

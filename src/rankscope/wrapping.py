@@ -120,6 +120,19 @@ def find_wrapper(model: nn.Module) -> Wrapped:
     )
 
 
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that does the steps, out of wrappers that only pass calls on.
+
+    Accelerate's wrapper is an ``Optimizer`` that was never made one: it takes no hooks. None when
+    it wraps something else, such as DeepSpeed's.
+    """
+    while isinstance(optimizer, torch.optim.Optimizer):
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+    return None
+
+
 def _find_deepspeed(engine: Any) -> Wrapped:
     parameters = {
         canonical_name(name): parameter

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rankscope.capture import LossMeter
-from rankscope.capture.loss import to_arrays
+from rankscope.capture.loss import count_label_tokens, shifts_labels, to_arrays
 from rankscope.errors import UsageError
 
 
@@ -273,3 +273,68 @@ class TestWhatTheLossWasMultipliedBy:
         del loss
         assert nodes[0]() is None
         assert self.scale(meter) == 1.0
+
+
+def test_a_factor_is_taken_out_of_the_loss_and_counts_as_a_multiplier():
+    meter = LossMeter(shifted=False)
+    loss = torch.tensor(6.0, requires_grad=True)
+    meter.give(loss, 5, factor=torch.tensor(1.5))
+    (loss / 2).backward()
+    (micro,), multipliers = meter.collect()
+    assert micro.values.numpy().tolist() == [4.0]
+    assert multipliers.numpy().tolist() == [0.75]
+
+
+def test_a_spare_loss_counts_only_where_backward_passes_the_model_s_own_by():
+    meter = LossMeter(shifted=False)
+    for trains_on_own in (True, False):
+        own = torch.tensor(3.0, requires_grad=True)
+        spare = torch.tensor(8.0, requires_grad=True)
+        meter.see({"loss": own}, {})
+        meter.give(spare, 5, factor=2, spare=True)
+        (own if trains_on_own else spare).backward()
+        (micro,), multipliers = meter.collect()
+        assert micro.values.numpy().tolist() == [3.0 if trains_on_own else 4.0]
+        assert multipliers.numpy().tolist() == [1.0 if trains_on_own else 2.0]
+    meter.see({"loss": torch.tensor(3.0)}, {})
+    meter.give(7.0, spare=True)
+    assert collected(meter)[0] == [[3.0]]  # backward is known of neither
+    meter.give(7.0, spare=True)
+    assert collected(meter)[0] == [[7.0]]
+
+
+def test_a_micro_batch_without_label_tokens_has_no_loss_and_is_no_fault():
+    meter = LossMeter(shifted=False)
+    labels = torch.tensor([[-100, -100]])
+    meter.see({"loss": torch.tensor(0.0)}, {"labels": labels, "num_items_in_batch": 8})
+    assert collected(meter) == ([[0.0]], [[0.0]])
+
+
+def test_labels_that_are_aligned_already_are_counted_as_they_are():
+    labels, aligned = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, -100]])
+    assert count_label_tokens({"labels": labels}, shifted=True).tolist() == [2]
+    assert count_label_tokens({"labels": labels}, shifted=False).tolist() == [3]
+    assert count_label_tokens({"labels": labels[0]}, shifted=True).tolist() == [3]
+    named = {"labels": labels, "shift_labels": aligned}
+    assert count_label_tokens(named, shifted=True).tolist() == [2]
+    assert count_label_tokens({}, shifted=True) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "shifts"),
+    [
+        ("LlamaForCausalLM", {}, True),
+        ("PeftModelForCausalLM", {}, True),
+        ("GPT2LMHeadModel", {}, True),
+        ("BertForMaskedLM", {}, False),
+        ("T5ForConditionalGeneration", {"encodes": True}, False),
+        ("LlavaForConditionalGeneration", {"encodes": False}, True),
+        ("Odd", {}, False),
+    ],
+)
+def test_models_that_shift_their_labels_are_known(name, attributes, shifts):
+    model = type(name, (nn.Module,), {})()
+    if attributes:
+        model.config = SimpleNamespace(is_encoder_decoder=attributes["encodes"])
+        model.loss_type = "ForConditionalGeneration"
+    assert shifts_labels(model) is shifts

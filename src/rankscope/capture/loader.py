@@ -34,11 +34,11 @@ class LoaderMeter:
 
     Args:
         loader: A ``torch.utils.data.DataLoader``, or anything with its ``worker_init_fn`` and
-            ``num_workers``.
+            ``num_workers``; or accelerate's wrapper of one.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
+        self._loader = loader = getattr(loader, "base_dataloader", loader)
         self._starts: _Starts | None = None
         num_workers = getattr(loader, "num_workers", 0)
         if not isinstance(num_workers, int) or num_workers < 1:

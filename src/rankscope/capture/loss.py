@@ -65,9 +65,16 @@ class LossMeter:
         self._shifted = shifted
         self._given: list[MicroBatchLoss] = []
         self._seen: list[MicroBatchLoss] = []
+        self._spare: list[MicroBatchLoss] = []
 
     def give(
-        self, value: Tensor | float, weight: Tensor | float | None = None, forward: int = 0
+        self,
+        value: Tensor | float,
+        weight: Tensor | float | None = None,
+        forward: int = 0,
+        *,
+        factor: Tensor | float | None = None,
+        spare: bool = False,
     ) -> None:
         """Take the loss of a micro-batch.
 
@@ -75,11 +82,16 @@ class LossMeter:
             value: A scalar, or one loss per sample ``[B]``.
             weight: Number of label tokens, a scalar or ``[B]`` like ``value``.
             forward: Number of the forward pass that it comes from.
+            factor: What ``value`` was multiplied by already, a scalar; it is taken out of what is
+                recorded, and counts as a part of what the loss was multiplied by.
+            spare: Whether it only counts when backward did not pass through the losses that were
+                seen in the model's outputs.
 
         Raises:
             UsageError: Shapes other than these.
         """
-        multiplier = _multiplier(value)
+        unit = None if factor is None else torch.as_tensor(factor).detach().to(torch.float64)
+        multiplier = _multiplier(value, unit)
         values = torch.as_tensor(value).detach()
         if values.dim() > 1:
             raise UsageError(
@@ -87,6 +99,8 @@ class LossMeter:
                 f"{tuple(values.shape)}; reduce it over tokens first"
             )
         values = values.reshape(-1).to(torch.float64)
+        if unit is not None:
+            values = _taken_out(unit, values)
         weights = None
         if weight is not None:
             weights = torch.as_tensor(weight).detach().reshape(-1).to(torch.float64)
@@ -96,7 +110,8 @@ class LossMeter:
                     f"{values.numel()} losses"
                 )
         copy = None if weights is None else HostCopy(weights)
-        self._given.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
+        taken = MicroBatchLoss(HostCopy(values), copy, multiplier, forward)
+        (self._spare if spare else self._given).append(taken)
 
     def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """Pick the loss up from a model's output, and its label tokens from the inputs.
@@ -108,12 +123,11 @@ class LossMeter:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
-        labels = kwargs.get("labels")
-        weights = self._count(labels) if isinstance(labels, Tensor) else None
+        weights = count_label_tokens(kwargs, shifted=self._shifted)
         values = loss.detach().reshape(1).to(torch.float64)
         unit = _unit(kwargs.get("num_items_in_batch"), weights)
         if unit is not None:
-            values = values / unit
+            values = _taken_out(unit, values)
         copy = None if weights is None else HostCopy(weights)
         multiplier = _multiplier(loss, unit)
         self._seen.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
@@ -130,13 +144,43 @@ class LossMeter:
         """
         given = [micro for micro in self._given if micro.forward not in idle]
         seen = [micro for micro in self._seen if micro.forward not in idle]
-        self._given, self._seen = [], []
-        return given or seen, _multipliers(given) or _multipliers(seen)
+        spare = [micro for micro in self._spare if micro.forward not in idle]
+        self._given, self._seen, self._spare = [], [], []
+        multipliers = _multipliers(given) or _multipliers(seen)
+        if multipliers is None and not given:
+            multipliers = _multipliers(spare)
+            return seen if multipliers is None and seen else spare, multipliers
+        return given or seen, multipliers
 
-    def _count(self, labels: Tensor) -> Tensor:
-        if self._shifted and labels.dim() > 1:
-            labels = labels[..., 1:]
-        return (labels != IGNORED_LABEL).sum().reshape(1).to(torch.float64)
+
+def shifts_labels(module: torch.nn.Module) -> bool:
+    """Return whether a model predicts the next token, and shifts its labels by one itself.
+
+    Known of transformers' models, by their names and, where one name stands for two kinds, by
+    whether they have an encoder.
+    """
+    name = type(module).__name__
+    if "ForConditionalGeneration" in name:
+        encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", None)
+        return encodes is False and getattr(module, "loss_type", None) == "ForConditionalGeneration"
+    return "CausalLM" in name or name.endswith("LMHeadModel")
+
+
+def count_label_tokens(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
+    """Return the number of label tokens in a model's inputs (float64 ``[1]``), None without labels.
+
+    Args:
+        inputs: With ``labels``, or ``shift_labels`` that are aligned with what is predicted.
+        shifted: Whether the first of ``labels`` of each sequence is not a target.
+    """
+    aligned, labels = inputs.get("shift_labels"), inputs.get("labels")
+    if isinstance(aligned, Tensor):
+        labels = aligned
+    elif isinstance(labels, Tensor) and shifted and labels.dim() > 1:
+        labels = labels[..., 1:]
+    if not isinstance(labels, Tensor):
+        return None
+    return (labels != IGNORED_LABEL).sum().reshape(1).to(torch.float64)
 
 
 def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
@@ -150,6 +194,12 @@ def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
         return None
     items = torch.as_tensor(num_items, device=weights.device).to(torch.float64)
     return weights / items if items.numel() == 1 else None
+
+
+def _taken_out(unit: Tensor, values: Tensor) -> Tensor:
+    """Return values over their unit; those without a token stay what they are, which is 0."""
+    unit = unit.to(values.device)
+    return torch.where(unit == 0, values, values / unit)
 
 
 def _multipliers(collected: Sequence[MicroBatchLoss]) -> HostCopy | None:

@@ -143,9 +143,10 @@ def sampler_seed(loader: Any) -> int | None:
     That of a sampler with a ``seed`` (``DistributedSampler``) or ``initial_seed`` (accelerate's),
     unless it does not shuffle, or of the generator that torch's own samplers draw from.
     """
-    if loader is None:
-        return None
+    if loader is None or _quietly_of(loader, "synchronized_generator") is not None:
+        return None  # accelerate gives all ranks the generator of rank 0 with each pass
     batches = _quietly_of(loader, "batch_sampler")
+    batches = _quietly_of(batches, "batch_sampler") or batches  # inside accelerate's share of it
     for sampler in (_quietly_of(loader, "sampler"), _quietly_of(batches, "sampler"), batches):
         if sampler is None or _quietly_of(sampler, "shuffle") is False:
             continue

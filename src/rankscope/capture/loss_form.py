@@ -1,0 +1,95 @@
+"""How a training put its loss together: what the sum over tokens was divided by, read once.
+
+A trainer hands over a number. Whether that is a mean over the worker's own label tokens, or their
+sum divided by the number of all workers' tokens and multiplied by W, cannot be told from the
+number, but from how it came about: autograd keeps the last divisions and multiplications.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+_MOST_NODES = 48
+_SAVED = ("_saved_other", "_saved_self")
+_MEAN = 1  # of torch's reductions: 0 none, 1 mean, 2 sum
+
+
+@dataclass(frozen=True, slots=True)
+class LossForm:
+    """What stands between a loss and the mean over a worker's own label tokens.
+
+    Attributes:
+        divided_by_all: Whether a sum was divided by the number of label tokens in all micro-batches
+            of the step (of all workers, or of this one: whatever the trainer counted).
+        times_workers: Whether the result was multiplied by the number of workers.
+    """
+
+    divided_by_all: bool
+    times_workers: bool
+
+    def factor(self, own: Tensor, num_items: Tensor | float, num_workers: int) -> Tensor | float:
+        """Return the loss over the mean per own label token.
+
+        Args:
+            own: Number of the micro-batch's own label tokens.
+            num_items: Number of tokens that the trainer counted.
+            num_workers: W.
+        """
+        workers = num_workers if self.times_workers else 1
+        return own * workers / num_items if self.divided_by_all else workers
+
+
+def read_form(
+    loss: Tensor, own: Tensor | float, num_items: Tensor | float, num_workers: int
+) -> LossForm | None:
+    """Return how a loss came about; None when that cannot be told. Waits for the device.
+
+    Args:
+        loss: What the training is about to call ``backward`` on, a scalar.
+        own: Number of the micro-batch's own label tokens.
+        num_items: Number of tokens that the trainer counted and the loss may be divided by.
+        num_workers: W.
+    """
+    count, own = float(num_items), float(own)
+    divided = mean = workers = False
+    for node in _nodes_before(loss):
+        kind = type(node).__name__
+        mean |= kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+        numbers = [float(n) for n in (_number(node, name) for name in _SAVED) if n is not None]
+        if kind.startswith("DivBackward"):
+            divided |= any(_is(number, count) for number in numbers)
+            mean |= own != count and any(_is(number, own) for number in numbers)
+        elif kind.startswith("MulBackward"):
+            divided |= any(_is(number, 1 / count) for number in numbers if count)
+            workers |= num_workers > 1 and any(_is(number, num_workers) for number in numbers)
+    return LossForm(divided, workers) if divided or mean else None
+
+
+def _nodes_before(loss: Tensor) -> Iterator[Any]:
+    """Yield the operators that a loss came from, the last ones first."""
+    waiting = deque([loss.grad_fn])
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(before for before, _ in node.next_functions)
+
+
+def _number(node: Any, name: str) -> Tensor | None:
+    """Return a number that autograd kept for an operator; None if it kept none, or more."""
+    try:
+        saved = getattr(node, name, None)
+    except RuntimeError:  # freed, or changed in place since
+        return None
+    return saved if isinstance(saved, Tensor) and saved.numel() == 1 else None
+
+
+def _is(number: float, expected: float) -> bool:
+    return math.isclose(number, expected, rel_tol=1e-6)

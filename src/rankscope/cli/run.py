@@ -1,0 +1,161 @@
+"""``rankscope run``: watches a training script that knows nothing of rankscope."""
+
+import json
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rankscope.core.plan import Plan
+from rankscope.core.tiers import Tier
+from rankscope.errors import UsageError
+
+
+class ReducedOption(StrEnum):
+    """What can be read of the reduced gradient."""
+
+    OFF = "off"
+    NORM = "norm"
+    SKETCH = "sketch"
+
+
+def run_script(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [ARGUMENTS]...",
+            help="The training script, or a command such as torchrun, and all its arguments.",
+            show_default=False,
+        ),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")
+    ] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory to write.", show_default="runs/ and the script's name", metavar="PATH"
+        ),
+    ] = None,
+    tier: Annotated[
+        Tier, typer.Option(help="How much of the gradients is compared.")
+    ] = Tier.SKETCH,
+    every: Annotated[
+        int, typer.Option(help="Measure gradients in steps that are multiples of this.", min=1)
+    ] = 1,
+    groups: Annotated[
+        str,
+        typer.Option(
+            help="Groups of parameters: blocks, none, or JSON from name prefix to group name."
+        ),
+    ] = "blocks",
+    reduced: Annotated[
+        ReducedOption, typer.Option(help="What is read of the reduced gradient.")
+    ] = ReducedOption.NORM,
+    overhead_budget: Annotated[
+        str, typer.Option(help="Share of the step time that rankscope may take, or none.")
+    ] = "0.01",
+    sink: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where the numbers go as well: tensorboard, jsonl:PATH, … Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="What is meant: JSON, or a file that holds it.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Record a trace for rankscope diff (DDP).")
+    ] = False,
+    no_canary: Annotated[
+        bool, typer.Option("--no-canary", help="Never replay a batch on all workers.")
+    ] = False,
+) -> None:
+    """Watch a training script as it is, without a line of rankscope in it.
+
+    On all ranks: torchrun --nproc-per-node 8 -m rankscope run train.py --lr 3e-4, or rankscope run
+    -- torchrun --nproc-per-node 8 train.py --lr 3e-4. What follows the script belongs to the
+    script; so do its output, signals and exit code.
+
+    Exit code: the script's own; 2 bad usage.
+    """
+    from rankscope.integrations.job import Job
+    from rankscope.integrations.run_script import become, check_interpreter, command_for, name_of
+
+    words = list(words or ())
+    try:
+        check_interpreter()
+        command = command_for(words, module=module, original=sys.orig_argv)
+        options: dict[str, Any] = {
+            "tier": str(tier),
+            "every": every,
+            "groups": _groups(groups),
+            "reduced": str(reduced),
+            "overhead_budget": _budget(overhead_budget),
+            "plan": _plan(plan),
+            "trace": trace,
+            "canary": not no_canary,
+            **({"sinks": _sinks(sink)} if sink else {}),
+        }
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
+    name = name_of(words, module=module)
+    directory = run_dir or Path("runs") / name
+    become(command, Job(str(directory.absolute()), name, options))
+
+
+def _groups(given: str) -> str | dict[str, str]:
+    if given in ("blocks", "none"):
+        return given
+    groups = _json("--groups", given)
+    if not all(isinstance(name, str) for name in groups.values()):
+        raise UsageError(f"--groups expected names of groups, got {given}")
+    return groups
+
+
+def _budget(given: str) -> float | None:
+    if given == "none":
+        return None
+    try:
+        budget = float(given)
+    except ValueError:
+        budget = -1.0
+    if not budget > 0:
+        raise UsageError(f"--overhead-budget expected a share such as 0.01, or none, got {given}")
+    return budget
+
+
+def _plan(given: str | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    text = given if given.lstrip().startswith("{") else _read(given)
+    return Plan.of(_json("--plan", text)).to_json()
+
+
+def _sinks(given: list[str]) -> list[str]:
+    from rankscope.sinks.specs import plan_sinks
+
+    plan_sinks(given)
+    return given
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--plan expected JSON or a file, got {path}: {error}") from error
+
+
+def _json(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option} expected a JSON object, got {text[:80]!r}") from error
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{option} expected a JSON object, got {text[:80]!r}")
+    return dict(value)

@@ -1,0 +1,205 @@
+"""The loss of a script whose model does not return it: what ``backward`` is called on.
+
+Nothing of torch's is in a better place to know it. What scales a loss just before ``backward``
+(a gradient scaler, the number of micro-batches) is taken out again, as far as autograd has kept it.
+"""
+
+import logging
+import math
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rankscope.capture.foreign import ForeignHook
+from rankscope.capture.passes import tensors_in
+
+if TYPE_CHECKING:
+    from rankscope.scope import Scope
+
+_log = logging.getLogger("rankscope")
+
+_MOST_NODES = 1000
+_NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numbers
+_PASSING = ("ToCopyBackward", "CloneBackward", "ViewBackward", "AliasBackward", "SqueezeBackward")
+_SUM = 2  # of torch's reductions: 0 none, 1 mean, 2 sum
+
+
+class BackwardLoss:
+    """Gives a scope the losses that ``backward`` is called on, where they depend on its model.
+
+    They only count when the model's output has no ``.loss`` that backward goes through.
+
+    Args:
+        scope: The scope.
+        model: What the training calls.
+    """
+
+    def __init__(self, scope: "Scope", model: nn.Module) -> None:
+        self._scope = scope
+        self._model = model
+        self._outputs: dict[Any, Tensor | None] = {}
+        self._works = True
+        self._hooks: list[Any] = []
+        self._seen: SeenFromBelow | None = None
+
+    def install(self) -> None:
+        """See every call of ``backward`` from now on."""
+        autograd: Any = torch.autograd
+        self._seen = autograd._make_grads = SeenFromBelow(autograd._make_grads, self._see)
+        before, after = ForeignHook(self._before_forward), ForeignHook(self._after_forward)
+        self._hooks = [
+            self._model.register_forward_pre_hook(before),
+            self._model.register_forward_hook(after),
+        ]
+
+    def remove(self) -> None:
+        """See no more of them, and leave torch as it was."""
+        self._works = False
+        self._outputs.clear()
+        for hook in self._hooks:
+            hook.remove()
+        autograd: Any = torch.autograd
+        if self._seen is not None and autograd._make_grads is self._seen:
+            autograd._make_grads = self._seen.function
+
+    def _before_forward(self, model: Any, args: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._outputs.clear()
+
+    def _after_forward(self, model: Any, args: Any, output: Any) -> None:
+        if not self._works or not (model.training and torch.is_grad_enabled()):
+            return
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                self._outputs[tensor.grad_fn] = tensor if tensor.dim() == 0 else None
+
+    def _see(self, caller: FrameType) -> None:
+        """Look at the roots of a backward pass that is about to begin."""
+        if not self._works or caller.f_globals is not vars(torch.autograd):
+            return
+        try:
+            if caller.f_code.co_name == "backward" and self._outputs:
+                self._take(caller.f_locals["tensors"])
+        except Exception as error:
+            self.remove()
+            _log.warning(
+                "rankscope sees no more losses outside of the model; training goes on. %s: %s",
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
+
+    def _take(self, roots: tuple[Any, ...]) -> None:
+        losses = [root for root in roots if type(root) is Tensor and root.numel() == 1]
+        if len(losses) < len(roots) or not any(map(self._reaches_model, losses)):
+            return
+        if len(losses) > 1:
+            self._scope.loss(
+                torch.stack([loss.detach().sum() for loss in losses]).sum(), spare=True
+            )
+            return
+        loss, factor = unscaled(losses[0], self._outputs)
+        self._scope.loss(loss, factor=factor, spare=True)
+
+    def _reaches_model(self, root: Tensor) -> bool:
+        waiting: deque[Any] = deque([root.grad_fn])
+        seen: set[Any] = set()
+        while waiting and len(seen) < _MOST_NODES:
+            node = waiting.popleft()
+            if node is None or node in seen:
+                continue
+            if node in self._outputs:
+                return True
+            seen.add(node)
+            waiting.extend(before for before, _ in node.next_functions)
+        return False
+
+
+class SeenFromBelow:
+    """A function that lets someone look at its caller first, and is never on the stack itself.
+
+    Python asks for its ``__call__``, which is the function, and calls that.
+
+    Args:
+        function: The function.
+        see: Called with the frame of whoever is about to call it; must not raise.
+    """
+
+    def __init__(self, function: Callable[..., Any], see: Callable[[FrameType], None]) -> None:
+        self.function = function
+        self._see = see
+
+    @property
+    def __call__(self) -> Callable[..., Any]:
+        """The function; whoever asks for it is about to call it."""
+        self._see(sys._getframe(1))
+        return self.function
+
+
+def unscaled(
+    root: Tensor, outputs: dict[Any, Tensor | None]
+) -> tuple[Tensor, Tensor | float | None]:
+    """Return the loss behind what ``backward`` is called on.
+
+    Undone are constant factors, and divisions by a number such as that of the micro-batches, but
+    not the division that makes a sum over tokens or samples a mean.
+
+    Args:
+        root: What ``backward`` is called on, a scalar.
+        outputs: What the model returned: scalars by the node of the graph that they come from.
+
+    Returns:
+        The loss and what it was multiplied by; None if by nothing, or when the loss is at hand
+        without that.
+    """
+    factors: list[Tensor | float] = []
+    node: Any = root.grad_fn
+    while node is not None:
+        output = outputs.get(node)
+        if output is not None:
+            return output, None
+        step = _constant(node)
+        if step is None:
+            break
+        factor, node = step
+        factors.append(factor)
+    if node is not None and _is_sum(node):
+        divisions = [i for i, f in enumerate(factors) if isinstance(f, float) and abs(f) < 1]
+        factors = factors[: divisions[-1]] if divisions else factors
+    wanted = [factor for factor in factors if isinstance(factor, Tensor) or factor != 1]
+    return root, math.prod(wanted) if wanted else None
+
+
+def _constant(node: Any) -> tuple[Tensor | float, Any] | None:
+    """Return what an operator multiplies a loss by, and what comes before it; else None."""
+    name = type(node).__name__
+    before = [function for function, _ in node.next_functions]
+    if name.startswith(_PASSING):
+        return 1.0, before[0]
+    if name.startswith("DivBackward") and before[1:] == [None]:
+        number = _number(node._saved_other)
+        return (1 / number, before[0]) if number else None
+    if name.startswith("MulBackward") and before.count(None) == 1:
+        first = before[0] is not None
+        saved = node._saved_other if first else node._saved_self
+        if saved is None or saved.numel() != 1:
+            return None
+        number = _number(saved)
+        return (saved.detach() if number is None else number), before[0 if first else 1]
+    return None
+
+
+def _number(saved: Tensor) -> float | None:
+    """Return the number that a tensor of autograd's holds, if it is one of Python's."""
+    plain = saved.dim() == 0 and saved.device.type == "cpu" and saved.dtype in _NUMBERS
+    return float(saved) if plain else None
+
+
+def _is_sum(node: Any) -> bool:
+    name = type(node).__name__
+    return name.startswith("SumBackward") or getattr(node, "_saved_reduction", None) == _SUM

@@ -1,0 +1,121 @@
+"""The end of a watched script: its run is closed, and one line says where it lies."""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import shlex
+import sys
+import threading
+from multiprocessing import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankscope.integrations.job import Job
+
+if TYPE_CHECKING:
+    from rankscope.integrations.beginning import Watching
+
+NOTHING = (
+    "nothing was watched: the script trained no model wrapped in DistributedDataParallel or "
+    "fully_shard, and no DeepSpeed engine"
+)
+
+_told_in: set[int] = set()  # numbers of processes: a fork inherits the variable
+
+
+class Ending:
+    """Closes the scope of a script in time.
+
+    Attributes:
+        told: Whether it was said already why nothing is watched.
+    """
+
+    def __init__(self) -> None:
+        self._watching: Watching | None = None
+        self._pid = 0
+        self._exit_code: Any = None
+
+    @property
+    def told(self) -> bool:
+        """Whether this process need not say that nothing was watched."""
+        return os.getpid() in _told_in
+
+    @told.setter
+    def told(self, value: bool) -> None:
+        (_told_in.add if value else _told_in.discard)(os.getpid())
+
+    def attach(self, watching: "Watching") -> None:
+        """Close the run when the process ends, or its process group before."""
+        self._watching, self._pid = watching, os.getpid()
+        atexit.register(self._finish)
+        if multiprocessing.parent_process() is not None:  # which may end without atexit
+            util.Finalize(self, self._finish, exitpriority=100)
+
+    def notice_exit_codes(self) -> None:
+        """Remember the code that the script ends itself with: a run that fails is incomplete."""
+        leave = sys.exit
+
+        def exit(status: Any = None, /) -> None:  # noqa: A001 the name that it has
+            if threading.current_thread() is threading.main_thread():
+                self._exit_code = status
+            leave(status)
+
+        exit.__doc__ = leave.__doc__
+        sys.exit = exit  # type: ignore[assignment]
+
+    def before_destroying(self, group: Any) -> None:
+        """Take notice that the script destroys a process group; None for all of them."""
+        if self._watching is None or self._pid != os.getpid():
+            return
+        with contextlib.suppress(Exception):
+            from torch.distributed import GroupMember
+
+            if group is None or group == GroupMember.WORLD:
+                self._watching.close(self._error())
+
+    def _finish(self) -> None:
+        """Close the run and say where it lies."""
+        watching, self._watching = self._watching, None
+        if watching is None or self._pid != os.getpid():
+            return
+        with contextlib.suppress(Exception):
+            watching.close(self._error())
+            if watching.scope.run_dir is not None:
+                path = _short(watching.scope.run_dir)
+                show = f"rankscope report {shlex.quote(path)}"
+                say(f"the run is recorded in {path}; to see it: {show}")
+
+    def _error(self) -> BaseException | None:
+        """Return what ends the script, if it is no success."""
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if error is None and self._exit_code not in (None, 0):
+            error = SystemExit(self._exit_code)
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return None
+        return error
+
+
+def tell_if_nothing_was_watched() -> None:
+    """Say so at the end of the process that the command started, on rank 0.
+
+    Processes that it started may have been watched in its place: then there is a run.
+    """
+    if os.environ.get("RANK", "0") != "0" or os.getpid() in _told_in:
+        return
+    job = Job.of_this_process()
+    path = Path(job.run_dir)
+    files = [path / "run.json", *path.parent.glob(f"{path.name}-*/run.json")]
+    if not any(file.exists() and file.stat().st_mtime >= job.started - 2 for file in files):
+        say(NOTHING)
+
+
+def say(message: str) -> None:
+    """Write a line to the script's error stream, if it is still open."""
+    with contextlib.suppress(Exception):
+        print(f"rankscope: {message}", file=sys.stderr, flush=True)
+
+
+def _short(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

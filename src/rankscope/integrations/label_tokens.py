@@ -1,0 +1,44 @@
+"""How many label tokens stand behind a loss, as a function that the user gives to an adapter."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+_log = logging.getLogger("rankscope")
+
+Weigh = Callable[..., Tensor | float]
+"""Takes a batch, returns its number of label tokens, or one number per sample."""
+
+
+class LabelTokens:
+    """Asks the user's function, and lives without it from the first exception on.
+
+    Args:
+        weigh: The function; None: label tokens are unknown.
+    """
+
+    def __init__(self, weigh: Weigh | None) -> None:
+        self._weigh = weigh
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a function to ask."""
+        return self._weigh is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | float | None:
+        """Return what the function says of a batch; None if it cannot say."""
+        if self._weigh is None:
+            return None
+        try:
+            return self._weigh(*args, **kwargs)
+        except Exception as error:
+            self._weigh = None
+            _log.warning(
+                "weight expected a function from a batch to its number of label tokens, but it "
+                "raised %s: %s; losses are recorded without weights from now on",
+                type(error).__name__,
+                error,
+            )
+            return None

@@ -1,0 +1,110 @@
+"""``rankscope run``: becomes the training script, in an environment in which it is watched.
+
+The process that the command started *is* the script afterwards (``exec``): its number, arguments,
+signals, exit code and ``__main__`` are those of a script that was started without rankscope.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rankscope.errors import UsageError
+from rankscope.integrations.job import Job
+
+_AS_MODULE = re.compile(r"-([A-Za-z]*)m(.*)")
+
+
+def command_for(words: Sequence[str], *, module: bool, original: Sequence[str]) -> list[str]:
+    """Return the command line of the training.
+
+    Args:
+        words: The script, module or command, and its arguments.
+        module: Whether the first word is a module.
+        original: The command line of this Python, whose own flags (``-u``, ``-X …``) are kept.
+
+    Raises:
+        UsageError: There is no such script or command.
+    """
+    if not words:
+        raise UsageError("rankscope run expected a script and its arguments, got nothing")
+    python = [sys.executable, *interpreter_flags(original, sys.argv[1:])]
+    if module:
+        return [*python, "-m", *words]
+    beside = str(Path(sys.executable).parent)  # of an environment that is not activated
+    script, command = Path(words[0]), shutil.which(words[0]) or shutil.which(words[0], path=beside)
+    runs_itself = command is not None and script.suffix not in {".py", ".pyc", ".pyz"}
+    if runs_itself:
+        return [str(command), *words[1:]]
+    if not script.exists():
+        raise UsageError(
+            f"rankscope run expected a script or a command, got {words[0]!r}, which is neither a "
+            "file here nor a command; for a module, write -m before its name"
+        )
+    return [*python, *words]
+
+
+def interpreter_flags(original: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Return Python's own flags from a command line.
+
+    Args:
+        original: The whole command line: ``python -u -m rankscope run …``.
+        arguments: Its last part, which the program sees.
+    """
+    head = list(original[1 : len(original) - len(arguments)])
+    if not head:
+        return []
+    program = head.pop()
+    joined = _AS_MODULE.fullmatch(program)
+    if joined is None and head:
+        joined = _AS_MODULE.fullmatch(head[-1])
+        if joined is None or joined[2]:
+            return head  # a script, such as the command ``rankscope`` itself
+        head.pop()
+    if joined is not None and joined[1]:
+        head.append(f"-{joined[1]}")
+    return head
+
+
+def name_of(words: Sequence[str], *, module: bool) -> str:
+    """Return a short name for what is run; a launcher's is that of the script it starts.
+
+    Example:
+        >>> name_of(["torchrun", "--nproc-per-node", "8", "src/train.py"], module=False)
+        'train'
+        >>> name_of(["project.train"], module=True)
+        'train'
+    """
+    if module:
+        return words[0].rpartition(".")[2]
+    scripts = [word for word in words if word.endswith(".py")]
+    return Path(words[0] if words[0].endswith(".py") or not scripts else scripts[0]).stem
+
+
+def check_interpreter() -> None:
+    """Make sure that Python will look for what is to be watched.
+
+    Raises:
+        UsageError: It was told to ignore its environment.
+    """
+    if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
+        raise UsageError(
+            "rankscope run reaches the script through Python's environment, which the flags -I, "
+            "-E and -S switch off; start python without them"
+        )
+
+
+def become(command: Sequence[str], job: Job) -> None:
+    """Replace this process by the training; returns only if that fails.
+
+    Raises:
+        UsageError: The command cannot be started.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(command[0], list(command), job.to_environment(dict(os.environ)))
+    except OSError as error:
+        raise UsageError(f"rankscope run cannot start {command[0]}: {error.strerror}") from error

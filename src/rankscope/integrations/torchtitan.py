@@ -1,0 +1,157 @@
+"""Training loops of torchtitan's shape: one line after the trainer has been made.
+
+::
+
+    from rankscope.integrations.torchtitan import watch
+
+    trainer = Trainer(config)
+    watch(trainer, run_dir="runs/pretraining")
+    trainer.train()
+
+The shape: ``trainer.model_parts`` is a list of modules under ``fully_shard``,
+``trainer.optimizers.optimizers`` a list of torch optimizers, ``trainer.loss_fn(pred, labels)``
+returns the sum over label tokens, which ``trainer.forward_backward_step(..., global_valid_tokens)``
+divides by the number of tokens of all workers and micro-batches, and ``trainer.close()`` ends it.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import rankscope
+from rankscope.capture.loss import IGNORED_LABEL
+from rankscope.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from rankscope.scope import Scope
+
+_SIZES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+
+
+def watch(trainer: Any, *, run_dir: str | Path, **options: Any) -> "Scope":
+    """Watch a trainer of torchtitan's shape until ``trainer.close()``.
+
+    What is recorded as a worker's loss is its mean over its own label tokens, weighted by their
+    number. A run whose ``trainer.close()`` is called while an exception is handled is incomplete.
+
+    Args:
+        trainer: The trainer, after its model and optimizers have been made, before training.
+        run_dir: As in :func:`rankscope.watch`.
+        options: Further options of :func:`rankscope.watch`.
+
+    Returns:
+        The running scope.
+
+    Raises:
+        UsageError: The trainer has another shape.
+        UnsupportedError: Its model cannot be watched, as under pipeline parallelism.
+    """
+    for problem in _problems(trainer):
+        raise UsageError(
+            "rankscope.integrations.torchtitan.watch() expected a trainer of torchtitan's shape, "
+            f"got {type(trainer).__name__} {problem}; call rankscope.watch with its model and "
+            "optimizer, and scope.loss in its loop"
+        )
+    if len(trainer.model_parts) != 1:
+        raise UnsupportedError(
+            f"watch() expected one model part, got {len(trainer.model_parts)}: pipeline "
+            "parallelism cannot be watched yet"
+        )
+    optimizers = list(trainer.optimizers.optimizers)
+    optimizer = optimizers[0] if len(optimizers) == 1 else JointOptimizer(optimizers)
+    config = {**_facts(trainer), **(options.pop("config", None) or {})}
+    [model] = trainer.model_parts
+    scope = rankscope.watch(model, optimizer, run_dir=run_dir, config=config, **options)
+    trainer.loss_fn = _Losses(trainer.loss_fn, scope)
+    close = trainer.close
+
+    def close_both() -> None:
+        scope.__exit__(*sys.exc_info())
+        close()
+
+    trainer.close = close_both
+    return scope
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers that step together, to look at as one; it cannot step itself.
+
+    Args:
+        optimizers: The optimizers, in the order in which they step.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # It has nothing of its own, so no super().__init__.
+        self._optimizers = tuple(optimizers)
+        self._optimizer_step_pre_hooks = self._optimizers[0]._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = self._optimizers[-1]._optimizer_step_post_hooks
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of all of them."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        """The state of all of them, by parameter."""
+        parts = (optimizer.state for optimizer in self._optimizers)
+        return {parameter: values for state in parts for parameter, values in state.items()}
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call a hook before the first of them steps."""
+        return self._optimizers[0].register_step_pre_hook(self._for_all(hook))
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call a hook after the last of them has stepped."""
+        return self._optimizers[-1].register_step_post_hook(self._for_all(hook))
+
+    def _for_all(self, hook: Callable[..., Any]) -> Callable[..., None]:
+        def call(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            hook(self, args, kwargs)
+
+        return call
+
+
+class _Losses:
+    """A loss function that also gives a scope each loss, per label token.
+
+    Args:
+        loss_fn: Returns the sum of the losses of all label tokens.
+        scope: The scope; does nothing once it is closed.
+    """
+
+    def __init__(self, loss_fn: Callable[..., torch.Tensor], scope: "Scope") -> None:
+        self._loss_fn = loss_fn
+        self._scope = scope
+
+    def __call__(self, pred: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what the loss function returns."""
+        total = self._loss_fn(pred, labels, *args, **kwargs)
+        if torch.is_grad_enabled():
+            tokens = (labels != IGNORED_LABEL).sum()
+            self._scope.loss(total.detach(), tokens, factor=tokens)
+        return total
+
+
+def _problems(trainer: Any) -> Iterator[str]:
+    for name in ("model_parts", "optimizers", "loss_fn", "forward_backward_step", "close"):
+        if not hasattr(trainer, name):
+            yield f"without {name}"
+            return
+    if not hasattr(trainer.optimizers, "optimizers"):
+        yield "whose optimizers are no container with a list of optimizers"
+    names = inspect.signature(trainer.forward_backward_step).parameters
+    if "global_valid_tokens" not in names:
+        yield "whose forward_backward_step takes no global_valid_tokens"
+
+
+def _facts(trainer: Any) -> dict[str, Any]:
+    sizes = getattr(trainer, "parallel_dims", None)
+    facts = {name: getattr(sizes, name, None) for name in _SIZES}
+    facts["gradient_accumulation_steps"] = getattr(trainer, "gradient_accumulation_steps", None)
+    known = {name: value for name, value in facts.items() if isinstance(value, int)}
+    return {"framework": "torchtitan's shape", **known}

@@ -1,0 +1,145 @@
+"""Transformers: a callback for ``Trainer``, and for those that inherit from it, as TRL's do.
+
+::
+
+    from rankscope.integrations.transformers import RankscopeCallback
+
+    trainer = Trainer(..., callbacks=[RankscopeCallback(run_dir="runs/sft")])
+
+The callback watches from ``on_train_begin`` to ``on_train_end``. A loss that the trainer computes
+outside of the model (TRL, ``compute_loss_func``, label smoothing) is taken from ``compute_loss``.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankscope import start
+from rankscope.errors import MissingExtraError, UnsupportedError
+from rankscope.integrations.trainer_loss import TrainerLoss
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from rankscope.scope import Scope
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise MissingExtraError("rankscope.integrations.transformers", "transformers") from error
+
+_log = logging.getLogger("rankscope")
+
+_ARGUMENTS = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay"),
+    *("max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("num_train_epochs", "max_steps", "seed", "data_seed", "bf16", "fp16", "torch_compile"),
+    *("average_tokens_across_devices", "label_smoothing_factor", "ignore_data_skip"),
+    *("train_sampling_strategy", "packing", "assistant_only_loss", "loss_type"),
+)
+_WHOLE = ("_run_epoch", "_finalize_training", "evaluate")
+_PARTS = ("get_batch_samples", "training_step", "evaluate")  # of a Trainer without the former
+
+
+class RankscopeCallback(TrainerCallback):
+    """Watches the training of a ``Trainer``; each process makes one, with equal options.
+
+    Args:
+        run_dir: Directory that rank 0 writes, see :func:`rankscope.watch`. A second ``train()``,
+            or a resumed one, goes on in a numbered sibling.
+        **options: Of :func:`rankscope.watch`. ``loader``, ``tokenizer`` and ``config`` are taken
+            from the trainer unless they are given; a ``config`` is recorded beside its arguments.
+    """
+
+    def __init__(self, run_dir: str | Path, **options: Any) -> None:
+        self._options = {"run_dir": run_dir, **options}
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self.scope: Scope | None = None
+        """The running scope; None outside of a training, and in a single process."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to watch; what :func:`rankscope.watch` raises is raised before the first step."""
+        self._close(RuntimeError("a training ended without on_train_end"))
+        trainer = _calling_trainer()
+        if trainer.accelerator.num_processes == 1:
+            _log.warning("rankscope compares workers; this training has one, and is not watched")
+            return
+        options = {**_taken_from(kwargs), **self._options}
+        options["config"] = {**_arguments(args), **(self._options.get("config") or {})}
+        self.scope = start.watch(trainer.model_wrapped, trainer.optimizer, **options)
+        self._replace(trainer, "compute_loss", TrainerLoss(trainer, self.scope).around)
+        for name in _WHOLE if hasattr(trainer, "_run_epoch") else _PARTS:
+            self._replace(trainer, name, self._around)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Deliver what was measured, and finish the run."""
+        self._close()
+
+    def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that closes the run as incomplete when it raises."""
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except BaseException as error:
+                self._close(error)
+                raise
+
+        return guarded
+
+    def _replace(self, trainer: Any, name: str, around: Callable[[Any], Any]) -> None:
+        self._replaced.append((trainer, name, vars(trainer).get(name)))
+        setattr(trainer, name, around(getattr(trainer, name)))
+
+    def _close(self, error: BaseException | None = None) -> None:
+        for trainer, name, before in reversed(self._replaced):
+            if before is None:
+                vars(trainer).pop(name, None)
+            else:
+                setattr(trainer, name, before)
+        self._replaced.clear()
+        scope, self.scope = self.scope, None
+        if scope is not None:
+            scope.__exit__(None if error is None else type(error), error, None)
+
+
+def _calling_trainer() -> Any:
+    """Return the trainer that calls the callback: its handler passes the bare model only.
+
+    Raises:
+        UnsupportedError: No trainer does.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise UnsupportedError(
+        "RankscopeCallback expected to be called by a transformers.Trainer; in a loop of your own "
+        "call rankscope.watch(model, optimizer, run_dir=…)"
+    )
+
+
+def _taken_from(passed: Mapping[str, Any]) -> dict[str, Any]:
+    processing = passed.get("processing_class")
+    tokenizer = getattr(processing, "tokenizer", processing)
+    return {
+        "loader": passed.get("train_dataloader"),
+        "tokenizer": tokenizer if hasattr(tokenizer, "get_vocab") else None,
+    }
+
+
+def _arguments(args: Any) -> dict[str, Any]:
+    """Return the arguments that decide what a training computes, as JSON values."""
+    values = {name: getattr(args, name, None) for name in _ARGUMENTS}
+    plain = (bool, int, float, str)
+    return {
+        name: value if type(value) in plain else str(getattr(value, "value", value))
+        for name, value in values.items()
+        if value is not None
+    }

@@ -1,0 +1,219 @@
+"""What a sink is, and the plain values that it gets.
+
+C columns of the workers table that are shown, W workers, R ranks whose own values are shown.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from rankscope.core.arrays import Floats
+from rankscope.core.finding import Finding, Severity
+from rankscope.core.signals import DType, Source
+from rankscope.core.step import MISSING_INT, StepReport
+from rankscope.errors import RankscopeError
+from rankscope.sinks.names import (
+    SPREAD,
+    STEP_SIGNALS,
+    WORKER_SIGNALS,
+    findings_name,
+    rank_name,
+    spread_name,
+    step_name,
+)
+
+MAX_RANKS = 64
+"""Up to so many workers, a step holds the values of all of them; beyond, of the named ones."""
+
+MAX_NAMED = 16
+"""So many ranks that findings name get values of their own; the first ones that are named."""
+
+_COLUMN = {signal.name: index for index, signal in enumerate(WORKER_SIGNALS)}
+
+
+class SinkError(RankscopeError):
+    """A sink cannot go on; the message says all, and ends in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a sink is told once, before the first step.
+
+    Attributes:
+        run_dir: The run's directory.
+        num_workers: W.
+        config: What the user gave to describe the run.
+        options: What ``watch`` was asked to measure.
+        findings: Findings that a restarted job brings along; they are no news.
+    """
+
+    run_dir: Path
+    num_workers: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """One signal over the workers that have a value in a step."""
+
+    low: float
+    mean: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepValues:
+    """One step as sinks get it. What is undefined or not finite is left out, never a 0.
+
+    Attributes:
+        step: Step number.
+        time: Unix time in seconds at which the step was gathered.
+        observed: Whether gradients were measured.
+        values: The steps table's numbers by column.
+        open_findings: Number of open findings by severity.
+        named: Ranks that findings have named so far, 16 at most.
+        ranks: Ranks whose own values are here ``[R]``: all up to 64 workers, else the named ones.
+        spread_CX: Smallest, mean and largest value over the workers, NaN without any.
+        values_CR: Values by column and rank, NaN where there is none.
+    """
+
+    step: int
+    time: float
+    observed: bool
+    values: Mapping[str, float]
+    open_findings: Mapping[Severity, int]
+    named: tuple[int, ...]
+    ranks: tuple[int, ...]
+    spread_CX: Floats
+    values_CR: Floats
+
+    def spread(self, column: str) -> Spread | None:
+        """Return one signal of the workers over all of them; None where none has a value."""
+        low, mean, high = self.spread_CX[_COLUMN[column]].tolist()
+        return Spread(low, mean, high) if isfinite(mean) else None
+
+    def by_rank(self, column: str) -> dict[int, float]:
+        """Return the values of one signal by rank, of the ranks that are here and have one."""
+        values = self.values_CR[_COLUMN[column]].tolist()
+        pairs = zip(self.ranks, values, strict=True)
+        return {rank: value for rank, value in pairs if isfinite(value)}
+
+    def flat(self) -> dict[str, float]:
+        """Return all numbers by the names under which trackers show them."""
+        return dict(self._named_values())
+
+    def _named_values(self) -> Iterator[tuple[str, float]]:
+        for column, value in self.values.items():
+            yield step_name(column), value
+        for severity in Severity:
+            yield findings_name(severity), float(self.open_findings.get(severity, 0))
+        places = [(rank, self.ranks.index(rank)) for rank in self.named if rank in self.ranks]
+        spreads, values = self.spread_CX.tolist(), self.values_CR
+        for index, signal in enumerate(WORKER_SIGNALS):
+            for which, value in zip(SPREAD, spreads[index], strict=True):
+                if isfinite(value):
+                    yield spread_name(signal.name, which), value
+            for rank, place in places:
+                if isfinite(value := float(values[index, place])):
+                    yield rank_name(signal.name, rank), value
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A place that the numbers go to.
+
+    All methods are called in one thread of the sink's own, one after the other; they may take
+    their time and may raise: a sink that raises is closed and not called again. A sink with an
+    attribute ``takes_steps = False`` gets findings only.
+    """
+
+    def open(self, run: RunInfo) -> None:
+        """Begin; called once, before anything else."""
+
+    def step(self, step: StepValues) -> None:
+        """Take the values of a step. Steps come in order; some are missing when this is slow."""
+
+    def finding(self, finding: Finding) -> None:
+        """Take a finding that opened or changed; a later one with the same id replaces it."""
+
+    def close(self) -> None:
+        """End; called once, also after a failure."""
+
+
+def step_values(
+    report: StepReport,
+    named: Iterable[int] = (),
+    open_findings: Mapping[Severity, int] | None = None,
+) -> StepValues:
+    """Return what sinks get of a step: copies, small ones however many workers there are.
+
+    Args:
+        report: The step.
+        named: Ranks that findings have named.
+        open_findings: Number of open findings by severity.
+    """
+    named = tuple(named)
+    num_workers = report.gathered.num_workers
+    values_CW = _worker_values(report)
+    ranks = tuple(range(num_workers)) if num_workers <= MAX_RANKS else named
+    return StepValues(
+        step=int(report.step),
+        time=float(report.time),
+        observed=bool(report.observed),
+        values=_step_values(report),
+        open_findings=dict(open_findings or {}),
+        named=named,
+        ranks=ranks,
+        spread_CX=_spread(values_CW),
+        values_CR=values_CW[:, list(ranks)],
+    )
+
+
+def plain_finding(finding: Finding) -> dict[str, Any]:
+    """Return a finding as JSON can hold it; numbers that are not finite are None."""
+    return plain(finding.to_json())
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON can hold them: numpy made plain, numbers not finite made None."""
+    text = json.dumps(values, default=_plain)
+    read: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
+    return read
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def _step_values(report: StepReport) -> dict[str, float]:
+    values = {**report.values, "observed": report.observed}
+    numbers = ((signal.name, float(values[signal.name])) for signal in STEP_SIGNALS)
+    return {name: value for name, value in numbers if isfinite(value) and value != MISSING_INT}
+
+
+def _worker_values(report: StepReport) -> Floats:
+    """Return the workers' values ``[C, W]``, NaN where there is none that is finite."""
+    values_CW = np.empty((len(WORKER_SIGNALS), report.gathered.num_workers))
+    for row, signal in zip(values_CW, WORKER_SIGNALS, strict=True):
+        local = signal.source is Source.LOCAL
+        values = (report.gathered.workers if local else report.derived)[signal.name]
+        row[:] = values
+        if signal.dtype is DType.INT:
+            row[values == MISSING_INT] = np.nan
+    values_CW[~np.isfinite(values_CW)] = np.nan
+    return values_CW
+
+
+def _spread(values_CW: Floats) -> Floats:
+    counts_C = np.isfinite(values_CW).sum(axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        means_C = np.nansum(values_CW, axis=1) / np.where(counts_C, counts_C, np.nan)
+    low_C, high_C = np.fmin.reduce(values_CW, axis=1), np.fmax.reduce(values_CW, axis=1)
+    return np.stack([low_C, means_C, high_C], axis=1)

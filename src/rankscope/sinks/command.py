@@ -1,0 +1,117 @@
+"""A shell command for each finding that opens, gets worse or closes."""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import weakref
+from pathlib import Path
+
+from rankscope.core.finding import Finding, Severity
+from rankscope.sinks.base import RunInfo, StepValues, plain_finding
+from rankscope.sinks.changes import Change, Changes
+
+_log = logging.getLogger("rankscope")
+
+SECONDS = 30.0
+
+
+class CommandSink:
+    """Runs a command with the finding as JSON on its standard input.
+
+    The same is in its environment, for commands of one line: ``RANKSCOPE_EVENT`` (``opened``,
+    ``got worse``, ``closed``), ``RANKSCOPE_RUN_DIR``, ``RANKSCOPE_ID``, ``RANKSCOPE_CAUSE``,
+    ``RANKSCOPE_SEVERITY``, ``RANKSCOPE_RANKS`` (``0,3``), ``RANKSCOPE_STEP``,
+    ``RANKSCOPE_EXPLANATION`` and ``RANKSCOPE_NEXT_CHECK``. It writes where the training writes.
+
+    Args:
+        command: For the shell. Nothing of a finding is put into it.
+        severity: Findings that never were this bad are not told.
+        seconds: A command that takes longer is killed, with all that it started.
+    """
+
+    takes_steps = False
+
+    def __init__(
+        self, command: str, *, severity: Severity = Severity.NOTE, seconds: float = SECONDS
+    ) -> None:
+        self._command = command
+        self._severity = severity
+        self._seconds = seconds
+        self._changes = Changes((), severity)
+        self._run_dir = Path()
+        self._running: subprocess.Popen[bytes] | None = None
+        self._told = False
+        # Registered before the scope's own exit handler, and so called after it.
+        atexit.register(_kill_at_exit, weakref.ref(self), os.getpid())
+
+    def open(self, run: RunInfo) -> None:
+        """Remember the run, and what is no news."""
+        self._run_dir = run.run_dir
+        self._changes = Changes(run.findings, self._severity)
+
+    def step(self, step: StepValues) -> None:
+        """Take nothing of a step."""
+
+    def finding(self, finding: Finding) -> None:
+        """Run the command for a finding that opened, got worse or closed."""
+        change = self._changes.of(finding)
+        if change is None:
+            return
+        self._running = subprocess.Popen(
+            self._command,
+            shell=True,  # it is the user's own command line
+            stdin=subprocess.PIPE,
+            env={**os.environ, **self._variables(finding, change)},
+            start_new_session=True,
+        )
+        try:
+            self._running.communicate(json.dumps(plain_finding(finding)).encode(), self._seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._running.wait()
+            self._tell(f"took longer than {self._seconds:g} s and was killed")
+            return
+        if self._running.returncode:
+            self._tell(f"ended with exit code {self._running.returncode}")
+
+    def close(self) -> None:
+        """End; nothing is held."""
+
+    def kill(self) -> None:
+        """Kill the command that runs now, if one does, with all that it started."""
+        if self._running is not None and self._running.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._running.pid, signal.SIGKILL)
+
+    def _tell(self, problem: str) -> None:
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "sink command: it %s; it is run again for the next finding, and this is not said "
+                "again",
+                problem,
+            )
+
+    def _variables(self, finding: Finding, change: Change) -> dict[str, str]:
+        variables = {
+            "EVENT": change,
+            "RUN_DIR": self._run_dir,
+            "ID": finding.id,
+            "CAUSE": finding.cause,
+            "SEVERITY": finding.severity,
+            "RANKS": ",".join(map(str, finding.ranks)),
+            "STEP": finding.step,
+            "EXPLANATION": finding.explanation,
+            "NEXT_CHECK": finding.next_check,
+        }
+        return {f"RANKSCOPE_{name}": str(value) for name, value in variables.items()}
+
+
+def _kill_at_exit(reference: "weakref.ref[CommandSink]", pid: int) -> None:
+    sink = reference()
+    if sink is not None and os.getpid() == pid:
+        sink.kill()

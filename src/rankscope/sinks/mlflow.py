@@ -1,0 +1,120 @@
+"""MLflow: metrics in batches, through the client alone."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+from mlflow.exceptions import MlflowException
+
+from rankscope.core.finding import Finding
+from rankscope.sinks.base import RunInfo, SinkError, StepValues
+from rankscope.sinks.changes import Changes, sentence
+
+BATCH = 900
+"""Values that are sent at once; MLflow takes 1,000."""
+
+SECONDS = 5.0
+"""Values are sent at the first step that comes so long after the last sending."""
+
+MAX_TAG = 4000
+
+
+class MlflowSink:
+    """Logs to the run that the training has open when its first step is there, else to a new one.
+
+    Args:
+        experiment: The experiment of a new run; MLflow's own choice, if None.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self, experiment: str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._experiment = experiment
+        self._clock = clock
+        self._info: RunInfo | None = None
+        self._client: Any = None
+        self._run_id = ""
+        self._owns = False
+        self._waiting: list[Any] = []
+        self._sent = clock()
+        self._changes = Changes()
+        self._found = mlflow.active_run()  # active runs belong to threads: this is the caller's
+
+    def open(self, run: RunInfo) -> None:
+        """Remember the run; MLflow's is looked for when the first step comes."""
+        self._info = run
+        self._changes = Changes(run.findings)
+
+    def step(self, step: StepValues) -> None:
+        """Keep a step, and send what has been kept once it is much or old."""
+        stamp = round(1000 * step.time)
+        values = step.flat().items()
+        self._waiting += [Metric(name, value, stamp, step.step) for name, value in values]
+        if len(self._waiting) >= BATCH or self._clock() - self._sent >= SECONDS:
+            self._send()
+
+    def finding(self, finding: Finding) -> None:
+        """Keep a finding that opened, got worse or closed as a tag of the run."""
+        change = self._changes.of(finding)
+        if change is not None:
+            self._attach()
+            text = sentence(finding, change)[:MAX_TAG]
+            self._client.set_tag(self._run_id, f"rankscope.finding.{finding.id}", text)
+
+    def close(self) -> None:
+        """Send the rest, and end a run of our own."""
+        if self._waiting:
+            self._send()
+        if self._owns:
+            self._client.set_terminated(self._run_id)
+
+    def _send(self) -> None:
+        self._attach()
+        waiting, self._waiting, self._sent = self._waiting, [], self._clock()
+        for first in range(0, len(waiting), BATCH):
+            batch = waiting[first : first + BATCH]
+            self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
+
+    def _attach(self) -> None:
+        if self._client is not None:
+            return
+        assert self._info is not None, "open comes first"
+        try:
+            self._client = self._open_run(self._info)
+        except MlflowException as error:
+            raise SinkError(f"MLflow cannot open a run: {error}") from error
+
+    def _open_run(self, info: RunInfo) -> Any:
+        client = MlflowClient()
+        self._run_id = self._active_run_id()
+        if not self._run_id:
+            run = client.create_run(self._experiment_id(client), run_name=info.run_dir.name)
+            self._run_id, self._owns = run.info.run_id, True
+        client.set_tag(self._run_id, "rankscope.run_dir", str(info.run_dir))
+        return client
+
+    def _active_run_id(self) -> str:
+        found = self._found or _active_in_any_thread()
+        return os.environ.get("MLFLOW_RUN_ID", "") if found is None else str(found.info.run_id)
+
+    def _experiment_id(self, client: Any) -> str:
+        if self._experiment is None:
+            return os.environ.get("MLFLOW_EXPERIMENT_ID") or self._id_of(
+                client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+            )
+        return self._id_of(client, self._experiment)
+
+    def _id_of(self, client: Any, name: str) -> str:
+        known = client.get_experiment_by_name(name)
+        return str(client.create_experiment(name) if known is None else known.experiment_id)
+
+
+def _active_in_any_thread() -> Any:
+    """Return the run that the training opened after ``watch``; None if MLflow cannot tell."""
+    look = getattr(mlflow.tracking.fluent, "_get_latest_active_run", None)
+    return None if look is None else look()

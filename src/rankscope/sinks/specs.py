@@ -1,0 +1,196 @@
+"""Sinks as users name them: strings such as ``"jsonl:metrics.jsonl"``, or objects.
+
+What cannot work is said before the training starts. Packages are only looked up here; they are
+imported when the sink is made, still in the caller's thread: a data loader that forks its workers
+must not meet a half-done import.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from rankscope.core.finding import Severity
+from rankscope.errors import MissingExtraError, UsageError
+from rankscope.sinks.base import Sink
+
+SinkOption = str | Sink | Iterable[str | Sink]
+
+FORMS = (
+    "tensorboard[:LOGDIR]",
+    "wandb[:PROJECT]",
+    "mlflow[:EXPERIMENT]",
+    "prometheus:[HOST:]PORT",
+    "jsonl[:PATH]",
+    "webhook:URL",
+    "command:COMMAND",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSink:
+    """A sink that can be made.
+
+    Attributes:
+        name: What messages call it; holds nothing secret.
+        make: Makes it.
+    """
+
+    name: str
+    make: Callable[[], Sink]
+
+
+def plan_sinks(sinks: SinkOption) -> tuple[PlannedSink, ...]:
+    """Return the sinks that a user asks for.
+
+    Args:
+        sinks: Specs, sinks, or one of either.
+
+    Raises:
+        UsageError: One is neither a spec that is known nor a sink.
+        MissingExtraError: The package of one is not installed.
+    """
+    if isinstance(sinks, str | Sink):
+        sinks = (sinks,)
+    if not isinstance(sinks, Iterable):
+        raise UsageError(f"sinks must be a list of strings or Sink objects, got {sinks!r}")
+    return tuple(_plan(sink) for sink in sinks)
+
+
+def _plan(sink: Any) -> PlannedSink:
+    if isinstance(sink, str):
+        kind, _, rest = sink.partition(":")
+        if kind not in _KINDS:
+            raise UsageError(f"a sink must be one of {', '.join(FORMS)}, got {sink!r}")
+        return _KINDS[kind](rest)
+    if isinstance(sink, Sink) and not isinstance(sink, type):
+        name = getattr(sink, "name", type(sink).__name__)
+        return PlannedSink(str(name), lambda: sink)
+    raise UsageError(
+        "a sink must be a string, or an object with open, step, finding and close, got "
+        f"{sink!r}; the strings are {', '.join(FORMS)}"
+    )
+
+
+def _need(package: str, kind: str) -> None:
+    """Look a package up without importing it.
+
+    Raises:
+        MissingExtraError: It is not there.
+    """
+    if find_spec(package) is None:
+        raise MissingExtraError(f"the sink {kind!r}", kind)
+
+
+def _tensorboard(rest: str) -> PlannedSink:
+    _need("tensorboard", "tensorboard")
+
+    def make() -> Sink:
+        from rankscope.sinks.tensorboard import TensorBoardSink
+
+        return TensorBoardSink(rest or None)
+
+    return PlannedSink("tensorboard", make)
+
+
+def _wandb(rest: str) -> PlannedSink:
+    _need("wandb", "wandb")
+
+    def make() -> Sink:
+        from rankscope.sinks.wandb import WandbSink
+
+        return WandbSink(rest or None)
+
+    return PlannedSink("wandb", make)
+
+
+def _mlflow(rest: str) -> PlannedSink:
+    _need("mlflow", "mlflow")
+
+    def make() -> Sink:
+        from rankscope.sinks.mlflow import MlflowSink
+
+        return MlflowSink(rest or None)
+
+    return PlannedSink("mlflow", make)
+
+
+def _prometheus(rest: str) -> PlannedSink:
+    host, _, port = rest.rpartition(":")
+    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise UsageError(
+            "the sink prometheus expected prometheus:PORT or prometheus:HOST:PORT with a port "
+            f"from 0 to 65535, got 'prometheus:{rest}'"
+        )
+    _need("prometheus_client", "prometheus")
+
+    def make() -> Sink:
+        from rankscope.sinks.prometheus import PrometheusSink
+
+        return PrometheusSink(int(port), host.strip("[]") or "127.0.0.1")
+
+    return PlannedSink("prometheus", make)
+
+
+def _jsonl(rest: str) -> PlannedSink:
+    def make() -> Sink:
+        from rankscope.sinks.jsonl import JsonLinesSink
+
+        return JsonLinesSink(rest or None)
+
+    return PlannedSink("jsonl", make)
+
+
+def _webhook(rest: str) -> PlannedSink:
+    """Plan a webhook; ``severity`` is taken off the URL's query, and the URL is never logged."""
+    parts = urlsplit(rest)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    severities = [value for key, value in query if key == "severity"]
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(
+            "the sink webhook expected webhook:URL with http:// or https:// and a host"
+        )
+    severity = _severity(severities[-1]) if severities else Severity.NOTE
+    url = rest
+    if severities:
+        others = urlencode([pair for pair in query if pair[0] != "severity"])
+        url = parts._replace(query=others).geturl()
+
+    def make() -> Sink:
+        from rankscope.sinks.webhook import WebhookSink
+
+        return WebhookSink(url, severity=severity)
+
+    return PlannedSink(f"webhook to {parts.hostname}", make)
+
+
+def _severity(name: str) -> Severity:
+    try:
+        return Severity[name.upper()]
+    except KeyError:
+        known = ", ".join(map(str, Severity))
+        raise UsageError(f"the sink webhook expected severity={known}, got {name!r}") from None
+
+
+def _command(rest: str) -> PlannedSink:
+    if not rest.strip():
+        raise UsageError("the sink command expected command:COMMAND, got no command")
+
+    def make() -> Sink:
+        from rankscope.sinks.command import CommandSink
+
+        return CommandSink(rest)
+
+    return PlannedSink("command", make)
+
+
+_KINDS: dict[str, Callable[[str], PlannedSink]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "prometheus": _prometheus,
+    "jsonl": _jsonl,
+    "webhook": _webhook,
+    "command": _command,
+}

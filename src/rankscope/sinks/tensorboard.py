@@ -1,0 +1,52 @@
+"""TensorBoard: curves and findings in event files, written without torch or TensorFlow."""
+
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from rankscope.core.finding import Finding
+from rankscope.sinks.base import RunInfo, StepValues
+from rankscope.sinks.changes import Changes, sentence
+
+FLUSH_SECONDS = 10
+
+
+class TensorBoardSink:
+    """Writes every number as a scalar, and what is new about findings as text.
+
+    Args:
+        log_dir: Directory of the event file; ``tensorboard`` in the run's directory, if None.
+    """
+
+    def __init__(self, log_dir: str | Path | None = None) -> None:
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._writer: Any = None
+        self._changes = Changes()
+
+    def open(self, run: RunInfo) -> None:
+        """Create the event file."""
+        self._changes = Changes(run.findings)
+        log_dir = self._log_dir or run.run_dir / "tensorboard"
+        self._writer = EventFileWriter(str(log_dir), flush_secs=FLUSH_SECONDS)
+
+    def step(self, step: StepValues) -> None:
+        """Write a step."""
+        values = [Summary.Value(tag=name, simple_value=v) for name, v in step.flat().items()]
+        event = Event(wall_time=step.time, step=step.step, summary=Summary(value=values))
+        self._writer.add_event(event)
+
+    def finding(self, finding: Finding) -> None:
+        """Write a finding that opened, got worse or closed."""
+        change = self._changes.of(finding)
+        if change is not None:
+            text = text_pb("rankscope/findings", sentence(finding, change))
+            self._writer.add_event(Event(step=finding.step, summary=text))
+
+    def close(self) -> None:
+        """Write the rest and close the event file."""
+        if self._writer is not None:
+            self._writer.close()

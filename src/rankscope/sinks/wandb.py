@@ -1,0 +1,190 @@
+"""Weights & Biases: beside the training's own curves, or in a run and a process of its own."""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+from rankscope.core.finding import Finding, Severity
+from rankscope.sinks.base import RunInfo, SinkError, StepValues, plain
+from rankscope.sinks.changes import Change, Changes, sentence
+
+_log = logging.getLogger("rankscope")
+
+EXIT_SECONDS = 10.0
+"""How long the exit of the training waits for the upload of a run of ours."""
+
+_LEVELS = {Severity.NOTE: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERROR"}
+
+
+class WandbSink:
+    """Logs to the run that the training has open when its first step is there, else to a new one.
+
+    The rows of a run that is the training's own remain the training's own: numbers are added to
+    the row that is open, and no row and no step is made. A new run gets a row per step, and is kept
+    by another process.
+
+    Args:
+        project: A project. An open run of another project is then left alone. If None, the
+            project of the environment.
+    """
+
+    def __init__(self, project: str | None = None) -> None:
+        self._project = project
+        self._info: RunInfo | None = None
+        self._run: _TheirRun | _OwnRun | None = None
+        self._changes = Changes()
+        # Registered before the scope's own exit handler, and so called after it.
+        atexit.register(_end_at_exit, weakref.ref(self), os.getpid())
+
+    def open(self, run: RunInfo) -> None:
+        """Remember the run; W&B comes in with the first step, when the training's run is open."""
+        self._info = run
+        self._changes = Changes(run.findings)
+
+    def step(self, step: StepValues) -> None:
+        """Log a step."""
+        self._attached().log({"rankscope/step": step.step, **step.flat()})
+
+    def finding(self, finding: Finding) -> None:
+        """Send an alert for a finding that opened or got worse, and keep it in the summary."""
+        change = self._changes.of(finding)
+        if change is not None:
+            message = {
+                "id": finding.id,
+                "text": sentence(finding, change),
+                "title": f"rankscope: {finding.cause}"[:63],
+                "level": None if change is Change.CLOSED else _LEVELS[finding.severity],
+            }
+            self._attached().tell(message)
+
+    def close(self) -> None:
+        """Finish a run of our own; one that is the training's is left open."""
+        if self._run is not None:
+            self._run.finish()
+
+    def _attached(self) -> "_TheirRun | _OwnRun":
+        if self._run is None:
+            assert self._info is not None, "open comes first"
+            active = getattr(sys.modules.get("wandb"), "run", None)
+            if active is not None and self._project in (None, active.project):
+                self._run = _TheirRun(active)
+            else:
+                self._run = _OwnRun(self._info, self._project)
+                self._run.wait_until_open()
+        return self._run
+
+
+class _TheirRun:
+    """The run that the training has open in this process."""
+
+    def __init__(self, run: Any) -> None:
+        from rankscope.sinks import wandb_process
+
+        self._run: Any = run
+        self._take = wandb_process.take
+        wandb_process.define_axes(run)
+
+    def log(self, values: dict[str, float]) -> None:
+        self._try(lambda run: run.log(values, commit=False))
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._try(lambda run: self._take(run, message))
+
+    def finish(self) -> None:
+        """Leave it open: it is not ours."""
+
+    def _try(self, work: Any) -> None:
+        from wandb.errors import UsageError
+
+        if self._run is None:
+            return
+        try:
+            work(self._run)
+        except UsageError as error:  # the training has finished its run
+            self._run = None
+            _log.info("sink wandb: the training's run takes nothing more: %s", error)
+
+
+class _OwnRun:
+    """A run that another process keeps."""
+
+    def __init__(self, info: RunInfo, project: str | None) -> None:
+        script = str(Path(__file__).with_name("wandb_process.py"))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # an interrupt of the training is none of its upload
+            text=True,
+            # Not W&B's helper process of the training, which would wait for this run at its exit.
+            env={key: v for key, v in os.environ.items() if key != "WANDB_SERVICE"},
+        )
+        self._say(
+            {
+                "project": project,
+                "dir": os.environ.get("WANDB_DIR") or str(info.run_dir),
+                "name": None if "WANDB_NAME" in os.environ else info.run_dir.name,
+                "job_type": "rankscope",
+                "config": plain({"rankscope": dict(info.options), **info.config}),
+            }
+        )
+
+    def wait_until_open(self) -> None:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline()
+        self._process.stdout.close()
+        problem = json.loads(answer)["problem"] if answer else "its process has ended"
+        if problem:
+            self.finish()
+            raise SinkError(f"Weights & Biases cannot start a run: {problem}")
+
+    def log(self, values: dict[str, float]) -> None:
+        self._say({"log": values})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._say(message)
+
+    def finish(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def end(self, seconds: float) -> None:
+        """Wait so long for the upload, then kill the process and all that it started."""
+        if self._process.returncode is not None:
+            return
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            _log.warning(
+                "Weights & Biases has not uploaded all within %g s; wandb sync does that later",
+                seconds,
+            )
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise SinkError(
+                "the process that keeps the run of Weights & Biases has ended"
+            ) from None
+
+
+def _end_at_exit(reference: "weakref.ref[WandbSink]", pid: int) -> None:
+    sink = reference()
+    if sink is not None and os.getpid() == pid and isinstance(sink._run, _OwnRun):
+        sink._run.end(EXIT_SECONDS)

@@ -1,0 +1,55 @@
+"""A run of Weights & Biases in a process of its own; started as a script, imports nothing of ours.
+
+W&B stops the exit of a process until it has uploaded all, or has given up: that must not be the
+training's. This process reads one JSON object per line: first the arguments of ``wandb.init``,
+then ``{"log": …}`` or ``{"id": …, "text": …, "title": …, "level": …}``; at the end of its input it
+finishes the run. It answers one line, ``{"problem": …}``: empty once the run is open.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import wandb
+
+
+def main() -> None:
+    """Read lines until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what W&B prints is no answer
+    problem, run = "", None
+    try:
+        settings = wandb.Settings(console="off")
+        run = wandb.init(settings=settings, **json.loads(sys.stdin.readline()))
+    except Exception as error:
+        problem = str(error) or type(error).__name__
+    answers.write(json.dumps({"problem": problem}) + "\n")
+    answers.close()
+    if run is None:
+        return
+    define_axes(run)
+    for line in sys.stdin:
+        take(run, json.loads(line))
+    run.finish()
+
+
+def define_axes(run: Any) -> None:
+    """Let all of our curves have the step as their x axis."""
+    run.define_metric("rankscope/step", hidden=True)
+    for family in ("rankscope", "rankscope_workers", "rankscope_ranks"):
+        run.define_metric(f"{family}/*", step_metric="rankscope/step")
+
+
+def take(run: Any, message: dict[str, Any]) -> None:
+    """Log what one line holds."""
+    if "log" in message:
+        run.log(message["log"])
+        return
+    run.summary[f"rankscope/finding/{message['id']}"] = message["text"]
+    if message["level"]:
+        run.alert(title=message["title"], text=message["text"], level=message["level"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A webhook: one JSON request for each finding that opens, gets worse or closes."""
+
+import http.client
+import json
+import logging
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from rankscope.core.finding import Finding, Severity
+from rankscope.sinks.base import RunInfo, SinkError, StepValues, plain_finding
+from rankscope.sinks.changes import Changes, sentence
+
+_log = logging.getLogger("rankscope")
+
+REQUEST_SECONDS = 10.0
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds to wait before each further try."""
+
+_LATER = (408, 425, 429)
+"""Answers below 500 that ask to try again."""
+
+
+class WebhookSink:
+    """Posts JSON with ``text`` (one paragraph), ``event``, ``run`` and ``finding``.
+
+    A request that fails for now is tried again, after longer and longer pauses; the next finding
+    is tried anew. A request that is refused for good ends the sink.
+
+    Args:
+        url: Where to post; never shown, as it may hold a secret.
+        severity: Findings that never were this bad are not told.
+        sleep: Waits some seconds.
+    """
+
+    takes_steps = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        severity: Severity = Severity.NOTE,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._url = url
+        self._severity = severity
+        self._sleep = sleep
+        self._changes = Changes((), severity)
+        self._run_dir = Path()
+        self._told = False
+
+    def open(self, run: RunInfo) -> None:
+        """Remember the run, and what is no news."""
+        self._run_dir = run.run_dir
+        self._changes = Changes(run.findings, self._severity)
+
+    def step(self, step: StepValues) -> None:
+        """Take nothing of a step."""
+
+    def finding(self, finding: Finding) -> None:
+        """Post a finding that opened, got worse or closed.
+
+        Raises:
+            SinkError: The server will not take it, now or later.
+        """
+        change = self._changes.of(finding)
+        if change is None:
+            return
+        body = {
+            "text": f"{self._run_dir.name}: {sentence(finding, change)}",
+            "event": str(change),
+            "run": str(self._run_dir),
+            "finding": plain_finding(finding),
+        }
+        problem = self._post(json.dumps(body).encode())
+        if problem and not self._told:
+            self._told = True
+            _log.warning(
+                "sink webhook could not tell of %s after %d tries (%s); it goes on with the next "
+                "finding, and this is not said again",
+                finding.id,
+                1 + len(PAUSES),
+                problem,
+            )
+
+    def close(self) -> None:
+        """End; nothing is held."""
+
+    def _post(self, body: bytes) -> str:
+        """Send until it is taken; return the last problem, or nothing."""
+        problem = self._try(body)
+        for pause in PAUSES:
+            if not problem:
+                break
+            self._sleep(pause)
+            problem = self._try(body)
+        return problem
+
+    def _try(self, body: bytes) -> str:
+        headers = {"Content-Type": "application/json", "User-Agent": "rankscope"}
+        request = urllib.request.Request(self._url, body, headers, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_SECONDS):
+                return ""
+        except urllib.error.HTTPError as error:
+            code = error.code
+            error.close()
+            if code < 500 and code not in _LATER:
+                raise SinkError(
+                    f"the server answered {code}: check the URL and that it takes JSON"
+                ) from None
+            return f"the server answered {code}"
+        except (OSError, http.client.HTTPException) as error:
+            return f"{type(error).__name__}: {getattr(error, 'reason', error)}"

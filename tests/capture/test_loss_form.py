@@ -1,0 +1,94 @@
+"""What a loss was divided and multiplied by, read from autograd."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from rankscope.capture.loss_form import LossForm, read_form
+
+OWN, ITEMS, WORKERS = 3, 11, 4
+LABELS = torch.tensor([1, 2, -100, 3])
+
+
+def logits():
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def summed():
+    return F.cross_entropy(logits(), LABELS, reduction="sum")
+
+
+def by_hand():
+    picked = -F.log_softmax(logits(), dim=-1).gather(1, LABELS.clamp(min=0)[:, None])[:, 0]
+    return picked.masked_fill(LABELS == -100, 0)
+
+
+def smoothed():
+    spread = -F.log_softmax(logits(), dim=-1).sum(-1).masked_fill(LABELS == -100, 0).sum()
+    items = torch.tensor(ITEMS)
+    return 0.9 * (by_hand().sum() / items) + 0.1 * (spread / (items * 7))
+
+
+class Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value / ITEMS
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / ITEMS
+
+
+@pytest.mark.parametrize(
+    ("make", "divided"),
+    [
+        (lambda: summed() / torch.tensor(ITEMS), True),
+        (lambda: summed() / ITEMS, True),
+        (lambda: summed() * (1 / ITEMS), True),
+        (lambda: summed() / torch.tensor(ITEMS).clamp(min=1), True),
+        (lambda: by_hand().sum() / ITEMS, True),
+        (smoothed, True),
+        (lambda: F.cross_entropy(logits(), LABELS), False),
+        (lambda: by_hand().mean(), False),
+        (lambda: by_hand().sum() / (LABELS != -100).sum(), False),
+        (lambda: F.mse_loss(logits(), torch.zeros(4, 7)), False),
+    ],
+)
+def test_sums_over_all_and_means_over_own_are_told_apart(make, divided):
+    assert read_form(make(), OWN, torch.tensor(ITEMS), WORKERS) == LossForm(divided, False)
+    loss = make() * WORKERS
+    assert read_form(loss, torch.tensor(OWN), ITEMS, WORKERS) == LossForm(divided, True)
+    loss = make()
+    loss *= WORKERS  # as Trainer does, in place
+    assert read_form(loss, OWN, ITEMS, WORKERS) == LossForm(divided, True)
+    loss.backward()
+    assert loss.grad_fn is not None
+
+
+def test_what_cannot_be_seen_is_not_guessed():
+    assert read_form(Opaque.apply(summed()), OWN, ITEMS, WORKERS) is None
+    assert read_form(summed(), OWN, ITEMS, WORKERS) is None
+    assert read_form(torch.tensor(1.0), OWN, ITEMS, WORKERS) is None
+
+
+def test_reading_leaves_the_gradient_as_it_is():
+    first, second = logits(), logits()
+    for leaf, read in ((first, True), (second, False)):
+        loss = F.cross_entropy(leaf, LABELS, reduction="sum") / ITEMS * WORKERS
+        if read:
+            read_form(loss, OWN, ITEMS, WORKERS)
+        loss.backward()
+    assert torch.equal(first.grad, second.grad)
+
+
+@pytest.mark.parametrize(
+    ("form", "factor"),
+    [
+        (LossForm(True, True), OWN * WORKERS / ITEMS),
+        (LossForm(True, False), OWN / ITEMS),
+        (LossForm(False, True), WORKERS),
+        (LossForm(False, False), 1),
+    ],
+)
+def test_the_factor_brings_a_loss_back_to_one_label_token(form, factor):
+    assert float(form.factor(torch.tensor(OWN).double(), ITEMS, WORKERS)) == pytest.approx(factor)

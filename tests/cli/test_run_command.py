@@ -1,0 +1,219 @@
+"""``rankscope run`` as a command: the script stays the process that it would be without."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.test_main import HELP, call, options_of
+from rankscope.capture import ReadReduced
+from rankscope.cli.run import ReducedOption
+from rankscope.core.tiers import Tier
+from rankscope.integrations import run_script
+from rankscope.integrations.job import Job
+
+OPTIONS = {
+    *("--every", "--groups", "--no-canary", "--overhead-budget", "--plan", "--reduced"),
+    *("--run-dir", "--sink", "--tier", "--trace", "-m"),
+}
+
+SCRIPT = """
+import json, os, signal, sys
+from neighbour import NAME  # a file beside this one
+
+class Local:
+    pass
+
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "neighbour": NAME, "pid": os.getpid(),
+    "flags": [sys.flags.dev_mode, sys.dont_write_bytecode], "path": sys.path,
+    "module": Local.__module__, "site": getattr(sys.modules.get("sitecustomize"), "OWN", None),
+    "modules": sorted(name for name in sys.modules if "rankscope" in name or name == "torch"),
+}), flush=True)
+if "raise" in sys.argv:
+    raise ValueError("a message\\nof two lines") from KeyError("cause")
+if "wait" in sys.argv:
+    signal.pause()
+sys.exit(3)
+"""
+
+
+def test_the_options_are_frozen():
+    assert options_of("run") - HELP == OPTIONS
+    assert {str(option) for option in ReducedOption} == {str(option) for option in ReadReduced}
+
+
+def ask(monkeypatch, capsys, *words):
+    """Return the command line and the job of ``rankscope run``, which then goes no further."""
+    jobs = []
+
+    def execute(path, command, environment):
+        monkeypatch.setenv("RANKSCOPE_RUN", environment["RANKSCOPE_RUN"])
+        jobs.append((command, Job.of_this_process()))
+        raise OSError(0, "stopped here")
+
+    monkeypatch.setattr(run_script.os, "execve", execute)
+    call(monkeypatch, capsys, "run", *words)
+    return jobs[0]
+
+
+def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train it.py").write_text("")
+    (tmp_path / "plan.json").write_text('{"seed": 3}')
+    command, job = ask(monkeypatch, capsys, "train it.py", "--every", "4", "--help", "--", "-m")
+    assert command[-6:] == ["train it.py", "--every", "4", "--help", "--", "-m"]
+    assert (job.run_dir, job.script) == (str(tmp_path / "runs" / "train it"), "train it")
+    assert job.options == {
+        "tier": "sketch",
+        "every": 1,
+        "groups": "blocks",
+        "reduced": "norm",
+        "overhead_budget": 0.01,
+        "plan": None,
+        "trace": False,
+        "canary": True,
+    }
+    words = ["--run-dir", "elsewhere", "--tier", "scalars", "--every", "4", "--reduced", "sketch"]
+    words += ["--groups", '{"a": "b"}', "--overhead-budget", "none", "--plan", "plan.json"]
+    words += ["--trace", "--no-canary", "--sink", "jsonl:a.jsonl", "--sink", "command:true"]
+    command, job = ask(monkeypatch, capsys, *words, "-m", "project.train", "--tier", "x")
+    assert command[-4:] == ["-m", "project.train", "--tier", "x"]
+    assert (job.run_dir, job.script) == (str(tmp_path / "elsewhere"), "train")
+    assert job.options["groups"] == {"a": "b"}
+    assert job.options["plan"]["seed"] == 3
+    assert job.options["overhead_budget"] is None
+    assert job.options["tier"] == str(Tier.SCALARS)
+    assert (job.options["trace"], job.options["canary"]) == (True, False)
+    assert job.options["sinks"] == ["jsonl:a.jsonl", "command:true"]
+    command, job = ask(monkeypatch, capsys, "--", "sh", "start.sh", "train.py", "--run-dir", "x")
+    assert Path(command[0]).name == "sh"
+    assert (command[1:], job.script) == (["start.sh", "train.py", "--run-dir", "x"], "train")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected a script and its arguments"),
+        (["trian.py"], "'trian.py', which is neither a file here nor a command"),
+        (["--every", "0", "x.py"], "--every"),
+        (["--tier", "all", "sh"], "all"),
+        (["--plan", '{"seeed": 1}', "sh"], "'seeed'"),
+        (["--plan", "{", "sh"], "expected a JSON object"),
+        (["--plan", "no file", "sh"], "--plan expected JSON or a file"),
+        (["--groups", "[1]", "sh"], "expected a JSON object"),
+        (["--overhead-budget", "-1", "sh"], "--overhead-budget expected a share"),
+        (["--sink", "pigeon", "sh"], "pigeon"),
+        (["--evry", "3", "sh"], "--evry"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(monkeypatch, capsys, words, message):
+    code, output, errors = call(monkeypatch, capsys, "run", *words)
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert message in errors
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Return a folder with a script, its neighbour, and a ``sitecustomize`` of the user's own."""
+    folder = tmp_path / "a project"
+    (folder / "site").mkdir(parents=True)
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "neighbour.py").write_text("NAME = 'neighbour'\n")
+    (folder / "site" / "sitecustomize.py").write_text("OWN = 'the user\\'s'\n")
+    return folder
+
+
+def environment(project):
+    return {**os.environ, "PYTHONPATH": str(project / "site"), "RANK": "1"}
+
+
+def both(project, *words, flags=("-X", "dev", "-B")):
+    """Run the script without and with rankscope."""
+    python = [sys.executable, *flags]
+    return [
+        subprocess.run(
+            [*python, *command, *words],
+            capture_output=True,
+            check=False,
+            text=True,
+            cwd=project.parent,
+            env=environment(project),
+            timeout=120,
+        )
+        for command in ((), ("-m", "rankscope", "run", "--every", "2"))
+    ]
+
+
+def test_a_script_is_the_same_process_with_and_without(project):
+    words = ["a project/train.py", "--help", "two words", "-x", "--", "--every=3", ""]
+    plain, watched = both(project, *words)
+    assert watched.returncode == plain.returncode == 3
+    assert watched.stderr == plain.stderr == ""
+    expected, found = json.loads(plain.stdout), json.loads(watched.stdout)
+    assert expected.pop("pid") != found.pop("pid")
+    assert found == expected
+    assert found["argv"] == words
+    assert found["path"][0] == str(project)
+    assert found["site"] == "the user's"
+    assert found["modules"] == []
+
+
+def test_a_traceback_is_the_same_with_and_without(project):
+    plain, watched = both(project, "a project/train.py", "raise", flags=())
+    assert watched.returncode == plain.returncode == 1
+    assert "of two lines" in plain.stderr
+    assert watched.stderr == plain.stderr
+
+
+def test_a_signal_ends_the_script_and_nothing_is_said(project):
+    command = [sys.executable, "-m", "rankscope", "run", "-m", "train", "wait"]
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=project,
+        env=environment(project),
+    )
+    with started:
+        assert started.stdout is not None
+        assert json.loads(started.stdout.readline())["pid"] == started.pid
+        started.send_signal(signal.SIGTERM)
+        output, errors = started.communicate(timeout=60)
+    assert (started.returncode, output, errors) == (-signal.SIGTERM, "", "")
+
+
+def test_a_script_that_trains_nothing_is_told_so_by_rank_0(project):
+    ended = subprocess.run(
+        [sys.executable, "-m", "rankscope", "run", "-m", "neighbour"],
+        capture_output=True,
+        check=False,
+        text=True,
+        cwd=project,
+        env={**environment(project), "RANK": "0"},
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert ended.stderr.startswith("rankscope: nothing was watched: the script trained no model")
+    assert ended.stderr.count("\n") == 1
+    assert not (project / "runs").exists()
+
+
+def test_python_that_ignores_its_environment_is_refused(project):
+    ended = subprocess.run(
+        [sys.executable, "-E", "-m", "rankscope", "run", "a project/train.py"],
+        capture_output=True,
+        check=False,
+        text=True,
+        cwd=project.parent,
+        env={**environment(project), "RANK": "0"},
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "-I, -E and -S switch off; start python without them" in ended.stderr

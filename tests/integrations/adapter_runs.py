@@ -1,0 +1,51 @@
+"""What the tests of all adapters share: a training's data, and what two runs recorded."""
+
+from pathlib import Path
+
+import numpy as np
+
+from rankscope import Run, Severity
+from rankscope.core.signals import Table
+from support.loops import PLAN
+
+OPTIONS = {"overhead_budget": None, "hang_seconds": None, "canary": False, "plan": PLAN}
+TABLES = (Table.STEPS, Table.WORKERS, Table.MICRO, Table.SAMPLES, Table.PAIRS, Table.GROUPS)
+_OWN = ("time", "seconds")
+"""Parts of the names of columns that may differ between a framework's training and a plain loop:
+times, and random numbers that the framework draws for itself."""
+
+
+def run_in(folder, name):
+    return Run.open(Path(folder) / name)
+
+
+def metrics(run, *, without=()):
+    """Return all that was recorded, but for times and random generators, by table and column."""
+    return {
+        (table, name): values
+        for table in TABLES
+        for name, values in run.columns(table).items()
+        if not any(part in name for part in _OWN) and name not in without
+    }
+
+
+def assert_same_metrics(run, reference, *, without=()):
+    """Assert that two runs recorded the same, to the last digit."""
+    found, expected = metrics(run, without=without), metrics(reference, without=without)
+    assert reference.status == run.status == "complete"
+    assert len(expected[Table.STEPS, "step"]) > 0
+    for column, values in expected.items():
+        assert found[column].shape == values.shape, column
+        for mine, its in zip(found[column], values, strict=True):
+            np.testing.assert_array_equal(mine, its, str(column))
+
+
+def loud(run):
+    """Return the causes of all findings above a note."""
+    return [finding.cause for finding in run.findings() if finding.severity > Severity.NOTE]
+
+
+def bits(module):
+    """Return every bit of a module's parameters and buffers."""
+    state = module.state_dict().items()
+    return {name: value.detach().numpy().tobytes() for name, value in state}

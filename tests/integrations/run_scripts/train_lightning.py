@@ -1,0 +1,74 @@
+"""An ordinary Lightning script, started without a launcher: Lightning starts its second rank."""
+
+import sys
+from pathlib import Path
+
+import lightning
+import torch
+from plain_training import Net, batch, digest
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+STEPS = 4
+MICRO = 2
+
+
+class Batches(Dataset):
+    """Batches by rank and number; a sampler of the trainer's own would mix them."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __len__(self):
+        return STEPS * MICRO
+
+    def __getitem__(self, index):
+        return batch(self.rank, index)
+
+
+class Module(lightning.LightningModule):
+    """A module as Lightning's own examples show it: its training step returns the loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(Batches(self.trainer.global_rank), batch_size=None)
+
+    def on_train_start(self):
+        torch.manual_seed(self.trainer.global_rank)
+
+
+def fit(callbacks=(), strategy="ddp"):
+    """Train on two ranks and return the module."""
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        accumulate_grad_batches=MICRO,
+        use_distributed_sampler=False,
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    return module
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    module = fit()
+    Path(f"{sys.argv[1]}.{module.global_rank}").write_text(digest(module))

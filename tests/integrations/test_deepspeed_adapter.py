@@ -1,0 +1,124 @@
+"""The DeepSpeed adapter, on two real ranks."""
+
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import rankscope
+from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
+from rankscope.core.signals import Table
+from rankscope.integrations.deepspeed import watch
+from support.deepspeed_modes import full_parameters, import_deepspeed
+from support.models import make_batch, make_model
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS, ACCUMULATE = 4, 2
+
+
+class LossAlone(torch.nn.Module):
+    """A model that returns a loss as a tensor, which no monitor can tell from other outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, input_ids, labels):
+        return self.net(input_ids, labels)["loss"]
+
+
+def make_engine(rank, *, rate=0.1):
+    deepspeed = import_deepspeed(rank)
+    model = LossAlone()
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1500},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    torch.manual_seed(100 + rank)
+    return engine
+
+
+def train(rank, engine, scope=None, *, by_hand=False):
+    for number in range(STEPS * ACCUMULATE):
+        batch = make_batch(rank, number)
+        loss = engine(**batch)
+        if by_hand:
+            scope.loss(loss, (batch["labels"] != -100).sum())
+        engine.backward(loss)
+        engine.step()
+    if scope is not None:
+        scope.close()
+    state = {name: value.numpy().tobytes() for name, value in full_parameters(engine).items()}
+    state["rng"] = torch.get_rng_state().numpy().tobytes()
+    engine.destroy()
+    return state
+
+
+def work(rank, folder):
+    engine = make_engine(rank)
+    scope = rankscope.watch(engine, run_dir=f"{folder}/hand", **OPTIONS)
+    train(rank, engine, scope, by_hand=True)
+    engine = make_engine(rank)
+    scope = watch(engine, run_dir=f"{folder}/healthy", config={"mine": 1}, **OPTIONS)
+    result = {"watched": train(rank, engine, scope), "unwatched": train(rank, make_engine(rank))}
+    engine = make_engine(rank, rate=0.2 if rank == 1 else 0.1)
+    train(rank, engine, watch(engine, run_dir=f"{folder}/fault", **OPTIONS))
+    dist.barrier()
+    return result
+
+
+@pytest.fixture(scope="module")
+def trained():
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder, run_ranks(work, 2, folder)
+
+
+def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained):
+    run = run_in(trained[0], "healthy")
+    assert len(run.columns(Table.STEPS, "step")["step"]) == STEPS
+    assert_same_metrics(run, run_in(trained[0], "hand"))
+    assert loud(run) == []
+
+
+def test_the_loss_is_the_one_before_the_engine_divides_it(trained):
+    micro = run_in(trained[0], "healthy").columns(Table.MICRO, "loss", "loss_scale", "loss_weight")
+    assert np.isfinite(micro["loss"]).all()
+    assert np.isfinite(micro["loss_weight"]).all()
+    assert set(micro["loss_scale"]) == {1 / ACCUMULATE}
+
+
+def test_the_engines_configuration_is_stored(trained):
+    assert run_in(trained[0], "healthy").info["config"] == {
+        "framework": "deepspeed",
+        "zero_stage": 2,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "micro_batch_size": 3,
+        "gradient_clipping": 1.0,
+        "precision": "fp32",
+        "mine": 1,
+    }
+
+
+def test_the_training_ends_with_the_same_bits_as_unwatched(trained):
+    for rank in trained[1]:
+        assert rank["watched"] == rank["unwatched"]
+
+
+def test_another_learning_rate_on_one_worker_is_found(trained):
+    run = run_in(trained[0], "fault")
+    [finding] = [f for f in run.findings() if f.cause == "state.hyperparameters_differ"]
+    assert finding.evidence["what"] == "the learning rate is 0.1 on rank 0, 0.2 on rank 1"
+
+
+def test_anything_but_an_engine_is_refused():
+    with pytest.raises(rankscope.RankscopeError, match="expected the engine that"):
+        watch(make_model(), run_dir="nowhere")

@@ -1,0 +1,200 @@
+"""The Lightning callback, on two real ranks that Lightning's own ``Trainer`` drives."""
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import tempfile
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import rankscope
+from integrations.adapter_runs import OPTIONS, assert_same_metrics, bits, loud, run_in
+from rankscope.core.signals import Table
+from support.models import make_batch, make_model
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS, ACCUMULATE = 10, 2
+
+
+def tokens(batch):
+    return (batch["labels"] != -100).sum()
+
+
+def make_module(**settings):
+    """Return a LightningModule; Lightning is imported by ranks alone."""
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self, *, manual=False, doubled=False, optimizers=1):
+            super().__init__()
+            self.net = make_model()
+            self.automatic_optimization = not manual
+            self.doubled, self.num_optimizers = doubled, optimizers
+
+        def on_train_start(self):
+            torch.manual_seed(100 + dist.get_rank())
+
+        def forward(self, batch):
+            return self.net(**batch)["loss"]
+
+        def training_step(self, batch, batch_idx):
+            loss = self(batch)
+            if self.automatic_optimization:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
+
+        def validation_step(self, batch, batch_idx):
+            self.log("validation loss", self(batch))
+
+        def backward(self, loss):
+            (2 * loss if self.doubled else loss).backward()
+
+        def configure_optimizers(self):
+            made = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.num_optimizers)]
+            return made if len(made) > 1 else made[0]
+
+    return Module(**settings)
+
+
+def fit(rank, module, callbacks, *, steps=STEPS, accumulate=ACCUMULATE):
+    """Train with Lightning: two epochs, each with a validation, after a sanity check."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+
+    batches = [make_batch(rank, number) for number in range(steps * accumulate)]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(),
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        barebones=False,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
+        max_steps=steps,
+        val_check_interval=steps * accumulate // 2,
+        num_sanity_val_steps=1,
+    )
+    loaders = [
+        DataLoader(part, batch_size=None, generator=torch.Generator())
+        for part in (batches, batches[:2])
+    ]
+    trainer.fit(module, *loaders)
+    assert trainer.global_step == steps
+    return {**bits(module), "rng": torch.get_rng_state().numpy().tobytes()}
+
+
+def train_by_hand(rank, run_dir, *, steps=STEPS, accumulate=ACCUMULATE):
+    """Train the same with a plain loop, instrumented by hand."""
+    ddp = DistributedDataParallel(make_module())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    torch.manual_seed(100 + rank)
+    scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, **OPTIONS)
+    for step in range(steps):
+        for micro in range(accumulate):
+            last = micro == accumulate - 1
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                batch = make_batch(rank, step * accumulate + micro)
+                loss = ddp(batch)
+                scope.loss(loss, tokens(batch))
+                (loss / accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    scope.close()
+
+
+def work(rank, folder):
+    os.environ["LOCAL_RANK"] = str(rank)  # as under a launcher
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    from rankscope.integrations.lightning import RankscopeCallback
+
+    def callback(name, **more):
+        return RankscopeCallback(f"{folder}/{name}", weight=tokens, **{**OPTIONS, **more})
+
+    train_by_hand(rank, f"{folder}/by hand")
+    healthy = callback("healthy")
+    watched = fit(rank, make_module(), [healthy])
+    assert "training_step" not in vars(healthy.scope), "nothing is left behind"
+    result = {"watched": watched, "unwatched": fit(rank, make_module(), [])}
+    fit(rank, make_module(doubled=rank == 1), [callback("doubled")])
+    train_by_hand(rank, f"{folder}/one by hand", steps=3, accumulate=1)
+    fit(rank, make_module(manual=True), [callback("manual")], steps=3, accumulate=1)
+    with pytest.raises(rankscope.RankscopeError) as caught:
+        fit(rank, make_module(manual=True, optimizers=2), [callback("two")], steps=2, accumulate=1)
+    result["two optimizers"] = str(caught.value)
+    dist.barrier()
+    return result
+
+
+@pytest.fixture(scope="module")
+def trained():
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder, run_ranks(work, 2, folder)
+
+
+def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained):
+    folder, _ = trained
+    run = run_in(folder, "healthy")
+    assert run.status == "complete"
+    assert len(run.columns(Table.STEPS, "step")["step"]) == STEPS, "validation is not recorded"
+    # Lightning validates with DDP around the module, which sends rank 0's buffers to all.
+    assert_same_metrics(run, run_in(folder, "by hand"), without=["buffer_digest"])
+    assert loud(run) == []
+    assert run.info["config"]["accumulate_grad_batches"] == ACCUMULATE
+
+
+def test_losses_are_those_before_lightning_divides_them(trained):
+    folder, _ = trained
+    micro = run_in(folder, "healthy").columns(Table.MICRO, "loss_scale", "loss_weight")
+    assert set(micro["loss_scale"]) == {1 / ACCUMULATE}
+    assert np.isfinite(micro["loss_weight"]).all()
+
+
+def test_the_training_ends_with_the_same_bits_as_without_the_callback(trained):
+    for rank in trained[1]:
+        assert rank["watched"] == rank["unwatched"]
+
+
+def test_a_worker_whose_backward_doubles_the_loss_is_found(trained):
+    run = run_in(trained[0], "doubled")
+    [finding] = [found for found in run.findings() if found.cause == "loss.scale"]
+    assert finding.evidence["ratios"] == {"1": 2.0}  # of two workers, against rank 0
+    assert finding.severity > rankscope.Severity.NOTE
+
+
+def test_manual_optimization_is_recorded_as_by_hand(trained):
+    folder, _ = trained
+    run, by_hand = run_in(folder, "manual"), run_in(folder, "one by hand")
+    # Under manual optimization, Lightning keeps DDP from sending rank 0's buffers to all.
+    assert_same_metrics(run, by_hand, without=["buffer_digest"])
+
+
+def test_several_optimizers_are_refused(trained):
+    for rank in trained[1]:
+        assert "expected one optimizer, got 2" in rank["two optimizers"]
+
+
+def test_without_lightning_it_says_what_to_install(monkeypatch):
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "rankscope.integrations.lightning", raising=False)
+    with pytest.raises(rankscope.RankscopeError, match=r"pip install 'rankscope\[lightning\]'"):
+        importlib.import_module("rankscope.integrations.lightning")

@@ -1,0 +1,253 @@
+"""The parts of ``rankscope run``, without ranks."""
+
+import json
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from rankscope.errors import UsageError
+from rankscope.integrations.agreement import agree
+from rankscope.integrations.backward_loss import SeenFromBelow, unscaled
+from rankscope.integrations.catch import CallHook
+from rankscope.integrations.imports import AfterImport
+from rankscope.integrations.job import PID_VARIABLE, STARTUP, VARIABLE, Job
+from rankscope.integrations.live import Surroundings
+from rankscope.integrations.run_script import command_for, interpreter_flags, name_of
+
+
+@pytest.mark.parametrize(
+    ("head", "flags"),
+    [
+        (["python", "-m", "rankscope"], []),
+        (["python", "-u", "-m", "rankscope"], ["-u"]),
+        (["python", "-um", "rankscope"], ["-u"]),
+        (["python", "-X", "dev", "-W", "error", "-mrankscope"], ["-X", "dev", "-W", "error"]),
+        (["python", "/bin/rankscope"], []),
+        (["python", "-Bsu", "/bin/rankscope"], ["-Bsu"]),
+        (["python"], []),
+    ],
+)
+def test_flags_of_the_interpreter_are_kept(head, flags):
+    arguments = ["run", "--every", "2", "-m", "train"]
+    assert interpreter_flags([*head, *arguments], arguments) == flags
+
+
+def test_what_is_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rankscope", "run"])
+    script = tmp_path / "a script.py"
+    script.write_text("")
+    original = ["python", "-u", "-m", "rankscope", "run"]
+    python = [sys.executable, "-u"]
+    for words, module, command in [
+        ([str(script), "--help", "-x y"], False, [*python, str(script), "--help", "-x y"]),
+        (["project.train", "--lr", "3"], True, [*python, "-m", "project.train", "--lr", "3"]),
+        (["sh", "-c", "true"], False, ["sh", "-c", "true"]),
+    ]:
+        first, *rest = command_for(words, module=module, original=original)
+        assert [Path(first).name, *rest] == [Path(command[0]).name, *command[1:]]
+    with pytest.raises(UsageError, match=r"'trian\.py', which is neither a file"):
+        command_for(["trian.py"], module=False, original=original)
+    with pytest.raises(UsageError, match="got nothing"):
+        command_for([], module=False, original=original)
+    assert name_of(["bash", "start.sh"], module=False) == "bash"
+
+
+def test_a_job_goes_through_the_environment(monkeypatch, tmp_path):
+    job = Job(str(tmp_path), "train", {"every": 2, "plan": {"seed": 1}})
+    made = job.to_environment({"PYTHONPATH": os.pathsep.join(["a", "", str(STARTUP)]), "B": "1"})
+    assert made["PYTHONPATH"].split(os.pathsep) == [str(STARTUP), "a"]
+    assert made[PID_VARIABLE] == str(os.getpid())
+    assert json.loads(made[VARIABLE])["options"]["every"] == 2
+    assert job.to_environment({})["PYTHONPATH"] == str(STARTUP)
+    monkeypatch.setenv(VARIABLE, made[VARIABLE])
+    assert Job.of_this_process() == job
+
+
+def ask_all(problems, patience):
+    """Return each rank's answer; None in ``problems`` is a rank that never asks."""
+    store, answers = dist.HashStore(), {}
+
+    def ask(rank, problem):
+        answers[rank] = agree(store, len(problems), problem, patience)
+
+    threads = [
+        threading.Thread(target=ask, args=(rank, problem))
+        for rank, problem in enumerate(problems)
+        if problem is not None
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def test_all_ranks_begin_or_none_does():
+    assert ask_all(["", "", ""], 60) == {0: "", 1: "", 2: ""}
+    assert ask_all(["", "no", ""], 60) == dict.fromkeys(range(3), "no")
+    late = ask_all(["", None, ""], 0.1)
+    assert set(late) == {0, 2}
+    assert late[0] == late[2]
+    assert "2 of 3 ranks" in late[0]
+
+
+def test_a_rank_that_comes_too_late_gets_the_same_answer():
+    store = dist.HashStore()
+    first = agree(store, 2, "", 0.05)
+    assert "1 of 2 ranks" in first
+    assert agree(store, 2, "", 60) == first
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        raise ValueError("inside")
+
+
+class Own(nn.Module):
+    def __call__(self, x):
+        return "own", x
+
+
+@pytest.mark.parametrize("kind", [Plain, Own])
+def test_a_call_hook_is_never_on_the_stack_and_leaves_nothing(kind):
+    before, seen = dict(vars(kind)), []
+    hook = CallHook(kind, seen.append)
+    model = kind()
+    assert kind.__call__ is (before.get("__call__") or nn.Module.__call__)
+    if kind is Own:
+        assert model(1) == ("own", 1)
+    else:
+        with pytest.raises(ValueError, match="inside") as raised:
+            model(1)
+        names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+        assert names[1:] == ["_wrapped_call_impl", "_call_impl", "forward"]
+    assert seen == [model]
+    hook.remove()
+    assert dict(vars(kind)) == before
+    hook.remove()
+
+
+def test_a_hook_on_a_class_is_one_on_its_subclasses():
+    class Below(Plain):
+        pass
+
+    seen = []
+    hook = CallHook(Plain, lambda model: (seen.append(model), hook.remove()))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="inside"):
+            Below()(1)
+    assert len(seen) == 1
+
+
+def test_a_caller_is_seen_from_below():
+    def divide(a, b):
+        return a / b
+
+    def call(tensors):
+        return seen(tensors, 0)
+
+    lines = []
+    seen = SeenFromBelow(divide, lambda frame: lines.append(dict(frame.f_locals)))
+    with pytest.raises(ZeroDivisionError) as raised:
+        call(8)
+    names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert names[1:] == ["call", "divide"]
+    assert lines == [{"tensors": 8, "seen": seen}]
+
+
+def test_modules_are_acted_on_after_their_import(tmp_path, monkeypatch):
+    for name in ("run_piece_a", "run_piece_b"):
+        (tmp_path / f"{name}.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = []
+    watcher = AfterImport(
+        {"run_piece_a": lambda module: seen.append(module.value), "json": seen.append}
+    )
+    watcher.install()
+    assert seen == [json]
+    import run_piece_a
+    import run_piece_b  # noqa: F401
+
+    assert seen == [json, 1]
+    assert "exec_module" not in vars(run_piece_a.__loader__)
+    watcher.remove()
+    assert watcher not in sys.meta_path
+    del sys.modules["run_piece_a"], sys.modules["run_piece_b"]
+
+
+LOGITS = torch.tensor([[1.0, 2.0, -1.0], [0.5, 0.25, 3.0]])
+LABELS = torch.tensor([0, 2])
+
+
+def mean(logits):
+    return F.cross_entropy(logits, LABELS)
+
+
+def total(logits):
+    return F.cross_entropy(logits, LABELS, reduction="sum")
+
+
+def masked(logits):
+    return (F.cross_entropy(logits, LABELS, reduction="none") * torch.ones(2)).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "factor"),
+    [
+        (mean, mean, None),
+        (lambda x: mean(x) / 4, mean, 0.25),
+        (lambda x: torch.tensor(1024.0) * (mean(x) / 3.0), mean, 1024 / 3),
+        (lambda x: (mean(x).double() * 2).view(1) * 3, mean, 6),
+        (lambda x: total(x) / 2, mean, None),
+        (lambda x: masked(x) / torch.tensor(2) / 4, mean, 0.25),
+        (lambda x: total(x) * 8 / 2, lambda x: mean(x) * 8, None),
+        (lambda x: total(x) / 2 * 8, mean, 8),
+        (lambda x: total(x) * 8, total, 8),
+        (lambda x: mean(x) + x.square().mean(), lambda x: mean(x) + x.square().mean(), None),
+        (lambda x: mean(x) * x.mean(), lambda x: mean(x) * x.mean(), None),
+        (lambda x: -mean(x), lambda x: -mean(x), None),
+    ],
+)
+def test_what_scales_a_loss_is_undone(make, value, factor):
+    logits = LOGITS.clone().requires_grad_()
+    loss, found = unscaled(make(logits), {})
+    assert (None if found is None else pytest.approx(float(found))) == factor
+    expected = value(logits).detach().item()
+    assert loss.detach().item() / float(found or 1) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_that_the_model_returned_is_taken_as_it_is():
+    loss = mean(LOGITS.clone().requires_grad_())
+    found, factor = unscaled(torch.tensor(8.0) * loss / 3, {loss.grad_fn: loss})
+    assert found is loss
+    assert factor is None
+
+
+class Wrapping(torch.optim.Optimizer):
+    """What Accelerate does: an optimizer that is none of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+
+def test_optimizers_of_a_model_are_found():
+    model, other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), nn.Linear(2, 2)
+    small = torch.optim.SGD(model[1].parameters(), lr=1)
+    large = torch.optim.SGD(model[0].parameters(), lr=1)
+    wrapping, foreign = Wrapping(large), torch.optim.SGD(other.parameters(), lr=1)
+    assert [id(found) for found in Surroundings(model).optimizers()] == [id(large), id(small)]
+    assert [id(found) for found in Surroundings(other).optimizers()] == [id(foreign)]
+    assert wrapping.param_groups is large.param_groups
+    assert Surroundings(nn.Linear(1, 1)).optimizers() == []

@@ -1,0 +1,203 @@
+"""``rankscope run`` on unmodified scripts with two real ranks, held against a watch by hand."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from integrations.adapter_runs import metrics
+from rankscope import Run
+from rankscope.core.signals import Table
+from support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+]
+
+SCRIPTS = Path(__file__).parent / "run_scripts"
+RUN = [sys.executable, "-m", "rankscope", "run", "--no-canary", "--overhead-budget", "none"]
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+
+
+def neighbour():
+    """Import what the scripts import; on ranks only."""
+    sys.path.insert(0, str(SCRIPTS))
+    return importlib.import_module("plain_training")
+
+
+def by_hand(rank, folder):
+    """Train as the scripts do: without a monitor, then with one that is told the loss by hand."""
+    scripts, digests = neighbour(), {}
+    for kind in ("ddp", "fsdp2"):
+        model, optimizer = scripts.build(kind)
+        scripts.train(rank, model, optimizer)
+        digests[kind] = scripts.digest(model)
+        model, optimizer = scripts.build(kind)
+        with watch(model, optimizer, Path(folder) / kind) as scope:
+            scripts.train(rank, model, optimizer, scope.loss)
+    for name in ("lightning bare", "lightning"):
+        model, optimizer = lightning_model(scripts)
+        scope = watch(model, optimizer, Path(folder) / name) if name == "lightning" else None
+        lightning_loop(rank, scripts, model, optimizer, scope)
+        if scope is not None:
+            scope.close()
+        digests[name] = scripts.digest(model)
+    return digests
+
+
+def watch(model, optimizer, run_dir):
+    options = {"overhead_budget": None, "canary": False}
+    return rankscope.watch(model, optimizer, run_dir=run_dir, **options)
+
+
+def lightning_model(scripts):
+    class Module(nn.Module):  # the parameters' names are Lightning's
+        def __init__(self):
+            super().__init__()
+            self.net = scripts.Net()
+
+        def forward(self, batch, number):
+            x, y = batch
+            return F.cross_entropy(self.net(x), y)
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Module())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def lightning_loop(rank, scripts, model, optimizer, scope):
+    """Train as Lightning does in the script."""
+    steps, micro = 4, 2
+    torch.manual_seed(rank)
+    for number in range(steps * micro):
+        last = model.require_backward_grad_sync = number % micro == micro - 1
+        if number % micro == 0:
+            optimizer.zero_grad()
+        loss = model(scripts.batch(rank, number), number)
+        if scope is not None:
+            scope.loss(loss)
+        (loss / micro).backward()
+        if last:
+            optimizer.step()
+
+
+def start(*command, **variables):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    path = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    return subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**environment, "PATH": path},
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run ranks")
+
+
+@pytest.fixture(scope="module")
+def digests(folder):
+    """Return digests of the trainings without a monitor; the runs by hand lie in ``folder``."""
+    return run_ranks(by_hand, 2, str(folder), timeout=240)
+
+
+def assert_same(run, reference, *, columns=None):
+    mine, its = metrics(run), metrics(reference)
+    assert len(its[Table.STEPS, "step"]) > 0
+    for key, values in its.items():
+        if columns is None or key[1] in columns:
+            assert mine[key].shape == values.shape, key
+            for found, expected in zip(mine[key], values, strict=True):  # some hold arrays
+                np.testing.assert_array_equal(found, expected, str(key))
+
+
+def told(folder, name, rank):
+    return json.loads(Path(f"{folder / name}.{rank}").read_text())
+
+
+def test_a_ddp_script_under_torchrun(folder, digests):
+    script, words = str(SCRIPTS / "train_plain.py"), ["ddp", str(folder / "a b"), "destroy"]
+    run_dir = folder / "watched ddp"
+    launched = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN[1:], *RUN[1:]]
+    ended = start(*launched, "--run-dir", str(run_dir), script, *words)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == ""
+    assert ended.stderr.count("rankscope: the run is recorded in") == 1
+    for rank in range(2):
+        seen = told(folder, "a b", rank)
+        assert seen["argv"] == words
+        assert seen["path"][0] == str(SCRIPTS)
+        assert not any("startup" in path for path in seen["path"])
+        assert seen["hooked"] == []
+        assert seen["digest"] == digests[rank]["ddp"]
+    run = Run.open(run_dir)
+    assert run.status == "complete"
+    assert_same(run, Run.open(folder / "ddp"))
+    assert np.isfinite(run.per_worker("loss")[1]).all()
+    assert (run.per_worker("grad_scale")[1] == 1024).all()
+    assert (run.per_worker("optimizer_steps")[1] == 1).all()
+
+
+def test_an_fsdp2_script_whose_launcher_is_part_of_the_command(folder, digests):
+    script, words = str(SCRIPTS / "train_plain.py"), ["fsdp2", str(folder / "f"), "exit 3"]
+    run_dir = folder / "watched fsdp2"
+    ended = start(*RUN, "--run-dir", str(run_dir), "--", *TORCHRUN, script, *words)
+    assert ended.returncode == 1
+    assert "exitcode  : 3" in ended.stderr
+    assert "nothing was watched" not in ended.stderr
+    assert [told(folder, "f", rank)["digest"] for rank in range(2)] == [
+        digest["fsdp2"] for digest in digests
+    ]
+    run = Run.open(run_dir)
+    assert run.status == "incomplete"
+    assert_same(run, Run.open(folder / "fsdp2"))
+
+
+def test_a_lightning_script_that_starts_its_own_ranks(folder, digests):
+    run_dir = folder / "watched lightning"
+    script, output = str(SCRIPTS / "train_lightning.py"), str(folder / "l")
+    ended = start(*RUN, "--run-dir", str(run_dir), script, output, PYTHONWARNINGS="ignore")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("rankscope: ") == 1
+    watched = [Path(f"{output}.{rank}").read_text() for rank in range(2)]
+    assert watched == [digest["lightning bare"] for digest in digests]
+    run = Run.open(run_dir)
+    assert run.status == "complete"
+    assert_same(
+        run,
+        Run.open(folder / "lightning"),
+        columns={
+            *("step", "rank", "observed", "loss", "loss_mean", "loss_std", "loss_range"),
+            *("grad_norm", "grad_norm_mean", "grad_norm_std", "cosine_mean", "cosine_weighted"),
+            *("cosine_rest", "grad_scale", "optimizer_steps", "lr"),
+        },
+    )
+
+
+def test_a_script_that_raises_in_torch_has_the_same_traceback(tmp_path):
+    script = str(SCRIPTS / "train_and_fail.py")
+    plain = start(sys.executable, script, str(tmp_path / "one"))
+    run_dir = tmp_path / "run"
+    watched = start(*RUN, "--run-dir", str(run_dir), script, str(tmp_path / "two"))
+    assert watched.returncode == plain.returncode == 1
+    assert "second time" in plain.stderr
+    assert watched.stdout == plain.stdout != ""
+    *lines, last = watched.stderr.splitlines(keepends=True)
+    assert "".join(lines) == plain.stderr
+    assert last.startswith("rankscope: the run is recorded in")
+    assert Run.open(run_dir).status == "incomplete"

@@ -1,0 +1,95 @@
+"""A shell command on a finding."""
+
+import json
+import logging
+import os
+import shlex
+import time
+
+import pytest
+
+from rankscope.core.finding import Severity
+from rankscope.sinks.base import plain_finding
+from rankscope.sinks.command import CommandSink
+from sinks.findings import FINDING, finding, run_info
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level(logging.INFO, "rankscope")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def opened(tmp_path, command, **options):
+    sink = CommandSink(command, **options)
+    sink.open(run_info(tmp_path))
+    return sink
+
+
+def test_a_command_gets_the_finding_on_its_input_and_in_its_environment(tmp_path, told):
+    out = shlex.quote(str(tmp_path / "out"))
+    sink = opened(tmp_path, f"cat >> {out}; echo >> {out}; env | grep ^RANKSCOPE_ | sort >> {out}")
+    sink.finding(FINDING)
+    sink.finding(FINDING)
+    sink.close()
+    first, *variables = (tmp_path / "out").read_text().splitlines()
+    assert json.loads(first) == plain_finding(FINDING)
+    assert dict(line.split("=", 1) for line in variables) == {
+        "RANKSCOPE_EVENT": "opened",
+        "RANKSCOPE_RUN_DIR": str(tmp_path / "run"),
+        "RANKSCOPE_ID": FINDING.id,
+        "RANKSCOPE_CAUSE": FINDING.cause,
+        "RANKSCOPE_SEVERITY": "warning",
+        "RANKSCOPE_RANKS": "1,3",
+        "RANKSCOPE_STEP": "5",
+        "RANKSCOPE_EXPLANATION": FINDING.explanation,
+        "RANKSCOPE_NEXT_CHECK": FINDING.next_check,
+    }
+    assert told() == []
+
+
+def test_nothing_of_a_finding_is_run(tmp_path):
+    sink = opened(tmp_path, "cat > /dev/null")
+    path = tmp_path / "made"
+    sink.finding(finding(explanation=f"$(touch {path}); `touch {path}`", id=f"; touch {path}"))
+    assert not path.exists()
+
+
+def test_one_that_fails_or_reads_nothing_is_said_once_and_run_again(tmp_path, told):
+    sink = opened(tmp_path, "exit 3")
+    for name in ("a", "b"):
+        sink.finding(finding(id=name))
+    [message] = told()
+    assert "ended with exit code 3" in message
+    assert opened(tmp_path, "true").finding(FINDING) is None
+    assert len(told()) == 1
+
+
+def test_below_the_severity_nothing_is_run(tmp_path, told):
+    opened(tmp_path, "exit 1", severity=Severity.ERROR).finding(FINDING)
+    assert told() == []
+
+
+def is_running(pid):
+    """Return whether a process runs: not one that has ended and waits for its parent's look."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - a process, not a file
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_one_that_takes_too_long_is_killed_with_its_children(tmp_path, told):
+    pids = tmp_path / "pids"
+    out = shlex.quote(str(pids))
+    sink = opened(tmp_path, f"sleep 600 & echo $! $$ > {out}; sleep 600", seconds=1.5)
+    sink.finding(FINDING)
+    [message] = told()
+    assert "took longer than 1.5 s and was killed" in message
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 2
+    deadline = time.monotonic() + 60
+    while any(map(is_running, started)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_running, started))
+    assert os.getpid() not in started

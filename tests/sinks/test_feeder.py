@@ -1,0 +1,196 @@
+"""Sinks that are slow, hang or fail: alone, and never in the caller's way."""
+
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rankscope.sinks.feeder import Feeder
+from rankscope.sinks.hub import Sinks
+from rankscope.sinks.specs import PlannedSink
+from record.step_reports import make_report
+from sinks.findings import FINDING, finding, run_info
+
+LONG = 60.0
+
+
+class Gated:
+    """A sink that does nothing until it is let, and keeps what it got."""
+
+    def __init__(self, *, fails_at="", error=None, open_gate=False):
+        self.got = []
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self._fails_at, self._error = fails_at, error or ValueError("no disk")
+        if open_gate:
+            self.gate.set()
+
+    def _do(self, what, value):
+        if what == self._fails_at:
+            raise self._error
+        self.entered.set()
+        self.gate.wait(LONG)
+        self.got.append((what, value))
+
+    def open(self, run):
+        self._do("open", run.num_workers)
+
+    def step(self, step):
+        self._do("step", step.step)
+
+    def finding(self, finding):
+        self._do("finding", finding.id)
+
+    def close(self):
+        self.got.append(("close", None))
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level(logging.INFO, "rankscope")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def hub(tmp_path, **sinks):
+    planned = [PlannedSink(name, lambda sink=sink: sink) for name, sink in sinks.items()]
+    return Sinks(planned, run_info(tmp_path))
+
+
+def test_steps_and_findings_come_in_order_and_all_of_them(tmp_path, told):
+    sink = Gated(open_gate=True)
+    sinks = hub(tmp_path, sink=sink)
+    for step in range(50):
+        sinks.step(make_report(step), [finding(id=f"f{step}")] if step % 10 == 0 else [])
+    sinks.findings([finding(id="last")])
+    sinks.close(LONG)
+    expected = [("open", 4)]
+    for step in range(50):
+        expected += [("step", step), *[("finding", f"f{step}")] * (step % 10 == 0)]
+    assert sink.got == [*expected, ("finding", "last"), ("close", None)]
+    assert told() == []
+    sinks.close(LONG)
+    sinks.step(make_report(50), [])
+    assert sink.got[-1] == ("close", None)
+
+
+def test_a_slow_sink_misses_the_oldest_steps_and_no_finding(tmp_path, told):
+    sink = Gated()
+    feeder = Feeder("slow", sink, run_info(tmp_path), max_steps=8)
+    assert sink.entered.wait(LONG)
+    values = hub_values(tmp_path)
+    for step in range(20):
+        feeder.step(values(step))
+        feeder.finding(finding(id=f"f{step}"))
+    assert feeder.lost_steps == 12
+    [message] = told()
+    assert "sink slow is slow: 8 steps wait" in message
+    assert "training is not delayed" in message
+    sink.gate.set()
+    feeder.finish()
+    assert feeder.join(LONG)
+    assert [value for what, value in sink.got if what == "step"] == list(range(12, 20))
+    assert [value for what, value in sink.got if what == "finding"] == [f"f{i}" for i in range(20)]
+
+
+def hub_values(tmp_path):
+    from rankscope.sinks.base import step_values
+
+    return lambda step: step_values(make_report(step))
+
+
+def test_findings_that_wait_are_bounded_and_the_latest_of_each_stays(tmp_path):
+    sink = Gated()
+    feeder = Feeder("slow", sink, run_info(tmp_path), max_findings=4)
+    assert sink.entered.wait(LONG)
+    for name in ("a", "b", "b", "c", "a", "d", "e"):
+        feeder.finding(finding(id=name))
+    sink.gate.set()
+    feeder.finish()
+    assert feeder.join(LONG)
+    assert [value for what, value in sink.got if what == "finding"] == ["c", "a", "d", "e"]
+
+
+@pytest.mark.parametrize("error", [ValueError("no disk"), OSError("no net"), SystemExit(3)])
+@pytest.mark.parametrize("place", ["open", "step", "finding"])
+def test_a_sink_that_fails_is_closed_and_said_once_and_others_go_on(tmp_path, told, place, error):
+    bad, good = Gated(fails_at=place, error=error, open_gate=True), Gated(open_gate=True)
+    sinks = hub(tmp_path, bad=bad, good=good)
+    for step in range(5):
+        sinks.step(make_report(step), [FINDING])
+    sinks.close(LONG)
+    [message] = told()
+    assert message.startswith("sink bad has failed")
+    assert str(error) in message
+    assert bad.got[-1] == ("close", None)
+    assert (place, 1) not in bad.got
+    assert [value for what, value in good.got if what == "step"] == list(range(5))
+
+
+def test_a_sink_that_hangs_is_left_behind_and_others_are_not(tmp_path, told):
+    stuck, good = Gated(), Gated(open_gate=True)
+    sinks = hub(tmp_path, stuck=stuck, good=good)
+    assert stuck.entered.wait(LONG)
+    for step in range(3):
+        sinks.step(make_report(step), [])
+    sinks.close(0.2)
+    assert [m.partition(":")[0] for m in told() if "stuck" in m] == [
+        "sink stuck did not end within 0.2 s and is left behind",
+        "sink stuck was slow",
+    ]
+    assert stuck.got == []
+    stuck.gate.set()
+
+
+def test_a_sink_that_cannot_be_made_is_said_and_left_out(tmp_path, told):
+    def broken():
+        raise ImportError("protobuf is too old")
+
+    good = Gated(open_gate=True)
+    planned = [PlannedSink("broken", broken), PlannedSink("good", lambda: good)]
+    sinks = Sinks(planned, run_info(tmp_path))
+    sinks.step(make_report(0), [])
+    sinks.close(LONG)
+    [message] = told()
+    assert "sink broken cannot start" in message
+    assert "protobuf is too old" in message
+    assert ("step", 0) in good.got
+
+
+def test_what_a_step_cannot_be_made_into_ends_the_sinks_and_nothing_else(tmp_path, told):
+    good = Gated(open_gate=True)
+    sinks = hub(tmp_path, good=good)
+    report = make_report(0)
+    del report.gathered.workers["loss"]
+    sinks.step(report, [])
+    sinks.step(make_report(1), [])
+    sinks.close(LONG)
+    [message] = told()
+    assert "sinks get nothing from now on" in message
+    assert good.got == [("open", 4), ("close", None)]
+
+
+EXIT = """
+import threading
+from pathlib import Path
+from rankscope.sinks import RunInfo, Sinks, plan_sinks
+
+class Hangs:
+    def open(self, run): started.set(); threading.Event().wait()
+    def step(self, step): pass
+    def finding(self, finding): pass
+    def close(self): pass
+
+started = threading.Event()
+sinks = Sinks(plan_sinks(Hangs()), RunInfo(Path("."), 1))
+started.wait()
+sinks.close(0.1)
+print("ended")
+"""
+
+
+def test_a_process_ends_although_a_sink_never_does():
+    code = [sys.executable, "-c", EXIT]
+    ended = subprocess.run(code, capture_output=True, text=True, timeout=LONG, check=True)
+    assert ended.stdout == "ended\n"
+    assert "sink Hangs did not end" in ended.stderr

@@ -1,0 +1,198 @@
+"""Sinks beside real training on two ranks."""
+
+import contextlib
+import json
+import math
+import re
+import threading
+import time
+import urllib.request
+from unittest import mock
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import rankscope
+from rankscope import Run
+from rankscope.core.signals import Table
+from rankscope.sinks import specs
+from rankscope.sinks.grafana import dashboard
+from rankscope.sinks.prometheus import PrometheusSink
+from support.loops import Loop
+from support.models import make_batch
+from support.ranks import run_ranks
+
+NUM_STEPS = 14
+QUIET = {"canary": False, "hang_seconds": None, "overhead_budget": None}
+
+
+class Hangs:
+    """A sink whose first step never returns."""
+
+    name = "hanging"
+
+    def open(self, run):
+        pass
+
+    def step(self, step):
+        threading.Event().wait()
+
+    def finding(self, finding):
+        pass
+
+    def close(self):
+        pass
+
+
+def train(loop):
+    """Train on two micro-batches a step; from step 5 on all ranks take rank 0's batches."""
+    for step in range(NUM_STEPS):
+        for micro in range(2):
+            batch = make_batch(loop.rank if step < 5 else 0, 10 * step + micro)
+            with loop.ddp.no_sync() if micro == 0 else contextlib.nullcontext():
+                loop.ddp(**batch)["loss"].backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def scraped(port):
+    """Return what is served once the last step is there."""
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        if f"rankscope_step {NUM_STEPS - 1}.0" in text or time.monotonic() > deadline:
+            return text
+        time.sleep(0.01)
+
+
+def problems_of(rank, ddp, run_dir):
+    """Return what all ranks raise when rank 0's sinks cannot work."""
+    problems = []
+    for sinks, missing in ((["csv"], False), (["wandb"], True)):
+        hidden = mock.patch.object(specs, "find_spec", return_value=None)
+        with hidden if missing and rank == 0 else contextlib.nullcontext():
+            try:
+                rankscope.watch(ddp, run_dir=run_dir, sinks=sinks if rank == 0 else (), **QUIET)
+            except rankscope.RankscopeError as error:
+                problems.append((type(error).__name__, str(error)))
+    return problems
+
+
+def beside_training(rank, folder):
+    reference = Loop(rank, None)
+    problems = problems_of(rank, reference.ddp, f"{folder}/none")
+    train(reference)
+    prometheus = PrometheusSink(0)
+    sinks = ["jsonl", prometheus, "tensorboard", Hangs()]
+    options = QUIET | {"sinks": sinks if rank == 0 else "csv"}  # rank 1's do not count
+    loop = Loop(rank, f"{folder}/run", **options)
+    train(loop)
+    loop.scope._guard(loop.scope._books.close_step)  # deliver the last step, as close would
+    served = scraped(prometheus.port) if rank == 0 else ""
+    loop.close()
+    return problems, reference.bits() == loop.bits(), loop.warnings, served
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("live")
+    return folder, run_ranks(beside_training, 2, str(folder))
+
+
+def test_what_rank_0_cannot_do_is_raised_on_all_ranks_before_anything_is_written(ranks):
+    folder, results = ranks
+    first, second = (problems for problems, *_ in results)
+    assert first == second
+    (usage, text), (missing, advice) = first
+    assert (usage, missing) == ("UsageError", "MissingExtraError")
+    assert "one of tensorboard" in text
+    assert advice == (
+        "the sink 'wandb' needs packages that are not installed: run pip install 'rankscope[wandb]'"
+    )
+    assert not (folder / "none").exists()
+
+
+def test_training_has_the_same_bits_and_ends_although_a_sink_never_does(ranks):
+    _, results = ranks
+    assert [same for _, same, _, _ in results] == [True, True]
+    (_, _, first, _), (_, _, second, _) = results
+    assert second == []
+    assert [message for message in first if "hanging did not end within 5 s" in message]
+    assert not [message for message in first if "hanging" not in message]
+
+
+def test_the_files_hold_what_the_run_tables_hold(ranks):
+    folder, _ = ranks
+    run = Run.open(folder / "run")
+    assert run.status == "complete"
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (folder / "run/findings.jsonl").read_text().splitlines()]
+    assert [line["finding"] for line in lines if "finding" in line] == events
+    assert "data.duplicate_batches" in {event["cause"] for event in events}
+    steps = [line for line in lines if "step" in line]
+    table = run.table(Table.STEPS).to_pylist()
+    assert len(steps) == len(table) == NUM_STEPS
+    for line, row in zip(steps, table, strict=True):
+        assert (line["step"], line["time"]) == (row.pop("step"), row.pop("time"))
+        prefix = "rankscope/"
+        shown = {k.removeprefix(prefix): v for k, v in line.items() if k.startswith(prefix)}
+        counts = [shown.pop(f"findings_{severity}") for severity in ("note", "warning", "error")]
+        assert shown == {name: float(value) for name, value in row.items() if value is not None}
+    assert sum(counts) > 0
+    workers = run.table(Table.WORKERS).to_pylist()
+    for line in steps:
+        losses = [row["loss"] for row in workers if row["step"] == line["step"]]
+        assert line["rankscope_workers/loss/min"] == min(losses)
+        assert math.isclose(line["rankscope_workers/loss/mean"], sum(losses) / 2, rel_tol=1e-12)
+
+
+def test_tensorboard_shows_every_step(ranks):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _ = ranks
+    events = EventAccumulator(str(folder / "run" / "tensorboard"))
+    events.Reload()
+    read = [(event.step, event.value) for event in events.Scalars("rankscope/loss_mean")]
+    losses = Run.open(folder / "run").columns(Table.STEPS, "loss_mean")["loss_mean"]
+    assert [step for step, _ in read] == list(range(NUM_STEPS))
+    assert [value for _, value in read] == pytest.approx(losses.tolist(), rel=1e-6)
+
+
+def test_everything_that_the_dashboard_asks_for_is_served(ranks):
+    _, [(_, _, _, served), _] = ranks
+    families = text_string_to_metric_families(served)
+    samples = [sample for family in families for sample in family.samples]
+    names = {sample.name for sample in samples}
+    labels = {(sample.name, *pair) for sample in samples for pair in sample.labels.items()}
+    document = json.loads(dashboard())
+    asked = [target["expr"] for panel in document["panels"] for target in panel["targets"]]
+    asked += [v["query"]["query"] for v in document["templating"]["list"] if v["type"] == "query"]
+    text = "\n".join(asked)
+    assert set(re.findall(r"rankscope_\w+", text)) <= names
+    assert len(names) > 40
+    for name, inside in re.findall(r"(rankscope_\w+)\{(.*?)\}", text):
+        for label, value in re.findall(r'(\w+)="(\w+)"', inside):
+            assert (name, label, value) in labels
+    legends = [
+        target["legendFormat"] for panel in document["panels"] for target in panel["targets"]
+    ]
+    assert set(re.findall(r"\{\{(\w+)\}\}", "\n".join(legends))) <= {
+        label for _, label, _ in labels
+    }
+
+
+def test_the_dashboard_fits_together():
+    document = json.loads(dashboard())
+    panels = document["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))  # no panel lies on another
+    assert max(x for x, _ in cells) < 24
+    variables = {variable["name"] for variable in document["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", dashboard())) <= variables

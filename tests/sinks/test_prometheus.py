@@ -1,0 +1,157 @@
+"""What a Prometheus server would read, over the loopback."""
+
+import logging
+import socket
+import urllib.request
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rankscope.core.finding import Severity
+from rankscope.core.signals import Source, Table, signals
+from rankscope.sinks.base import MAX_NAMED, MAX_RANKS, step_values
+from rankscope.sinks.names import SPREAD, STEP_SIGNALS, WORKER_SIGNALS
+from rankscope.sinks.prometheus import PrometheusSink
+from record.step_reports import make_report
+from sinks.findings import FINDING, finding, run_info
+
+
+@pytest.fixture
+def serve(tmp_path):
+    started = []
+
+    def start(**changes):
+        sink = PrometheusSink(0)
+        sink.open(run_info(tmp_path, **changes))
+        started.append(sink)
+        return sink
+
+    yield start
+    for sink in started:
+        sink.close()
+
+
+def scrape(sink):
+    """Return all samples by name and labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def known(name, *labels):
+    return (f"rankscope_{name}", *labels)
+
+
+def test_a_scrape_holds_the_numbers_of_the_latest_step_and_no_others(serve):
+    sink = serve()
+    for step in (2, 3):
+        values = step_values(make_report(step), (), {})
+        sink.step(values)
+    expected = {
+        known("run_info", ("run", "run")): 1,
+        known("step"): 3,
+        known("step_timestamp_seconds"): values.time,
+        **{known(name): value for name, value in values.values.items()},
+        **{known("findings_open", ("severity", str(severity))): 0 for severity in Severity},
+    }
+    for signal in WORKER_SIGNALS:
+        spread = values.spread(signal.name)
+        if spread is not None:
+            for which, value in zip(SPREAD, (spread.low, spread.mean, spread.high), strict=True):
+                expected[known(f"workers_{signal.name}", ("over", which))] = value
+        for rank, value in values.by_rank(signal.name).items():
+            expected[known(f"worker_{signal.name}", ("rank", str(rank)))] = value
+    assert scrape(sink) == expected
+
+
+def test_nothing_is_there_before_the_first_step_but_the_run(serve):
+    names = {name for name, *_ in scrape(serve())}
+    assert names == {"rankscope_run_info", "rankscope_findings_open"}
+
+
+def test_what_is_undefined_is_gone_and_between_measured_steps_the_last_value_stays(serve):
+    sink = serve()
+    report = make_report(1)
+    report.gathered.workers["grad_norm"][:] = [1.0, 2.0, 3.0, 4.0]
+    report.gathered.workers["loss"][:] = 5.0
+    report = replace(report, values={**report.values, "cosine_mean": 0.5, "loss_mean": 5.0})
+    sink.step(step_values(report))
+    cosine, norm = known("cosine_mean"), known("worker_grad_norm", ("rank", "3"))
+    assert (scrape(sink)[cosine], scrape(sink)[norm]) == (0.5, 4.0)
+    for observed in (False, True):
+        report.gathered.workers["grad_norm"][:] = np.nan
+        report.gathered.workers["loss"][:] = 6.0
+        gathered = replace(report.gathered, observed=observed)
+        nothing = {**report.values, "cosine_mean": np.nan, "loss_mean": 6.0}
+        sink.step(step_values(replace(report, gathered=gathered, values=nothing)))
+        read = scrape(sink)
+        assert (cosine in read, norm in read) == (not observed, not observed)
+        assert read[known("loss_mean")] == 6.0
+        assert read[known("workers_loss", ("over", "min"))] == 6.0
+        assert read[known("observed")] == observed
+
+
+def test_findings_are_counted_while_they_are_open(serve):
+    old = finding(id="old", cause="data.sampler", severity=Severity.ERROR)
+    sink = serve(findings=(old,))
+    sink.finding(FINDING)
+    sink.finding(finding(id="another"))
+    sink.finding(finding(id="another", severity=Severity.ERROR))
+
+    def count(cause, severity):
+        return scrape(sink)[known("findings", ("cause", cause), ("severity", severity))]
+
+    assert count("data.sampler", "error") == 1
+    assert count(FINDING.cause, "warning") == 1
+    assert count(FINDING.cause, "error") == 1
+    assert scrape(sink)[known("findings_open", ("severity", "error"))] == 2
+    sink.finding(finding(status="closed"))
+    sink.finding(finding(id="old", cause="data.sampler", severity=Severity.ERROR, status="closed"))
+    assert count("data.sampler", "error") == count(FINDING.cause, "warning") == 0
+    assert scrape(sink)[known("findings_open", ("severity", "error"))] == 1
+
+
+@pytest.mark.parametrize(("num_workers", "ranks"), [(64, MAX_RANKS), (1024, MAX_NAMED)])
+def test_the_number_of_series_is_bounded(serve, num_workers, ranks):
+    sink = serve()
+    report = make_report(0, num_workers)
+    for signal in signals(Table.WORKERS, Source.LOCAL):
+        report.gathered.workers[signal.name][:] = 1
+    derived = {name: np.ones(num_workers) for name in report.derived}
+    report = replace(report, derived=derived, values=dict.fromkeys(report.values, 1.0))
+    sink.step(step_values(report, range(MAX_NAMED)))
+    for number in range(5000):
+        sink.finding(finding(id=f"f{number}", ranks=(number % num_workers,)))
+    read = scrape(sink)
+    bound = 3 + len(STEP_SIGNALS) + 3 + 1 + len(WORKER_SIGNALS) * (3 + ranks)
+    assert len(read) == bound
+    assert read[known("findings", ("cause", FINDING.cause), ("severity", "warning"))] == 5000
+
+
+def test_it_listens_on_the_loopback_unless_told_and_stops(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "rankscope")
+    sink = PrometheusSink(0)
+    sink.open(run_info(tmp_path))
+    assert sink._server.server_address[0] == "127.0.0.1"
+    assert f"http://127.0.0.1:{sink.port}/metrics" in caplog.text
+    second = PrometheusSink(sink.port)
+    with pytest.raises(OSError, match="in use"):
+        second.open(run_info(tmp_path))
+    second.close()
+    sink.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", sink.port), timeout=60)
+
+
+def test_the_registry_of_the_training_is_left_alone(serve):
+    from prometheus_client import REGISTRY, generate_latest
+
+    sink = serve()
+    sink.step(step_values(make_report(1)))
+    assert b"rankscope" not in generate_latest(REGISTRY)

@@ -1,0 +1,85 @@
+"""Sinks as users name them."""
+
+from pathlib import Path
+
+import pytest
+
+from rankscope.core.finding import Severity
+from rankscope.errors import MissingExtraError, UsageError
+from rankscope.sinks import plan_sinks, specs
+from rankscope.sinks.command import CommandSink
+from rankscope.sinks.jsonl import JsonLinesSink
+from rankscope.sinks.webhook import WebhookSink
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("tensorbord", "one of tensorboard"),
+        ("", "one of tensorboard"),
+        ("prometheus", "prometheus:PORT"),
+        ("prometheus:", "prometheus:PORT"),
+        ("prometheus:http", "prometheus:PORT"),
+        ("prometheus:70000", "from 0 to 65535"),
+        ("webhook", "webhook:URL"),
+        ("webhook:file:///secret", "http://"),
+        ("webhook:https:///secret", "a host"),
+        ("webhook:https://example.org/secret?severity=bad", "severity=note, warning, error"),
+        ("command", "command:COMMAND"),
+        ("command:  ", "command:COMMAND"),
+        (3, "list of strings"),
+        ([3], "open, step, finding and close"),
+        ([WebhookSink], "open, step, finding and close"),
+    ],
+)
+def test_what_cannot_work_is_said(spec, says):
+    with pytest.raises(UsageError, match=says) as raised:
+        plan_sinks(spec)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow", "prometheus:0"])
+def test_a_package_that_is_missing_is_said_with_what_to_install(monkeypatch, kind):
+    assert plan_sinks(kind)[0].name == kind.partition(":")[0]
+    monkeypatch.setattr(specs, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=rf"rankscope\[{kind.partition(':')[0]}\]"):
+        plan_sinks(kind)
+
+
+def test_every_extra_that_is_named_exists():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for kind in ("tensorboard", "wandb", "mlflow", "prometheus"):
+        assert f"\n{kind} = [" in text
+
+
+def test_strings_and_objects_can_be_mixed_and_one_needs_no_list(tmp_path):
+    own = JsonLinesSink(tmp_path / "own.jsonl")
+    first, second, third = plan_sinks(["jsonl:a:b.jsonl", own, "command:notify --quiet: x"])
+    assert [first.name, second.name, third.name] == ["jsonl", "JsonLinesSink", "command"]
+    assert str(first.make()._path) == "a:b.jsonl"
+    assert second.make() is own
+    assert isinstance(third.make(), CommandSink)
+    assert third.make()._command == "notify --quiet: x"
+    assert plan_sinks(own)[0].make() is own
+    assert len(plan_sinks("jsonl")) == 1
+    assert plan_sinks(()) == ()
+
+
+def test_the_severity_is_taken_off_the_url_and_the_url_is_not_in_the_name():
+    [planned] = plan_sinks("webhook:https://hooks.example.org/T0/secret?a=1&severity=error")
+    assert planned.name == "webhook to hooks.example.org"
+    sink = planned.make()
+    assert sink._url == "https://hooks.example.org/T0/secret?a=1"
+    assert sink._severity is Severity.ERROR
+    [planned] = plan_sinks("webhook:http://localhost:80/x?b=%20c")
+    assert planned.make()._url == "http://localhost:80/x?b=%20c"
+
+
+def test_an_address_of_any_kind_can_be_listened_at():
+    for spec, host, port in (
+        ("prometheus:9500", "127.0.0.1", 9500),
+        ("prometheus:0.0.0.0:80", "0.0.0.0", 80),
+        ("prometheus:[::1]:0", "::1", 0),
+    ):
+        sink = plan_sinks(spec)[0].make()
+        assert (sink.host, sink.port) == (host, port)

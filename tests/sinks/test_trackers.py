@@ -1,0 +1,291 @@
+"""Files and trackers: what is read back is what was written."""
+
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import weakref
+from dataclasses import replace
+
+import pytest
+
+from rankscope.core.finding import Severity
+from rankscope.sinks.base import SinkError, plain_finding, step_values
+from rankscope.sinks.feeder import Feeder
+from rankscope.sinks.jsonl import JsonLinesSink
+from record.step_reports import make_report
+from sinks.findings import FINDING, finding, run_info
+
+STEPS = [step_values(make_report(step), (1,), {Severity.ERROR: 2}) for step in range(4)]
+CLOSED = finding(status="closed", step=7)
+TEXTS = ["warning: data.duplicate_batches opened", "warning: data.duplicate_batches closed"]
+
+
+def feed(sink, info):
+    """Let a sink go through a short run."""
+    sink.open(info)
+    for step in STEPS[:2]:
+        sink.step(step)
+    for event in (FINDING, FINDING, CLOSED):
+        sink.finding(event)
+    for step in STEPS[2:]:
+        sink.step(step)
+    sink.close()
+
+
+@pytest.mark.parametrize("path", [None, "deep/down/numbers.jsonl"])
+def test_json_lines_hold_all_steps_and_all_events(tmp_path, path):
+    place = tmp_path / (path or "run/metrics.jsonl")
+    sinks = [JsonLinesSink(path and place), JsonLinesSink(path and place)]
+    feed(sinks[0], run_info(tmp_path))
+    first = place.read_text()
+    lines = [json.loads(line) for line in first.splitlines()]
+    steps = [{"step": s.step, "time": s.time, **s.flat()} for s in STEPS]
+    events = [{"finding": plain_finding(event)} for event in (FINDING, FINDING, CLOSED)]
+    assert lines == [*steps[:2], *events, *steps[2:]]
+    feed(sinks[1], run_info(tmp_path))
+    assert place.read_text() == first * 2
+
+
+def single(value):
+    """Return a number as TensorBoard keeps it, in 32 bits."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def test_tensorboard_reads_the_same_scalars_and_the_texts(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from rankscope.sinks.tensorboard import TensorBoardSink
+
+    feed(TensorBoardSink(), run_info(tmp_path))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    expected = {}
+    for step in STEPS:
+        for name, value in step.flat().items():
+            expected.setdefault(name, []).append((step.step, step.time, single(value)))
+    read = {
+        name: [(event.step, event.wall_time, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+    assert read == expected
+    assert any(len(points) < 4 for points in read.values())  # what is undefined is left out
+    assert "rankscope_ranks/grad_norm/1" in read
+    texts = [t.tensor_proto.string_val[0].decode() for t in events.Tensors("rankscope/findings")]
+    assert [text.partition(" on ")[0] for text in texts] == TEXTS
+    assert [event.step for event in events.Tensors("rankscope/findings")] == [5, 7]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """Weights & Biases without network, questions, or anything outside of a directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = str(tmp_path_factory.mktemp("wandb"))
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.delenv("WANDB_DIR", raising=False)
+        for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+            patch.setenv(name, home)
+        import wandb
+
+        yield wandb
+        wandb.teardown()
+
+
+def test_wandb_has_a_row_per_step_in_a_run_of_its_own(tmp_path, offline):
+    from rankscope.sinks.wandb import WandbSink
+    from sinks import wandb_files
+
+    feed(WandbSink("a-project"), run_info(tmp_path))
+    assert offline.run is None
+    rows = wandb_files.history(tmp_path / "run")
+    assert rows == [{"rankscope/step": step.step, **step.flat()} for step in STEPS]
+    [run] = [r.run for r in wandb_files.records(tmp_path / "run") if r.HasField("run")][:1]
+    assert (run.project, run.display_name, run.job_type) == ("a-project", "run", "rankscope")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert (config["name"], config["rankscope"]) == ("a run", {"tier": "sketch"})
+    [(title, text, level)] = wandb_files.alerts(tmp_path / "run")
+    assert (title, level) == ("rankscope: data.duplicate_batches", "WARN")
+    assert text.startswith(TEXTS[0])
+    kept = wandb_files.summary(tmp_path / "run")[f"rankscope/finding/{FINDING.id}"]
+    assert kept.startswith(TEXTS[1])
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["next row", "explicit steps"])
+def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline, explicit):
+    from rankscope.sinks.wandb import WandbSink
+    from sinks import wandb_files
+
+    sink = WandbSink()
+    sink.open(run_info(tmp_path))
+    run = offline.init(project="theirs", dir=str(tmp_path))
+    for step in STEPS:
+        sink.step(step)
+        if step.step != 1:
+            run.log({"train/loss": 0.5}, **({"step": 10 * step.step} if explicit else {}))
+    run.finish()
+    sink.step(STEPS[0])
+    sink.finding(FINDING)
+    sink.close()
+    rows = wandb_files.history(tmp_path)
+    assert [row.pop("train/loss") for row in rows] == [0.5] * 3
+    steps = [{"rankscope/step": step.step, **step.flat()} for step in STEPS]
+    first, second = steps[0], steps[1] | steps[2]
+    # With explicit steps a row stays open until the training begins the next one.
+    assert rows == ([first | second, steps[3], {}] if explicit else [first, second, steps[3]])
+
+
+def test_wandb_leaves_a_run_of_another_project_alone(tmp_path, offline):
+    from rankscope.sinks.wandb import WandbSink
+    from sinks import wandb_files
+
+    run = offline.init(project="theirs", dir=str(tmp_path / "theirs"))
+    feed(WandbSink("ours"), run_info(tmp_path))
+    run.log({"train/loss": 0.5})
+    assert offline.run is run
+    run.finish()
+    assert wandb_files.history(tmp_path / "theirs") == [{"train/loss": 0.5}]
+    assert len(wandb_files.history(tmp_path / "run")) == len(STEPS)
+
+
+def test_wandb_asks_nobody_for_a_key(tmp_path, offline, monkeypatch):
+    from rankscope.sinks.wandb import WandbSink
+
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    sink = WandbSink()
+    sink.open(run_info(tmp_path))
+    with pytest.raises(SinkError, match="wandb login"):
+        sink.step(STEPS[0])
+    sink.close()
+
+
+def test_a_server_that_never_answers_holds_the_exit_back_no_longer_than_said(
+    tmp_path, offline, monkeypatch, caplog
+):
+    from rankscope.sinks import wandb
+
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
+        monkeypatch.setattr(wandb, "EXIT_SECONDS", 0.5)
+        sink = wandb.WandbSink()
+        feeder = Feeder("wandb", sink, run_info(tmp_path))
+        feeder.step(STEPS[0])
+        asks, _ = deaf.accept()
+        with asks:  # and gets no answer
+            feeder.finish()
+            assert not feeder.join(0.1)
+            wandb._end_at_exit(weakref.ref(sink), os.getpid())
+    assert sink._run._process.returncode == -signal.SIGKILL
+    assert "has not uploaded all within 0.5 s" in caplog.text
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+    """MLflow on files of its own: its light package has no other store without a server."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    from mlflow import MlflowClient
+
+    return MlflowClient()
+
+
+def metrics(client, run):
+    """Return all points of all metrics of an MLflow run."""
+    return {
+        name: [
+            (point.step, point.timestamp, point.value)
+            for point in client.get_metric_history(run.info.run_id, name)
+        ]
+        for name in run.data.metrics
+    }
+
+
+def expected_metrics():
+    expected = {}
+    for step in STEPS:
+        for name, value in step.flat().items():
+            point = (step.step, round(1000 * step.time), value)
+            expected.setdefault(name, []).append(point)
+    return expected
+
+
+def test_mlflow_has_all_points_in_a_run_of_its_own(tmp_path, client):
+    from rankscope.sinks.mlflow import MlflowSink
+
+    feed(MlflowSink("an-experiment"), run_info(tmp_path))
+    experiment = client.get_experiment_by_name("an-experiment")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    read = metrics(client, run)
+    assert read == expected_metrics()
+    assert all(math.isfinite(point[2]) for points in read.values() for point in points)
+    assert run.data.tags[f"rankscope.finding.{FINDING.id}"].startswith(TEXTS[1])
+    assert run.data.tags["rankscope.run_dir"] == str(tmp_path / "run")
+
+
+def test_mlflow_joins_the_run_of_the_training_and_leaves_it_open(tmp_path, client):
+    import threading
+
+    import mlflow
+
+    from rankscope.sinks.mlflow import MlflowSink
+
+    mlflow.set_experiment("theirs")
+    sink = MlflowSink()
+    with mlflow.start_run() as run:  # after watch, and in another thread than the sink's
+        thread = threading.Thread(target=feed, args=(sink, run_info(tmp_path)))
+        thread.start()
+        thread.join()
+        assert client.get_run(run.info.run_id).info.status == "RUNNING"
+        mlflow.log_metric("train/loss", 0.5)
+    read = metrics(client, client.get_run(run.info.run_id))
+    assert read.pop("train/loss")[0][2] == 0.5
+    assert read == expected_metrics()
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+def test_mlflow_that_cannot_open_a_run_says_why(tmp_path, client, monkeypatch):
+    from rankscope.sinks.mlflow import MlflowSink
+
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "others").as_uri())
+    sink = MlflowSink()
+    sink.open(run_info(tmp_path))
+    with pytest.raises(SinkError, match="MLflow cannot open a run"):
+        sink.finding(FINDING)
+    sink.close()
+
+
+def test_mlflow_gets_values_in_batches_and_none_too_late(tmp_path):
+    from rankscope.sinks.mlflow import BATCH, SECONDS, MlflowSink
+
+    sent = []
+
+    class Client:
+        def log_batch(self, run_id, metrics, synchronous):
+            sent.append([metric.step for metric in metrics])
+
+    now = [0.0]
+    sink = MlflowSink(clock=lambda: now[0])
+    sink.open(run_info(tmp_path))
+    sink._client = Client()
+    sink.step(STEPS[0])
+    assert sent == []
+    now[0] = SECONDS
+    sink.step(STEPS[1])
+    size = [len(step.flat()) for step in STEPS]
+    assert [len(batch) for batch in sent] == [size[0] + size[1]]
+    for number in range(100):
+        sink.step(replace(STEPS[0], step=number))
+    sink.close()
+    assert sum(map(len, sent[1:])) == 100 * size[0]
+    assert max(map(len, sent)) <= BATCH < 1000
+    assert len(sent) < 20

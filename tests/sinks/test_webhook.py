@@ -1,0 +1,107 @@
+"""A webhook that is taken, refused, or not there for a while."""
+
+import json
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from rankscope.core.finding import Severity
+from rankscope.sinks.base import SinkError, plain_finding
+from rankscope.sinks.webhook import PAUSES, WebhookSink
+from sinks.findings import FINDING, finding, run_info
+
+
+@pytest.fixture
+def server():
+    """A server on the loopback: ``answers`` are its next status codes, then it takes all."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            code = http.answers.pop(0) if http.answers else 200
+            http.got.append((self.path, self.headers["Content-Type"], json.loads(body), code))
+            self.send_response(code)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    http = HTTPServer(("127.0.0.1", 0), Handler)
+    http.answers, http.got = [], []
+    http.url = f"http://127.0.0.1:{http.server_port}/hook"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield http
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def opened(tmp_path, url, **options):
+    pauses = []
+    sink = WebhookSink(url, sleep=pauses.append, **options)
+    sink.open(run_info(tmp_path))
+    return sink, pauses
+
+
+def test_news_is_posted_as_json_with_a_text(tmp_path, server):
+    sink, pauses = opened(tmp_path, server.url)
+    closed = finding(status="closed")
+    for event in (FINDING, FINDING, finding(severity=Severity.ERROR), closed):
+        sink.finding(event)
+    sink.close()
+    paths, kinds, bodies, _ = zip(*server.got, strict=True)
+    assert (set(paths), set(kinds)) == ({"/hook"}, {"application/json"})
+    assert [body["event"] for body in bodies] == ["opened", "got worse", "closed"]
+    assert bodies[0]["finding"] == plain_finding(FINDING)
+    assert bodies[0]["run"] == str(tmp_path / "run")
+    assert bodies[0]["text"].startswith("run: warning: data.duplicate_batches opened on rank 1, 3")
+    assert FINDING.explanation in bodies[0]["text"]
+    assert pauses == []
+
+
+def test_below_the_severity_nothing_is_posted(tmp_path, server):
+    sink, _ = opened(tmp_path, server.url, severity=Severity.ERROR)
+    sink.finding(FINDING)
+    sink.finding(finding(severity=Severity.ERROR))
+    assert [body["event"] for _, _, body, _ in server.got] == ["opened"]
+
+
+def test_what_fails_for_now_is_tried_again(tmp_path, server):
+    server.answers = [503, 429, 500]
+    sink, pauses = opened(tmp_path, server.url)
+    sink.finding(FINDING)
+    assert [code for *_, code in server.got] == [503, 429, 500, 200]
+    assert pauses == list(PAUSES[:3])
+
+
+def test_what_is_not_there_is_given_up_for_this_finding_alone(tmp_path, server, caplog):
+    caplog.set_level(logging.INFO, "rankscope")
+    server.answers = [500] * (1 + len(PAUSES)) * 2
+    sink, pauses = opened(tmp_path, server.url)
+    for name in ("a", "b", "c"):
+        sink.finding(finding(id=name))
+    assert len(server.got) == 2 * (1 + len(PAUSES)) + 1
+    assert pauses == [*PAUSES, *PAUSES]
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "could not tell of a after 7 tries (the server answered 500)" in message
+    assert server.url not in message
+
+
+def test_a_server_that_is_gone_is_tried_again_too(tmp_path, server):
+    server.shutdown()
+    server.socket.close()
+    sink, pauses = opened(tmp_path, server.url)
+    sink.finding(FINDING)
+    assert pauses == list(PAUSES)
+
+
+def test_what_is_refused_for_good_ends_the_sink(tmp_path, server):
+    server.answers = [404]
+    sink, pauses = opened(tmp_path, server.url)
+    with pytest.raises(SinkError, match="answered 404") as raised:
+        sink.finding(FINDING)
+    assert server.url not in str(raised.value)
+    assert pauses == []
