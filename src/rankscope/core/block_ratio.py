@@ -81,6 +81,29 @@ class BlockRatio(Stateful):
         self._filled = 0
         return True
 
+    def add_many(self, numerators_T: Floats, denominators_T: Floats) -> None:
+        """Take many steps; the same, bit for bit, as :meth:`add` for one after the other."""
+        pairs_T2 = np.stack([numerators_T, denominators_T], axis=1)
+        pairs_T2 = pairs_T2[np.isfinite(pairs_T2).all(axis=1)]
+        while len(pairs_T2):
+            room = CAPACITY - self._blocks
+            if self._filled or not room or len(pairs_T2) < self._length:
+                taken = max(self._length - self._filled, 1)
+                taken = min(taken, len(pairs_T2))
+                before = np.concatenate([self._open[None], pairs_T2[: taken - 1]])
+                self._open[:] = np.add.accumulate(before)[-1]
+                self._filled += taken - 1
+                self.add(*pairs_T2[taken - 1].tolist())
+            else:
+                count = min(room, len(pairs_T2) // self._length)
+                taken = count * self._length
+                blocks = pairs_T2[:taken].reshape(count, self._length, 2)
+                self._sums_B2[self._blocks : self._blocks + count] = np.add.accumulate(
+                    blocks, axis=1
+                )[:, -1]
+                self._blocks += count
+            pairs_T2 = pairs_T2[taken:]
+
     def sums(self) -> Floats:
         """Return the sums of all blocks ``[B, 2]``, the unfinished one included."""
         blocks = self._sums_B2[: self._blocks]

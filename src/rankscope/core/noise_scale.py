@@ -23,10 +23,12 @@ Legend of shapes: W workers, M micro-batches of each.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rankscope.core.arrays import Floats
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.block_ratio import Estimate
 
 
@@ -75,6 +77,63 @@ def gradient_noise(
     return GradientNoise(between, within / num_micro, noise, signal, width * num_micro)
 
 
+@dataclass(frozen=True, slots=True)
+class NoiseOfSteps:
+    """:class:`GradientNoise` of T steps, one array for each of its numbers."""
+
+    between_T: Floats
+    within_T: Floats
+    noise_T: Floats
+    signal_T: Floats
+    units_T: Ints
+
+    def at(self, chosen_T: NDArray[np.bool_]) -> "NoiseOfSteps":
+        """Return the chosen steps."""
+        return NoiseOfSteps(
+            self.between_T[chosen_T],
+            self.within_T[chosen_T],
+            self.noise_T[chosen_T],
+            self.signal_T[chosen_T],
+            self.units_T[chosen_T],
+        )
+
+
+def noise_of_steps(
+    squares_T: Floats,
+    reduced_norms_T: Floats,
+    micro_squares_T: Floats,
+    num_micro_T: Ints,
+    width: int,
+) -> NoiseOfSteps:
+    """Return the noise of many steps: bit for bit what :func:`gradient_noise` says of each.
+
+    Args:
+        squares_T: Mean over workers of the squared norm of their gradient.
+        reduced_norms_T: Norm of the mean of the workers' gradients.
+        micro_squares_T: Mean over workers of the sum of the squared norms of their micro-batches.
+        num_micro_T: M; 1 where it is unknown, and where workers differ in it.
+        width: W.
+    """
+    with np.errstate(all="ignore"):
+        reduced_T = reduced_norms_T * reduced_norms_T
+        unknown_T = np.full(len(squares_T), math.nan)
+        between_T, signal_T = (
+            _split(squares_T, reduced_T, width) if width > 1 else (unknown_T, unknown_T)
+        )
+        mean_squares_T = micro_squares_T / num_micro_T
+        within_T, _ = _split(mean_squares_T, squares_T, num_micro_T)
+        finer_T = (num_micro_T >= 2) & ~np.isnan(mean_squares_T)
+        units_T = np.where(finer_T, width * num_micro_T, width)
+        fine_T, fine_signal_T = _split(mean_squares_T, reduced_T, units_T)
+        return NoiseOfSteps(
+            between_T,
+            np.where(finer_T, within_T / num_micro_T, math.nan),
+            np.where(finer_T, fine_T, between_T),
+            np.where(finer_T, fine_signal_T, signal_T),
+            units_T,
+        )
+
+
 def micro_squares(norms: Sequence[Floats]) -> tuple[Floats | None, int]:
     """Return the sums of the squared norms of each worker's micro-batches, and their number M.
 
@@ -107,7 +166,11 @@ def noise_scale(inverse: Estimate) -> Estimate:
 _UNKNOWN = (math.nan, math.nan)
 
 
-def _split(one: float, mean_of_all: float, count: int) -> tuple[float, float]:
+@overload
+def _split(one: float, mean_of_all: float, count: int) -> tuple[float, float]: ...
+@overload
+def _split(one: Floats, mean_of_all: Floats, count: Ints | int) -> tuple[Floats, Floats]: ...
+def _split(one: Any, mean_of_all: Any, count: Any) -> tuple[Any, Any]:
     """Return noise and signal from the mean square of a unit and the square of the mean."""
     noise = count * (one - mean_of_all) / (count - 1)
     return noise, (count * mean_of_all - one) / (count - 1)

@@ -78,6 +78,12 @@ class Signal:
     source: Source
     tail: Tail = Tail.NONE
 
+    @property
+    def is_quantity(self) -> bool:
+        """Whether a mean over steps says something: an amount, not a name, a digest or a flag."""
+        counted = self.dtype is DType.INT and bool(self.unit)
+        return self.source is not Source.KEY and (self.dtype is DType.FLOAT or counted)
+
 
 def _declare(table: Table, *rows: tuple[str, DType, str, Source, Tail, str]) -> tuple[Signal, ...]:
     return tuple(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.core.arrays import Floats
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.dispersion import finite_mean
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.signals import Table
@@ -14,7 +14,7 @@ from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.dispersion_words import Values
 from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
 from rankscope.diagnose.verdicts import Verdict, judge, statements
-from rankscope.record import Run
+from rankscope.record import Coverage, Run
 
 _MEANS = (
     "loss_std",
@@ -25,6 +25,8 @@ _MEANS = (
     "loss_std_expected",
 )
 _ENDS = 5
+MAX_SAMPLES = 2**23
+"""Identities of samples that are counted exactly: 64 MB of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def assess(run: Run) -> Assessment:
     return Assessment(
         severity=_worst(findings, verdict.severity),
         headline=verdict.headline,
-        statements=statements(values, findings),
+        statements=(*statements(values, findings), *_say_long(run)),
         recommendation=verdict.recommendation,
         values=values,
     )
@@ -99,9 +101,8 @@ def measure(run: Run) -> Values:
 
 def _cost(run: Run) -> Values:
     """Return the monitor's share of the training's time, and the widest sampling interval."""
-    columns = run.columns(Table.STEPS, "overhead_seconds", "interval")
-    _, seconds_TW = run.per_worker("step_seconds")
-    longest = np.max(seconds_TW, axis=1, initial=0.0, where=np.isfinite(seconds_TW))
+    columns = run.columns(Table.STEPS, "step", "overhead_seconds", "interval")
+    longest = _longest_seconds(run, columns["step"])
     overheads, intervals = columns["overhead_seconds"][1:], _known(columns["interval"])
     known = np.isfinite(overheads) & (longest[1:] > 0) if len(overheads) else overheads > 0
     time = float(np.sum(longest[1:][known] - overheads[known]))
@@ -114,21 +115,61 @@ def _cost(run: Run) -> Values:
     }
 
 
+def _longest_seconds(run: Run, steps_T: Ints) -> Floats:
+    """Return the slowest worker's time of each step; in a long run, that of its bin of steps."""
+    if not run.is_long:
+        _, seconds_TW = run.per_worker("step_seconds")
+        return _largest(seconds_TW)
+    seconds = run.overview("step_seconds")
+    longest_B = _largest(seconds.mean_BW)
+    at_T = np.searchsorted(seconds.first_B, steps_T, side="right") - 1
+    return longest_B[np.clip(at_T, 0, None)]
+
+
+def _largest(values_TW: Floats) -> Floats:
+    largest_T: Floats = np.max(values_TW, axis=1, initial=0.0, where=np.isfinite(values_TW))
+    return largest_T
+
+
 def _samples(run: Run, drawn: int) -> Values:
     """Return how many samples the whole run drew, and how many different ones."""
-    chunks = run.table(Table.SAMPLES)["samples"].chunks
-    named = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
-    samples = np.concatenate([np.empty(0, np.int64), *named])
+    coverage = run.coverage() if drawn > MAX_SAMPLES else None
+    if coverage is not None:
+        return _estimated_samples(run, coverage, drawn)
+    samples = np.sort(run.sample_ids())
+    changes = int(np.count_nonzero(np.diff(samples)))
     return {
-        "distinct_samples": len(np.unique(samples)) if len(samples) else None,
+        "distinct_samples": changes + 1 if len(samples) else None,
         "samples_drawn": drawn or None,
         "samples_exact": len(samples) == drawn,
+    }
+
+
+def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
+    """Return the same of a run with too many samples to count again, from its roll-ups."""
+    columns = run.columns(Table.STEPS, "step", "samples_drawn")
+    counted_T = _known(columns["samples_drawn"])[columns["step"] <= coverage.step_B[-1]]
+    share = int(coverage.distinct_B[-1]) / int(coverage.drawn_B[-1])
+    return {
+        "distinct_samples": round(share * drawn),
+        "samples_drawn": drawn or None,
+        "samples_exact": int(np.nansum(counted_T)) == int(coverage.drawn_B[-1]),
     }
 
 
 def _known(column: np.ndarray) -> Floats:
     """Return an integer column as floats, with NaN where it has no value."""
     return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
+
+
+def _say_long(run: Run) -> tuple[str, ...]:
+    if not run.is_long:
+        return ()
+    return (
+        "This run is too long to read every row again: the time that watching took, the number of "
+        "different samples and what is said of micro-batches are estimates, from roll-ups and from "
+        "an even choice of steps.",
+    )
 
 
 def _defined(value: float) -> float | None:

@@ -1,26 +1,43 @@
 """Dispersion against sampling, and the gradient noise scale, over a recorded run."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.block_ratio import BlockRatio, Estimate, ratio_of_sums
-from rankscope.core.noise_scale import GradientNoise, gradient_noise, noise_scale
+from rankscope.core.noise_scale import NoiseOfSteps, noise_of_steps, noise_scale
 from rankscope.core.signals import Table
-from rankscope.record import Run
+from rankscope.core.step import MISSING_INT
+from rankscope.record import Columns, Run
 
 Numbers = Mapping[str, float | int | None]
 
+MAX_MICRO_ROWS = 2**20
+"""Rows of the micro-batches that are read of a long run: those of an even choice of its steps."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """The noise of one step, and how many samples one of its units holds; NaN if unknown."""
+class _Steps:
+    """What norms say of T steps, before the question which of them count.
 
-    noise: GradientNoise
-    samples: float
+    Attributes:
+        squares_T: Mean over workers of the squared norm; NaN unless all are known.
+        reduced_T: Norm of the reduced gradient.
+        samples_T: Samples of the global batch, NaN where unknown.
+        micro_squares_T: Mean over workers of the sum of squared norms of the micro-batches.
+        num_micro_T: M; 1 where workers differ in it.
+        width: W.
+    """
+
+    squares_T: Floats
+    reduced_T: Floats
+    samples_T: Floats
+    micro_squares_T: Floats
+    num_micro_T: Ints
+    width: int
 
 
 def dispersion_numbers(observed_stds_T: Floats, expected_stds_T: Floats) -> Numbers:
@@ -32,79 +49,125 @@ def dispersion_numbers(observed_stds_T: Floats, expected_stds_T: Floats) -> Numb
     """
     with np.errstate(over="ignore"):
         squares = np.square(observed_stds_T), np.square(expected_stds_T)
-    ratio = _ratio(zip(*squares, strict=True), root=True)
-    return _numbers("dispersion_ratio", ratio)
+    return _numbers("dispersion_ratio", _ratio(*squares, root=True))
 
 
 def noise_numbers(run: Run) -> Numbers:
     """Return the ratio of gradient dispersions and the noise scale of a run, with intervals.
 
     The noise scale is in samples when all numbers of samples are known, else in units:
-    micro-batches when these have norms, else workers.
+    micro-batches when these have norms, else workers. A long run's workers are read from their
+    mean and spread in each step, and its micro-batches in an even choice of steps.
 
     Raises:
         RunError: A file of the run cannot be read.
     """
-    steps = _steps(run)
-    ratio = _ratio(((s.noise.between, s.noise.within) for s in steps), root=True)
-    in_samples = bool(steps) and all(math.isfinite(step.samples) for step in steps)
-    sizes = [step.samples if in_samples else 1.0 for step in steps]
-    inverse = _ratio(
-        (step.noise.signal, step.noise.noise * size)
-        for step, size in zip(steps, sizes, strict=True)
-    )
-    units = [step.noise.units * size for step, size in zip(steps, sizes, strict=True)]
+    noise, samples_T = _noise_of(_steps_of_long(run) if run.is_long else _steps_of(run))
+    ratio = _ratio(noise.between_T, noise.within_T, root=True)
+    in_samples = bool(len(samples_T) and np.isfinite(samples_T).all())
+    size_T = samples_T if in_samples else np.ones(len(samples_T))
+    with np.errstate(over="ignore"):
+        inverse = _ratio(noise.signal_T, noise.noise_T * size_T)
+    units_T = noise.units_T * size_T
     return {
         **_numbers("gradient_ratio", ratio),
         **_numbers("noise_scale", noise_scale(inverse)),
         "noise_scale_in_samples": in_samples,
-        "noise_scale_from_micro": any(math.isfinite(step.noise.within) for step in steps),
-        "noise_scale_batch": float(np.mean(units)) if units else None,
+        "noise_scale_from_micro": bool(np.isfinite(noise.within_T).any()),
+        "noise_scale_batch": float(np.mean(units_T)) if len(units_T) else None,
     }
 
 
-def _steps(run: Run) -> list[_Step]:
-    """Return the observed steps; only those with micro-batches, when most have them."""
+def _noise_of(steps: _Steps) -> tuple[NoiseOfSteps, Floats]:
+    """Return the noise of the observed steps; only those with micro-batches, when most have them.
+
+    Returns:
+        The noise, and how many samples one of its units holds in each step; NaN if unknown.
+    """
+    alone = np.ones(len(steps.squares_T), np.int64)
+    squares = (steps.squares_T, steps.reduced_T, steps.micro_squares_T)
+    simple = noise_of_steps(*squares, alone, steps.width)
+    full = noise_of_steps(*squares, steps.num_micro_T, steps.width)
+    known_T = np.isfinite(simple.noise_T)
+    found_T = known_T & np.isfinite(full.within_T)
+    mostly = 2 * int(found_T.sum()) > int(known_T.sum())
+    noise = full.at(found_T) if mostly else simple.at(known_T)
+    return noise, steps.samples_T[found_T if mostly else known_T] / noise.units_T
+
+
+def _steps_of(run: Run) -> _Steps:
     steps_T, norms_TW = run.per_worker("grad_norm")
     _, samples_TW = run.per_worker("num_samples")
     columns = run.columns(Table.STEPS, "step", "grad_norm_reduced")
-    reduced = dict(
-        zip(columns["step"].tolist(), columns["grad_norm_reduced"].tolist(), strict=True)
+    micro = run.columns(Table.MICRO, "step", "rank", "grad_norm")
+    width = norms_TW.shape[1]
+    micro_squares_T, num_micro_T = _micro(micro, steps_T, width)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _Steps(
+            squares_T=np.square(norms_TW).mean(axis=1),
+            reduced_T=_at(steps_T, columns["step"], columns["grad_norm_reduced"]),
+            samples_T=_unless_zero(samples_TW.sum(axis=1)),
+            micro_squares_T=micro_squares_T,
+            num_micro_T=num_micro_T,
+            width=width,
+        )
+
+
+def _steps_of_long(run: Run) -> _Steps:
+    columns = run.columns(
+        Table.STEPS, "step", "grad_norm_mean", "grad_norm_std", "grad_norm_reduced", "samples_drawn"
     )
-    squares_TW, num_micro_T = _micro(run, steps_T, norms_TW.shape[1])
-    found, alone = [], []
-    for t in np.flatnonzero(np.isfinite(norms_TW).all(axis=1)).tolist():
-        norm = reduced.get(int(steps_T[t]), math.nan)
-        samples = float(samples_TW[t].sum()) or math.nan
-        simple = gradient_noise(norms_TW[t], norm, None, 1)
-        if not math.isfinite(simple.noise):
-            continue
-        alone.append(_Step(simple, samples / simple.units))
-        full = gradient_noise(norms_TW[t], norm, squares_TW[t], int(num_micro_T[t]))
-        if math.isfinite(full.within):
-            found.append(_Step(full, samples / full.units))
-    return found if 2 * len(found) > len(alone) else alone
+    steps_T = columns["step"]
+    micro = run.sampled(Table.MICRO, "step", "rank", "grad_norm", max_rows=MAX_MICRO_ROWS)
+    if len(micro["step"]):
+        kept_T = np.isin(steps_T, micro["step"])
+        columns = {name: column[kept_T] for name, column in columns.items()}
+        steps_T = columns["step"]
+    micro_squares_T, num_micro_T = _micro(micro, steps_T, run.num_workers)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares_T = np.square(columns["grad_norm_mean"]) + np.square(columns["grad_norm_std"])
+        drawn_T = np.where(columns["samples_drawn"] == MISSING_INT, 0, columns["samples_drawn"])
+        return _Steps(
+            squares_T=squares_T,
+            reduced_T=columns["grad_norm_reduced"],
+            samples_T=_unless_zero(drawn_T.astype(np.float64)),
+            micro_squares_T=micro_squares_T,
+            num_micro_T=num_micro_T,
+            width=run.num_workers,
+        )
 
 
-def _micro(run: Run, steps_T: Ints, width: int) -> tuple[Floats, Ints]:
-    """Return sums of squared norms ``[T, W]``, and M ``[T]``: 1 where workers differ in it."""
-    rows = run.columns(Table.MICRO, "step", "rank", "grad_norm")
+def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints]:
+    """Return the workers' mean sum of squared norms ``[T]``, and M ``[T]``: 1 if they differ."""
+    if not len(rows["step"]):
+        return np.full(len(steps_T), np.nan), np.ones(len(steps_T), np.int64)
     at = np.searchsorted(steps_T, rows["step"])
     here = at < len(steps_T)
     cells = at[here] * width + rows["rank"][here]
     size = len(steps_T) * width
     with np.errstate(over="ignore"):
         squares = np.square(rows["grad_norm"][here])
-    squares_TW = np.bincount(cells, squares, size).reshape(-1, width)
+        means_T = np.bincount(cells, squares, size).reshape(-1, width).mean(axis=1)
     counts_TW = np.bincount(cells, minlength=size).reshape(-1, width)
     equal_T = (counts_TW == counts_TW[:, :1]).all(axis=1)
-    return squares_TW.astype(np.float64), np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)
+    return means_T, np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)
 
 
-def _ratio(pairs: Iterable[tuple[float, float]], *, root: bool = False) -> Estimate:
+def _at(steps_T: Ints, known_R: Ints, values_R: Floats) -> Floats:
+    """Return the values of these steps, NaN where they are not among the known ones."""
+    if not len(known_R):
+        return np.full(len(steps_T), np.nan)
+    at = np.minimum(np.searchsorted(known_R, steps_T), len(known_R) - 1)
+    return np.where(known_R[at] == steps_T, values_R[at], np.nan)
+
+
+def _unless_zero(values_T: Floats) -> Floats:
+    return np.where(values_T == 0, np.nan, values_T)
+
+
+def _ratio(numerators_T: Floats, denominators_T: Floats, *, root: bool = False) -> Estimate:
     blocks = BlockRatio()
-    for numerator, denominator in pairs:
-        blocks.add(float(numerator), float(denominator))
+    blocks.add_many(numerators_T, denominators_T)
     return ratio_of_sums(blocks.sums(), root=root)
 
 

@@ -11,14 +11,18 @@
     pairs/*.parquet     cosines of all pairs of workers, for up to 64 workers
     groups/*.parquet    one row per observed step, worker and group of parameters
     digests/*.parquet   what differs between workers that should hold the same; else nothing
+    rollups/*/*.parquet a row per worker for every 64 steps, and for every 512: means, extremes
     replay/*/           the batches of a finding, to be run again
     findings.jsonl      events, one per line; the last one of an id wins
     detectors.npz       what the detectors remember, for a restarted job
     detectors-start.npz what they remembered when the run began, if it continues another
 """
 
+from rankscope.record.overview import Overview
 from rankscope.record.reader import Run
+from rankscope.record.rollups import Coverage
 from rankscope.record.schema import SCHEMA_VERSION, arrow_schema
+from rankscope.record.tables import Columns
 from rankscope.record.writer import RunWriter
 
-__all__ = ["SCHEMA_VERSION", "Run", "RunWriter", "arrow_schema"]
+__all__ = ["SCHEMA_VERSION", "Columns", "Coverage", "Overview", "Run", "RunWriter", "arrow_schema"]

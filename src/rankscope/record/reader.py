@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,9 +15,12 @@ from rankscope.core.finding import Finding
 from rankscope.core.signals import DType, Table, signal, signals
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError
+from rankscope.record.bounded import even_rows, even_single_rows, latest_rows
+from rankscope.record.overview import MAX_ROWS, Overview, read_overviews
 from rankscope.record.replay import read_reports
-from rankscope.record.schema import SCHEMA_VERSION, arrow_schema, row_keys, to_numpy
-from rankscope.record.tables import Columns, parts_of, read_part
+from rankscope.record.rollups import Cells, Coverage, has_rollups, is_sorted, read_coverage
+from rankscope.record.schema import SCHEMA_VERSION, row_keys, schema_with, to_numpy
+from rankscope.record.tables import Columns, parts_of, read_part, step_range, to_columns
 
 
 class Run:
@@ -65,6 +68,24 @@ class Run:
         return str(self.info.get("status", "running"))
 
     @property
+    def version(self) -> str:
+        """What changes with every flush and every finding: names, sizes and times of three files.
+
+        Cheap at any length of the run; for whoever wants to know whether to read it again.
+        """
+        last = parts_of(self.path, Table.STEPS)[-1:]  # each flush writes this table after the rest
+        files = [self.path / "run.json", self.path / "findings.jsonl", *last]
+        return " ".join(map(_stamp, files))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether an assessment reads roll-ups and samples of this run, not every row."""
+        found = step_range(self.path, Table.WORKERS)
+        if found is None or (found[1] - found[0] + 1) * self.num_workers <= MAX_ROWS:
+            return False
+        return has_rollups(self.path)
+
+    @property
     def num_workers(self) -> int:
         """W, as ``run.json`` states it, otherwise as the recorded ranks show it."""
         for name in ("num_workers", "world_size"):
@@ -81,10 +102,7 @@ class Run:
         Raises:
             RunError: A file cannot be read.
         """
-        schema = arrow_schema(table)
-        parts = [read_part(file, schema) for file in parts_of(self.path, table)]
-        rows = pa.concat_tables([schema.empty_table(), *parts])
-        return rows.sort_by([(key, "ascending") for key in row_keys(table)])
+        return self._rows(table, _names(table))
 
     def columns(self, table: Table, *names: str) -> Columns:
         """Return columns of one table as numpy arrays ``[rows]``; all of them without names.
@@ -96,9 +114,8 @@ class Run:
             KeyError: There is no such column.
             RunError: A file cannot be read.
         """
-        dtypes = {name: signal(table, name).dtype for name in names or _names(table)}
-        rows = self.table(table)
-        return {name: to_numpy(rows[name], dtype) for name, dtype in dtypes.items()}
+        names = names or _names(table)
+        return to_columns(table, self._rows(table, names), names)
 
     def per_worker(self, name: str) -> tuple[Ints, Floats]:
         """Return a column of the workers table as a matrix.
@@ -112,16 +129,80 @@ class Run:
             RunError: A file cannot be read.
         """
         signal(Table.WORKERS, name)
-        rows = self.table(Table.WORKERS)
-        steps_T, at = np.unique(to_numpy(rows["step"], DType.INT), return_inverse=True)
-        ranks = to_numpy(rows["rank"], DType.INT)
-        width = max(self.num_workers, int(ranks.max(initial=-1)) + 1)
-        values_TW = np.full((len(steps_T), width), np.nan)
-        values_TW[at, ranks] = to_numpy(rows[name].cast(pa.float64(), safe=False), DType.FLOAT)
-        return steps_T, values_TW
+        rows = self._rows(Table.WORKERS, ("step", "rank", name))
+        cells = Cells(
+            to_numpy(rows["step"], DType.INT), to_numpy(rows["rank"], DType.INT), self.num_workers
+        )
+        values = to_numpy(rows[name].cast(pa.float64(), safe=False), DType.FLOAT)
+        return cells.steps_B, cells.spread(values, np.float64("nan"))
 
-    def cosines(self) -> tuple[Ints, Floats]:
+    def overview(self, name: str, *, max_bins: int = 240) -> Overview:
+        """Return a column of the workers table over the whole run, in few bins of steps.
+
+        A run of more than two million rows is read from its roll-ups, in bins of at least 64
+        steps; without roll-ups it takes as long as reading the whole column does.
+
+        Args:
+            name: The column, of numbers.
+            max_bins: Bins at most; a run of so few steps has a bin for each.
+
+        Raises:
+            KeyError: There is no such column.
+            RunError: A file cannot be read.
+        """
+        return self.overviews(name, max_bins=max_bins)[name]
+
+    def overviews(self, *names: str, max_bins: int = 240) -> dict[str, Overview]:
+        """Return several columns as :meth:`overview` does, reading each file once.
+
+        Raises:
+            KeyError: There is no such column.
+            RunError: A file cannot be read.
+        """
+        for name in names:
+            signal(Table.WORKERS, name)
+        return read_overviews(self.path, names, self.num_workers, max_bins) if names else {}
+
+    def sampled(self, table: Table, *names: str, max_rows: int) -> Columns:
+        """Return columns of an even choice of a table's steps, as :meth:`columns` does.
+
+        Args:
+            table: The table.
+            names: The columns; at least one.
+            max_rows: About how many rows at most; all rows when there are no more.
+
+        Raises:
+            KeyError: There is no such column.
+            RunError: A file cannot be read.
+        """
+        files, schema = parts_of(self.path, table), schema_with(table, names)
+        return to_columns(table, even_rows(files, schema, max_rows), names)
+
+    def latest(self, table: Table, *names: str, max_rows: int = 2**17) -> Columns:
+        """Return columns of the last steps of a table, as :meth:`columns` does.
+
+        The map of groups and workers is made from them: with W workers and G groups, a step has
+        W·G rows in ``groups``.
+
+        Args:
+            table: The table.
+            names: The columns; all without.
+            max_rows: Rows at most, but for the last flush, which is always there.
+
+        Raises:
+            KeyError: There is no such column.
+            RunError: A file cannot be read.
+        """
+        names = names or _names(table)
+        files, schema = parts_of(self.path, table), schema_with(table, names)
+        return to_columns(table, latest_rows(files, schema, max_rows), names)
+
+    def cosines(self, max_frames: int | None = None) -> tuple[Ints, Floats]:
         """Return the recorded cosines of all pairs of workers.
+
+        Args:
+            max_frames: Steps at most, evenly chosen from the first to the last; only the parts of
+                the files that hold them are read. All steps if omitted.
 
         Returns:
             The observed steps ``[T]``, and symmetric matrices ``[T, W, W]`` whose diagonal is 1,
@@ -130,11 +211,47 @@ class Run:
         Raises:
             RunError: A file cannot be read.
         """
-        rows = self.columns(Table.PAIRS, "step", "cosines")
+        names = ("step", "cosines")
+        if max_frames is None:
+            rows = self.columns(Table.PAIRS, *names)
+        else:
+            files, schema = parts_of(self.path, Table.PAIRS), schema_with(Table.PAIRS, names)
+            rows = to_columns(Table.PAIRS, even_single_rows(files, schema, max_frames), names)
         num_pairs = max(map(len, rows["cosines"]), default=0)
         width = (1 + math.isqrt(1 + 8 * num_pairs)) // 2 if num_pairs else self.num_workers
         matrices = [from_upper_triangle(values, width) for values in rows["cosines"]]
         return rows["step"], np.array(matrices, np.float64).reshape(-1, width, width)
+
+    def coverage(self) -> Coverage | None:
+        """Return how many different samples were drawn over the run, from its roll-ups.
+
+        None without them: in a run of few steps, or one whose samples are unknown.
+
+        Raises:
+            RunError: A file cannot be read.
+        """
+        return read_coverage(self.path)
+
+    def sample_ids(self) -> Ints:
+        """Return all samples that were drawn, in any order: ids, or digests of their content.
+
+        Raises:
+            RunError: A file cannot be read.
+        """
+        schema = schema_with(Table.SAMPLES, ["samples"])
+        parts = [read_part(file, schema)["samples"] for file in parts_of(self.path, Table.SAMPLES)]
+        cells = [chunk.flatten() for part in parts for chunk in part.chunks]
+        return np.concatenate([np.empty(0, np.int64), *(cell.to_numpy() for cell in cells)])
+
+    def _rows(self, table: Table, names: Sequence[str]) -> pa.Table:
+        """Return columns of a table, sorted by its keys, which may come along."""
+        keys = row_keys(table)
+        schema = schema_with(table, (*keys, *names))
+        parts = [read_part(file, schema) for file in parts_of(self.path, table)]
+        rows = pa.concat_tables([schema.empty_table(), *parts])
+        if is_sorted([to_numpy(rows[key], DType.INT) for key in keys]):
+            return rows
+        return rows.sort_by([(key, "ascending") for key in keys])
 
     def findings(self) -> tuple[Finding, ...]:
         """Return the findings, the last event of each id, in order of first appearance.
@@ -192,6 +309,14 @@ class _Rediagnosed(Run):
     def findings(self) -> tuple[Finding, ...]:
         """Return the findings that were given."""
         return self._findings
+
+
+def _stamp(file: Path) -> str:
+    try:
+        stat = file.stat()
+    except OSError:
+        return "-"
+    return f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
 
 
 def _names(table: Table) -> tuple[str, ...]:

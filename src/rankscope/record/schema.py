@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.core.signals import DType, Signal, Source, Table, signal, signals
 from rankscope.core.step import MISSING_INT
 
 SCHEMA_VERSION = 1
@@ -40,7 +40,12 @@ _LISTS = (DType.INTS, DType.FLOATS)
 
 
 def arrow_schema(table: Table) -> pa.Schema:
-    """Return the Arrow schema of one table.
+    """Return the Arrow schema of one table."""
+    return schema_of(signals(table))
+
+
+def schema_of(columns: Sequence[Signal]) -> pa.Schema:
+    """Return the Arrow schema of declared columns.
 
     Every field carries its unit and meaning as metadata. Only columns that name the row (source
     KEY) cannot be null.
@@ -52,9 +57,21 @@ def arrow_schema(table: Table) -> pa.Schema:
             nullable=signal.source is not Source.KEY,
             metadata={"unit": signal.unit, "meaning": signal.meaning},
         )
-        for signal in signals(table)
+        for signal in columns
     ]
     return pa.schema(fields, metadata={"rankscope.schema_version": str(SCHEMA_VERSION)})
+
+
+def schema_with(table: Table, names: Sequence[str]) -> pa.Schema:
+    """Return the Arrow schema of some columns of a table, in the table's order.
+
+    Raises:
+        KeyError: There is no such column.
+    """
+    full = arrow_schema(table)
+    for name in names:
+        signal(table, name)
+    return pa.schema([field for field in full if field.name in set(names)], full.metadata)
 
 
 def row_keys(table: Table) -> tuple[str, ...]:

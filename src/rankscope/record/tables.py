@@ -1,13 +1,14 @@
 """The Parquet files of a run's tables, read file by file."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope.core.signals import Table, signals
+from rankscope.core.signals import Table, signal, signals
 from rankscope.errors import RunError
 from rankscope.record.schema import Array, arrow_schema, to_numpy
 
@@ -18,7 +19,17 @@ _BLOCK_ROWS = 8192
 
 def parts_of(run: Path, table: Table) -> list[Path]:
     """Return the files of one table of a run directory, in order."""
-    return sorted((run / table).glob("part-*.parquet"))
+    return parts_in(run / table)
+
+
+def parts_in(folder: Path) -> list[Path]:
+    """Return the Parquet files of a directory in order; none when there is no such directory."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    wanted = (name for name in names if name.startswith("part-") and name.endswith(".parquet"))
+    return [folder / name for name in wanted]
 
 
 def read_part(file: Path, schema: pa.Schema, first_step: int | None = None) -> pa.Table:
@@ -34,16 +45,77 @@ def read_part(file: Path, schema: pa.Schema, first_step: int | None = None) -> p
     """
     try:
         with file.open("rb") as handle:
-            rows = _read_rows(pq.ParquetFile(handle), first_step)
-        columns = [
-            rows[field.name].cast(field.type)
-            if field.name in rows.column_names
-            else pa.nulls(len(rows), field.type)
-            for field in schema
-        ]
-        return pa.table(columns, schema=schema)
+            rows = _read_rows(pq.ParquetFile(handle), schema.names, first_step)
+        return shaped(rows, schema)
     except (OSError, pa.ArrowException) as error:
-        raise RunError(f"cannot read {file}: it is damaged; remove it to read the rest") from error
+        raise damaged(file) from error
+
+
+def to_columns(table: Table, rows: pa.Table, names: Sequence[str]) -> Columns:
+    """Return columns of a table's rows as numpy arrays.
+
+    Raises:
+        KeyError: There is no such column.
+    """
+    return {name: to_numpy(rows[name], signal(table, name).dtype) for name in names}
+
+
+def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iterator[pa.Table]:
+    """Yield what files in the order of their steps hold from a step on, earlier rows among it.
+
+    Only files and row groups that may have rows of this step or later ones are read.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    wanted: list[Path] = []
+    for file in reversed(files):
+        found = step_range_of(file)
+        if found is None or found[1] >= first_step:
+            wanted.append(file)
+        if found is not None and found[0] <= first_step:
+            break
+    for file in reversed(wanted):
+        yield read_part(file, schema, first_step)
+
+
+def step_range_of(file: Path) -> tuple[int, int] | None:
+    """Return the first and the last step in a file, None when its footer does not tell.
+
+    Raises:
+        RunError: The file cannot be read.
+    """
+    try:
+        with file.open("rb") as handle:
+            footer = pq.ParquetFile(handle).metadata
+            groups = [_step_statistics(footer.row_group(g)) for g in range(footer.num_row_groups)]
+    except (OSError, pa.ArrowException) as error:
+        raise damaged(file) from error
+    known = [group for group in groups if group is not None]
+    if not known or len(known) < len(groups):
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
+def step_range(run: Path, table: Table) -> tuple[int, int] | None:
+    """Return the first and the last step of a table, None without rows.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    files = parts_of(run, table)
+    ends = {
+        file: step_range_of(file) or _range_in(file, table) for file in {*files[:1], *files[-1:]}
+    }
+    ranges = [found for found in ends.values() if found is not None]
+    if not ranges:
+        return None
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def _range_in(file: Path, table: Table) -> tuple[int, int] | None:
+    steps = read_part(file, pa.schema([arrow_schema(table).field("step")]))["step"]
+    return (min(steps).as_py(), max(steps).as_py()) if len(steps) else None
 
 
 def blocks_of(run: Path, table: Table, first_step: int | None = None) -> Iterator[Columns]:
@@ -78,20 +150,44 @@ def last_step_of(run: Path) -> int | None:
     return None
 
 
-def _read_rows(file: Any, first_step: int | None) -> pa.Table:
+def _read_rows(file: Any, names: Sequence[str], first_step: int | None) -> pa.Table:
+    """Return the named columns that the file has."""
+    present = [name for name in file.schema_arrow.names if name in set(names)]
     if first_step is None:
-        return file.read()
+        return file.read(columns=present)
     footer = file.metadata
     wanted = [
         g for g in range(footer.num_row_groups) if _may_reach(footer.row_group(g), first_step)
     ]
-    return file.read_row_groups(wanted)
+    return file.read_row_groups(wanted, columns=present)
 
 
 def _may_reach(group: Any, first_step: int) -> bool:
     """Return whether a row group may have rows of this step or later ones."""
+    known = _step_statistics(group)
+    return known is None or known[1] >= first_step
+
+
+def _step_statistics(group: Any) -> tuple[int, int] | None:
+    """Return the first and the last step of a row group, None when the footer does not tell."""
     for index in range(group.num_columns):
         column = group.column(index)
         if column.path_in_schema == "step" and column.is_stats_set:
-            return bool(column.statistics.max >= first_step)
-    return True
+            return int(column.statistics.min), int(column.statistics.max)
+    return None
+
+
+def shaped(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return rows as a schema says; columns that they lack are null."""
+    columns = [
+        rows[field.name].cast(field.type)
+        if field.name in rows.column_names
+        else pa.nulls(len(rows), field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def damaged(file: Path) -> RunError:
+    """Return the error to raise when a file of a table cannot be read."""
+    return RunError(f"cannot read {file}: it is damaged; remove it to read the rest")

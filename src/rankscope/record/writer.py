@@ -10,7 +10,7 @@ import math
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,20 @@ import pyarrow as pa
 
 import rankscope
 from rankscope.core.finding import Finding
-from rankscope.core.signals import DType, Table, signals
+from rankscope.core.signals import DType, Signal, Table, signals
 from rankscope.core.state import State
 from rankscope.core.step import StepReport
 from rankscope.core.trace import TRACE_WIDTH
 from rankscope.errors import RunError
 from rankscope.record.files import append, create_directory, replace, to_plain, write_error
 from rankscope.record.part import GrowingPart
+from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
 from rankscope.record.schema import (
     SCHEMA_VERSION,
     Array,
-    arrow_schema,
     is_list,
+    schema_of,
     to_arrow,
     to_arrow_lists,
 )
@@ -86,7 +87,15 @@ class RunWriter:
     ) -> None:
         self.path = Path(path)
         self.flush_seconds = flush_seconds
-        self._parts = {table: _PartWriter(self.path / table, table) for table in _WRITE_ORDER}
+        self._tables = {
+            table: _PartWriter(self.path / table, signals(table)) for table in _WRITE_ORDER
+        }
+        self._rolled = {
+            name: _PartWriter(folder_of(self.path, name), columns)
+            for name, columns in columns_by_folder().items()
+        }
+        self._parts = (*self._tables.values(), *self._rolled.values())
+        self._rollups = RollupRows()
         self._rows_lock = threading.Lock()
         self._file_lock = threading.RLock()
         self._num_steps = 0
@@ -117,7 +126,9 @@ class RunWriter:
             if self._closed:
                 raise RunError(f"{self.path} is closed: no step can be added to it")
             for table, table_rows in rows.items():
-                self._parts[table].append(table_rows)
+                self._tables[table].append(table_rows)
+            for name, bins in self._rollups.add(rows):
+                self._rolled[name].append(bins)
             self._num_traced += len(rows.get(Table.TRACES, {}).get("step", ()))
             self._num_steps += 1
 
@@ -140,10 +151,10 @@ class RunWriter:
         """
         with self._file_lock:
             with self._rows_lock:
-                for part in self._parts.values():
+                for part in self._parts:
                     part.stage()
                 self._num_traced = 0
-            for part in self._parts.values():
+            for part in self._parts:
                 part.write()
 
     def flush_if_due(self, now: float | None = None) -> bool:
@@ -218,10 +229,10 @@ class _PartWriter:
     Rows are pending (added), then staged (part of the flush under way), then written.
     """
 
-    def __init__(self, folder: Path, table: Table) -> None:
+    def __init__(self, folder: Path, columns: Sequence[Signal]) -> None:
         self._folder = folder
-        self._signals = signals(table)
-        self._schema = arrow_schema(table)
+        self._signals = columns
+        self._schema = schema_of(columns)
         self._pending: list[Rows] = []
         self._staged: list[Rows] = []
         self._part = GrowingPart()
@@ -241,7 +252,7 @@ class _PartWriter:
         if not self._staged:
             return
         try:
-            self._folder.mkdir(exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise write_error(self._folder, error) from error
         grown = self._part.grown(self._to_arrow(self._staged))

@@ -1,0 +1,241 @@
+"""Roll-ups of the workers table: few rows for many steps, so that long runs open fast.
+
+``rollups/64`` has a row per worker for every 64 steps, ``rollups/512`` one for every 512: of each
+quantity its mean, its extremes, and the number of steps that have it. Only whole bins are written,
+in the flush in which they become whole; of the steps behind the last one the workers table tells.
+So a reader goes from wide bins to narrow ones to single steps, and meets each step once.
+
+``rollups/samples`` says every 64 steps how many samples were drawn so far, and how many different
+ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from rankscope.core.arrays import Floats, Ints
+from rankscope.core.coverage import DistinctSamples
+from rankscope.core.rollup import (
+    LEVELS,
+    Bins,
+    Rollups,
+    WholeBin,
+    coverage_signals,
+    quantities,
+    rollup_signals,
+)
+from rankscope.core.signals import DType, Signal, Table
+from rankscope.core.step import MISSING_INT
+from rankscope.record.rows import Rows
+from rankscope.record.schema import Array, schema_of, to_numpy
+from rankscope.record.tables import parts_in, read_part, read_tail
+
+SAMPLES = "samples"
+"""The directory of the roll-up of samples."""
+
+_ENDS = ("count", "mean", "low", "high")
+
+
+def folder_of(run: Path, kind: int | str) -> Path:
+    """Return the directory that holds the roll-ups of one level, or those of samples."""
+    return run / "rollups" / str(kind)
+
+
+def columns_by_folder() -> dict[str, tuple[Signal, ...]]:
+    """Return the columns of all roll-ups, by the name of their directory."""
+    return {**{str(level): rollup_signals() for level in LEVELS}, SAMPLES: coverage_signals()}
+
+
+def has_rollups(run: Path) -> bool:
+    """Return whether a run directory has roll-ups of the narrowest level."""
+    return bool(parts_in(folder_of(run, LEVELS[0])))
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How many samples a run had drawn, and how many different ones, at B moments.
+
+    Attributes:
+        step_B: Step up to which is counted.
+        drawn_B: Samples drawn since the run began, as far as they were identified.
+        distinct_B: Different ones among them.
+        is_exact: Whether that is counted, not estimated (with a standard error of about 0.5 %).
+    """
+
+    step_B: Ints
+    drawn_B: Ints
+    distinct_B: Ints
+    is_exact: bool
+
+
+class RollupRows:
+    """Makes the rows of roll-ups from those of the tables, step by step."""
+
+    def __init__(self) -> None:
+        self._rollups = Rollups()
+        self._samples = DistinctSamples()
+
+    def add(self, rows: Mapping[Table, Rows]) -> list[tuple[str, Rows]]:
+        """Take the rows of one step; return folder and rows of what it completes."""
+        if Table.SAMPLES in rows:
+            self._samples.add(np.concatenate(rows[Table.SAMPLES]["samples"]))
+        if Table.WORKERS not in rows:
+            return []
+        workers = rows[Table.WORKERS]
+        step = int(np.asarray(workers["step"])[0])
+        values_SW = np.stack([_as_floats(workers[s.name], s.dtype) for s in quantities()])
+        completed = self._rollups.add(step, values_SW)
+        found = [(str(whole.level), _rows_of(whole)) for whole in completed]
+        if self._samples.drawn and any(whole.level == LEVELS[0] for whole in completed):
+            found.append((SAMPLES, self._coverage_row(step)))
+        return found
+
+    def _coverage_row(self, step: int) -> Rows:
+        return {
+            "step": np.array([step]),
+            "drawn": np.array([self._samples.drawn]),
+            "distinct": np.array([self._samples.distinct()]),
+            "exact": np.array([self._samples.is_exact]),
+        }
+
+
+def read_coverage(run: Path) -> Coverage | None:
+    """Return what the roll-ups say of samples, None without them.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    files = parts_in(folder_of(run, SAMPLES))
+    if not files:
+        return None
+    schema = schema_of(coverage_signals())
+    rows = pa.concat_tables([read_part(file, schema) for file in files])
+    step, drawn, distinct, exact = (to_numpy(rows[s.name], s.dtype) for s in coverage_signals())
+    return Coverage(step, drawn, distinct, bool(exact.all()))
+
+
+def _as_floats(values_W: Array | list[Array], dtype: DType) -> Floats:
+    values = np.asarray(values_W)
+    if dtype is DType.INT and values.dtype.kind == "i":
+        return np.where(values == MISSING_INT, np.nan, values)
+    return values.astype(np.float64, copy=False)
+
+
+def _rows_of(whole: WholeBin) -> Rows:
+    num_workers = whole.count_SW.shape[1]
+    rows: dict[str, Array] = {
+        "step": np.full(num_workers, whole.first),
+        "last_step": np.full(num_workers, whole.last),
+        "rank": np.arange(num_workers),
+    }
+    parts = (whole.count_SW, whole.mean(), whole.low_SW, whole.high_SW)
+    for row, signal in enumerate(quantities()):
+        rows |= {f"{signal.name}_{end}": part[row] for end, part in zip(_ENDS, parts, strict=True)}
+    return rows
+
+
+def read_level(
+    run: Path, level: int, names: Sequence[str], width: int, first_step: int = 0
+) -> dict[str, Bins] | None:
+    """Read quantities from the roll-ups of one level.
+
+    Args:
+        run: The run directory.
+        level: Steps of a whole bin.
+        names: The quantities.
+        width: W, the least number of workers in the result.
+        first_step: Leave out bins that begin before it.
+
+    Returns:
+        The bins of each quantity in order; None when there are no such roll-ups, or when they
+        lack one of the quantities.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    columns = [f"{name}_{end}" for name in names for end in _ENDS]
+    known = [s for s in rollup_signals() if s.name in {"step", "last_step", "rank", *columns}]
+    files = parts_in(folder_of(run, level))
+    if len(known) < 3 + len(columns) or not files:
+        return None
+    schema = schema_of(known)
+    rows = pa.concat_tables([schema.empty_table(), *read_tail(files, schema, first_step)])
+    arrays = {s.name: to_numpy(rows[s.name], s.dtype) for s in known}
+    arrays = _from(arrays, first_step)
+    if any((arrays[f"{name}_count"] == MISSING_INT).any() for name in names):
+        return None  # written by a release that did not roll this up
+    cells = Cells(arrays["step"], arrays["rank"], width)
+    last_B = cells.first_of(arrays["last_step"])
+    return {
+        name: Bins(
+            cells.steps_B,
+            last_B,
+            cells.spread(arrays[f"{name}_count"], np.int64(0)),
+            *(cells.spread(arrays[f"{name}_{end}"], np.float64("nan")) for end in _ENDS[1:]),
+        )
+        for name in names
+    }
+
+
+def _from(arrays: dict[str, Array], first_step: int) -> dict[str, Array]:
+    wanted = arrays["step"] >= first_step
+    return arrays if wanted.all() else {name: array[wanted] for name, array in arrays.items()}
+
+
+def is_sorted(keys: Sequence[Ints]) -> bool:
+    """Return whether rows are in order: by the first key, then by the second, and so on."""
+    after = np.zeros(max(len(keys[0]) - 1, 0), bool)  # whether a row is after the one before it
+    for key in keys:
+        steps = np.diff(key)
+        if ((steps < 0) & ~after).any():
+            return False
+        after |= steps > 0
+    return True
+
+
+class Cells:
+    """Where rows by step and rank stand in a matrix of steps and workers.
+
+    Args:
+        steps: Step of each row.
+        ranks: Rank of each row.
+        width: W at least.
+
+    Attributes:
+        steps_B: The steps that have rows, in increasing order.
+    """
+
+    def __init__(self, steps: Ints, ranks: Ints, width: int) -> None:
+        self._width = max(width, int(ranks.max(initial=-1)) + 1)
+        even = self._width > 0 and len(steps) % self._width == 0
+        block = steps.reshape(-1, self._width) if even else steps[:, None]
+        self._is_whole = (
+            even
+            and bool((np.diff(block[:, 0]) > 0).all() and (block == block[:, :1]).all())
+            and bool((ranks.reshape(block.shape) == np.arange(self._width)).all())
+        )
+        if self._is_whole:
+            self.steps_B = block[:, 0].copy()
+            return
+        self._ranks = ranks
+        self.steps_B, self._at = np.unique(steps, return_inverse=True)
+
+    def spread(self, values: Array, missing: np.generic) -> Array:
+        """Return a column as a matrix ``[B, W]``, with ``missing`` where there is no row."""
+        shape = len(self.steps_B), self._width
+        if self._is_whole:
+            return values.reshape(shape)
+        matrix = np.full(shape, missing)
+        matrix[self._at, self._ranks] = values
+        return matrix
+
+    def first_of(self, values: Array) -> Array:
+        """Return a column ``[B]`` that all rows of a step have in common."""
+        if self._is_whole:
+            return values[:: self._width].copy()
+        column = np.empty(len(self.steps_B), values.dtype)
+        column[self._at] = values
+        return column

@@ -1,0 +1,153 @@
+"""Assessments of runs that are too long to read whole, and numbers that stay as they were."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope.core.block_ratio import BlockRatio
+from rankscope.core.noise_scale import gradient_noise, noise_of_steps
+from rankscope.core.step import GatheredStep
+from rankscope.core.summarize import summarize
+from rankscope.diagnose import assessment, noise
+from rankscope.diagnose.assessment import assess
+from rankscope.record import Run, RunWriter, reader
+from record.step_reports import local_values
+
+W, STEPS, MICRO = 4, 300, 3
+untimed = settings(deadline=None, max_examples=60)
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-4, 4)
+
+
+def gathered(step, rng):
+    """Return a step of a healthy run with micro-batches and samples that sometimes repeat."""
+    norms_WM = 2 + rng.random((W, MICRO))
+    norms_W = np.sqrt(np.square(norms_WM).mean(axis=1) / MICRO + 1)
+    values = {
+        "loss": 2 + rng.normal(size=W) / 8,
+        "loss_sem": np.full(W, 0.125),
+        "grad_norm": norms_W,
+        "reduced_norm": np.full(W, 1.1),
+        "num_samples": np.full(W, 5),
+        "step_seconds": np.full(W, math.nan) if step == 0 else 0.5 + rng.random(W) / 100,
+        "overhead_seconds": rng.random(W) / 100,
+    }
+    return GatheredStep(
+        step=step,
+        time=float(step),
+        observed=True,
+        workers=local_values(step, W) | values,
+        sketches_WK=None,
+        samples=tuple(rng.integers(0, 20_000, 5) for _ in range(W)),
+        micro_losses=tuple(np.full(MICRO, 2.0) for _ in range(W)),
+        micro_weights=tuple(np.ones(MICRO) for _ in range(W)),
+        micro_norms=tuple(norms_WM),
+        reduced_copies=W,
+    )
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    made = RunWriter(tmp_path_factory.mktemp("long") / "run", {"num_workers": W})
+    rng = np.random.default_rng(0)
+    for step in range(STEPS):
+        made.add(summarize(gathered(step, rng)))
+        if step % 10 == 9:
+            made.flush()
+    made.close()
+    return made.path
+
+
+def test_a_long_run_is_assessed_as_if_it_were_read_whole_and_says_what_is_estimated(
+    path, monkeypatch
+):
+    run = Run.open(path)
+    exact = assess(run)
+    assert not run.is_long
+    assert "too long" not in " ".join(exact.statements)
+
+    monkeypatch.setattr(reader, "MAX_ROWS", 100)
+    monkeypatch.setattr(assessment, "MAX_SAMPLES", 100)
+    monkeypatch.setattr(Run, "per_worker", None)
+    monkeypatch.setattr(Run, "sample_ids", None)
+    assert run.is_long
+    long = assess(run)
+    assert exact.values.keys() == long.values.keys()
+    for name, value in exact.values.items():
+        close = 0.03 if name in {"overhead_share", "distinct_samples"} else 1e-9
+        wanted = value if value is None else pytest.approx(value, rel=close)
+        assert long.values[name] == wanted, name
+    assert long.headline == exact.headline
+    assert "too long to read every row again" in long.statements[-1]
+
+
+def test_micro_batches_of_a_long_run_are_read_in_an_even_choice_of_steps(path, monkeypatch):
+    exact = noise.noise_numbers(Run.open(path))
+    monkeypatch.setattr(reader, "MAX_ROWS", 100)
+    monkeypatch.setattr(noise, "MAX_MICRO_ROWS", STEPS * W * MICRO // 4)
+    few = noise.noise_numbers(Run.open(path))
+    assert few["gradient_ratio"] != exact["gradient_ratio"]
+    assert few["gradient_ratio_low"] < exact["gradient_ratio"] < few["gradient_ratio_high"]
+    assert few["noise_scale_in_samples"]
+    assert few["noise_scale_from_micro"]
+    assert few["noise_scale_batch"] == exact["noise_scale_batch"] == W * 5
+
+
+def test_a_long_run_without_roll_ups_is_read_whole(tmp_path, monkeypatch):
+    made = RunWriter(tmp_path / "run", {"num_workers": W})
+    rng = np.random.default_rng(0)
+    for step in range(30):
+        made.add(summarize(gathered(step, rng)))
+    made.close()
+    monkeypatch.setattr(reader, "MAX_ROWS", 100)
+    assert not Run.open(made.path).is_long
+
+
+# The same numbers as before ----------------------------------------------------------------------
+
+
+@untimed
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=40), st.integers(1, 400), st.randoms())
+def test_many_steps_at_once_give_the_bits_of_one_after_the_other(pairs, repeats, random):
+    steps = [*(pairs * repeats)][:6000]
+    one, many = BlockRatio(), BlockRatio()
+    while steps:
+        count = random.randint(1, len(steps))
+        part, steps = steps[:count], steps[count:]
+        with np.errstate(all="ignore"):
+            for pair in part:
+                one.add(*pair)
+            many.add_many(*np.array(part).T)
+        assert (many.complete, many.length) == (one.complete, one.length)
+        assert many.sums().tobytes() == one.sums().tobytes()
+
+
+@untimed
+@given(st.integers(1, 12), st.integers(0, 4), st.integers(0, 2**32 - 1))
+def test_the_noise_of_many_steps_has_the_bits_of_that_of_each(width, num_micro, seed):
+    rng = np.random.default_rng(seed)
+    norms_TW = rng.lognormal(sigma=20.0, size=(9, width))
+    micro_TW = rng.lognormal(sigma=20.0, size=(9, width))
+    for values in (norms_TW, micro_TW):
+        values[rng.random(values.shape) < 0.05] = rng.choice([np.nan, np.inf, 0.0, 1e200])
+    reduced_T = rng.lognormal(sigma=20.0, size=9)
+    with np.errstate(all="ignore"):
+        found = noise_of_steps(
+            np.square(norms_TW).mean(axis=1),
+            reduced_T,
+            micro_TW.mean(axis=1),
+            np.full(9, num_micro),
+            width,
+        )
+        for t in range(9):
+            one = gradient_noise(norms_TW[t], float(reduced_T[t]), micro_TW[t], num_micro)
+            expected = [one.between, one.within, one.noise, one.signal, one.units]
+            got = [
+                column[t]
+                for column in (
+                    found.between_T, found.within_T, found.noise_T, found.signal_T, found.units_T
+                )
+            ]  # fmt: skip
+            np.testing.assert_array_equal(got, expected)
