@@ -32,9 +32,9 @@ STUDY = {
     "--weights",
     "--workers",
 }
-REPORT = {"--again", "--fail-on", "--html", "--json", "--no-html", "--output"}
+REPORT = {"--again", "--fail-on", "--format", "--html", "--json", "--no-html", "--output"}
 HELP = {"--help", "-h"}
-COMMANDS = {"study", "report", "doctor", "replay", "diff", "numerics", "faults"}
+COMMANDS = {"study", "run", "report", "serve", "doctor", "replay", "diff", "numerics", "faults"}
 
 
 def call(

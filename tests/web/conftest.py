@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.record import Run
-from web.recorded_runs import record_run, record_study
+from web.recorded_runs import record_run, record_study, with_everything
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +20,10 @@ def copied_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="session")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record_study(tmp_path_factory.mktemp("study") / "first", num_steps=12)
+
+
+@pytest.fixture(scope="session")
+def rich_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with groups, audits, a widening interval, and an odd worker."""
+    place = tmp_path_factory.mktemp("rich") / "sft"
+    return record_run(place, num_workers=5, num_steps=40, change=with_everything)

@@ -18,6 +18,7 @@ class Page(HTMLParser):
         tags: How often each element occurs.
         scripts: Content of the scripts that run.
         figures: Names of the places for figures.
+        ids: The elements' ids.
         text: Everything that a reader sees.
         policy: The content security policy.
     """
@@ -29,6 +30,7 @@ class Page(HTMLParser):
         self.scripts: list[str] = []
         self.styles = ""
         self.figures: list[str] = []
+        self.ids: list[str] = []
         self.text = ""
         self.policy = ""
         self._data: dict[str, Any] = {}
@@ -40,6 +42,8 @@ class Page(HTMLParser):
         self.tags[tag] = self.tags.get(tag, 0) + 1
         self.loads += [values[name] for name in values if name in LOADING]
         assert not [name for name in values if name.startswith("on")], "inline event handler"
+        if "id" in values:
+            self.ids.append(values["id"])
         if "data-figure" in values:
             self.figures.append(values["data-figure"])
         if values.get("http-equiv") == "Content-Security-Policy":

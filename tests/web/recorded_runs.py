@@ -6,6 +6,7 @@ values, and everything that a report says can be checked against the drawn sampl
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ MISSING = {DType.INT: MISSING_INT, DType.FLOAT: np.nan, DType.BOOL: False}
 
 Draw = Callable[[int, int], np.ndarray]
 """The samples that a rank draws in a step."""
+Change = Callable[[GatheredStep], GatheredStep]
+"""What is different in the steps of a run."""
 
 
 def sampler(reading: str, setting: str, num_workers: int) -> Draw:
@@ -76,6 +79,42 @@ def gathered(step: int, batches: Sequence[np.ndarray], num_steps: int) -> Gather
     )
 
 
+ODD = 2
+"""The rank that :func:`with_everything` makes different, in the second of its groups."""
+
+
+def with_everything(step: GatheredStep) -> GatheredStep:
+    """Return a step with groups, audits, times, and a worker that is odd from step 10 on.
+
+    From step 20 on, gradients are measured in every second step.
+    """
+    random = np.random.default_rng(step.step)
+    num_workers = step.num_workers
+    workers = {name: values.copy() for name, values in step.workers.items()}
+    workers["step_seconds"] = random.uniform(0.4, 0.5, num_workers)
+    late = step.step >= 10
+    workers["loss"][ODD] += 5.0 * late
+    workers["grad_norm"][ODD] *= 1 + 3 * late
+    interval = 1 if step.step < 20 else 2
+    if step.step % interval:
+        workers["grad_norm"][:] = np.nan
+        return replace(step, workers=workers, observed=False, sketches_WK=None, interval=interval)
+    norms_WG = random.uniform(0.9, 1.1, (num_workers, 3))
+    norms_WG[ODD, 1] *= 2
+    residuals_WG = np.full((num_workers, 3), 3e-7)
+    audited = step.step % 4 == 0
+    return replace(
+        step,
+        workers=workers,
+        interval=interval,
+        groups=("embed", "layers.0", "head"),
+        group_norms_WG=norms_WG,
+        group_sketches_WGK=random.normal(0.5, 1, (num_workers, 3, 61)).astype(np.float32),
+        residuals_WG=residuals_WG if audited else None,
+        total_residuals_W=residuals_WG.mean(axis=1) if audited else None,
+    )
+
+
 def record_run(
     path: Path,
     *,
@@ -83,6 +122,7 @@ def record_run(
     setting: str = "s1-1",
     num_workers: int = 8,
     num_steps: int = 30,
+    change: Change = lambda step: step,
     **info: Any,
 ) -> Run:
     """Record a simulated run and open it."""
@@ -92,7 +132,7 @@ def record_run(
     draw = sampler(reading, setting, num_workers)
     for step in range(num_steps):
         batches = [draw(step, rank) for rank in range(num_workers)]
-        report = summarize(gathered(step, batches, num_steps))
+        report = summarize(change(gathered(step, batches, num_steps)))
         writer.add(report)
         writer.add_findings(diagnosis.observe(report))
     writer.add_findings(diagnosis.close())

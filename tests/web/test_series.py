@@ -24,6 +24,23 @@ def test_extremes_keep_the_highest_and_lowest_of_every_bin(values_T, num_bins):
         assert left.min() == finite.min()
 
 
+NUMBERS = st.one_of(st.floats(), st.floats(-1e6, 1e6), st.sampled_from([0.0, 1e22, 5e-324, 0.1]))
+
+
+@given(arrays(np.float64, st.integers(0, 40), elements=NUMBERS), st.integers(1, 8))
+def test_an_array_is_made_plain_like_its_values_one_by_one(values_N, digits):
+    for value, short in zip(values_N, series.plains(values_N, digits), strict=True):
+        alone = series.plain(value, digits)
+        assert type(short) is type(alone)
+        if short is not None and short != alone:  # a tie between two decimals
+            assert short == pytest.approx(alone, rel=1.01 * 10.0 ** (1 - digits))
+            assert len(f"{short:.17g}") <= 17 or float(f"{short:.{digits}g}") == short
+
+
+def test_whole_numbers_are_made_plain_as_they_are():
+    assert series.plains(np.array([3, -(2**62)])) == [3, -(2**62)]
+
+
 def test_a_spike_of_one_step_survives_thinning_at_any_place():
     for place in (0, 1, 4_999, 73_123, 99_999):
         values_T = np.zeros(100_000)

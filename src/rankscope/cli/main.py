@@ -15,6 +15,8 @@ from rankscope.cli.faults import faults
 from rankscope.cli.numerics import numerics
 from rankscope.cli.replay import replay
 from rankscope.cli.report import report
+from rankscope.cli.run import run_script
+from rankscope.cli.serve import serve
 from rankscope.cli.study import study
 from rankscope.errors import RankscopeError
 
@@ -37,7 +39,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(study)
+app.command("run", context_settings={"allow_interspersed_args": False})(run_script)
 app.command()(report)
+app.command()(serve)
 app.command()(doctor)
 app.command()(replay)
 app.command()(diff)

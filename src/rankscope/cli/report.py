@@ -1,29 +1,37 @@
-"""``rankscope report``: the verdict of a run or a study, and its page."""
+"""``rankscope report``: the verdict of a run or a study, and its files to hand over."""
 
-import json
-import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
+from rankscope.cli.report_files import (
+    STDOUT,
+    Format,
+    Writers,
+    chosen_formats,
+    json_text,
+    places,
+    run_writers,
+    say_where,
+    study_writers,
+    write_files,
+)
 from rankscope.cli.verdict import render_differences, render_run, render_study
 from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.assessment import assess
+from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.diagnose.rules import page_of
-from rankscope.errors import MissingExtraError, RunError, UsageError
+from rankscope.errors import RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.files import to_plain
-from rankscope.web import write_report, write_study_report
 from rankscope.web.study_words import headline_of, is_study, open_study
-from rankscope.web.words import missing
 
 
 class FailOn(StrEnum):
@@ -32,6 +40,39 @@ class FailOn(StrEnum):
     NOTE = "note"
     WARNING = "warning"
     ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the command shall print and write.
+
+    Attributes:
+        as_json: Print the result as JSON instead of the verdict.
+        where: Where each format goes.
+        asked: Whether the formats were named with --format.
+        quiet: Whether standard output is for a file's content alone.
+    """
+
+    as_json: bool
+    where: Mapping[Format, Path]
+    asked: bool
+    quiet: bool
+
+    @property
+    def shows(self) -> bool:
+        """Whether the verdict is printed."""
+        return not self.as_json and not self.quiet
+
+    def deliver(self, writers: Writers, result: dict[str, Any]) -> None:
+        """Write the files; then print the result with their paths, or the paths alone."""
+        written = write_files(writers, self.where, asked=self.asked)
+        if self.as_json:
+            paths = [str(path) for files in written.values() for path in files]
+            result |= {"written": paths} if self.asked else {}
+            pages = written.get(Format.HTML)
+            sys.stdout.write(json_text({**result, "report": str(pages[0]) if pages else None}))
+        elif not self.quiet:
+            say_where(written)
 
 
 def report(
@@ -44,13 +85,25 @@ def report(
     fail_on: Annotated[
         FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1.")
     ] = FailOn.ERROR,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            metavar="html|md|json|png",
+            help="What to write: a page, Markdown, JSON, PNG files. Repeat it, or use commas.",
+            show_default="html",
+        ),
+    ] = None,
     html: Annotated[
-        bool, typer.Option("--html/--no-html", help="Whether to write the page.")
-    ] = True,
+        bool | None,
+        typer.Option("--html/--no-html", help="Whether to write the page.", show_default=False),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", help="The page's file.", show_default="report.html in that directory"
+            "--output",
+            help="The file; a directory for PNG files or several formats; - for standard output.",
+            show_default="report.html, report.md, report.json, figures/ in that directory",
         ),
     ] = None,
     again: Annotated[
@@ -61,24 +114,27 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """Show the verdict of a run or a study, and write its page.
+    """Show the verdict of a run or a study, and write its report.
 
     The page is one file that opens offline. Exit code: 0 healthy, or nothing as severe as
     --fail-on; 1 findings at or above it; 2 bad usage or input.
     """
+    chosen = chosen_formats(formats, html)
+    quiet = output == STDOUT
+    if quiet and as_json:
+        raise UsageError("--json and --output - both write to standard output: use one of them")
+    wanted = _Wanted(as_json, places(path, chosen, output), bool(formats), quiet)
     if is_study(path):
         if again:
             raise UsageError(f"--again takes a run, and {path} is a study: name one of its runs")
-        severity = _report_study(path, as_json=as_json, html=html, output=output)
+        severity = _report_study(path, wanted)
     else:
-        severity = _report_run(path, as_json=as_json, html=html, output=output, again=again)
+        severity = _report_run(path, wanted, again=again)
     if severity is not None and severity >= Severity[fail_on.name]:
         raise typer.Exit(1)
 
 
-def _report_run(
-    path: Path, *, as_json: bool, html: bool, output: Path | None, again: bool
-) -> Severity | None:
+def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
     if (path / "study.json").is_file():
         raise RunError(
             f"the study in {path} has no summary.json yet: wait until it has finished, continue "
@@ -91,34 +147,35 @@ def _report_run(
         differences = _differences(run.findings(), diagnosed)
         run = run.with_findings(diagnosed)
     assessment = assess(run)
-    found = run.findings()
-    severities = [finding.severity for finding in found]
-    if assessment.severity is not None:
-        severities.append(assessment.severity)
-    if not as_json:
+    if wanted.shows:
         render_run(run, assessment, Console())
         if differences is not None:
             render_differences(differences, run.status, Console())
-    page = _page(lambda: write_report(run, output)) if html else None
-    if as_json:
-        _print_json(
-            {
-                "kind": "run",
-                "path": str(path),
-                "status": run.status,
-                "severity": _name(assessment.severity),
-                "headline": assessment.headline,
-                "statements": list(assessment.statements),
-                "recommendation": assessment.recommendation,
-                "values": assessment.values,
-                "findings": [_with_context(finding, found) for finding in ranked(found)],
-                **({} if differences is None else {"differences": differences}),
-                "report": page and str(page),
-            }
-        )
-    else:
-        _say_where(page)
+    result = _run_result(path, run, assessment, differences)
+    wanted.deliver(run_writers(run, assessment, lambda: result), result)
+    severities = [finding.severity for finding in run.findings()]
+    if assessment.severity is not None:
+        severities.append(assessment.severity)
     return max(severities, default=None)
+
+
+def _run_result(
+    path: Path, run: Run, assessment: Assessment, differences: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the JSON document of a run."""
+    found = run.findings()
+    return {
+        "kind": "run",
+        "path": str(path),
+        "status": run.status,
+        "severity": _name(assessment.severity),
+        "headline": assessment.headline,
+        "statements": list(assessment.statements),
+        "recommendation": assessment.recommendation,
+        "values": assessment.values,
+        "findings": [_with_context(finding, found) for finding in ranked(found)],
+        **({} if differences is None else {"differences": differences}),
+    }
 
 
 def _with_context(finding: Finding, found: Sequence[Finding]) -> dict[str, Any]:
@@ -155,60 +212,21 @@ def _comparable(finding: Finding) -> dict[str, Any]:
     return event
 
 
-def _report_study(path: Path, *, as_json: bool, html: bool, output: Path | None) -> Severity | None:
+def _report_study(path: Path, wanted: _Wanted) -> Severity | None:
     study = open_study(path)
     word, headline = headline_of(study.entries)
-    if not as_json:
+    if wanted.shows:
         render_study(path, Console())
-    page = _page(lambda: write_study_report(path, output)) if html else None
-    if as_json:
-        _print_json(
-            {
-                "kind": "study",
-                "path": str(path),
-                "severity": None if word == "healthy" else word,
-                "headline": headline,
-                "entries": [entry.values for entry in study.entries],
-                "report": page and str(page),
-            }
-        )
-    else:
-        _say_where(page)
+    result: dict[str, Any] = {
+        "kind": "study",
+        "path": str(path),
+        "severity": None if word == "healthy" else word,
+        "headline": headline,
+        "entries": [entry.values for entry in study.entries],
+    }
+    wanted.deliver(study_writers(study, lambda: result), result)
     return None if word == "healthy" else Severity[word.upper()]
-
-
-def _page(write: Callable[[], Path]) -> Path | None:
-    """Write the page; without the packages it needs, say so and go on."""
-    try:
-        return write()
-    except MissingExtraError as error:
-        Console(stderr=True).print(Text(str(error)), soft_wrap=True)
-        return None
-
-
-def _say_where(page: Path | None) -> None:
-    if page is not None:
-        line = Text.assemble(("  Report: ", "bold"), str(page))
-        Console().print(line, soft_wrap=True)
 
 
 def _name(severity: Severity | None) -> str | None:
     return None if severity is None else str(severity)
-
-
-def _print_json(result: Mapping[str, Any]) -> None:
-    json.dump(_jsonable(result), sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
-
-
-def _jsonable(value: Any) -> Any:
-    """Return a value with plain JSON types; undefined numbers become null."""
-    if isinstance(value, Mapping):
-        return {str(name): _jsonable(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, bool | str) or value is None:
-        return value
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if missing(value) or value in (math.inf, -math.inf) else value

@@ -15,20 +15,22 @@ from rankscope.cli.paper import heading, plain, points, show
 from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.causes import explained_by, ranked
-from rankscope.diagnose.rules import count
 from rankscope.record import Run
 from rankscope.web.study_words import (
     Entry,
     Study,
+    alike,
     headline_of,
     open_study,
     why_heading,
     why_they_differ,
 )
 from rankscope.web.words import (
+    SIGNS,
     consequence_of,
     number,
     ranks_in_words,
+    run_line,
     steps_in_words,
     tiles,
     title_of,
@@ -42,12 +44,8 @@ WIDE = 104
 """Columns from which the study's table shows everything."""
 
 
-_LOOK = {
-    "healthy": ("●", "green"),
-    "note": ("○", "blue"),
-    "warning": ("▲", "yellow"),
-    "error": ("◆", "red"),
-}
+_COLOURS = {"healthy": "green", "note": "blue", "warning": "yellow", "error": "red"}
+_LOOK = {name: (sign, _COLOURS[name]) for name, sign in SIGNS.items()}
 
 
 def render_run(run: Run, assessment: Assessment, console: Console) -> None:
@@ -68,7 +66,7 @@ def render_run(run: Run, assessment: Assessment, console: Console) -> None:
     for finding in found:
         show(console, _finding(finding, run.num_workers, explained_by(finding, found)))
         console.print()
-    heading(console, _run_line(run, assessment), space=not found)
+    heading(console, run_line(run, assessment), space=not found)
     show(console, _numbers(assessment, narrow=console.width < NARROW))
     if assessment.statements:
         heading(console, "What the measurements say")
@@ -102,7 +100,7 @@ def render_study(study_dir: Path, console: Console) -> None:
     show(console, plain(study.caption, "dim"))
     console.print()
     show(console, _study_table(study, console.width))
-    for entries in _alike(study.entries):
+    for entries in alike(study.entries):
         if entries[0].severity != "healthy":
             console.print()
             show(console, _entry(entries))
@@ -140,18 +138,6 @@ def _finding(finding: Finding, num_workers: int, cause: Finding | None) -> Text:
         ("Check next: ", "bold"),
         plain(finding.next_check if cause is None else consequence_of(cause)),
     )
-
-
-def _run_line(run: Run, assessment: Assessment) -> str:
-    steps = assessment.values.get("steps")
-    parts = [
-        count(run.num_workers, "worker"),
-        count(int(steps), "step") if steps is not None else "",
-        str(run.info.get("model") or ""),
-        "" if run.status == "complete" else run.status,
-        f"continues {run.info['continues']}" if run.info.get("continues") else "",
-    ]
-    return " · ".join(part for part in parts if part)
 
 
 def _numbers(assessment: Assessment, *, narrow: bool) -> RenderableType:
@@ -200,15 +186,6 @@ def _cells(entry: Entry) -> dict[str, Text]:
         "Drawn": Text(whole(entry.number("samples_drawn"))),
         "Loss": Text(f"{number(first, 2)} → {number(last, 2)}"),
     }
-
-
-def _alike(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Group the entries that say the same, so that each thing is said once."""
-    groups: dict[tuple[str, ...], list[Entry]] = {}
-    for entry in entries:
-        said = (entry.severity, entry.text("headline"), entry.text("recommendation"))
-        groups.setdefault(said, []).append(entry)
-    return list(groups.values())
 
 
 def _entry(entries: Sequence[Entry]) -> Text:

@@ -13,7 +13,13 @@ from rankscope.record import Run
 
 _EXTRA = ("altair", "jinja2", "markupsafe", "vl_convert")
 
-__all__ = ["write_figures", "write_numerics_page", "write_report", "write_study_report"]
+__all__ = [
+    "write_figures",
+    "write_numerics_page",
+    "write_report",
+    "write_run_figures",
+    "write_study_report",
+]
 
 
 def write_report(run: Run, path: Path | None = None) -> Path:
@@ -40,8 +46,8 @@ def write_study_report(study_dir: Path, path: Path | None = None) -> Path:
     return write_study_page(Path(study_dir), path)
 
 
-def write_figures(study_dir: Path) -> list[Path]:
-    """Write a study's PNG files into its directory ``figures`` and return their paths.
+def write_figures(study_dir: Path, folder: Path | None = None) -> list[Path]:
+    """Write a study's PNG files, by default into its directory ``figures``; return their paths.
 
     They are ``averaged-loss.png``, ``metrics.png`` and ``cosine-heatmap.png``.
 
@@ -51,7 +57,22 @@ def write_figures(study_dir: Path) -> list[Path]:
     """
     with _needs_extra("a study's figures"):
         from rankscope.web.study_page import write_study_figures
-    return write_study_figures(Path(study_dir))
+    return write_study_figures(Path(study_dir), folder)
+
+
+def write_run_figures(run: Run, folder: Path | None = None) -> list[Path]:
+    """Write a run's PNG files, by default into its directory ``figures``, and return their paths.
+
+    They are ``overview.png``, ``workers.png`` and ``model.png``; those without data are left out.
+
+    Raises:
+        MissingExtraError: The extra ``web`` is not installed.
+        RunError: A table cannot be read, or a file cannot be written.
+    """
+    with _needs_extra("a run's figures"):
+        from rankscope.diagnose.assessment import assess
+        from rankscope.web.pictures import write_run_pictures
+    return write_run_pictures(run, assess(run), folder or Path(run.path) / "figures")
 
 
 def write_numerics_page(

@@ -35,16 +35,17 @@ def vegalite_version() -> str:
 
 def spec_of(chart: alt.TopLevelMixin) -> Spec:
     """Return a chart as a Vega-Lite specification, without data and configuration."""
-    spec: Spec = chart.to_dict()
+    spec: Spec = chart.to_dict(validate=False)
     spec.pop("$schema", None)
     spec.pop("config", None)
     return spec
 
 
-def png_of(chart: alt.TopLevelMixin, tables: Tables, *, scale: float = 2.0) -> bytes:
+def png_of(chart: alt.TopLevelMixin | Spec, tables: Tables, *, scale: float = 2.0) -> bytes:
     """Return a chart in the light mode as PNG; ``scale`` is pixels per unit of its size."""
+    spec = chart if isinstance(chart, dict) else spec_of(chart)
     png: bytes = vl_convert.vegalite_to_png(
-        {**spec_of(chart), "datasets": tables.rows},
+        {**spec, "datasets": tables.rows},
         vl_version=vegalite_version(),
         scale=scale,
         config={**theme.config(theme.LIGHT), "padding": 24},
@@ -64,18 +65,20 @@ def render(
         figures: Vega-Lite specifications by the name that the template places them under.
         tables: The data of these figures.
     """
-    scripts = [_script(_bundle()), _script(_source("page.js"))]
-    page: str = (
-        _environment()
-        .get_template(template)
-        .render(
-            **context,
-            style=Markup(_source("style.css")),
-            scripts=[Markup(script) for script in scripts],
-            script_digests=[_digest(script) for script in scripts],
-            figures=_json({"specs": figures, "datasets": _columns(tables), "configs": _configs()}),
-        )
+    scripts = [vega_script(), page_script()]
+    return fill(
+        template,
+        **context,
+        style=Markup(style()),
+        scripts=[Markup(script) for script in scripts],
+        script_digests=[_digest(script) for script in scripts],
+        figures=json_markup({"specs": figures, "datasets": columns(tables), "configs": configs()}),
     )
+
+
+def fill(template: str, **context: Any) -> str:
+    """Return a template filled in; what it is given is escaped unless it is ``Markup``."""
+    page: str = _environment().get_template(template).render(context)
     return page
 
 
@@ -114,6 +117,50 @@ def write_bytes(path: Path, content: bytes) -> Path:
     return path
 
 
+@functools.cache
+def vega_script() -> str:
+    """Return the script that draws figures; making it the first time takes a few seconds."""
+    snippet = "window.vegaEmbed = vegaEmbed;"
+    return _script(vl_convert.javascript_bundle(snippet, vl_version=vegalite_version()))
+
+
+def page_script() -> str:
+    """Return the script of every page: figures, modes and keys."""
+    return _script("\n".join(source(name) for name in ("page.js", "keys.js")))
+
+
+def style() -> str:
+    """Return the style of every page."""
+    return "\n".join(source(name) for name in ("style.css", "frame.css"))
+
+
+def source(name: str) -> str:
+    """Return the text of a file under ``templates``."""
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def configs() -> dict[str, Any]:
+    """Return the configurations of the light and of the dark mode."""
+    return {"light": theme.config(theme.LIGHT), "dark": theme.config(theme.DARK)}
+
+
+def columns(tables: Tables) -> dict[str, dict[str, list[Any]]]:
+    """Return the data by columns, a third of the size of rows; the page's script turns it back."""
+    return {
+        name: {field: [row[field] for row in rows] for field in (rows[0] if rows else ())}
+        for name, rows in tables.rows.items()
+    }
+
+
+def json_markup(value: Any) -> Markup:
+    """Return a value as JSON that may stand inside a page: no name in it can become markup."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    for sign, code in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
+        text = text.replace(sign, code)
+    return Markup(text)
+
+
+@functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -127,39 +174,9 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-@functools.cache
-def _bundle() -> str:
-    snippet = "window.vegaEmbed = vegaEmbed;"
-    bundle: str = vl_convert.javascript_bundle(snippet, vl_version=vegalite_version())
-    return bundle
-
-
-def _source(name: str) -> str:
-    return (_TEMPLATES / name).read_text(encoding="utf-8")
-
-
 def _script(source: str) -> str:
     return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _configs() -> dict[str, Any]:
-    return {"light": theme.config(theme.LIGHT), "dark": theme.config(theme.DARK)}
-
-
-def _columns(tables: Tables) -> dict[str, dict[str, list[Any]]]:
-    """Return the data by columns, a third of the size of rows; the page's script turns it back."""
-    return {
-        name: {field: [row[field] for row in rows] for field in (rows[0] if rows else ())}
-        for name, rows in tables.rows.items()
-    }
-
-
-def _json(value: Any) -> Markup:
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    for sign, code in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
-        text = text.replace(sign, code)
-    return Markup(text)

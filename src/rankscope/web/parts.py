@@ -45,10 +45,10 @@ def finish(layers: Sequence[alt.Chart], width: Width, height: int) -> alt.LayerC
     return alt.LayerChart(layer=list(layers), width=width, height=height)
 
 
-def step_axis(title: str | None = "step", ticks: int = 6) -> alt.X:
+def step_axis(title: str | None = "step", ticks: int = 6, field: str = "step") -> alt.X:
     """Return the horizontal axis of every curve: whole steps."""
     axis = alt.Axis(title=title, format=",d", tickMinStep=1, tickCount=ticks)
-    return alt.X("step:Q", axis=axis, scale=alt.Scale(nice=False, zero=False))
+    return alt.X(f"{field}:Q", axis=axis, scale=alt.Scale(nice=False, zero=False))
 
 
 def tip(name: str, title: str) -> alt.Tooltip:

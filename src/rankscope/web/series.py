@@ -26,6 +26,8 @@ MAX_POINTS = 9_000
 """Points of all workers' lines in one figure."""
 MAX_CELLS = 160_000
 """Cells of all frames of one heatmap."""
+_EXACT_POWERS = 22
+"""Powers of ten up to this one are exact as floating-point numbers."""
 MAX_SAMPLES = 30_000_000
 """Sample identities that are counted for the coverage figure (240 MB)."""
 
@@ -121,8 +123,8 @@ def deviations(values_TW: Floats) -> list[Row]:
             continue
         middle = float(apart.mean())
         error = float(apart.std(ddof=1) / np.sqrt(apart.size)) if apart.size > 1 else np.nan
-        ends = {"low": _plain(middle - error), "high": _plain(middle + error)}
-        rows.append({"rank": rank, "value": _plain(middle), **ends})
+        ends = {"low": plain(middle - error), "high": plain(middle + error)}
+        rows.append({"rank": rank, "value": plain(middle), **ends})
     return rows
 
 
@@ -158,8 +160,7 @@ def frames(steps_T: Ints, cosines_TWW: Floats) -> tuple[list[str], list[Row]]:
     labels = [f"mean of {length:,} steps", *(f"step {step:,}" for step in steps_T[kept])]
     stack = [mean, *cosines_TWW[kept]]
     return labels, [
-        {"frame": index, "cosines": [_plain(v, 3) for v in frame.ravel()]}
-        for index, frame in enumerate(stack)
+        {"frame": index, "cosines": plains(frame.ravel(), 3)} for index, frame in enumerate(stack)
     ]
 
 
@@ -187,11 +188,11 @@ def coverage(steps_R: Ints, samples_R: Sequence[Ints], num_bins: int = MAX_BINS)
 
 def _rows(**columns: NDArray[Any]) -> list[Row]:
     names = list(columns)
-    lists = [[_plain(value) for value in column] for column in columns.values()]
+    lists = [plains(column) for column in columns.values()]
     return [dict(zip(names, values, strict=True)) for values in zip(*lists, strict=True)]
 
 
-def _plain(value: Any, digits: int = 6) -> float | int | None:
+def plain(value: Any, digits: int = 6) -> float | int | None:
     """Return a JSON number of few digits, or None for NaN and infinities."""
     if isinstance(value, np.integer | int):
         return int(value)
@@ -199,3 +200,23 @@ def _plain(value: Any, digits: int = 6) -> float | int | None:
         return None
     short = float(f"{float(value):.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < 2**53 else short
+
+
+def plains(values_N: NDArray[Any], digits: int = 6) -> list[float | int | None]:
+    """Return :func:`plain` of every value of an array, which is much faster than one by one."""
+    if values_N.dtype.kind in "iu":
+        return [int(value) for value in values_N.tolist()]
+    known_N = np.isfinite(values_N)
+    sizes_N = np.abs(np.where(known_N & (values_N != 0), values_N, 1.0).astype(np.float64))
+    places_N = digits - 1 - np.floor(np.log10(sizes_N))
+    unusual_N = known_N & (np.abs(places_N) > _EXACT_POWERS)  # powers of ten that are not exact
+    up_N = 10.0 ** np.clip(places_N, 0, _EXACT_POWERS)
+    down_N = 10.0 ** np.clip(-places_N, 0, _EXACT_POWERS)
+    rounded_N = np.rint(np.where(known_N, values_N, 0.0) / down_N * up_N) / up_N * down_N
+    whole_N = rounded_N == np.rint(rounded_N)
+    short: list[float | int | None] = rounded_N.tolist()
+    for index in np.flatnonzero(whole_N & (np.abs(rounded_N) < 2**53)).tolist():
+        short[index] = int(rounded_N[index])
+    for index in np.flatnonzero(~known_N | unusual_N).tolist():
+        short[index] = plain(values_N[index], digits)
+    return short

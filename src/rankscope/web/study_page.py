@@ -13,10 +13,19 @@ from rankscope.record import Run
 from rankscope.web import series, study_figures
 from rankscope.web.document import Spec, png_of, render, spec_of, write_bytes, write_text
 from rankscope.web.figures import heatmap
-from rankscope.web.page import MAX_HEATMAP_WORKERS, RunView, run_view
+from rankscope.web.page import RunView, run_view
 from rankscope.web.parts import Tables
+from rankscope.web.run_figures import MAX_HEATMAP_WORKERS
 from rankscope.web.study_figures import METRICS, READING_WORDS, SETTING_WORDS, StudyRun
-from rankscope.web.study_words import Entry, headline_of, open_study, why_heading, why_they_differ
+from rankscope.web.study_words import (
+    Entry,
+    Study,
+    alike,
+    headline_of,
+    open_study,
+    why_heading,
+    why_they_differ,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,7 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
         "why_heading": why_heading(study.entries),
         "why": why_they_differ(study.entries),
         "panels": panels,
+        "assessed": _assessed(study, panels),
         "figure_names": list(specs),
         "rows": _grouped(study.entries),
         "metrics": METRICS,
@@ -63,12 +73,18 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
     return write_text(path or study.path / "report.html", page)
 
 
+def _assessed(study: Study, panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Group the panels whose assessments say the same."""
+    at = {id(panel.entry): panel for panel in panels}
+    return [[at[id(entry)] for entry in entries] for entries in alike(study.entries)]
+
+
 def _panel(tables: Tables, key: str, entry: Entry, run: Run | None) -> Panel:
     return Panel(entry, run_view(tables, run, assess(run), key) if run else None, key)
 
 
-def write_study_figures(study_dir: Path) -> list[Path]:
-    """Write the study's figures as PNG files into ``figures`` and return their paths.
+def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Path]:
+    """Write the study's figures as PNG files, by default into its ``figures``; return their paths.
 
     Raises:
         RunError: It is not a study, a run of it cannot be read, or a file cannot be written.
@@ -84,7 +100,7 @@ def write_study_figures(study_dir: Path) -> list[Path]:
     }
     if any(run.cosines for run in compared):
         sheets["cosine-heatmap.png"] = study_figures.heatmap_sheet(tables, compared)
-    folder = study.path / "figures"
+    folder = folder or study.path / "figures"
     return [write_bytes(folder / name, png_of(sheet, tables)) for name, sheet in sheets.items()]
 
 

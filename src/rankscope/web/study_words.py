@@ -175,6 +175,15 @@ def headline_of(entries: Sequence[Entry]) -> tuple[str, str]:
     return worst, f"{len(bad)} of {total} {verb} attention."
 
 
+def alike(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Group the entries that say the same, so that each thing is said once."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        said = (entry.severity, entry.text("headline"), entry.text("recommendation"))
+        groups.setdefault(said, []).append(entry)
+    return list(groups.values())
+
+
 def why_heading(entries: Sequence[Entry]) -> str:
     """Return the heading of these words, which depends on the readings that the study has."""
     both = {"sharded", "replicated"} <= {entry.reading for entry in entries}

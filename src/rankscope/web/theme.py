@@ -27,7 +27,8 @@ class Palette:
         measured: A measured curve or point.
         expected: What sampling alone would give.
         settings: One colour for each of the study's settings, also for categories in general.
-        diverging: Cosine from −1 over 0 to 1.
+        diverging: Cosine from −1 over 0 to 1; distances from the middle, below and above.
+        severities: Findings that are a note, a warning, an error.
     """
 
     surface: str
@@ -42,6 +43,7 @@ class Palette:
     expected: str
     settings: tuple[str, ...]
     diverging: tuple[str, ...]
+    severities: tuple[str, str, str]
 
 
 LIGHT = Palette(
@@ -57,6 +59,7 @@ LIGHT = Palette(
     expected="#8a94a1",
     settings=("#1f5fae", "#c76b14", "#2a8c6e", "#8a4f9e"),
     diverging=("#9c3d10", "#dd8f55", "#f4f4f2", "#6fa0d3", "#123f7d"),
+    severities=("#38679f", "#9a5b00", "#b92d23"),
 )
 
 DARK = Palette(
@@ -72,6 +75,7 @@ DARK = Palette(
     expected="#7b8795",
     settings=("#6fa8ec", "#f0a04f", "#5cc4a0", "#c493d6"),
     diverging=("#d9702f", "#8a4a26", "#20262e", "#2f5d94", "#4388dc"),
+    severities=("#84b3e8", "#eab04f", "#f2776b"),
 )
 
 
@@ -163,6 +167,19 @@ def _mark_styles(palette: Palette) -> dict[str, Any]:
             "strokeJoin": "round",
             "fontSize": 11,
         },
+        "guide": line(palette.hairline, 1),
+        **_severity_styles(palette),
         "soft-label": words(palette.soft),
+        "ink-label": words(palette.ink),
+        "named-label": words(palette.named, fontWeight=600),
         "measured-label": words(palette.measured, fontWeight=600),
     }
+
+
+def _severity_styles(palette: Palette) -> dict[str, Any]:
+    """Return the styles of findings: of the span of steps, and of the sign at its beginning."""
+    styles: dict[str, Any] = {}
+    for name, colour in zip(("note", "warning", "error"), palette.severities, strict=True):
+        styles[f"{name}-span"] = {"color": colour, "strokeWidth": 5, "strokeOpacity": 0.4}
+        styles[f"{name}-sign"] = {"color": colour, "strokeWidth": 2}
+    return styles

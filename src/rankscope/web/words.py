@@ -1,5 +1,6 @@
 """Numbers and records in words, for the page and the terminal alike. Needs no extra package."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,13 @@ import numpy as np
 
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.rules import RULES, name_ranks, page_of
+from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.rules import RULES, count, name_ranks, page_of
+from rankscope.record import Run
 
 UNKNOWN = "–"
+SIGNS = {"healthy": "●", "note": "○", "warning": "▲", "error": "◆"}
+"""One sign for each verdict, beside its name."""
 Values = Mapping[str, Any]
 
 
@@ -102,11 +107,35 @@ def tiles(values: Values) -> list[dict[str, str]]:
     return [{"label": label, "value": value, "note": note} for label, value, note in cells]
 
 
+def anchors(findings: Sequence[Finding], key: str = "") -> list[str]:
+    """Return the id that each finding's article has on a page, all different.
+
+    Args:
+        findings: The findings of one run.
+        key: Begins the ids, where a page shows several runs.
+    """
+    ids: list[str] = []
+    for finding in findings:
+        name = f"{key}finding-{re.sub('[^a-z0-9]+', '-', finding.id.lower()).strip('-')}"
+        ids.append(name if name not in ids else f"{name}-{len(ids)}")
+    return ids
+
+
 def finding_view(
-    finding: Finding, num_workers: int, cause: Finding | None = None
+    finding: Finding, num_workers: int, cause: Finding | None = None, *, anchor: str = ""
 ) -> dict[str, Any]:
-    """Return what the page shows of a finding, and of the one that explains it, if there is one."""
+    """Return what the page shows of a finding, and of the one that explains it, if there is one.
+
+    Args:
+        finding: The finding.
+        num_workers: W.
+        cause: The finding that explains it.
+        anchor: The id of its article on the page.
+    """
     return {
+        "anchor": anchor,
+        "first_step": finding.first_step,
+        "last_step": finding.last_step,
         "severity": str(finding.severity),
         "title": title_of_finding(finding),
         "cause": finding.cause,
@@ -139,6 +168,19 @@ def title_of_finding(finding: Finding) -> str:
 def title_of(info: Values, path: Path | str) -> str:
     """Return the name of a run: the one it was given, or its directory's."""
     return str(info.get("name") or Path(path).resolve().name)
+
+
+def run_line(run: Run, assessment: Assessment) -> str:
+    """Return what a run is in one line: ``8 workers · 120 steps · tiny``."""
+    steps = assessment.values.get("steps")
+    parts = [
+        count(run.num_workers, "worker"),
+        count(int(steps), "step") if steps is not None else "",
+        str(run.info.get("model") or ""),
+        "" if run.status == "complete" else run.status,
+        f"continues {run.info['continues']}" if run.info.get("continues") else "",
+    ]
+    return " · ".join(part for part in parts if part)
 
 
 def facts(

@@ -1,11 +1,21 @@
+/* Draws the figures of a page when they come into view, and connects them with its controls. */
 (() => {
   "use strict";
   const store = JSON.parse(document.getElementById("figures").textContent);
   const root = document.documentElement;
   const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
-  const views = new Map();
+  const views = new Map(); // name of a figure → what vegaEmbed returned
+  const stale = new Set(); // names of drawn figures whose data or mode has changed since
+  const near = new Set(); // places in or near the window
+  const queue = new Set();
   const playing = new Map();
+  const stood = new Map(); // name of a figure → where its slider stands
+  const CANVAS_FROM = 3000; // values from which a canvas draws faster than an SVG
+  const MARGIN = "800px";
+  const LOOKING = 3000; // a figure under a pointer that moved so many milliseconds ago waits
   let choice = recall();
+  let working = false;
+  let movedAt = -Infinity;
 
   function recall() {
     try { return localStorage.getItem("rankscope-mode") || "auto"; } catch { return "auto"; }
@@ -17,53 +27,146 @@
 
   const mode = () => (choice === "auto" ? (prefersDark.matches ? "dark" : "light") : choice);
 
+  /* Figures ------------------------------------------------------------------------------- */
+
   function rows(columns) {
     const names = Object.keys(columns);
     const length = names.length ? columns[names[0]].length : 0;
     return Array.from({ length }, (_, i) => Object.fromEntries(names.map((n) => [n, columns[n][i]])));
   }
 
-  function datasetsOf(spec) {
-    const found = {};
+  function namesOfData(spec) {
+    const found = new Set();
     const visit = (node) => {
       if (Array.isArray(node)) node.forEach(visit);
       else if (node && typeof node === "object") {
-        if (node.data && node.data.name in store.datasets) {
-          found[node.data.name] ??= rows(store.datasets[node.data.name]);
-        }
+        if (node.data && node.data.name in store.datasets) found.add(node.data.name);
         Object.values(node).forEach(visit);
       }
     };
     visit(spec);
-    return found;
+    return [...found];
   }
+
+  function numValues(names) {
+    const columns = names.flatMap((name) => Object.values(store.datasets[name]));
+    return columns.reduce((sum, column) => sum + (Array.isArray(column[0]) ? column.flat().length : column.length), 0);
+  }
+
+  const placeOf = (name) => document.querySelector(`[data-figure="${CSS.escape(name)}"]`);
+  const sliderOf = (name) => document.querySelector(`[data-slider="${CSS.escape(name)}"]`);
 
   async function draw(place) {
     const name = place.dataset.figure;
     const spec = store.specs[name];
+    stale.delete(name);
     if (!spec) return;
-    views.get(name)?.finalize();
-    const result = await vegaEmbed(place, { ...spec, description: place.dataset.label, datasets: datasetsOf(spec) }, {
+    const names = namesOfData(spec);
+    const stage = document.createElement("div");
+    stage.className = "stage next";
+    place.append(stage); // beside the drawing it replaces, out of sight: no flicker
+    const datasets = Object.fromEntries(names.map((n) => [n, rows(store.datasets[n])]));
+    const result = await vegaEmbed(stage, { ...spec, description: place.dataset.label, datasets }, {
       mode: "vega-lite",
       config: store.configs[mode()],
-      renderer: name.includes("workers-") ? "canvas" : "svg",
+      renderer: numValues(names) >= CANVAS_FROM ? "canvas" : "svg",
       actions: false,
       logLevel: 1,
       tooltip: { theme: mode() },
     });
+    drop(name);
+    for (const other of place.querySelectorAll(":scope > .stage")) if (other !== stage) other.remove();
+    stage.classList.remove("next");
     views.set(name, result);
-    connect(name, result.view);
+    connect(name, result.view, spec);
+    place.dataset.drawn = Number(place.dataset.drawn || 0) + 1;
   }
 
-  function connect(name, view) {
+  function drop(name) {
+    views.get(name)?.finalize();
+    views.delete(name);
+  }
+
+  const isWaiting = (place) => store.specs[place.dataset.figure] &&
+    (!views.has(place.dataset.figure) || stale.has(place.dataset.figure));
+
+  const isLookedAt = (place) => views.has(place.dataset.figure) && place.matches(":hover") &&
+    performance.now() - movedAt < LOOKING;
+
+  /* Draw what waits in `queue`, one figure at a time, so that the page stays responsive. */
+  async function work() {
+    if (working) return;
+    working = true;
+    while (queue.size) {
+      const [place] = queue;
+      queue.delete(place);
+      if (!place.isConnected || !isWaiting(place)) continue;
+      if (isLookedAt(place)) { setTimeout(() => ask(place), LOOKING); continue; }
+      try {
+        await draw(place);
+      } catch (error) {
+        console.error(`the figure ${place.dataset.figure} cannot be drawn`, error);
+        store.specs[place.dataset.figure] = null;
+      }
+      await new Promise((resolve) => { setTimeout(resolve); });
+    }
+    working = false;
+  }
+
+  function ask(place) {
+    queue.add(place);
+    work();
+  }
+
+  const observer = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) { near.add(target); ask(target); } else near.delete(target);
+    }
+  }, { rootMargin: MARGIN });
+
+  function drawShown() {
+    for (const place of document.querySelectorAll("[data-figure]")) {
+      const height = store.specs[place.dataset.figure]?.height;
+      if (height > 0) place.style.minHeight = `${height + 36}px`; // what is below stays where it is
+      observer.observe(place);
+      if (near.has(place)) ask(place);
+    }
+    for (const place of near) if (!place.isConnected) near.delete(place);
+  }
+
+  /* Take over newer figures: `names` of all of them, `specs` and `datasets` of changed ones. */
+  function update({ names, specs, datasets }) {
+    for (const name of Object.keys(store.specs)) {
+      if (!names.includes(name)) { delete store.specs[name]; drop(name); }
+    }
+    Object.assign(store.specs, specs);
+    Object.assign(store.datasets, datasets);
+    const used = new Set(Object.values(store.specs).flatMap((spec) => namesOfData(spec)));
+    for (const name of Object.keys(store.datasets)) if (!used.has(name)) delete store.datasets[name];
+    for (const name of Object.keys(specs)) stale.add(name);
+    for (const slider of document.querySelectorAll("[data-slider]")) {
+      if (stood.has(slider.dataset.slider)) place(slider, stood.get(slider.dataset.slider));
+    }
+    drawShown();
+  }
+
+  /* Controls ------------------------------------------------------------------------------ */
+
+  function connect(name, view, spec) {
     if (name.includes("workers-")) {
       const scope = name.slice(0, name.indexOf("workers-") + 8);
       view.addSignalListener("near", (_, value) => pin(scope, value.rank ? value.rank[0] : chosen(scope)));
       set(view, "pinned", chosen(scope));
     }
-    const slider = document.querySelector(`[data-slider="${CSS.escape(name)}"]`);
+    if (name.endsWith("timeline")) {
+      view.addSignalListener("finding", (_, value) => {
+        const article = value.anchor && document.getElementById(value.anchor[0]);
+        if (article) window.rankscope.reach(article);
+      });
+    }
+    const slider = sliderOf(name);
     if (slider) {
-      slider.max = store.specs[name].usermeta.frames.length - 1;
+      slider.max = spec.usermeta.frames.length - 1;
       show(slider);
     }
   }
@@ -83,18 +186,45 @@
     return button ? Number(button.dataset.rank) : -1;
   }
 
+  const framesOf = (slider) => store.specs[slider.dataset.slider]?.usermeta?.frames || [];
+
   function show(slider) {
     const name = slider.dataset.slider;
-    const label = store.specs[name].usermeta.frames[slider.value];
-    document.getElementById(name.replace(/heatmap$/, "frame-name")).textContent = label;
+    const label = framesOf(slider)[slider.value] ?? "";
+    const output = document.getElementById(name.replace(/heatmap$/, "frame-name"));
+    if (output) output.textContent = label;
     slider.setAttribute("aria-valuetext", label);
+    const value = Number(slider.value);
+    stood.set(name, { first: value === 0, last: value > 0 && value === framesOf(slider).length - 1, label });
     const result = views.get(name);
     if (result) set(result.view, "frame", Number(slider.value));
   }
 
+  const stepOf = (label) => Number((label.match(/\d[\d,]*/) || ["NaN"])[0].replaceAll(",", ""));
+
+  /* Put a slider where it stood: at the latest step, which it follows, or at a label. */
+  function place(slider, before) {
+    const frames = framesOf(slider);
+    let value = frames.indexOf(before.label);
+    if (before.first || !frames.length) value = 0;
+    else if (before.last) value = frames.length - 1;
+    else if (value < 0) {
+      const away = frames.map((label, i) => (i ? Math.abs(stepOf(label) - stepOf(before.label)) : Infinity));
+      value = Math.max(0, away.indexOf(Math.min(...away)));
+    }
+    slider.max = Math.max(0, frames.length - 1);
+    slider.value = value;
+    show(slider);
+  }
+
+  function move(slider, by) {
+    slider.value = Number(slider.value) + by;
+    show(slider);
+  }
+
   function play(button) {
     const name = button.dataset.play;
-    const slider = document.querySelector(`[data-slider="${CSS.escape(name)}"]`);
+    const slider = sliderOf(name);
     if (playing.has(name)) {
       clearInterval(playing.get(name));
       playing.delete(name);
@@ -104,9 +234,8 @@
     if (slider.value === slider.max) slider.value = 0;
     button.textContent = "❚❚";
     playing.set(name, setInterval(() => {
-      if (slider.value === slider.max) { play(button); return; }
-      slider.value = Number(slider.value) + 1;
-      show(slider);
+      if (slider.value === slider.max) play(button);
+      else move(slider, 1);
     }, 180));
   }
 
@@ -118,31 +247,34 @@
     pin(button.dataset.scope, pressed ? -1 : Number(button.dataset.rank));
   }
 
-  async function drawShown() {
-    for (const place of document.querySelectorAll("[data-figure]")) {
-      if (place.offsetParent !== null && !views.has(place.dataset.figure)) await draw(place);
-    }
-  }
+  /* Light and dark ------------------------------------------------------------------------ */
 
   function paint() {
     root.dataset.mode = mode();
     document.getElementById("mode-name").textContent = { auto: "Auto", light: "Light", dark: "Dark" }[choice];
-    for (const name of views.keys()) draw(document.querySelector(`[data-figure="${CSS.escape(name)}"]`));
+    for (const name of Object.keys(store.specs)) stale.add(name);
+    near.forEach(ask);
+  }
+
+  function choose(next) {
+    choice = next;
+    remember(choice);
+    paint();
   }
 
   document.getElementById("mode").addEventListener("click", () => {
-    choice = { auto: "light", light: "dark", dark: "auto" }[choice];
-    remember(choice);
-    paint();
+    choose({ auto: "light", light: "dark", dark: "auto" }[choice]);
   });
   prefersDark.addEventListener("change", paint);
+  document.addEventListener("pointermove", () => { movedAt = performance.now(); }, { passive: true });
   document.addEventListener("input", (event) => { if (event.target.dataset.slider) show(event.target); });
   document.addEventListener("click", (event) => {
     const button = event.target.closest("button");
     if (button?.dataset.rank !== undefined) toggle(button);
     else if (button?.dataset.play) play(button);
   });
+  window.addEventListener("beforeprint", () => document.querySelectorAll("[data-figure]").forEach(ask));
+  window.rankscope = { update, move, switchMode: () => choose(mode() === "dark" ? "light" : "dark") };
   paint();
   drawShown();
-  document.addEventListener("toggle", drawShown, true);
 })();

@@ -1,0 +1,197 @@
+"""The files that ``rankscope report`` writes: which formats, and where each goes."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rankscope.diagnose.assessment import Assessment
+from rankscope.errors import MissingExtraError, RunError, UsageError
+from rankscope.record import Run
+from rankscope.web import write_figures, write_report, write_run_figures, write_study_report
+from rankscope.web.markdown import run_markdown, study_markdown
+from rankscope.web.study_words import Study
+from rankscope.web.words import missing
+
+
+class Format(StrEnum):
+    """The formats of a report, in the order in which they are written."""
+
+    HTML = "html"
+    PNG = "png"
+    MD = "md"
+    JSON = "json"
+
+
+NAMES = {
+    Format.HTML: "report.html",
+    Format.PNG: "figures",
+    Format.MD: "report.md",
+    Format.JSON: "report.json",
+}
+"""What each is called unless --output says otherwise; ``figures`` is a directory of PNG files."""
+STDOUT = Path("-")
+
+
+def chosen_formats(given: Sequence[str] | None, html: bool | None) -> list[Format]:
+    """Return the formats to write.
+
+    Args:
+        given: The values of --format, each a name or several with commas between them.
+        html: True with --html, False with --no-html, None with neither.
+
+    Raises:
+        typer.BadParameter: There is no such format.
+    """
+    names = [name.strip().lower() for item in given or () for name in item.split(",")]
+    known = [str(one) for one in Format]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(
+                f"'{name}' is not one of {', '.join(known)}", param_hint="'--format'"
+            )
+    wanted = set(names) if given else {"html"}
+    wanted = wanted | {"html"} if html else wanted
+    wanted = wanted - {"html"} if html is False else wanted
+    return [one for one in Format if str(one) in wanted]
+
+
+def places(directory: Path, formats: Sequence[Format], output: Path | None) -> dict[Format, Path]:
+    """Return where each format goes.
+
+    Args:
+        directory: The run's or the study's.
+        formats: Those that are written.
+        output: A file for one format (for PNG its directory), a directory for several, ``-`` for
+            standard output; None for the run's directory.
+
+    Raises:
+        UsageError: ``-`` with other than one of md and json.
+    """
+    if output is None:
+        return {one: directory / NAMES[one] for one in formats}
+    if output == STDOUT and (len(formats) != 1 or formats[0] not in {Format.MD, Format.JSON}):
+        raise UsageError("--output - takes one format that is text: --format md or --format json")
+    if len(formats) == 1 and not (output.is_dir() and formats[0] is not Format.PNG):
+        return {formats[0]: output}
+    return {one: output / NAMES[one] for one in formats}
+
+
+def run_writers(
+    run: Run, assessment: Assessment, document: Callable[[], Mapping[str, Any]]
+) -> "Writers":
+    """Return what writes each format of a run's report.
+
+    Args:
+        run: The run.
+        assessment: Its assessment.
+        document: Makes the JSON document.
+    """
+    return {
+        Format.HTML: lambda path, _: [write_report(run, path)],
+        Format.PNG: lambda path, _: write_run_figures(run, path),
+        Format.MD: lambda path, pngs: [
+            _put(path, run_markdown(run, assessment, _seen(path, pngs)))
+        ],
+        Format.JSON: lambda path, _: [_put(path, json_text(document()))],
+    }
+
+
+def study_writers(study: Study, document: Callable[[], Mapping[str, Any]]) -> "Writers":
+    """Return the same of a study's report."""
+    return {
+        Format.HTML: lambda path, _: [write_study_report(study.path, path)],
+        Format.PNG: lambda path, _: write_figures(study.path, path),
+        Format.MD: lambda path, pngs: [_put(path, study_markdown(study, _seen(path, pngs)))],
+        Format.JSON: lambda path, _: [_put(path, json_text(document()))],
+    }
+
+
+Writers = Mapping[Format, Callable[[Path, Sequence[Path]], list[Path]]]
+
+
+def write_files(
+    writers: Writers, where: Mapping[Format, Path], *, asked: bool
+) -> dict[Format, list[Path]]:
+    """Write the formats, and return the files of each.
+
+    Args:
+        writers: What writes each format.
+        where: Their places.
+        asked: Whether the user named the formats: then a package that one needs and that is not
+            installed is an error; otherwise it is told on standard error, and the rest goes on.
+
+    Raises:
+        MissingExtraError: A package is missing.
+        RunError: A file cannot be written.
+    """
+    written: dict[Format, list[Path]] = {}
+    for one, path in where.items():
+        try:
+            written[one] = writers[one](path, written.get(Format.PNG, []))
+        except MissingExtraError as error:
+            if asked:
+                raise
+            Console(stderr=True).print(Text(str(error)), soft_wrap=True)
+    return written
+
+
+def say_where(written: Mapping[Format, Sequence[Path]]) -> None:
+    """Print the paths of what was written."""
+    for one, paths in written.items():
+        label = "  Report: " if one is Format.HTML else "  Written: "
+        for path in paths:
+            Console().print(Text.assemble((label, "bold"), str(path)), soft_wrap=True)
+
+
+def json_text(result: Mapping[str, Any]) -> str:
+    """Return a result as JSON; undefined numbers become null."""
+    return json.dumps(_jsonable(result), indent=2, allow_nan=False) + "\n"
+
+
+def _seen(markdown: Path, pictures: Sequence[Path]) -> list[str]:
+    """Return the pictures' paths as seen from the Markdown file."""
+    if markdown == STDOUT:
+        return [path.as_posix() for path in pictures]
+    return [Path(os.path.relpath(path, markdown.parent)).as_posix() for path in pictures]
+
+
+def _put(path: Path, text: str) -> Path:
+    """Write a text to a file, or to standard output.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    if path == STDOUT:
+        sys.stdout.write(text)
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}; "
+            "make the directory writable or name another file"
+        ) from error
+    return path
+
+
+def _jsonable(value: Any) -> Any:
+    """Return a value with plain JSON types; undefined numbers become null."""
+    if isinstance(value, Mapping):
+        return {str(name): _jsonable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if missing(value) or value in (math.inf, -math.inf) else value

@@ -1,0 +1,56 @@
+"""``rankscope serve``: the live page over one or many runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rankscope.web.live import live_server
+
+
+def serve(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A run's directory, or one that holds runs and studies at any depth up to six.",
+            show_default=False,
+        ),
+    ],
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            help="The address to listen on. Others than this machine's "
+            "loopback address need a token.",
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="The port; 0 for any that is free.")
+    ] = 8321,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            envvar="RANKSCOPE_TOKEN",
+            help="What a viewer must know, given in the address as ?token=. Made and printed if "
+            "one is needed and none is given.",
+            show_default=False,
+        ),
+    ] = None,
+    browser: Annotated[
+        bool, typer.Option("--open", help="Open the page in this machine's browser.")
+    ] = False,
+) -> None:
+    """Show runs in the browser while they are trained, and afterwards.
+
+    The page needs no internet. From another machine, forward the port: ssh -L 8321:localhost:8321
+    HOST, and open http://localhost:8321. Ctrl-C stops it. Exit code: 130 after Ctrl-C; 2 bad usage.
+    """
+    server = live_server(directory, host=host, port=port, token=token)
+    line = Text.assemble(("rankscope: ", "bold"), f"{directory} at ", (server.url, "bold cyan"))
+    Console().print(line, soft_wrap=True, highlight=False)
+    Console().print(Text("           Ctrl-C stops it.", style="dim"))
+    server.serve_until_stopped(browser=browser)

@@ -1,0 +1,235 @@
+"""Two runs side by side: their verdicts, key numbers, and curves over each other.
+
+A and B differ in colour and in their dashes, and each curve carries its letter: they can be told
+apart in grey too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from rankscope.core.signals import Table
+from rankscope.diagnose.assessment import Assessment, assess
+from rankscope.diagnose.causes import explained_by, ranked
+from rankscope.record import Run
+from rankscope.web import bins, series
+from rankscope.web.document import Spec, spec_of
+from rankscope.web.parts import Tables, Width, column, finish, rate_domain, step_axis, tip
+from rankscope.web.series import Row
+from rankscope.web.titles import TITLES
+from rankscope.web.words import finding_view, tiles, title_of
+
+METRICS = (
+    ("loss_std", "Loss dispersion", "std over workers, nats per token"),
+    ("grad_norm_std", "Gradient-norm dispersion", "std over workers"),
+    ("cosine_mean", "Gradient-direction consistency", "mean cosine over pairs"),
+)
+"""The three metrics: column, name, unit."""
+
+LETTERS = ("A", "B")
+_DASHES = ((1, 0), (6, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two compared runs.
+
+    Attributes:
+        letter: ``A`` or ``B``: its curves carry it.
+        title: The run's name.
+        severity: ``healthy``, ``note``, ``warning`` or ``error``.
+        assessment: Verdict and statements.
+        tiles: The key numbers.
+        findings: What was found, worst first.
+    """
+
+    letter: str
+    title: str
+    severity: str
+    assessment: Assessment
+    tiles: Sequence[Mapping[str, str]]
+    findings: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CompareView:
+    """All that a template shows of two runs compared (macro ``comparison`` of ``_parts.html``).
+
+    Attributes:
+        key: Prefix of the names of its figures.
+        sides: A and B.
+        figures: Specifications by name, without the prefix: ``compare-loss`` and
+            ``compare-`` plus the name of each of the three metrics.
+        notes: What the reader should know of the curves, one sentence each.
+    """
+
+    key: str
+    sides: tuple[Side, Side]
+    figures: Mapping[str, Spec]
+    notes: Sequence[str]
+
+    @property
+    def titles(self) -> Mapping[str, tuple[str, str]]:
+        """Title and unit of each figure, by name."""
+        return TITLES
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """The figures by their full names."""
+        return {f"{self.key}{name}": spec for name, spec in self.figures.items()}
+
+    @property
+    def numbers(self) -> list[tuple[str, Mapping[str, str], Mapping[str, str]]]:
+        """The key numbers of both: the label, and the tiles of A and of B."""
+        pairs = zip(self.sides[0].tiles, self.sides[1].tiles, strict=True)
+        return [(one["label"], one, other) for one, other in pairs]
+
+
+def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> CompareView:
+    """Collect what a page shows of two runs compared.
+
+    Args:
+        tables: Keeps the figures' data.
+        run_a: A run.
+        run_b: Another one; its number of workers and of steps may differ.
+        key: Prefix of the names of the figures.
+
+    Raises:
+        RunError: A file of a run cannot be read.
+    """
+    runs = (run_a, run_b)
+    specs: dict[str, Spec] = {}
+    losses = [_loss(run) for run in runs]
+    if any(mean for mean, _ in losses):
+        specs["compare-loss"] = spec_of(compared_losses(tables, losses))
+    for name, _, _ in METRICS:
+        curves = [_curve(run, name) for run in runs]
+        if any(value is not None for rows in curves for value in column(rows, "value")):
+            specs[f"compare-{name}"] = spec_of(compared_curves(tables, curves))
+    side_a, side_b = (_side(run, letter) for run, letter in zip(runs, LETTERS, strict=True))
+    return CompareView(key, (side_a, side_b), specs, _notes(run_a, run_b))
+
+
+def _side(run: Run, letter: str) -> Side:
+    assessment = assess(run)
+    found = ranked(run.findings())
+    return Side(
+        letter=letter,
+        title=title_of(run.info, run.path),
+        severity=str(assessment.severity or "healthy"),
+        assessment=assessment,
+        tiles=tiles(assessment.values),
+        findings=[finding_view(item, run.num_workers, explained_by(item, found)) for item in found],
+    )
+
+
+def _notes(run_a: Run, run_b: Run) -> list[str]:
+    notes = []
+    if run_a.num_workers != run_b.num_workers:
+        notes.append(
+            f"A has {run_a.num_workers:,} workers and B {run_b.num_workers:,}: a spread over more "
+            "workers reaches farther, so compare the dispersions rather than the bands."
+        )
+    ends = [run.columns(Table.STEPS, "step")["step"] for run in (run_a, run_b)]
+    if all(map(len, ends)) and (ends[0][0], ends[0][-1]) != (ends[1][0], ends[1][-1]):
+        spans = [f"steps {steps[0]:,} to {steps[-1]:,}" for steps in ends]
+        notes.append(f"A has {spans[0]}, B {spans[1]}; equal steps are drawn above each other.")
+    return notes
+
+
+def _loss(run: Run) -> tuple[list[Row], list[Row]]:
+    return _curve(run, "loss_mean"), bins.band(bins.known_bins(run.overview("loss")))
+
+
+def _curve(run: Run, name: str) -> list[Row]:
+    columns = run.columns(Table.STEPS, "step", name)
+    rows = series.curve(columns["step"], columns[name])
+    return [row for row in rows if row["value"] is not None]
+
+
+def compared_losses(
+    tables: Tables,
+    losses: Sequence[tuple[Sequence[Row], Sequence[Row]]],
+    *,
+    width: Width = "container",
+    height: int = 250,
+) -> alt.LayerChart:
+    """Return the averaged losses of two runs, each over the band of its workers.
+
+    Args:
+        tables: Keeps the data.
+        losses: For A and B: rows ``{step, value}`` of the mean and ``{step, low, high}`` of the
+            band.
+        width: Pixels or ``"container"``.
+        height: Pixels.
+    """
+    scale = alt.Scale(zero=False, nice=True)
+    y = alt.Y("low:Q", axis=alt.Axis(title=None), scale=scale)
+    bands = (
+        alt.Chart(tables.add(_lettered([ranges for _, ranges in losses])))
+        .mark_area(opacity=0.16, strokeWidth=0)
+        .encode(x=step_axis(), y=y, y2="high:Q", color=_colour())
+    )
+    return finish([bands, *_lines(tables, [mean for mean, _ in losses], scale)], width, height)
+
+
+def compared_curves(
+    tables: Tables,
+    curves: Sequence[Sequence[Row]],
+    *,
+    width: Width = "container",
+    height: int = 170,
+) -> alt.LayerChart:
+    """Return one curve of two runs over each other.
+
+    Args:
+        tables: Keeps the data.
+        curves: Rows ``{step, value}`` of A and of B.
+        width: Pixels or ``"container"``.
+        height: Pixels.
+    """
+    domain = rate_domain(*(column(rows, "value") for rows in curves), floor=0.01)
+    return finish(_lines(tables, curves, alt.Scale(domain=domain)), width, height)
+
+
+def _lines(tables: Tables, curves: Sequence[Sequence[Row]], scale: alt.Scale) -> list[alt.Chart]:
+    """Return both curves, their letters at their ends, and what the pointer tells."""
+    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=scale)
+    base = alt.Chart(tables.add(_lettered(curves))).encode(x=step_axis(), y=y, color=_colour())
+    dash = alt.Scale(domain=list(LETTERS), range=[list(pattern) for pattern in _DASHES])
+    ends = [{**rows[-1], "run": letter} for letter, rows in _by_letter(curves) if rows]
+    letters = [
+        alt.Chart(tables.add([end]))
+        .mark_text(align="left", dx=dx, fontWeight=700)
+        .encode(x=step_axis(), y=y, text="run:N", color=_colour())
+        for end, dx in zip(ends, (5, 16), strict=False)
+    ]
+    tips = [
+        alt.Tooltip("run:N", title="run"),
+        alt.Tooltip("step:Q", title="step", format=",d"),
+        tip("value", "value"),
+    ]
+    near = alt.selection_point(
+        nearest=True, on="pointerover", clear="pointerout", fields=["step", "run"], empty=False
+    )
+    dots = base.mark_point(filled=True, size=34).encode(
+        opacity=alt.condition(near, alt.value(1), alt.value(0)), tooltip=tips
+    )
+    line = base.mark_line(strokeWidth=1.9, strokeJoin="round").encode(
+        strokeDash=alt.StrokeDash("run:N", scale=dash, legend=None)
+    )
+    return [line, *letters, dots.add_params(near)]
+
+
+def _colour() -> alt.Color:
+    return alt.Color("run:N", scale=alt.Scale(domain=list(LETTERS)), legend=None)
+
+
+def _by_letter(curves: Sequence[Sequence[Row]]) -> list[tuple[str, Sequence[Row]]]:
+    return list(zip(LETTERS, curves, strict=True))
+
+
+def _lettered(curves: Sequence[Sequence[Row]]) -> list[Row]:
+    return [{**row, "run": letter} for letter, rows in _by_letter(curves) for row in rows]

@@ -1,0 +1,167 @@
+"""Which runs a directory holds, and whether one has changed.
+
+Pages name a run by an id made from its path below the served directory. An id is looked up among
+the runs that were found, never turned into a path; links are not followed, and a run whose files
+lead out of the served directory is not read. So nothing outside of it can be reached.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope.errors import RunError
+
+MAX_DEPTH = 6
+"""Levels below the served directory at which runs are looked for."""
+MAX_DIRECTORIES = 20_000
+"""Directories that one look visits at most."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_UNPLAIN = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run lies.
+
+    Attributes:
+        id: Names it in addresses: letters, digits and ``. _ - ~ /`` only.
+        path: Its directory.
+        name: The path below the served directory, to be read by people.
+    """
+
+    id: str
+    path: Path
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What tells one state of a run's files from another, without reading them.
+
+    Attributes:
+        token: Differs when a file has changed, come or gone.
+        changed: When the youngest file was written, in seconds since 1970.
+    """
+
+    token: str
+    changed: float
+
+
+def places(root: Path) -> dict[str, Place]:
+    """Return the runs in a directory by id; the directory itself may be one.
+
+    Args:
+        root: The served directory, without links in its path.
+    """
+    found = (Place(id_of(name), path, name) for path, name in _runs(root))
+    return {place.id: place for place in found}
+
+
+def id_of(name: str) -> str:
+    """Return the id of a run: its relative path where that is plain, else a like one and a digest.
+
+    >>> id_of("sft/first"), id_of("<b>")
+    ('sft/first', 'b~e54bd95e')
+    """
+    parts = name.split("/")
+    if all(_PLAIN.fullmatch(part) for part in parts):
+        return name
+    digest = hashlib.blake2b(os.fsencode(name), digest_size=4).hexdigest()
+    like = "/".join(_UNPLAIN.sub("-", part).strip("-") or "run" for part in parts)
+    return f"{like}~{digest}"
+
+
+def stamp(place: Place, root: Path) -> Stamp | None:
+    """Return the state of a run's files; None when the run is gone.
+
+    Raises:
+        RunError: A file or table of it is a link out of the served directory.
+    """
+    lines = []
+    changed = 0.0
+    try:
+        for entry in _files(place.path, root):
+            try:
+                known = entry.stat()
+            except FileNotFoundError:
+                continue  # replaced just now: the next look sees it
+            lines.append(f"{entry.path}\0{known.st_size}\0{known.st_mtime_ns}\0{known.st_ino}")
+            changed = max(changed, known.st_mtime)
+    except OSError:
+        return None
+    if not any(line.startswith(f"{place.path / 'run.json'}\0") for line in lines):
+        return None
+    text = "\n".join(sorted(lines)).encode(errors="surrogateescape")
+    return Stamp(hashlib.blake2b(text, digest_size=9).hexdigest(), changed)
+
+
+def _files(path: Path, root: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the files that a page of a run is made from.
+
+    Raises:
+        RunError: One is a link out of the served directory.
+    """
+    with os.scandir(path) as entries:
+        listed = list(entries)
+    for entry in listed:
+        if entry.name in ("run.json", "findings.jsonl"):
+            _stay_inside(entry, root)
+            yield entry
+        elif not entry.name.startswith(".") and entry.is_dir():
+            _stay_inside(entry, root)
+            with os.scandir(entry.path) as parts:
+                for part in parts:
+                    if part.name.endswith(".parquet") and not part.name.startswith("."):
+                        _stay_inside(part, root)
+                        yield part
+
+
+def _stay_inside(entry: os.DirEntry[str], root: Path) -> None:
+    if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
+        raise RunError(
+            f"{entry.name} of this run is a link that leads out of the served directory, and is "
+            "not read: copy what it links to into the run, or serve a directory that holds both"
+        )
+
+
+def _runs(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield runs with their names, level by level; nothing inside a run is one."""
+    if _is_run(root):
+        yield root, root.name or "run"
+        return
+    level = [(root, "")]
+    visited = 0
+    for _ in range(MAX_DEPTH):
+        below = []
+        for path, name in level:
+            visited += 1
+            if visited > MAX_DIRECTORIES:
+                return
+            for child in _directories(path):
+                inside = f"{name}/{child.name}" if name else child.name
+                if _is_run(Path(child.path)):
+                    yield Path(child.path), inside
+                else:
+                    below.append((Path(child.path), inside))
+        level = below
+
+
+def _directories(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            found = [
+                entry
+                for entry in entries
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:
+        return []
+    return sorted(found, key=lambda entry: entry.name)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "run.json").is_file()

@@ -1,0 +1,216 @@
+"""What a browser gets: the content of a page and its figures, whole or only what is new in it."""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from rankscope.diagnose.assessment import assess
+from rankscope.record import Run
+from rankscope.web.compare import compare_view
+from rankscope.web.document import Spec, columns, configs, fill, json_markup
+from rankscope.web.live.assets import addresses
+from rankscope.web.live.catalog import Place
+from rankscope.web.live.glance import UNREADABLE, Glance
+from rankscope.web.page import run_view
+from rankscope.web.parts import Tables
+
+GZIP_LEVEL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures and their data as pages hold them.
+
+    Attributes:
+        specs: Vega-Lite specifications by name.
+        datasets: Their tables by name and column; a table's name comes from its content.
+        digests: One per figure; its data included, because the specification names the tables.
+    """
+
+    specs: Mapping[str, Spec]
+    datasets: Mapping[str, Mapping[str, list[Any]]]
+    digests: Mapping[str, str]
+
+    @classmethod
+    def of(cls, specs: Mapping[str, Spec], tables: Tables) -> "Figures":
+        """Return the figures of a view."""
+        digests = {name: _digest(json.dumps(spec, sort_keys=True)) for name, spec in specs.items()}
+        return cls(specs, columns(tables), digests)
+
+    def since(self, known: Mapping[str, str]) -> dict[str, Any]:
+        """Return what someone lacks who knows the figures with these digests."""
+        new = {
+            name: spec for name, spec in self.specs.items() if self.digests[name] != known.get(name)
+        }
+        needed = _tables_of(list(new.values()))
+        return {
+            "names": list(self.specs),
+            "specs": new,
+            "datasets": {name: self.datasets[name] for name in needed},
+        }
+
+
+NO_FIGURES = Figures({}, {}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """The content of a page at one moment.
+
+    Attributes:
+        title: Of the window.
+        main: The HTML of the page's middle.
+        figures: Its figures.
+        version: Differs from that of every sheet that shows something else.
+    """
+
+    title: str
+    main: str
+    figures: Figures
+    version: str
+
+    @classmethod
+    def of(cls, title: str, main: str, figures: Figures = NO_FIGURES) -> "Sheet":
+        """Return a sheet with the version that its content gives it."""
+        parts = [title, main, json.dumps(figures.digests, sort_keys=True)]
+        return cls(title, main, figures, _digest("\0".join(parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunContent:
+    """What is costly to make of a run: its view rendered, and its figures."""
+
+    title: str
+    main: Markup
+    figures: Figures
+
+
+def run_content(run: Run) -> RunContent:
+    """Read a run and make its page's content.
+
+    Raises:
+        RunError: A file of it cannot be read.
+    """
+    tables = Tables()
+    view = run_view(tables, run, assess(run))
+    main = fill("run.html", layout="fragment.html", view=view, title=view.title)
+    return RunContent(view.title, Markup(main), Figures.of(view.specs, tables))
+
+
+def run_sheet(
+    glance: Glance, content: RunContent, now: float, others: Sequence[Place], gone: float | None
+) -> Sheet:
+    """Return a run's page: how it is going, then what is known of it.
+
+    Args:
+        glance: Its row.
+        content: From ``run_content``.
+        now: Seconds since 1970.
+        others: Runs it can be compared with.
+        gone: When its directory was found missing, None while it is there.
+    """
+    state = "gone" if gone else glance.state(now)
+    main = fill(
+        "live_run.html", glance=glance, state=state, content=content.main, others=others, gone=gone
+    )
+    return Sheet.of(content.title, main, content.figures)
+
+
+def compared_content(first: Run, second: Run) -> RunContent:
+    """Read two runs and make the content of the page that compares them.
+
+    Raises:
+        RunError: A file of them cannot be read.
+    """
+    tables = Tables()
+    view = compare_view(tables, first, second)
+    title = f"{view.sides[0].title} and {view.sides[1].title}"
+    main = fill("compare.html", layout="fragment.html", view=view, title=title)
+    return RunContent(title, Markup(main), Figures.of(view.specs, tables))
+
+
+def compared_sheet(
+    content: RunContent | None, runs: Sequence[Place], chosen: tuple[str, str], words: str = ""
+) -> Sheet:
+    """Return the page that compares two runs, or that lets two be chosen."""
+    main = fill("live_compare.html", content=content, runs=runs, chosen=chosen, words=words)
+    if content is None:
+        return Sheet.of("Compare two runs", main)
+    return Sheet.of(content.title, main, content.figures)
+
+
+def runs_sheet(glances: Sequence[Glance], now: float, where: str) -> Sheet:
+    """Return the page of all runs."""
+    rows = [(glance, glance.state(now)) for glance in glances]
+    counts = {
+        "runs": len(rows),
+        "bad": sum(glance.severity in ("error", "warning", UNREADABLE) for glance in glances),
+        "running": sum(state in ("running", "starting") for _, state in rows),
+        "stalled": sum(state == "stalled" for _, state in rows),
+    }
+    return Sheet.of(where, fill("runs.html", rows=rows, counts=counts, where=where))
+
+
+def words_sheet(title: str, words: str) -> Sheet:
+    """Return a page that says in words why there is nothing else to show."""
+    return Sheet.of(title, fill("live_words.html", heading=title, words=words))
+
+
+def page_of(sheet: Sheet, topic: str) -> str:
+    """Return a sheet as a whole page.
+
+    Args:
+        sheet: What it shows.
+        topic: What it listens to, see ``hub``; empty to listen to nothing.
+    """
+    return fill(
+        "live.html",
+        title=sheet.title,
+        main=Markup(sheet.main),
+        topic=topic,
+        version=sheet.version,
+        assets=addresses(),
+        figures=json_markup(
+            {
+                "specs": sheet.figures.specs,
+                "datasets": sheet.figures.datasets,
+                "configs": configs(),
+            }
+        ),
+    )
+
+
+def news_of(sheet: Sheet, known: Mapping[str, str]) -> str:
+    """Return as JSON what a page lacks that shows the figures with these digests."""
+    news = {
+        "version": sheet.version,
+        "title": sheet.title,
+        "main": sheet.main,
+        **sheet.figures.since(known),
+    }
+    return json.dumps(news, separators=(",", ":"), allow_nan=False)
+
+
+def packed(text: str) -> bytes:
+    """Return a text compressed; the same text gives the same bytes."""
+    return gzip.compress(text.encode(), GZIP_LEVEL, mtime=0)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=9).hexdigest()
+
+
+def _tables_of(node: Any) -> set[str]:
+    """Return the names of the tables that specifications use."""
+    if isinstance(node, list):
+        return set().union(*(_tables_of(item) for item in node))
+    if not isinstance(node, dict):
+        return set()
+    data = node.get("data")
+    own = {data["name"]} if isinstance(data, dict) and "name" in data else set()
+    return own.union(*(_tables_of(item) for item in node.values()))

@@ -1,0 +1,185 @@
+"""The verdict as Markdown, to paste into a pull request or a chat. Needs no extra package.
+
+Text from records is escaped: a name can neither make markup nor call anyone.
+"""
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rankscope.core.finding import Finding
+from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.causes import explained_by, ranked
+from rankscope.record import Run
+from rankscope.web.study_words import Entry, Study, alike, headline_of, why_heading, why_they_differ
+from rankscope.web.words import (
+    SIGNS,
+    UNKNOWN,
+    consequence_of,
+    number,
+    ranks_in_words,
+    run_line,
+    steps_in_words,
+    tiles,
+    title_of,
+    title_of_finding,
+    whole,
+)
+
+_SPECIAL = frozenset("\\`*_[]|~#$")
+_ALT = {
+    "overview": "Findings, averaged loss and the three metrics over the steps",
+    "workers": "Every worker in every step",
+    "model": "Gradients by group of parameters",
+    "averaged-loss": "Averaged loss over the losses of the workers, by setting",
+    "metrics": "The three metrics by setting",
+    "cosine-heatmap": "Cosines of all pairs of workers, by setting",
+}
+
+
+def escaped(words: object) -> str:
+    """Return words as Markdown shows them, in one line, whatever they contain."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(words)).split())
+    marked = "".join(f"\\{c}" if c in _SPECIAL else c for c in html.escape(line, quote=False))
+    return marked.replace("@", "&#64;").replace("://", ":&#47;&#47;")
+
+
+def code(name: object) -> str:
+    """Return a name as inline code; whatever is more than a name, as words."""
+    return f"`{name}`" if re.fullmatch(r"[\w.:-]+", str(name), re.ASCII) else escaped(name)
+
+
+def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ()) -> str:
+    """Return the verdict of a run as Markdown.
+
+    Args:
+        run: The run.
+        assessment: Its assessment.
+        pictures: Paths of PNG files to show, as seen from the Markdown file.
+
+    Raises:
+        RunError: The findings cannot be read.
+    """
+    found = ranked(run.findings())
+    title = title_of(run.info, run.path)
+    parts = [
+        _heading(str(assessment.severity or "healthy"), assessment.headline),
+        f"**{escaped(title)}** · {escaped(run_line(run, assessment))}",
+        f"**What to do.** {escaped(assessment.recommendation)}",
+        _table(
+            ("", "Finding", "Where", "When", "Cause"),
+            [_finding_row(finding, run.num_workers) for finding in found],
+        )
+        if found
+        else "No findings.",
+        *(_finding(finding, explained_by(finding, found)) for finding in found),
+        "### Key numbers",
+        _table(
+            ("", "", ""),
+            [
+                (escaped(tile["label"]), f"**{escaped(tile['value'])}**", escaped(tile["note"]))
+                for tile in tiles(assessment.values)
+            ],
+        ),
+        *_listed("### What the measurements say", assessment.statements),
+        *_shown(pictures),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def study_markdown(study: Study, pictures: Sequence[str] = ()) -> str:
+    """Return the verdict of a study as Markdown: its configurations side by side, and each one's.
+
+    Args:
+        study: The study.
+        pictures: Paths of PNG files to show, as seen from the Markdown file.
+    """
+    severity, headline = headline_of(study.entries)
+    parts = [
+        _heading(severity, headline),
+        f"**{escaped(study.name)}** · {escaped(study.caption)}",
+        _table(_STUDY_COLUMNS, [_entry_row(entry) for entry in study.entries]),
+        "### Configuration assessment",
+        *(_entry(entries) for entries in alike(study.entries)),
+        f"### {why_heading(study.entries)}",
+        *(
+            f"**{escaped(name)}.** {escaped(words)}"
+            for name, words in why_they_differ(study.entries)
+        ),
+        *_shown(pictures),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _heading(severity: str, headline: str) -> str:
+    word = "" if headline.lower().startswith(severity) else f"{severity.capitalize()}: "
+    return f"## {SIGNS[severity]} {word}{escaped(headline)}"
+
+
+def _finding_row(finding: Finding, num_workers: int) -> tuple[str, ...]:
+    return (
+        f"{SIGNS[str(finding.severity)]} {finding.severity}",
+        escaped(title_of_finding(finding)),
+        escaped(ranks_in_words(finding.ranks, num_workers)),
+        escaped(steps_in_words(finding)),
+        code(finding.cause),
+    )
+
+
+def _finding(finding: Finding, cause: Finding | None) -> str:
+    check = finding.next_check if cause is None else consequence_of(cause)
+    return (
+        f"**{escaped(title_of_finding(finding))}.** {escaped(finding.explanation)} "
+        f"*Check next:* {escaped(check)}"
+    )
+
+
+_STUDY_COLUMNS = (
+    "Setting", "Verdict", "Loss std", "× sampling", "Norm std", "Cosine", "Different samples",
+    "Different per step", "Averaged loss",
+)  # fmt: skip
+
+
+def _entry_row(entry: Entry) -> tuple[str, ...]:
+    first, last = entry.number("loss_first"), entry.number("loss_last")
+    batch = f" of {whole(entry.batch)}" if entry.batch else ""
+    drawn = entry.number("samples_drawn")
+    return (
+        escaped(entry.name),
+        f"{SIGNS[entry.severity]} {entry.severity}",
+        number(entry.number("loss_std")),
+        number(entry.number("dispersion_ratio"), 2),
+        number(entry.number("grad_norm_std")),
+        number(entry.number("cosine_mean")),
+        f"{whole(entry.number('distinct_samples'))} of {whole(drawn)}" if drawn else UNKNOWN,
+        f"{number(entry.number('effective_batch'), 1)}{batch}",
+        f"{number(first, 2)} → {number(last, 2)}",
+    )
+
+
+def _entry(entries: Sequence[Entry]) -> str:
+    names = escaped("; ".join(entry.name for entry in entries))
+    return (
+        f"{SIGNS[entries[0].severity]} **{names}**: {escaped(entries[0].text('headline'))} "
+        f"*What to do:* {escaped(entries[0].text('recommendation'))}"
+    )
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _listed(heading: str, sentences: Sequence[str]) -> list[str]:
+    if not sentences:
+        return []
+    return [heading, "\n".join(f"- {escaped(sentence)}" for sentence in sentences)]
+
+
+def _shown(pictures: Sequence[str]) -> list[str]:
+    shown = []
+    for path in pictures:
+        words = _ALT.get(Path(path).stem, Path(path).stem)
+        shown.append(f"![{words}](<{path.replace('<', '%3C').replace('>', '%3E')}>)")
+    return shown

@@ -1,0 +1,142 @@
+/* Keeps a page up to date: listens to the server, fetches what is new, and says when it cannot. */
+(() => {
+  "use strict";
+  const main = document.getElementById("main");
+  const link = document.getElementById("link");
+  const { topic } = main.dataset;
+  const RETRY = [1000, 2000, 4000, 8000];
+  const marked = [];
+  let source = null;
+  let failures = 0;
+  let lostAt = null;
+  let fetching = false;
+  let again = false;
+
+  /* Times ---------------------------------------------------------------------------------- */
+
+  const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+
+  function day(ms) {
+    const then = new Date(ms);
+    if (Date.now() - ms < 12 * 3600e3) return clock(ms);
+    return `${then.toLocaleDateString([], { day: "numeric", month: "short" })}, ${clock(ms)}`;
+  }
+
+  function ago(ms) {
+    const seconds = Math.max(0, (Date.now() - ms) / 1000);
+    if (seconds < 100) return `${Math.round(seconds)} s ago`;
+    if (seconds < 100 * 60) return `${Math.round(seconds / 60)} min ago`;
+    if (seconds < 48 * 3600) return `${Math.round(seconds / 3600)} h ago`;
+    return `${Math.round(seconds / 86400)} days ago`;
+  }
+
+  function tell() {
+    for (const time of document.querySelectorAll("time[data-at]")) {
+      const ms = 1000 * Number(time.dataset.at);
+      const words = time.dataset.kind === "clock" ? day(ms) : ago(ms);
+      if (time.textContent !== words) {
+        time.textContent = words;
+        time.dateTime = new Date(ms).toISOString();
+        time.title = new Date(ms).toLocaleString();
+      }
+    }
+  }
+
+  /* News ----------------------------------------------------------------------------------- */
+
+  function apiAddress() {
+    const path = window.location.pathname === "/" ? "/runs" : window.location.pathname;
+    const query = new URLSearchParams(window.location.search);
+    query.set("since", main.dataset.version);
+    return `/api${path}?${query}`;
+  }
+
+  async function refresh() {
+    if (fetching) { again = true; return; }
+    fetching = true;
+    try {
+      const answer = await fetch(apiAddress(), { cache: "no-store" });
+      if (answer.ok) apply(await answer.json());
+    } catch { /* the stream notices that the server is gone, and says so */ }
+    fetching = false;
+    if (again) { again = false; refresh(); }
+  }
+
+  function apply(news) {
+    if (news.version === main.dataset.version) return;
+    const focused = document.activeElement;
+    window.rankscope.morph(main, news.main);
+    if (focused !== document.activeElement && focused.isConnected) focused.focus({ preventScroll: true });
+    main.dataset.version = news.version;
+    document.title = `${news.title} · rankscope`;
+    document.getElementById("crumb").textContent = news.title;
+    window.rankscope.update(news);
+    mark();
+    tell();
+  }
+
+  function say(state, words) {
+    link.dataset.state = state;
+    link.textContent = words;
+  }
+
+  function listen() {
+    const query = new URLSearchParams({ topic, have: main.dataset.version });
+    source = new EventSource(`/events?${query}`);
+    source.addEventListener("hello", () => {
+      failures = 0;
+      lostAt = null;
+      say("live", "Live");
+    });
+    source.addEventListener("news", refresh);
+    source.addEventListener("error", () => {
+      source.close();
+      lostAt ??= Date.now();
+      say("lost", `Not connected since ${clock(lostAt)}, retrying`);
+      setTimeout(listen, RETRY[Math.min(failures, RETRY.length - 1)]);
+      failures += 1;
+    });
+  }
+
+  /* Comparing two runs ----------------------------------------------------------------------- */
+
+  function mark() {
+    const boxes = [...document.querySelectorAll("[data-compare]")];
+    for (const box of boxes) box.checked = marked.includes(box.dataset.compare);
+    const pick = document.getElementById("pick");
+    if (!pick) return;
+    pick.hidden = marked.length === 0;
+    const [first, second] = marked;
+    const ready = marked.length === 2;
+    pick.querySelector("span").hidden = ready;
+    pick.querySelector("b").textContent = first ?? "";
+    const go = pick.querySelector("a");
+    go.hidden = !ready;
+    if (ready) go.href = `/compare?${new URLSearchParams({ a: first, b: second })}`;
+  }
+
+  document.addEventListener("change", ({ target }) => {
+    if (target.dataset.compare !== undefined) {
+      const at = marked.indexOf(target.dataset.compare);
+      if (at >= 0) marked.splice(at, 1);
+      else marked.push(target.dataset.compare);
+      if (marked.length > 2) marked.shift();
+      mark();
+    }
+    if (target.dataset.go !== undefined && [...target.form.elements].every((field) => !field.name || field.value)) {
+      target.form.submit();
+    }
+  });
+
+  document.addEventListener("keydown", (event) => {
+    const typing = event.target.closest("select, textarea, input:not([type=range]):not([type=checkbox])");
+    if (event.key !== "g" || event.ctrlKey || event.metaKey || event.altKey || typing) return;
+    window.location.assign("/");
+  });
+
+  tell();
+  mark();
+  setInterval(tell, 1000);
+  if (topic) listen();
+  window.addEventListener("pagehide", () => source?.close());
+})();

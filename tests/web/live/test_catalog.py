@@ -1,0 +1,103 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from rankscope.errors import RunError
+from rankscope.web.live.catalog import MAX_DEPTH, Place, id_of, places, stamp
+from web.live.serving import Training
+
+
+def run_at(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "run.json").write_text("{}")
+    return path
+
+
+def test_runs_are_found_at_any_depth_and_named_by_their_paths(tmp_path: Path):
+    for name in ("a", "study/runs/s1-1", "study/runs/s1-2", ".hidden/run", "a/inside"):
+        run_at(tmp_path / name)
+    run_at(tmp_path.joinpath(*"123456"[: MAX_DEPTH - 1], "deep"))
+    run_at(tmp_path.joinpath(*"abcdef"[:MAX_DEPTH], "too-deep"))
+
+    found = places(tmp_path)
+    assert set(found) == {"a", "study/runs/s1-1", "study/runs/s1-2", "1/2/3/4/5/deep"}
+    assert found["study/runs/s1-2"].path == tmp_path / "study/runs/s1-2"
+
+
+def test_the_directory_may_be_a_run(tmp_path: Path):
+    run = run_at(tmp_path / "sft")
+    assert [(place.id, place.path) for place in places(run).values()] == [("sft", run)]
+
+
+def test_a_directory_without_runs_and_one_that_is_not_there(tmp_path: Path):
+    assert places(tmp_path) == {}
+    assert places(tmp_path / "nothing") == {}
+
+
+NAMES = ["<script>alert(1)</script>", "a b", "ä", "..a", "a%2F..", "a\nb", "-x", "~", "a~b"]
+
+
+def test_any_name_has_an_id_of_its_own_that_needs_no_escaping():
+    ids = [id_of(name) for name in (*NAMES, "ü/ä", "ab/c", "a-b", os.fsdecode(b"\xff"))]
+    assert len(set(ids)) == len(ids)
+    for made in ids:
+        assert all(sign.isascii() and (sign.isalnum() or sign in "._-~/") for sign in made), made
+        assert not {"", ".", ".."} & set(made.split("/"))
+    assert id_of("ab/c") == "ab/c"
+
+
+def test_links_are_not_followed(tmp_path: Path):
+    run_at(tmp_path / "elsewhere/run")
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "out").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert places(served) == {}
+
+
+def test_a_stamp_changes_when_the_run_does_and_only_then(tmp_path: Path):
+    training = Training(tmp_path / "run")
+    place = Place("run", tmp_path / "run", "run")
+    stamps = []
+    for _ in range(2):
+        stamps.append(stamp(place, tmp_path))
+        training.steps(1)
+    stamps.append(stamp(place, tmp_path))
+    (place.path / "report.html").write_text("not a part of the run")
+    (place.path / "findings.jsonl").touch()
+    os.utime(place.path / "run.json", (1, 1))
+
+    assert None not in stamps
+    assert len({at.token for at in stamps if at}) == 3
+    last = stamp(place, tmp_path)
+    assert last is not None
+    assert last != stamps[-1]
+    assert last == stamp(place, tmp_path)
+    training.close()
+
+
+def test_a_run_that_is_gone_has_no_stamp(tmp_path: Path):
+    assert stamp(Place("run", tmp_path / "run", "run"), tmp_path) is None
+    (tmp_path / "run").mkdir()
+    assert stamp(Place("run", tmp_path / "run", "run"), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "part", ["run.json", "findings.jsonl", "steps", "steps/part-000000.parquet"]
+)
+def test_a_part_that_leads_out_of_the_directory_is_refused(tmp_path: Path, part: str):
+    served = tmp_path / "served"
+    run = run_at(served / "run")
+    secret = tmp_path / "secret"
+    secret.mkdir() if part == "steps" else secret.write_text("{}")
+    (run / part).parent.mkdir(exist_ok=True)
+    (run / part).unlink(missing_ok=True)
+    (run / part).symlink_to(secret)
+
+    with pytest.raises(RunError, match="leads out of the served directory"):
+        stamp(Place("run", run, "run"), served)
+    (run / part).unlink()
+    inside = served / "kept"
+    inside.mkdir() if part == "steps" else inside.write_text("{}")
+    (run / part).symlink_to(inside)
+    assert stamp(Place("run", run, "run"), served) is not None
