@@ -7,7 +7,7 @@ TEST_PROCESSES ?= 4
 DEMO_FLAGS ?=
 DEMO_OUTPUT ?= demo
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench docs format clean
 
 demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes on 2 cores
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
@@ -24,12 +24,15 @@ check: $(VENV)/.dev ## format, lint, strict types, import contract
 bench: $(VENV)/.dev ## ratios measured side by side in one run
 	$(BIN)/python benchmarks/bench.py
 
+docs: $(VENV)/.dev ## the documentation site, in site/, without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: $(VENV)/.dev
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DEMO_OUTPUT) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)

@@ -18,7 +18,7 @@ from record.run_files import write
 from record.step_reports import make_report
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 RUNS = (ROOT / "docs" / "runs.md").read_text()
 TIERS = (ROOT / "docs" / "tiers.md").read_text()
 CAUSES = (ROOT / "docs" / "causes.md").read_text()
@@ -83,10 +83,20 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(path.read_text()), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    folders = "tests|benchmarks|examples|src"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text()):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`(core/\w+\.py)`", page.read_text()):
+        assert (ROOT / "src" / "rankscope" / name).exists(), name
+
+
 def test_queries_run_on_a_run(tmp_path):
-    write(tmp_path, [make_report(step, micro=2, groups=True) for step in range(3)])
+    reports = [make_report(step, micro=2, groups=True) for step in range(130)]
+    write(tmp_path, reports).close()  # long enough for rows of the roll-ups
     queries = [*blocks(RUNS, "sql"), *re.findall(r'duckdb -c "(.*)"', RUNS)]
-    assert len(queries) == 2
+    assert len(queries) == 3
     for query in queries:
         assert duckdb.sql(query.replace("RUN/", f"{tmp_path}/")).fetchall()
 

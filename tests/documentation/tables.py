@@ -1,0 +1,160 @@
+"""What the runner of code blocks must know about single pages: prepared names, and exceptions.
+
+Every block and every command line that is not run stands in ``NOT_RUN``, with the reason. A test
+holds the table to what is there: what is missing in it fails, and what is too much in it fails.
+"""
+
+ELSEWHERE = "run by tests/test_package.py, with fewer steps"
+INSTALLS = "installs packages: .ci/packaging does"
+MINUTES = "takes minutes"
+OUTPUT = "what a command prints"
+EXAMPLE = "an example: the tests of its adapter run it"
+OTHERS = "a program of others"
+PLACEHOLDER = "stands for the reader's own script"
+BENCHMARK = "measures: for a quiet machine"
+TORCHRUN = "starts processes of its own; tests of that command do"
+
+NOT_RUN = {
+    (
+        "docs/integrations/run.md",
+        "torchrun --nproc-per-node 8 -m rankscope run train.py --lr 3e-4",
+    ): "run by tests/integrations/test_run_ranks.py",
+    (
+        "docs/integrations/run.md",
+        "rankscope run -- torchrun --nproc-per-node 8 train.py --lr 3e-4",
+    ): "run by tests/integrations/test_run_ranks.py",
+    (
+        "docs/integrations/run.md",
+        "rankscope run lightning_script.py",
+    ): "run by tests/integrations/test_run_ranks.py",
+    ("docs/live.md", "pip install 'rankscope[serve]'"): INSTALLS,
+    ("docs/live.md", "rankscope serve runs/"): "a server: tests/web run it",
+    ("docs/live.md", "ssh -L 8321:localhost:8321 the-training-host"): "a program of others",
+    ("docs/live.md", "rankscope serve runs/ --host 0.0.0.0"): "a server: tests/web run it",
+    (
+        "docs/integrations/run.md",
+        "rankscope: the run is recorded in runs/train; to see it: rankscope report runs/train",
+    ): OUTPUT,
+    ("README.md", "◆ ERROR  fault"): OUTPUT,
+    (
+        "README.md",
+        "▲ warning  A worker differs from the others, in its loss too  data.worker_outlier",
+    ): OUTPUT,
+    ("README.md", "make demo"): "run by .ci/run",
+    ("README.md", "make test"): "run by .ci/run",
+    ("README.md", "pip install '.[all]'"): INSTALLS,
+    ("README.md", "torchrun --nproc-per-node 4 examples/ddp_two_lines.py"): ELSEWHERE,
+    ("CONTRIBUTING.md", "make check"): "run by .ci/run",
+    ("CONTRIBUTING.md", "make test"): "run by .ci/run",
+    ("CONTRIBUTING.md", "make demo"): "run by .ci/run",
+    (
+        "CONTRIBUTING.md",
+        "errors → core → capture, record → exchange → diagnose → wrapping → "
+        "instruments → canary → books",
+    ): "a picture of the layers",
+    (
+        "docs/canary.md",
+        "torchrun --nproc-per-node 8 -m rankscope replay "
+        "RUN/replay/rank-2-step-66 --model my_model:make",
+    ): TORCHRUN,
+    ("docs/diff.md", "torchrun --nproc-per-node 4 train.py --run-dir runs/first"): PLACEHOLDER,
+    ("docs/diff.md", "torchrun --nproc-per-node 4 train.py --run-dir runs/second"): PLACEHOLDER,
+    ("docs/diff.md", "python benchmarks/diff_pairs.py --seeds 3"): BENCHMARK,
+    ("docs/doctor.md", "torchrun --nproc-per-node 4 -m rankscope doctor"): TORCHRUN,
+    (
+        "docs/doctor.md",
+        "torchrun --nproc-per-node 4 -m rankscope doctor --model train:build_model "
+        "--loader train:build_loader",
+    ): TORCHRUN,
+    ("docs/doctor.md", "✓  Ranks and devices    3 ranks on node-7, CPU"): OUTPUT,
+    (
+        "docs/integrations/deepspeed.md",
+        "torchrun --nproc-per-node 2 examples/deepspeed_zero.py "
+        "--scale-rate --run-dir runs/deepspeed-fault",
+    ): EXAMPLE,
+    (
+        "docs/integrations/lightning.md",
+        "python examples/lightning_one_line.py --forget-sampler --run-dir runs/lightning-fault",
+    ): EXAMPLE,
+    ("docs/integrations/prometheus.md", "pip install 'rankscope[prometheus]'"): INSTALLS,
+    ("docs/integrations/prometheus.md", "curl http://127.0.0.1:9500/metrics"): OTHERS,
+    (
+        "docs/integrations/prometheus.md",
+        "python -m rankscope.sinks.grafana > rankscope-dashboard.json",
+    ): "run by tests/sinks/test_live.py",
+    ("docs/integrations/ray.md", "python examples/ray_train.py --scale-rate"): EXAMPLE,
+    (
+        "docs/integrations/torchtitan.md",
+        "torchrun --nproc-per-node 2 examples/torchtitan_style.py "
+        "--same-shard --run-dir runs/fault",
+    ): EXAMPLE,
+    (
+        "docs/integrations/trackers.md",
+        "jq -c 'select(.finding) | .finding | [.severity, .cause, .ranks]' runs/sft/metrics.jsonl",
+    ): OTHERS,
+    (
+        "docs/integrations/trackers.md",
+        "jq -r 'select(.step) | [.step, .[\"rankscope/loss_std\"]] | @tsv' runs/sft/metrics.jsonl",
+    ): OTHERS,
+    (
+        "docs/runs.md",
+        'duckdb -c "select last_step, rank, loss_high from '
+        "'RUN/rollups/64/*.parquet' order by loss_high desc limit 5\"",
+    ): "run by tests/test_docs.py",
+    ("docs/metrics/index.md", "rankscope faults run H1 D5 D20 --keep pictures"): MINUTES,
+    ("docs/metrics/index.md", "python benchmarks/pictures.py pictures docs/assets"): BENCHMARK,
+    ("docs/numerics.md", "rankscope numerics --output numerics"): MINUTES,
+    ("docs/numerics.md", "rankscope numerics --training-steps 0"): MINUTES,
+    (
+        "docs/numerics.md",
+        "python benchmarks/rounding_growth.py --output growth.json --figures figures",
+    ): BENCHMARK,
+    (
+        "docs/runs.md",
+        "duckdb -c \"select step, loss_mean, cosine_mean from 'RUN/steps/*.parquet' "
+        'order by step"',
+    ): "run by tests/test_docs.py",
+    ("docs/start.md", "python3 -m venv .venv"): INSTALLS,
+    ("docs/start.md", ".venv/bin/pip install '.[web]'"): INSTALLS,
+    ("docs/start.md", ".venv/bin/torchrun --nproc-per-node 4 examples/ddp_two_lines.py"): ELSEWHERE,
+    (
+        "docs/start.md",
+        ".venv/bin/torchrun --nproc-per-node 4 examples/ddp_two_lines.py "
+        "--forget-sampler --run-dir runs/fault",
+    ): ELSEWHERE,
+    (
+        "docs/study.md",
+        "rankscope study --data alpaca_data.json --steps 300 --output runs/alpaca",
+    ): MINUTES,
+}
+"""By page, and the command line or the block's first line: why it is not run."""
+
+ADAPTERS = {
+    "docs/integrations/accelerate.md": "tests/integrations/test_hugging_face.py",
+    "docs/integrations/deepspeed.md": "tests/integrations/test_deepspeed_adapter.py",
+    "docs/integrations/lightning.md": "tests/integrations/test_lightning.py",
+    "docs/integrations/ray.md": "tests/integrations/test_ray.py",
+    "docs/integrations/torchtitan.md": "tests/integrations/test_torchtitan.py",
+    "docs/integrations/transformers.md": "tests/integrations/test_hugging_face.py",
+}
+"""Pages whose Python needs a framework's own launch: the tests that run these lines with it."""
+
+PLAIN_MODEL = {"docs/reproducible.md"}
+"""Pages whose blocks wrap the model themselves."""
+
+EACH_STATEMENT_ALONE = {
+    (
+        "README.md",
+        "rankscope.fixed_order(model)  # DDP, FSDP2: the same bits in every run, for any "
+        "bucket size",
+    ),
+}
+"""Blocks whose statements are alternatives to each other."""
+
+RECORDED = {"docs/runs.md": ("runs/sft", "runs/a", "runs/b")}
+"""Runs that a page reads."""
+
+AFTERWARDS = {
+    ("docs/diff.md", "from rankscope import Run"): "assert callable(assert_same_training)",
+}
+"""What calls a function that a block only defines."""

@@ -1,0 +1,122 @@
+"""The wheel and the source distribution: what they hold; and what an import brings along."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "rankscope"
+DATA = {
+    *("py.typed", "diagnose/rules.toml", "faults/catalogue.toml", "exchange/accumulator.c"),
+    *("capture/kernels/digest.c", "capture/kernels/sketch.c", "capture/kernels/vectors.h"),
+}
+"""What is no Python file and must be in the package, beside the pages' templates."""
+
+ALLOWED = {"web/templates/*", "web/live/*", "sinks/*.json", "integrations/*.json", *DATA}
+HEAVY = {
+    *("torch", "numpy", "pyarrow", "typer", "rich", "altair", "jinja2", "transformers", "pandas"),
+    *("starlette", "uvicorn", "lightning", "ray", "deepspeed", "tensorboard", "wandb", "mlflow"),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Build both once, and return where they are."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    [path] = built.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    assert all(name.startswith("rankscope/") for name in names)
+    inside = {name.removeprefix("rankscope/") for name in names}
+    modules = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    templates = {
+        str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("web/templates/*") if path.is_file()
+    }
+    assert modules <= inside
+    assert inside >= DATA
+    assert templates <= inside
+    others = inside - modules
+    unexpected = [name for name in others if not any(fnmatch(name, rule) for rule in ALLOWED)]
+    assert unexpected == [], "files that nobody named: add them to ALLOWED, or keep them out"
+
+
+def test_the_wheel_says_what_it_is(wheel):
+    [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = Parser().parsestr(wheel.read(name).decode())
+    assert metadata["Name"] == "rankscope"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert {line.split(">")[0].split("<")[0] for line in needed} == {
+        *("torch", "numpy", "pyarrow", "typer", "rich")
+    }
+    [entry_points] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    assert "rankscope = rankscope.cli.main:run" in wheel.read(entry_points).decode()
+
+
+def test_the_source_distribution_can_be_built_tested_and_read(built):
+    [path] = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {
+        *("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile"),
+        *("constraints.txt", "mkdocs.yml", "docs/index.md", "docs/hooks/site.py"),
+        *("tests/conftest.py", "tests/support/ranks.py", "examples/ddp_two_lines.py"),
+        *("benchmarks/bench.py", "src/rankscope/py.typed"),
+    }
+    assert needed <= names
+    assert not [
+        name
+        for name in names
+        if fnmatch(name, "*.pyc") or (name.startswith((".", "runs/")) and name != ".gitignore")
+    ]
+
+
+def modules_after(code):
+    """Return the names of the top-level modules that a new process has after some code."""
+    tell = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    command = [sys.executable, "-c", f"{code}\n{tell}"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(ended.stdout.split())
+
+
+def test_an_import_brings_nothing_heavy():
+    assert modules_after("import rankscope") & HEAVY == set()
+
+
+def test_beside_torch_an_import_adds_itself_and_nothing_else():
+    code = "import torch, sys; before = set(sys.modules); import rankscope\n"
+    tell = "print(*sorted(set(sys.modules) - before))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code + tell], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["rankscope"]
+
+
+def test_the_command_line_and_its_help_bring_no_extra():
+    extras = HEAVY - {"numpy", "pyarrow", "typer", "rich"}
+    found = modules_after(
+        "from typer.testing import CliRunner\nfrom rankscope.cli.main import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0"
+    )
+    assert found & extras == set()
