@@ -38,15 +38,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(study)
-app.command("run", context_settings={"allow_interspersed_args": False})(run_script)
+app.command(short_help="Repeat the paper's experiment on your data or built-in data.")(study)
+app.command(
+    "run",
+    context_settings={"allow_interspersed_args": False},
+    short_help="Watch an unmodified training script.",
+)(run_script)
 app.command()(report)
 app.command()(serve)
-app.command()(doctor)
-app.command()(replay)
-app.command()(diff)
-app.command()(numerics)
-app.add_typer(faults)
+app.command(short_help="Check that a training can start: ranks, network, model, data.")(doctor)
+app.command(short_help="Run the batches again that a finding has saved.")(replay)
+app.command(short_help="Say where two runs part, by how much, and why.")(diff)
+app.command(short_help="Measure what the order and the type of a sum change.")(numerics)
+app.add_typer(faults, short_help="List and run the fault bench: real faults on real ranks.")
 
 
 def _version(wanted: bool) -> None:
