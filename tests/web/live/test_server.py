@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rankscope import Run
 from rankscope.errors import UsageError
 from rankscope.web.live import board, live_server
 from web.html_reader import Page, data_names
@@ -183,6 +184,29 @@ def test_a_server_that_ends_ends_its_streams(tmp_path: Path):
         assert next(told)[0] == "hello"
     with pytest.raises(ConnectionRefusedError):
         get(server, "/")
+
+
+def test_the_runs_that_stand_first_are_read_before_somebody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, reading in (("a-good", "sharded"), ("b-bad", "replicated")):
+        training = Training(tmp_path / name, reading=reading)
+        training.steps(2)
+        training.close()
+    read = []
+    make = board.run_content
+
+    def noted(run: Run) -> object:
+        read.append(run.path.name)
+        return make(run)
+
+    monkeypatch.setattr(board, "run_content", noted)
+    monkeypatch.setattr(board, "READ_AHEAD", 1)
+    pages = board.Board(tmp_path)
+    pages.read_ahead()
+    assert read == ["b-bad"]
+    assert pages.sheet("run:b-bad") is not None
+    assert read == ["b-bad"]
 
 
 def test_a_run_that_comes_stalls_and_goes_while_it_is_watched(tmp_path: Path):

@@ -32,6 +32,8 @@ REFRESH_COST = 4.0
 """The same as a multiple of what the last reading took."""
 SCAN_SECONDS = 5.0
 """Seconds after which the directory is looked through again for pages that only offer runs."""
+READ_AHEAD = 4
+"""Runs that are read when the server starts, before somebody asks for them."""
 MAX_CONTENTS = 24
 """Pages whose content is kept, the latest used."""
 MAX_VERSIONS = 200
@@ -97,6 +99,11 @@ class Board:
         found = self._scan()
         return next((place.id for place in found.values() if place.path == self.root), None)
 
+    def read_ahead(self) -> None:
+        """Read the runs that stand first in the list."""
+        for row in self._rows()[:READ_AHEAD]:
+            self.sheet(run_topic(row.place.id))
+
     def sheet(self, topic: str) -> Sheet | None:
         """Return what a page shows now, None if there is no such page.
 
@@ -126,8 +133,10 @@ class Board:
     # Pages ------------------------------------------------------------------------------------
 
     def _runs_sheet(self) -> Sheet:
-        glances = [self._row(place) for place in self._scan(0).values()]
-        return runs_sheet(in_order(glances), self._clock(), self.root.name or str(self.root))
+        return runs_sheet(self._rows(), self._clock(), self.root.name or str(self.root))
+
+    def _rows(self) -> list[Glance]:
+        return in_order([self._row(place) for place in self._scan(0).values()])
 
     def _run_sheet(self, run_id: str) -> Sheet | None:
         place = self._find(run_id)

@@ -58,9 +58,11 @@ class LiveServer(uvicorn.Server):
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         self.url = _url(host, self.port, self.token)
-        board = Board(directory, refresh_seconds=refresh_seconds)
-        self._hub = Hub(lambda topic: getattr(board.sheet(topic), "version", None), poll_seconds)
-        app = make_app(board, self._hub, token=self.token, own_names_only=own)
+        self._board = Board(directory, refresh_seconds=refresh_seconds)
+        self._hub = Hub(
+            lambda topic: getattr(self._board.sheet(topic), "version", None), poll_seconds
+        )
+        app = make_app(self._board, self._hub, token=self.token, own_names_only=own)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -78,21 +80,21 @@ class LiveServer(uvicorn.Server):
         Args:
             browser: Open the first page in this machine's browser.
         """
-        threading.Thread(target=warm_up, daemon=True).start()
+        threading.Thread(target=self._warm_up, daemon=True).start()
         if browser:
             threading.Thread(target=webbrowser.open, args=(self.url,), daemon=True).start()
         self.run(sockets=[self._socket])
+
+    def _warm_up(self) -> None:
+        """Make what takes seconds, before a page asks for it: the large script, the first runs."""
+        asset(addresses()["vega.js"].split("/")[2], "vega.js")
+        self._board.read_ahead()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the streams that pages listen to, then what is left."""
         self._hub.close()
         await asyncio.sleep(0)
         await super().shutdown(sockets)
-
-
-def warm_up() -> None:
-    """Make the large script, which takes seconds, before a page asks for it."""
-    asset(addresses()["vega.js"].split("/")[2], "vega.js")
 
 
 def _listen(host: str, port: int) -> socket.socket:
