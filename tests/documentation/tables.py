@@ -8,7 +8,7 @@ ELSEWHERE = "run by tests/test_package.py, with fewer steps"
 INSTALLS = "installs packages: .ci/packaging does"
 MINUTES = "takes minutes"
 OUTPUT = "what a command prints"
-EXAMPLE = "an example: the tests of its adapter run it"
+EXAMPLE = "an example: it starts ranks of its own; the tests of its adapter train the same way"
 OTHERS = "a program of others"
 PLACEHOLDER = "stands for the reader's own script"
 BENCHMARK = "measures: for a quiet machine"
@@ -40,6 +40,10 @@ NOT_RUN = {
         "README.md",
         "▲ warning  A worker differs from the others, in its loss too  data.worker_outlier",
     ): OUTPUT,
+    (
+        "README.md",
+        "torchrun --nproc-per-node 8 -m rankscope run train.py --lr 3e-4",
+    ): "run by tests/integrations/test_run_ranks.py",
     ("README.md", "make demo"): "run by .ci/run",
     ("README.md", "make test"): "run by .ci/run",
     ("README.md", "pip install '.[all]'"): INSTALLS,
@@ -82,6 +86,19 @@ NOT_RUN = {
         "docs/integrations/prometheus.md",
         "python -m rankscope.sinks.grafana > rankscope-dashboard.json",
     ): "run by tests/sinks/test_live.py",
+    (
+        "docs/integrations/accelerate.md",
+        "torchrun --nproc-per-node 2 examples/accelerate_loop.py --unprepared --run-dir runs/twins",
+    ): EXAMPLE,
+    (
+        "docs/integrations/transformers.md",
+        "torchrun --nproc-per-node 2 examples/trainer_one_line.py "
+        "--own-loss --run-dir runs/trainer-fault",
+    ): EXAMPLE,
+    (
+        "docs/integrations/transformers.md",
+        "torchrun --nproc-per-node 2 examples/trl_sft.py --other-rate --run-dir runs/trl-fault",
+    ): EXAMPLE,
     ("docs/integrations/ray.md", "python examples/ray_train.py --scale-rate"): EXAMPLE,
     (
         "docs/integrations/torchtitan.md",

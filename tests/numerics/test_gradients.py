@@ -158,7 +158,7 @@ def snippet():
     [code] = [
         code
         for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-        if "save_local_gradients" in code
+        if "def save_local_gradients" in code
     ]
     names = {}
     exec(code, names)

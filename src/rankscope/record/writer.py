@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,11 @@ class RunWriter:
         self.path = Path(path)
         self.flush_seconds = flush_seconds
         self._tables = {
-            table: _PartWriter(self.path / table, signals(table)) for table in _WRITE_ORDER
+            table: _PartWriter(self.path, self.path / table, signals(table))
+            for table in _WRITE_ORDER
         }
         self._rolled = {
-            name: _PartWriter(folder_of(self.path, name), columns)
+            name: _PartWriter(self.path, folder_of(self.path, name), columns)
             for name, columns in columns_by_folder().items()
         }
         self._parts = (*self._tables.values(), *self._rolled.values())
@@ -229,8 +231,10 @@ class _PartWriter:
     Rows are pending (added), then staged (part of the flush under way), then written.
     """
 
-    def __init__(self, folder: Path, columns: Sequence[Signal]) -> None:
+    def __init__(self, run: Path, folder: Path, columns: Sequence[Signal]) -> None:
         self._folder = folder
+        above = takewhile(lambda path: path != run, folder.parents)
+        self._folders = [*reversed([*above]), folder]  # not the run's own: it may have been moved
         self._signals = columns
         self._schema = schema_of(columns)
         self._pending: list[Rows] = []
@@ -252,7 +256,8 @@ class _PartWriter:
         if not self._staged:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            for folder in self._folders:
+                folder.mkdir(exist_ok=True)
         except OSError as error:
             raise write_error(self._folder, error) from error
         grown = self._part.grown(self._to_arrow(self._staged))

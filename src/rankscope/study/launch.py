@@ -1,6 +1,7 @@
 """Starts a study's workers on this machine, or joins those that an outer ``torchrun`` started."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +15,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rankscope.errors import RankscopeError
+
+_PRELOADED = [
+    *("torch._dynamo", "torch.nn.parallel", "torch.distributed.elastic.multiprocessing.api"),
+    *("transformers.models.llama.modeling_llama", "transformers.optimization"),
+    *("rankscope.start", "rankscope.study.worker"),
+]
+"""What every worker imports: loaded once, in the process that all of them are forked from."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a study to stop: Ctrl-C, a scheduler, a closed terminal."""
@@ -55,10 +63,12 @@ def launch(work: Callable[..., None], num_workers: int, *args: Any, error_log: P
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
+        start_method="forkserver",  # eight imports of torch would take longer than a short training
         signals_to_handle="",  # ours stay: a second Ctrl-C must not cut the workers' end short
     )
     try:
         with _environment(num_workers), _quiet_launcher(), _signals_kept_from_children():
+            multiprocessing.set_forkserver_preload(_PRELOADED)
             elastic_launch(config, work)(*args)
     except ChildFailedError as error:
         raise WorkerFailedError(_describe(error, error_log)) from error
@@ -157,10 +167,15 @@ def _quiet_launcher() -> Iterator[None]:
             logger.setLevel(level)
 
 
+def is_echo(message: str) -> bool:
+    """Return whether an error only tells that another worker has gone."""
+    return "onnection" in message
+
+
 def _describe(error: ChildFailedError, error_log: Path) -> str:
     """Return one line on the first failure that is no mere echo of another worker's."""
     failures = sorted(
-        error.failures.items(), key=lambda item: ("onnection" in _text(item[1]), item[1].timestamp)
+        error.failures.items(), key=lambda item: (is_echo(_text(item[1])), item[1].timestamp)
     )
     rank, failure = failures[0]
     line = f"worker {rank} failed: {_text(failure) or f'exit code {failure.exitcode}'}"

@@ -1,9 +1,12 @@
 """Hugging Face's libraries without the notices that our users cannot act on."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from rankscope.errors import MissingExtraError
 
@@ -18,6 +21,15 @@ def quiet_hub() -> Iterator[None]:
         yield
     finally:
         hub.setLevel(level)
+
+
+def quiet_deepspeed() -> None:
+    """Tell DeepSpeed, which transformers imports where it is installed, to run on the CPU.
+
+    Where there is nothing else it finds that out itself, but prints it among the results.
+    """
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from rankscope.study import worker
 from rankscope.study.config import Combination, StudyConfig
 from rankscope.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
 from rankscope.study.prepare import Prepared, prepare, scratch_directory
+from rankscope.study.quiet import quiet_deepspeed
 from rankscope.study.summary import (
     Entry,
     summarize_run,
@@ -53,6 +54,7 @@ def run_study(
         StudyInterrupted: A signal asked to stop.
         WorkerFailedError: A worker failed.
     """
+    quiet_deepspeed()
     _require_extra()
     if resume and overwrite:
         raise UsageError("--resume keeps a study and --overwrite removes it; give one of them")

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,10 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from rankscope.errors import RankscopeError
 from rankscope.study.config import Combination, StudyConfig
-from rankscope.study.launch import heed_signals, ignore_signals
+from rankscope.study.launch import heed_signals, ignore_signals, is_echo
 from rankscope.study.prepare import Prepared, load, load_samples
 from rankscope.study.progress import StudyProgress
 from rankscope.study.training import Job, train
+
+_ECHO_SECONDS = 1.0
+"""How long a worker that lost another one waits, so that the launcher notices that one first."""
 
 
 def main(
@@ -40,6 +44,10 @@ def _main(
     device = join_process_group()
     try:
         run_combinations(config, output, prepared, todo, device)
+    except Exception as error:
+        if is_echo(str(error)):
+            time.sleep(_ECHO_SECONDS)
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ QUIET = (
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-quic",
 )  # fmt: skip
-PATIENCE = 20_000
+PATIENCE = 60_000
 
 expect.set_options(timeout=PATIENCE)
 
