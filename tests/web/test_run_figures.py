@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -6,10 +7,15 @@ import numpy as np
 import pytest
 import vl_convert
 
+from diagnose.micro_jobs import Job
 from rankscope.core.signals import Table
-from rankscope.record import Run
+from rankscope.core.summarize import summarize
+from rankscope.diagnose.assessment import assess
+from rankscope.record import Run, RunWriter
 from rankscope.web import bins, groups, write_report
 from rankscope.web.document import vegalite_version
+from rankscope.web.page import run_view
+from rankscope.web.parts import Tables
 from web.html_reader import Page
 from web.recorded_runs import ODD, record_run
 
@@ -66,6 +72,21 @@ def test_curves_of_gradients_hold_observed_steps_only(page: Page):
     rows = rows_of(page, "cosine_mean", "value")
     assert [row["step"] for row in rows] == [*range(20), *range(20, 40, 2)]
     assert all(row["value"] is not None for row in rows)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_the_cosine_has_its_null_where_micro_batches_tell_it(tmp_path: Path, accumulates: bool):
+    writer = RunWriter(tmp_path / "run", {"num_workers": 4})
+    for step in range(6):
+        job = Job(step, workers=4, micro=3 if accumulates else 1, gradients=True)
+        sketches_WK = job.rng.standard_normal((4, 31)).astype(np.float32)
+        writer.add(summarize(replace(job.step(step), sketches_WK=sketches_WK)))
+    writer.close()
+    run = Run.open(tmp_path / "run")
+    view = run_view(Tables(), run, assess(run))
+    styles = [layer["mark"].get("style") for layer in view.figures["cosine_mean"]["layer"]]
+    assert ("expected" in styles) == accumulates
+    assert bool(view.notes["null-cosine"]) == accumulates
 
 
 def test_the_group_maps_are_means_of_the_last_observed_steps(page: Page, rich_run: Run):

@@ -24,6 +24,7 @@ class _Steps:
     """What norms say of T steps, before the question which of them count.
 
     Attributes:
+        steps_T: Their numbers.
         squares_T: Mean over workers of the squared norm; NaN unless all are known.
         reduced_T: Norm of the reduced gradient.
         samples_T: Samples of the global batch, NaN where unknown.
@@ -32,6 +33,7 @@ class _Steps:
         width: W.
     """
 
+    steps_T: Ints
     squares_T: Floats
     reduced_T: Floats
     samples_T: Floats
@@ -78,6 +80,28 @@ def noise_numbers(run: Run) -> Numbers:
     }
 
 
+def expected_cosines(run: Run) -> tuple[Ints, Floats]:
+    """Return the cosine between workers that sampling alone would give, step by step.
+
+    The micro-batches inside a worker tell how far its gradient lies from the true one by chance:
+    of the squared norm ``a`` of a worker's gradient, ``v`` is such noise, and two workers that draw
+    from the same distribution share the rest. Their cosine, weighted by norms, is 1 − v/a. It is
+    an estimate from one step, and can be negative.
+
+    Returns:
+        Steps ``[T]`` and cosines ``[T]``: the steps whose micro-batches have norms; of a long run
+        an even choice. None without gradient accumulation, or under one worker.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+    """
+    steps = _steps_of_long(run) if run.is_long else _steps_of(run)
+    squares = (steps.squares_T, steps.reduced_T, steps.micro_squares_T)
+    within_T = noise_of_steps(*squares, steps.num_micro_T, steps.width).within_T
+    known_T = np.isfinite(within_T) & (steps.squares_T > 0) & (steps.width > 1)
+    return steps.steps_T[known_T], 1.0 - within_T[known_T] / steps.squares_T[known_T]
+
+
 def _noise_of(steps: _Steps) -> tuple[NoiseOfSteps, Floats]:
     """Return the noise of the observed steps; only those with micro-batches, when most have them.
 
@@ -104,6 +128,7 @@ def _steps_of(run: Run) -> _Steps:
     micro_squares_T, num_micro_T = _micro(micro, steps_T, width)
     with np.errstate(over="ignore", invalid="ignore"):
         return _Steps(
+            steps_T=steps_T,
             squares_T=np.square(norms_TW).mean(axis=1),
             reduced_T=_at(steps_T, columns["step"], columns["grad_norm_reduced"]),
             samples_T=_unless_zero(samples_TW.sum(axis=1)),
@@ -128,6 +153,7 @@ def _steps_of_long(run: Run) -> _Steps:
         squares_T = np.square(columns["grad_norm_mean"]) + np.square(columns["grad_norm_std"])
         drawn_T = np.where(columns["samples_drawn"] == MISSING_INT, 0, columns["samples_drawn"])
         return _Steps(
+            steps_T=steps_T,
             squares_T=squares_T,
             reduced_T=columns["grad_norm_reduced"],
             samples_T=_unless_zero(drawn_T.astype(np.float64)),

@@ -12,6 +12,7 @@ import numpy as np
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.noise import expected_cosines
 from rankscope.record import Columns, Overview, Run
 from rankscope.web import bins, cost_figures, figures, groups, maps, series, worker_figures
 from rankscope.web.document import Spec, spec_of
@@ -145,14 +146,17 @@ def _loss_figure(source: Source) -> dict[str, Spec]:
 
 
 def _metric_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
-    expected = _curve(source, "loss_std_expected")
-    notes["null"] = "known" if _known(expected) else ""
+    nulls = {
+        "loss_std": _curve(source, "loss_std_expected"),
+        "cosine_mean": series.curve(*expected_cosines(source.run)),
+    }
+    notes["null"], notes["null-cosine"] = ("known" if _known(n) else "" for n in nulls.values())
     specs = {}
     for name in ("loss_std", "grad_norm_std", "cosine_mean"):
         points = _curve(source, name, observed=name != "loss_std")
         if not _known(points):
             continue
-        null = expected if name == "loss_std" else ()
+        null = nulls.get(name, ())
         unit = "nats per token" if name == "loss_std" else ""
         specs[name] = spec_of(figures.metric(source.tables, points, unit, expected=null))
     return specs
