@@ -43,6 +43,7 @@ def quiet_transformers() -> Iterator[None]:
         from transformers.utils import logging as transformers_logging
     except ImportError as error:
         raise MissingExtraError("rankscope study", "study") from error
+    quiet_deepspeed()
     library: Any = transformers_logging  # its functions have no types
     level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
     library.set_verbosity_error()
