@@ -7,7 +7,7 @@ TEST_PROCESSES ?= 4
 DEMO_FLAGS ?=
 DEMO_OUTPUT ?= demo
 
-.PHONY: demo test check bench docs format clean
+.PHONY: demo test check bench docs packaging format clean
 
 demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes on 2 cores
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
@@ -26,6 +26,9 @@ bench: $(VENV)/.dev ## ratios measured side by side in one run
 
 docs: $(VENV)/.dev ## the documentation site, in site/, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+packaging: $(VENV)/.dev ## the wheel in empty environments, without and with each extra
+	$(BIN)/python .ci/packaging
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format
