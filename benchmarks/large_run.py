@@ -1,6 +1,6 @@
 """How fast a long run opens: a synthetic run of W workers and T steps, and what reads it.
 
-Run as ``python benchmarks/large_run.py`` (about five minutes and 2 GB of disk), or with sizes of its
+Run as ``python benchmarks/large_run.py`` (about five minutes, 2 GB of disk), or with sizes of its
 own: ``--sizes 8x1000 64x10000``. With ``--writer``, what roll-ups add to the writer's work instead.
 
 The run has the tables, columns, part sizes and row groups of a recorded one, and its roll-ups come
