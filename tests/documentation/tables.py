@@ -53,7 +53,7 @@ NOT_RUN = {
     ("CONTRIBUTING.md", "make demo"): "run by .ci/run",
     (
         "CONTRIBUTING.md",
-        "errors → core → capture, record → exchange → diagnose → wrapping → "
+        "errors → core → capture, record, sinks → exchange → diagnose → wrapping → "
         "instruments → canary → books",
     ): "a picture of the layers",
     (
