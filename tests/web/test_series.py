@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import array_shapes, arrays
+from hypothesis.extra.numpy import arrays
 
 from rankscope.web import series
 
@@ -48,31 +48,6 @@ def test_a_spike_of_one_step_survives_thinning_at_any_place():
         rows = series.curve(np.arange(100_000), values_T)
         assert {"step": place, "value": 5} in rows
         assert len(rows) <= 2 * series.MAX_BINS + 2
-
-
-@given(arrays(np.float64, array_shapes(min_dims=2, max_dims=2, max_side=12), elements=VALUES))
-def test_band_is_the_range_of_the_workers_with_finite_values(values_TW):
-    rows = series.band(np.arange(len(values_TW)), values_TW)
-
-    for row, values_W in zip(rows, values_TW, strict=True):
-        finite = [v for v in values_W if np.isfinite(v)]
-        if not finite:
-            assert row["low"] is None
-            assert row["high"] is None
-        else:
-            assert row["low"] == pytest.approx(min(finite), rel=1e-5)
-            assert row["high"] == pytest.approx(max(finite), rel=1e-5)
-
-
-def test_thinned_band_still_covers_every_worker_in_every_step():
-    values_TW = np.random.default_rng(0).normal(size=(5_000, 3))
-    rows = series.band(np.arange(5_000), values_TW)
-
-    assert len(rows) == series.MAX_BINS
-    starts = [row["step"] for row in rows]
-    for row, start, stop in zip(rows, starts, [*starts[1:], 5_000], strict=True):
-        assert row["low"] == pytest.approx(values_TW[start:stop].min(), rel=1e-5)
-        assert row["high"] == pytest.approx(values_TW[start:stop].max(), rel=1e-5)
 
 
 @given(

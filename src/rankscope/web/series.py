@@ -63,28 +63,6 @@ def curve(steps_T: Ints, values_T: Floats, num_bins: int = MAX_BINS) -> list[Row
     return _rows(step=steps_T[kept], value=values_T[kept])
 
 
-def band(steps_T: Ints, values_TW: Floats, num_bins: int = MAX_BINS) -> list[Row]:
-    """Return rows ``{step, low, high}``: the workers' range; of all steps of a bin when thinned.
-
-    Steps in which no worker has a value are None.
-    """
-    low_T = _over_workers(np.fmin, values_TW)
-    high_T = _over_workers(np.fmax, values_TW)
-    length = len(steps_T)
-    if length > 2 * num_bins:
-        starts = np.linspace(0, length, num_bins, endpoint=False).astype(np.int64)
-        low_T = np.fmin.reduceat(low_T, starts)
-        high_T = np.fmax.reduceat(high_T, starts)
-        steps_T = steps_T[starts]
-    return _rows(step=steps_T, low=low_T, high=high_T)
-
-
-def _over_workers(reduce: np.ufunc, values_TW: Floats) -> Floats:
-    finite_TW = np.where(np.isfinite(values_TW), values_TW, np.nan)
-    result: Floats = reduce.reduce(finite_TW, axis=1, initial=np.nan)
-    return result
-
-
 def chosen_workers(values_TW: Floats, named: Iterable[int] = ()) -> list[int]:
     """Return the ranks to draw: all, or those that matter most and an even sample of the rest.
 
