@@ -6,6 +6,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-v
 TEST_PROCESSES ?= 4
 DEMO_FLAGS ?=
 DEMO_OUTPUT ?= demo
+# Packages are compiled as they are imported; with this set, anew in every process.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check bench docs packaging format clean
 

@@ -1,6 +1,7 @@
 """The courier over channels between threads: order, agreement, and every way to end."""
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,10 +21,18 @@ from rankscope.exchange import (
 class Worker:
     """One simulated worker with a courier that remembers what it got."""
 
-    def __init__(self, channel: MemoryChannel, *, every: int = 1, fail_at: int = -1) -> None:
+    def __init__(
+        self,
+        channel: MemoryChannel,
+        *,
+        every: int = 1,
+        fail_at: int = -1,
+        before_delivery: Callable[[], object] = lambda: None,
+    ) -> None:
         self.got: list[GatheredStep] = []
         self.ended: list[Exception] = []
         self.fail_at = fail_at
+        self.before_delivery = before_delivery
         self.courier = Courier(
             FlatGathering(channel, Layout(sketch_width=3)),
             interval_at=lambda step: every,
@@ -33,6 +42,7 @@ class Worker:
         )
 
     def deliver(self, outcome: Outcome) -> None:
+        self.before_delivery()
         gathered = outcome.gathered
         if gathered.step == self.fail_at:
             raise OSError("disk full")
@@ -112,3 +122,23 @@ def test_a_missing_peer_ends_the_channel_and_not_the_sender():
     assert worker.courier.join(30)
     assert "did not answer" in str(worker.ended[0])
     assert threading.current_thread().is_alive()
+
+
+def test_own_work_is_waited_for_longer_than_the_others():
+    [channel] = MemoryChannel.connect(1)
+    slow = threading.Event()
+    worker = Worker(channel, before_delivery=slow.wait)
+    worker.courier.send(lambda: message(0, 0))
+    worker.courier.leave()
+    threading.Timer(0.3, slow.set).start()
+    assert worker.courier.join(0.01)
+    assert len(worker.got) == 1
+
+
+def test_another_worker_is_not_waited_for_longer():
+    present, _absent = MemoryChannel.connect(2, timeout_seconds=2.0)
+    worker = Worker(present)
+    worker.courier.send(lambda: message(0, 0))
+    worker.courier.leave()
+    assert not worker.courier.join(0.1)
+    assert worker.courier.join(30)  # the channel gives up

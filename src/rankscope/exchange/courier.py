@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from rankscope.exchange.channel import ChannelError
@@ -11,6 +12,8 @@ from rankscope.exchange.payload import Goodbye, PayloadError, WorkerStep
 
 _IDLE_SECONDS = 1.0
 _MOST_WAITING = 1024
+_OWN_WORK_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
 
 
 class Courier:
@@ -49,6 +52,7 @@ class Courier:
         self._queue: queue.Queue[Callable[[], WorkerStep] | None] = queue.Queue(_MOST_WAITING)
         self._leaving = threading.Event()
         self._next_step = first_step
+        self._stage = 1  # odd while this worker works, even while it waits for the others
         self._thread = threading.Thread(target=self._run, name="rankscope", daemon=True)
         self._thread.start()
 
@@ -78,16 +82,25 @@ class Courier:
                 return  # the channel is stuck; the thread ends with the process
 
     def join(self, timeout: float) -> bool:
-        """Wait until all queued steps are delivered, or none has been for ``timeout`` seconds.
+        """Wait until all queued steps are delivered, as long as that gets on.
+
+        Args:
+            timeout: Seconds to wait for another worker's message. What this worker itself does
+                with a step may take ten seconds: on a busy machine it is late, not lost.
 
         Returns:
-            Whether they are.
+            Whether they are delivered.
         """
-        seen = -1
-        while self._thread.is_alive() and self._next_step > seen:
-            seen = self._next_step
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
+        stage, since = self._stage, time.monotonic()
+        while self._thread.is_alive():
+            if self._stage > stage:
+                stage, since = self._stage, time.monotonic()
+            patience = max(timeout, _OWN_WORK_SECONDS) if stage % 2 else timeout
+            left = since + patience - time.monotonic()
+            if left <= 0:
+                return False
+            self._thread.join(min(left, _LOOK_SECONDS))
+        return True
 
     def _run(self) -> None:
         try:
@@ -116,4 +129,8 @@ class Courier:
             self._exchange(WorkerStep(self._next_step, leaving=True))
 
     def _exchange(self, message: WorkerStep) -> Outcome:
-        return self._gathering.exchange(message, self._interval_at(message.step))
+        self._stage += 1
+        try:
+            return self._gathering.exchange(message, self._interval_at(message.step))
+        finally:
+            self._stage += 1
