@@ -8,7 +8,7 @@ ELSEWHERE = "run by tests/test_package.py, with fewer steps"
 INSTALLS = "installs packages: .ci/packaging does"
 MINUTES = "takes minutes"
 OUTPUT = "what a command prints"
-EXAMPLE = "an example: it starts ranks of its own; the tests of its adapter train the same way"
+IN_RANKS = "run by the test that ADAPTERS names, in the ranks that it starts, with fewer steps"
 OTHERS = "a program of others"
 PLACEHOLDER = "stands for the reader's own script"
 BENCHMARK = "measures: for a quiet machine"
@@ -75,11 +75,11 @@ NOT_RUN = {
         "docs/integrations/deepspeed.md",
         "torchrun --nproc-per-node 2 examples/deepspeed_zero.py "
         "--scale-rate --run-dir runs/deepspeed-fault",
-    ): EXAMPLE,
+    ): IN_RANKS,
     (
         "docs/integrations/lightning.md",
         "python examples/lightning_one_line.py --forget-sampler --run-dir runs/lightning-fault",
-    ): EXAMPLE,
+    ): IN_RANKS,
     ("docs/integrations/prometheus.md", "pip install 'rankscope[prometheus]'"): INSTALLS,
     ("docs/integrations/prometheus.md", "curl http://127.0.0.1:9500/metrics"): OTHERS,
     (
@@ -89,22 +89,25 @@ NOT_RUN = {
     (
         "docs/integrations/accelerate.md",
         "torchrun --nproc-per-node 2 examples/accelerate_loop.py --unprepared --run-dir runs/twins",
-    ): EXAMPLE,
+    ): IN_RANKS,
     (
         "docs/integrations/transformers.md",
         "torchrun --nproc-per-node 2 examples/trainer_one_line.py "
         "--own-loss --run-dir runs/trainer-fault",
-    ): EXAMPLE,
+    ): IN_RANKS,
     (
         "docs/integrations/transformers.md",
         "torchrun --nproc-per-node 2 examples/trl_sft.py --other-rate --run-dir runs/trl-fault",
-    ): EXAMPLE,
-    ("docs/integrations/ray.md", "python examples/ray_train.py --scale-rate"): EXAMPLE,
+    ): IN_RANKS,
+    (
+        "docs/integrations/ray.md",
+        "python examples/ray_train.py --scale-rate",
+    ): "starts a Ray of its own, some ten processes: its test trains the same way in one",
     (
         "docs/integrations/torchtitan.md",
         "torchrun --nproc-per-node 2 examples/torchtitan_style.py "
         "--same-shard --run-dir runs/fault",
-    ): EXAMPLE,
+    ): IN_RANKS,
     (
         "docs/integrations/trackers.md",
         "jq -c 'select(.finding) | .finding | [.severity, .cause, .ranks]' runs/sft/metrics.jsonl",
@@ -154,7 +157,7 @@ ADAPTERS = {
     "docs/integrations/torchtitan.md": "tests/integrations/test_torchtitan.py",
     "docs/integrations/transformers.md": "tests/integrations/test_hugging_face.py",
 }
-"""Pages whose Python needs a framework's own launch: the tests that run these lines with it."""
+"""Pages whose Python needs a framework's own launch: the tests in whose ranks every block runs."""
 
 PLAIN_MODEL = {"docs/reproducible.md"}
 """Pages whose blocks wrap the model themselves."""
@@ -168,7 +171,10 @@ EACH_STATEMENT_ALONE = {
 }
 """Blocks whose statements are alternatives to each other."""
 
-RECORDED = {"docs/runs.md": ("runs/sft", "runs/a", "runs/b")}
+RECORDED = {
+    "docs/metrics/gradient-norm-dispersion.md": ("runs/norms/runs/sharded-s1-1",),
+    "docs/runs.md": ("runs/sft", "runs/a", "runs/b"),
+}
 """Runs that a page reads."""
 
 AFTERWARDS = {

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from cli.test_replay import make_bundle
 from documentation.blocks import PAGES, ROOT, blocks, commands
-from documentation.tables import NOT_RUN
+from documentation.framework_examples import examples
+from documentation.tables import ADAPTERS, IN_RANKS, NOT_RUN
 from rankscope.cli.main import NAME, app
 from rankscope.record.bundle import save_bundle
 from record.run_files import write
@@ -31,6 +32,7 @@ RUN = {
 }.values()
 """Each command once, whatever run it is about."""
 
+RUN_IN_RANKS = ADAPTERS.keys() - {"docs/integrations/ray.md"}
 DATA = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
 ELSEWHERE = {"python": "test_python_blocks.py", "sql": "tests/test_docs.py"}
 MODEL = "from cli.test_replay import model as make\n"
@@ -199,6 +201,8 @@ def test_whatever_is_not_run_is_named_with_its_reason():
     kinds = {block.kind for block in blocks()} - DATA.keys() - ELSEWHERE.keys()
     assert kinds <= {"commands", "text", "unknown"}, "teach the runner this language"
     assert all(NOT_RUN.values())
+    in_ranks = {(c.page, c.text) for page in RUN_IN_RANKS for c in examples(page)}
+    assert in_ranks == {key for key, reason in NOT_RUN.items() if reason == IN_RANKS}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,26 +1,22 @@
 """Every Python block of README and docs runs, on two real ranks that are started once.
 
-Blocks that need a framework's own launch are run by the tests of its adapter. Here they are held to
-what exists: modules, names and options.
+Those of a framework's page run in the ranks that the tests of its adapter start, see ``ADAPTERS``.
 """
 
 import ast
-import inspect
 from collections import defaultdict
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-import rankscope
 from documentation.blocks import ROOT, blocks
+from documentation.framework_blocks import USES, train_under_ray
+from documentation.framework_pages import python_blocks
 from documentation.prepared import run_blocks
-from documentation.tables import ADAPTERS, AFTERWARDS, EACH_STATEMENT_ALONE, NOT_RUN
+from documentation.tables import ADAPTERS, AFTERWARDS, EACH_STATEMENT_ALONE
 from support.ranks import run_ranks
 
 BLOCKS = [block for block in blocks() if block.kind == "python"]
-OF_ADAPTERS = [block for block in BLOCKS if block.page in ADAPTERS]
-RUN = [b for b in BLOCKS if (b.page, b.first) not in NOT_RUN and b.page not in ADAPTERS]
+RUN = [block for block in BLOCKS if block.page not in ADAPTERS]
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +36,13 @@ def test_a_block_runs(problems, block):
     assert str(block) not in problems, problems[str(block)]
 
 
-@pytest.mark.parametrize("block", OF_ADAPTERS, ids=lambda block: f"{block.page}: {block.first}")
-def test_what_an_adapter_is_given_exists(block):
-    known = inspect.signature(rankscope.watch).parameters.keys()
-    for node in ast.walk(ast.parse(block.code)):
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("rankscope."):
-            assert {alias.name for alias in node.names} <= defined_in(node.module), node.module
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("watch", "RankscopeCallback"):
-            own = {"weight", "label_tokens"}
-            assert {keyword.arg for keyword in node.keywords} <= known | own
-
-
-def defined_in(module):
-    """Return the names that a module defines, without importing what it needs."""
-    tree = ast.parse(Path(find_spec(module).origin).read_text())
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    return {node.name for node in tree.body if isinstance(node, kinds)}
-
-
-def test_pages_of_adapters_have_tests_that_run_them():
-    for page, test in ADAPTERS.items():
-        assert (ROOT / test).is_file() or not (ROOT / page).is_file(), test
+@pytest.mark.parametrize("page", ADAPTERS)
+def test_blocks_of_a_framework_are_run_in_the_ranks_that_its_tests_start(page):
+    """One reader for each block; the test of the adapter asks what became of each."""
+    assert len(python_blocks(page)) == len(USES.get(page, [train_under_ray])) > 0
+    test = ast.parse((ROOT / ADAPTERS[page]).read_text())
+    calls = {ast.unparse(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)}
+    assert {"python_blocks", "assert_block_ran"} <= calls
 
 
 def test_the_tables_speak_of_blocks_that_exist():

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 import rankscope
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
 from rankscope.core.signals import Table
 from rankscope.integrations.deepspeed import watch
@@ -17,6 +20,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+PAGE = "docs/integrations/deepspeed.md"
 STEPS, ACCUMULATE = 4, 2
 
 
@@ -72,6 +76,7 @@ def work(rank, folder):
     result = {"watched": train(rank, engine, scope), "unwatched": train(rank, make_engine(rank))}
     engine = make_engine(rank, rate=0.2 if rank == 1 else 0.1)
     train(rank, engine, watch(engine, run_dir=f"{folder}/fault", **OPTIONS))
+    result["page"] = run_framework(PAGE, folder) | run_examples(PAGE, folder)
     dist.barrier()
     return result
 
@@ -117,6 +122,16 @@ def test_another_learning_rate_on_one_worker_is_found(trained):
     run = run_in(trained[0], "fault")
     [finding] = [f for f in run.findings() if f.cause == "state.hyperparameters_differ"]
     assert finding.evidence["what"] == "the learning rate is 0.1 on rank 0, 0.2 on rank 1"
+
+
+@pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
+def test_a_block_of_the_page_runs(trained, block):
+    assert_block_ran(block, [rank["page"] for rank in trained[1]])
+
+
+@pytest.mark.parametrize("command", examples(PAGE), ids=str)
+def test_an_example_of_the_page_runs(trained, command):
+    assert_example_ran(command, [rank["page"] for rank in trained[1]])
 
 
 def test_anything_but_an_engine_is_refused():

@@ -11,6 +11,9 @@ import pytest
 import torch.distributed as dist
 
 import rankscope
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import assert_same_metrics, bits, loud, run_in
 from rankscope import Run
 from rankscope.core.signals import Table
@@ -19,6 +22,10 @@ from support.loops import collect_warnings
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+
+PAGES = [f"docs/integrations/{name}.md" for name in ("transformers", "accelerate")]
+BLOCKS = [block for page in PAGES for block in python_blocks(page)]
+EXAMPLES = [command for page in PAGES for command in examples(page)]
 
 
 def work(rank, folder):
@@ -45,6 +52,10 @@ def work(rank, folder):
         **with_deepspeed(rank, folder, jobs),
         "said": list(said),
     }
+    results["pages"] = {}
+    for page in PAGES:
+        results["pages"] |= run_framework(page, folder)
+        results["pages"] |= run_examples(page, folder, jobs.start_again)
     said.clear()
     jobs.start_again(world_size=1)
     alone = callback(f"{folder}/alone", jobs)
@@ -290,6 +301,16 @@ def test_accelerate_closes_the_run_at_its_end(trained):
     info = run_in(trained[0], "accelerate").info
     assert info["status"] == "complete"
     assert info["config"]["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}: {block.first}")
+def test_a_block_of_the_pages_runs(trained, block):
+    assert_block_ran(block, [rank["pages"] for rank in trained[1]])
+
+
+@pytest.mark.parametrize("command", EXAMPLES, ids=str)
+def test_an_example_of_the_pages_runs(trained, command):
+    assert_example_ran(command, [rank["pages"] for rank in trained[1]])
 
 
 def test_one_process_is_told_and_not_watched(trained):

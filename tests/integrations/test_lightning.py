@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import rankscope
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, bits, loud, run_in
 from rankscope.core.signals import Table
 from support.models import make_batch, make_model
@@ -23,6 +26,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+PAGE = "docs/integrations/lightning.md"
 STEPS, ACCUMULATE = 10, 2
 
 
@@ -140,6 +144,7 @@ def work(rank, folder):
     with pytest.raises(rankscope.RankscopeError) as caught:
         fit(rank, make_module(manual=True, optimizers=2), [callback("two")], steps=2, accumulate=1)
     result["two optimizers"] = str(caught.value)
+    result["page"] = run_framework(PAGE, folder) | run_examples(PAGE, folder)
     dist.barrier()
     return result
 
@@ -190,6 +195,16 @@ def test_manual_optimization_is_recorded_as_by_hand(trained):
 def test_several_optimizers_are_refused(trained):
     for rank in trained[1]:
         assert "expected one optimizer, got 2" in rank["two optimizers"]
+
+
+@pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
+def test_a_block_of_the_page_runs(trained, block):
+    assert_block_ran(block, [rank["page"] for rank in trained[1]])
+
+
+@pytest.mark.parametrize("command", examples(PAGE), ids=str)
+def test_an_example_of_the_page_runs(trained, command):
+    assert_example_ran(command, [rank["page"] for rank in trained[1]])
 
 
 def test_without_lightning_it_says_what_to_install(monkeypatch):

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
-from integrations.adapter_runs import metrics
+from integrations.adapter_runs import assert_same_metrics, metrics
+from integrations.run_commands import LAUNCHED, RUN, SCRIPTS, TORCHRUN, start, watch
 from rankscope import Run
 from rankscope.core.signals import Table
 from support.ranks import run_ranks
@@ -24,10 +22,6 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
 ]
-
-SCRIPTS = Path(__file__).parent / "run_scripts"
-RUN = [sys.executable, "-m", "rankscope", "run", "--no-canary", "--overhead-budget", "none"]
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 
 
 def neighbour():
@@ -54,11 +48,6 @@ def by_hand(rank, folder):
             scope.close()
         digests[name] = scripts.digest(model)
     return digests
-
-
-def watch(model, optimizer, run_dir):
-    options = {"overhead_budget": None, "canary": False}
-    return rankscope.watch(model, optimizer, run_dir=run_dir, **options)
 
 
 def lightning_model(scripts):
@@ -92,19 +81,6 @@ def lightning_loop(rank, scripts, model, optimizer, scope):
             optimizer.step()
 
 
-def start(*command, **variables):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    path = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
-    return subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**environment, "PATH": path},
-        timeout=240,
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("run ranks")
@@ -133,8 +109,7 @@ def told(folder, name, rank):
 def test_a_ddp_script_under_torchrun(folder, digests):
     script, words = str(SCRIPTS / "train_plain.py"), ["ddp", str(folder / "a b"), "destroy"]
     run_dir = folder / "watched ddp"
-    launched = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN[1:], *RUN[1:]]
-    ended = start(*launched, "--run-dir", str(run_dir), script, *words)
+    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == ""
     assert ended.stderr.count("rankscope: the run is recorded in") == 1
@@ -166,6 +141,18 @@ def test_an_fsdp2_script_whose_launcher_is_part_of_the_command(folder, digests):
     run = Run.open(run_dir)
     assert run.status == "incomplete"
     assert_same(run, Run.open(folder / "fsdp2"))
+
+
+def test_a_script_that_compiles_and_starts_its_own_ranks(folder, digests):
+    run_dir, store = folder / "watched spawn", str(folder / "spawning ranks meet")
+    script, output = str(SCRIPTS / "train_spawning.py"), str(folder / "s")
+    ended = start(*RUN, "--run-dir", str(run_dir), "--", "python", script, store, output)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("rankscope: ") == 1
+    assert [told(folder, "s", rank)["digest"] for rank in range(2)] == [
+        digest["ddp"] for digest in digests
+    ]
+    assert_same_metrics(Run.open(run_dir), Run.open(folder / "ddp"))
 
 
 def test_a_lightning_script_that_starts_its_own_ranks(folder, digests):

@@ -9,11 +9,15 @@ import torch.distributed as dist
 from examples.torchtitan_style import Config, ParallelDims, Trainer
 
 import rankscope
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
 from rankscope.core.signals import Table
 from rankscope.integrations.torchtitan import JointOptimizer, watch
 from support.ranks import run_ranks
 
+PAGE = "docs/integrations/torchtitan.md"
 STEPS, ACCUMULATE = 8, 2
 WATCH = {**OPTIONS, "plan": {"loss_weighting": "token"}}
 FSDP, HSDP = ParallelDims(dp_replicate=1, dp_shard=2), ParallelDims(dp_replicate=2, dp_shard=1)
@@ -65,6 +69,7 @@ def work(rank, folder):
         trainer.train()
     except TypeError:
         trainer.close()
+    result["page"] = run_framework(PAGE, folder) | run_examples(PAGE, folder)
     dist.barrier()
     return result
 
@@ -113,6 +118,14 @@ class TestOnTwoRanks:
     def test_a_training_that_raised_is_incomplete(self, trained):
         assert run_in(trained[0], "raising").status == "incomplete"
         assert run_in(trained[0], "healthy").status == "complete"
+
+    @pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
+    def test_a_block_of_the_page_runs(self, trained, block):
+        assert_block_ran(block, [rank["page"] for rank in trained[1]])
+
+    @pytest.mark.parametrize("command", examples(PAGE), ids=str)
+    def test_an_example_of_the_page_runs(self, trained, command):
+        assert_example_ran(command, [rank["page"] for rank in trained[1]])
 
 
 def test_a_joint_optimizer_has_all_groups_and_states_and_steps_once():

@@ -1,7 +1,9 @@
 """The end of a watched script: its run is closed, and one line says where it lies."""
 
 import atexit
+import builtins
 import contextlib
+import functools
 import multiprocessing
 import os
 import shlex
@@ -53,16 +55,32 @@ class Ending:
             util.Finalize(self, self._finish, exitpriority=100)
 
     def notice_exit_codes(self) -> None:
-        """Remember the code that the script ends itself with: a run that fails is incomplete."""
+        """Remember the code that the script ends itself with: a run that fails is incomplete.
+
+        It is that of ``sys.exit``, and of ``exit`` and ``quit`` of Python's ``site``.
+        """
         leave = sys.exit
 
         def exit(status: Any = None, /) -> None:  # noqa: A001 the name that it has
-            if threading.current_thread() is threading.main_thread():
-                self._exit_code = status
+            self._notice(status)
             leave(status)
 
         exit.__doc__ = leave.__doc__
         sys.exit = exit  # type: ignore[assignment]
+        quitter: Any = type(vars(builtins).get("exit"))
+        if quitter.__name__ == "Quitter":  # both names are objects of this class
+            call = quitter.__call__
+
+            @functools.wraps(call)
+            def quit_noticed(own: Any, code: Any = None) -> None:
+                self._notice(code)
+                call(own, code)
+
+            quitter.__call__ = quit_noticed
+
+    def _notice(self, status: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._exit_code = status
 
     def before_destroying(self, group: Any) -> None:
         """Take notice that the script destroys a process group; None for all of them."""

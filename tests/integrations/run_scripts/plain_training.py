@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,10 +53,10 @@ def train(rank, model, optimizer, see=lambda loss: None):
         for micro in range(MICRO):
             x, y = batch(rank, MICRO * step + micro)
             last = micro == MICRO - 1
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = last
-            else:
+            if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(last)
+            else:
+                model.require_backward_grad_sync = last
             loss = F.cross_entropy(model(x), y)
             see(loss)
             (scale * (loss / MICRO)).backward()

@@ -1,0 +1,113 @@
+"""Runs the commands of the frameworks' pages that start an example, in ranks that run already.
+
+Each rank runs the script as the launcher would, but for the process group, which is there; with
+fewer steps. What the page shows of its report must then be what ``rankscope report`` prints.
+"""
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from documentation.blocks import ROOT, Command, blocks, commands
+from rankscope.cli.main import app
+
+STEPS = 8
+
+
+def examples(page: str) -> list[Command]:
+    """Return the commands of a page that start an example."""
+    return [c for c in commands() if c.page == page and _script(c) is not None]
+
+
+def _script(command: Command) -> int | None:
+    """Return which of a command's words is the script of an example."""
+    found = [n for n, word in enumerate(command.words) if word.startswith("examples/")]
+    return found[0] if found else None
+
+
+def run_examples(
+    page: str, folder: str | Path, before: Callable[[], None] = lambda: None
+) -> dict[str, dict[str, Any]]:
+    """Run the examples of a page on one rank; every rank calls it.
+
+    Args:
+        page: The page, from the project's root.
+        folder: Where they get a working directory.
+        before: What makes a rank as good as new.
+
+    Returns:
+        By command: its working directory ``place``, and ``problem`` (a traceback, or nothing).
+    """
+    place = Path(folder) / "examples" / Path(page).stem
+    place.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for command in examples(page):
+        before()
+        problem = ""
+        try:
+            _run(command, place)
+        except Exception:
+            problem = traceback.format_exc()
+        results[str(command)] = {"place": str(place), "problem": problem}
+    return results
+
+
+def _run(command: Command, place: Path) -> None:
+    number = _script(command)
+    assert number is not None
+    script, *flags = command.words[number:]
+    with (
+        contextlib.chdir(place),
+        contextlib.redirect_stdout(io.StringIO()),
+        mock.patch.object(sys, "argv", [script, *flags, "--steps", str(STEPS)]),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def assert_example_ran(command: Command, ranks: list[dict[str, dict[str, Any]]]) -> None:
+    """Assert that an example ran on all ranks, and that its report reads as on the page.
+
+    Args:
+        command: The command.
+        ranks: What ``run_examples`` returned, by rank.
+    """
+    for rank in ranks:
+        assert rank[str(command)]["problem"] == "", rank[str(command)]["problem"]
+    report, shown = _report(command)
+    with contextlib.chdir(ranks[0][str(command)]["place"]):
+        result = CliRunner().invoke(app, [*report.words[1:], "--no-html"])
+    assert _words(shown, STEPS) in _words(result.output, STEPS)
+
+
+def _report(command: Command) -> tuple[Command, str]:
+    """Return the command that reports what an example recorded, and what the page shows of it."""
+    run_dir = command.words[command.words.index("--run-dir") + 1]
+    [report] = [
+        c for c in commands() if c.page == command.page and c.words[1:] == ["report", run_dir]
+    ]
+    [shown] = [
+        after.code
+        for before, after in pairwise(blocks())
+        if (before.page, after.kind) == (command.page, "text") and report.text in before.code
+    ]
+    return report, shown
+
+
+def _words(text: str, steps: int) -> str:
+    """Return a text without its line breaks, as if there had been that many steps."""
+    text = " ".join(text.split())
+    text = re.sub(r"\b\d+ steps", f"{steps} steps", text)
+    return re.sub(r"steps 0 to \d+", f"steps 0 to {steps - 1}", text)

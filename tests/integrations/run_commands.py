@@ -1,0 +1,33 @@
+"""What the tests of ``rankscope run`` share: how scripts are started, and a watch by hand."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import rankscope
+
+SCRIPTS = Path(__file__).parent / "run_scripts"
+RUN = [sys.executable, "-m", "rankscope", "run", "--no-canary", "--overhead-budget", "none"]
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+LAUNCHED = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN[1:], *RUN[1:]]
+
+
+def start(*command, **variables):
+    """Run a command to its end, with a thread per process and what the environment holds."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    path = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    return subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**environment, "PATH": path},
+        timeout=240,
+    )
+
+
+def watch(model, optimizer, run_dir):
+    """Watch with the options that ``RUN`` has."""
+    options = {"overhead_budget": None, "canary": False}
+    return rankscope.watch(model, optimizer, run_dir=run_dir, **options)

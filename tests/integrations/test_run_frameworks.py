@@ -1,0 +1,142 @@
+"""``rankscope run`` on unmodified scripts with Transformers' ``Trainer`` and with DeepSpeed."""
+
+import importlib
+import json
+import os
+import sys
+import warnings
+
+import pytest
+
+from integrations.adapter_runs import assert_same_metrics, metrics
+from integrations.run_commands import LAUNCHED, RUN, SCRIPTS, TORCHRUN, start, watch
+from rankscope import Run
+from rankscope.core.signals import Table
+from support.deepspeed_modes import import_deepspeed
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+ZERO_2 = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 500},
+}
+SETTINGS = [
+    *("--max_steps", "4", "--gradient_accumulation_steps", "2", "--max_grad_norm", "0.1"),
+    *("--per_device_train_batch_size", "2", "--learning_rate", "1e-2", "--seed", "1"),
+    *("--use_cpu", "--disable_tqdm", "True", "--logging_strategy", "no", "--save_strategy", "no"),
+    *("--report_to", "none", "--dataloader_pin_memory", "False"),
+]
+
+
+def references(rank, folder):
+    """Train as the scripts do: without a monitor, then with one that is called by hand."""
+    os.environ.update(  # as under a launcher
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost"
+    )
+    os.environ.update(MASTER_PORT="1", OMP_NUM_THREADS="1")
+    warnings.simplefilter("ignore")
+    sys.modules["mlflow"] = None  # DeepSpeed would import it, for seconds
+    sys.path.insert(0, str(SCRIPTS))
+    import_deepspeed(rank)
+    return {"trainer": with_trainer(folder), "deepspeed": with_deepspeed(rank, folder)}
+
+
+def with_trainer(folder):
+    script = importlib.import_module("train_trainer")
+
+    class ByHand(script.Trainer):
+        scope = None
+
+        def training_step(self, model, *args, **kwargs):
+            if self.scope is None:
+                self.scope = watch(model, self.optimizer, folder / "trainer")
+            return super().training_step(model, *args, **kwargs)
+
+    settings = script.parse(["--output_dir", str(folder / "by hand"), *SETTINGS])
+    plain = script.make_trainer(settings)
+    plain.train()
+    digest = script.digest(plain.model)
+    by_hand = script.make_trainer(settings, ByHand)  # now, for it sets the random generators
+    by_hand.train()
+    by_hand.scope.close()
+    return digest
+
+
+def with_deepspeed(rank, folder):
+    script = importlib.import_module("train_deepspeed")
+    engine = script.make_engine(config=ZERO_2)
+    script.train(rank, engine)
+    digest = script.digest(engine.module)
+    engine.destroy()
+    engine = script.make_engine(config=ZERO_2)
+    with watch(engine, None, folder / "deepspeed") as scope:
+        script.train(rank, engine, scope.loss)
+    engine.destroy()
+    return digest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run frameworks")
+
+
+@pytest.fixture(scope="module")
+def digests(folder):
+    """Return digests of the trainings without a monitor; the runs by hand lie in ``folder``."""
+    return run_ranks(references, 2, folder, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def environment(folder):
+    """Return variables for scripts that import DeepSpeed: without a package that takes seconds."""
+    hidden = folder / "hidden"
+    hidden.mkdir()
+    (hidden / "mlflow.py").write_text("raise ImportError\n")
+    return {"PYTHONPATH": str(hidden), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+
+
+def assert_recorded_as_by_hand(run, reference, steps):
+    assert metrics(run).keys() == metrics(reference).keys()
+    assert_same_metrics(run, reference)
+    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(steps))
+
+
+def test_a_script_with_transformers_trainer(folder, digests, environment):
+    run_dir, output = folder / "watched trainer", folder / "a b"
+    words = ["--output_dir", str(output), *SETTINGS]
+    script = str(SCRIPTS / "train_trainer.py")
+    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words, **environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("rankscope: ") == 1
+    for rank in range(2):
+        seen = json.loads((output / f"seen {rank}").read_text())
+        assert seen == {"argv": words, "digest": digests[rank]["trainer"]}
+    run = Run.open(run_dir)
+    assert_recorded_as_by_hand(run, Run.open(folder / "trainer"), 4)
+    tokens_TW, scales_TW = run.per_worker("loss_weight")[1], run.per_worker("grad_scale")[1]
+    shares_TW = tokens_TW / tokens_TW.sum(axis=1, keepdims=True)
+    assert scales_TW == pytest.approx(2 * shares_TW, rel=1e-6)  # as Trainer weights the workers
+
+
+def test_a_script_with_deepspeed(folder, digests, environment):
+    run_dir, output, config = folder / "watched deepspeed", folder / "d", folder / "zero 2.json"
+    config.write_text(json.dumps(ZERO_2))
+    words = ["--output", str(output), "--deepspeed", "--deepspeed_config", str(config)]
+    script = str(SCRIPTS / "train_deepspeed.py")
+    command = [*RUN, "--run-dir", str(run_dir), "--", *TORCHRUN, script, *words]
+    ended = start(*command, **environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("rankscope: ") == 1
+    for rank in range(2):
+        seen = json.loads((folder / f"d.{rank}").read_text())
+        assert seen == {"argv": words, "digest": digests[rank]["deepspeed"]}
+    run = Run.open(run_dir)
+    assert run.info["options"]["parallel"] == "DeepSpeed"
+    assert_recorded_as_by_hand(run, Run.open(folder / "deepspeed"), 6)
+    micro = run.columns(Table.MICRO, "loss", "loss_scale")
+    assert (micro["loss"] > 1).all()  # not the half that backward is called on
+    assert set(micro["loss_scale"]) == {0.5}
