@@ -14,6 +14,7 @@ from typing import Any
 import detection
 import evidence
 import kernel
+import memory
 import scale
 import steps
 import torch
@@ -64,10 +65,8 @@ def bench_naive(options: argparse.Namespace) -> list[Row]:
 
 
 def bench_memory(options: argparse.Namespace) -> list[Row]:
-    """Compare the peak memory of processes."""
-    return [
-        steps.run_memory(kind, "sketch", blocks) for kind in ("DDP", "FSDP2") for blocks in (4, 16)
-    ]
+    """Count what torch and Python allocate, watched and not."""
+    return memory.run_cases()
 
 
 def bench_scale(options: argparse.Namespace) -> list[Row]:
@@ -153,7 +152,7 @@ def render(results: dict[str, list[Row]]) -> str:
         "and the squared norm, chunk by chunk in cache, without magnitudes, non-finite values and "
         "the edges of parameters. They bound what plain torch can reach.",
         "## Extra memory",
-        _memory(results.get("memory", [])),
+        memory.render(results.get("memory", [])),
         "## Many workers",
         *[row["markdown"] for row in results.get("scale", [])],
     ]
@@ -227,24 +226,6 @@ def _naive(rows: list[Row]) -> str:
 
 def _ratio(row: Row) -> str:
     return f"{row['median']:.3f} ({row['low']:.3f} – {row['high']:.3f})"
-
-
-def _memory(rows: list[Row]) -> str:
-    lines = [
-        "| what | peak of a watched process − unwatched | largest spread of 5 processes |",
-        "|---|---|---|",
-    ]
-    lines += [
-        f"| {row['what']} | {row['extra_bytes'] / 1e6:.1f} MB "
-        f"| {row['spread_bytes'] / 1e6:.1f} MB |"
-        for row in rows
-    ]
-    lines += [
-        "",
-        "Median of 5 processes each. Both kinds have loaded the same libraries: each first watches"
-        " a tiny model for a few steps. A bucket of DDP holds 25 MB.",
-    ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

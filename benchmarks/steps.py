@@ -21,7 +21,6 @@ from harness import (
     Step,
     make_batch,
     median_interval,
-    num_parameters,
     run_ranks,
     time_in_turns,
 )
@@ -185,41 +184,6 @@ def bytes_of_a_message(num_groups: int) -> int:
     """Return the size of a default message of a model with so many groups."""
     groups = tuple(str(index) for index in range(num_groups))
     return Layout(sketch_width=4093, groups=groups, group_width=GROUP_WIDTH).num_bytes
-
-
-def peak_bytes(kind: str, variant: str, tokens: int, blocks: int) -> int:
-    """Return the peak memory of a process that trains a few steps of one variant.
-
-    What watching loads and keeps whatever the model (libraries, threads) is there in every
-    variant, since each process first watches a model of a few parameters for a few steps.
-    """
-    make = make_ddp_step if kind == "DDP" else make_fsdp2_step
-    with ExitStack() as stack:
-        small = make("sketch", 4, stack, 0)
-        for _ in range(WARM_UP):
-            small()
-    with ExitStack() as stack:
-        step = make(variant, tokens, stack, blocks)
-        for _ in range(WARM_UP):
-            step()
-    # Not ru_maxrss, which a new process inherits from the one that started it.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
-def run_memory(
-    kind: str, variant: str, blocks: int, tokens: int = 512, ranks: int = 2
-) -> dict[str, Any]:
-    """Return by how much a watched process's peak exceeds that of an unwatched one."""
-    plain, watched = (
-        [run_ranks(peak_bytes, ranks, kind, name, tokens, blocks) for _ in range(5)]
-        for name in ("plain", variant)
-    )
-    return {
-        "what": f"{kind}, {variant}, {num_parameters(blocks) / 1e6:.1f} M parameters",
-        "extra_bytes": float(np.median(watched) - np.median(plain)),
-        "spread_bytes": max(np.ptp(plain).item(), np.ptp(watched).item()),
-    }
 
 
 def main() -> None:

@@ -6,6 +6,10 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test needs the hub
 
+# Before anything imports torch, and for all commands that tests start: several processes run at
+# once, and threads that wait for each other in turn would burn ten times the work itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with slow tests first, so that no process is left alone with one in the end."""

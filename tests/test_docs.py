@@ -167,6 +167,7 @@ def message(tier, num_workers, num_groups):
         groups=tuple(f"layers.{index}" for index in range(num_groups)),
         group_width=GROUP_WIDTH * sketches,
         gram_size=num_workers * (num_workers + 1) // 2 if tier == "exact" else 0,
+        num_products=0 if sketches else 1,
     )
 
 
@@ -182,6 +183,9 @@ def test_bytes_of_the_tiers():
             size = message(tier, num_workers, 27).num_bytes
             sketches = 4 * 4093 + 1004 * 27 if tier != "scalars" else 0
             gram = 4 * num_workers * (num_workers + 1) if tier == "exact" else 0
-            assert size == fixed + 8 * 27 + sketches + gram  # the formulas of the first table
+            product = 8 if tier == "scalars" else 0
+            assert (
+                size == fixed + 8 * 27 + sketches + gram + product
+            )  # the formulas of the first table
             expected += [f"{size:,}", f"{(num_workers - 1) * size:,}"]
         assert row[1:] == expected

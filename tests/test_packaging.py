@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "rankscope"
 DATA = {
     *("py.typed", "diagnose/rules.toml", "faults/catalogue.toml", "exchange/accumulator.c"),
-    *("capture/kernels/digest.c", "capture/kernels/sketch.c", "capture/kernels/vectors.h"),
+    *("capture/kernels/digest.c", "capture/kernels/dot.c", "capture/kernels/sketch.c"),
+    "capture/kernels/vectors.h",
 }
 """What is no Python file and must be in the package, beside the pages' templates."""
 

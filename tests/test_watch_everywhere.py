@@ -143,6 +143,19 @@ class TestWhatIsRecorded:
         within = 4 / WIDTH**0.5 if case[1] == "sketch" else 1e-6
         np.testing.assert_allclose(recorded_T, exact, atol=within)
 
+    def test_each_worker_against_the_others(self, recorded, case):
+        steps, run = recorded[case]
+        _, cosines_TW = run.per_worker("cosine_rest")
+        if case[1] == "scalars" and case[0] != "DDP":
+            assert np.isnan(cosines_TW).all()
+            return
+        within = 6 / WIDTH**0.5 if case[1] == "sketch" else 1e-6
+        for cosines_W, step in zip(cosines_TW, steps, strict=True):
+            rests = whole(step).sum(axis=0) - whole(step)
+            lengths = np.linalg.norm(whole(step), axis=1) * np.linalg.norm(rests, axis=1)
+            exact = np.sum(whole(step) * rests, axis=1) / lengths
+            np.testing.assert_allclose(cosines_W, exact, atol=within)
+
     def test_pairs(self, recorded, case):
         steps, run = recorded[case]
         if case[1] == "scalars":
@@ -224,6 +237,8 @@ def test_scalars_say_under_accumulation_what_inner_products_say(tmp_path):
         Run.open(tmp_path / tier).columns(Table.STEPS, "cosine_weighted", "grad_norm_std")
         for tier in ("scalars", "exact")
     )
+    rest_TW = Run.open(tmp_path / "scalars").per_worker("cosine_rest")[1]  # of two, the pair's
+    np.testing.assert_array_equal(rest_TW, scalars["cosine_weighted"][:, None].repeat(2, axis=1))
     np.testing.assert_allclose(scalars["cosine_weighted"], exact["cosine_weighted"], atol=1e-6)
     np.testing.assert_allclose(scalars["grad_norm_std"], exact["grad_norm_std"], rtol=1e-6)
 

@@ -160,6 +160,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         sections=sections,
         audit_width=0 if sections is None else min(AUDIT_WIDTH, options.sketch_width),
         gram_size=num_workers * (num_workers + 1) // 2 if options.tier is Tier.EXACT else 0,
+        num_products=0 if sketches else 1,
     )
 
     def make_tap(

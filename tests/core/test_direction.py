@@ -13,6 +13,7 @@ from rankscope.core.direction import (
     from_upper_triangle,
     gram,
     leave_one_out,
+    leave_one_out_from_mean,
     mean_cosine,
     min_cosine,
     norm_weighted_cosine,
@@ -105,6 +106,30 @@ def test_weighted_cosine_follows_from_norms_and_the_mean(rows):
     norms_W = np.linalg.norm(rows, axis=1)
     found = norm_weighted_cosine_from_mean(norms_W, float(np.linalg.norm(rows.mean(axis=0))))
     np.testing.assert_allclose(found, norm_weighted_cosine(gram(rows)), atol=1e-9)
+
+
+@given(gradients(min_workers=2))
+def test_each_against_the_rest_follows_from_norms_and_the_mean(rows):
+    mean, norms_W = rows.mean(axis=0), np.linalg.norm(rows, axis=1)
+    found = leave_one_out_from_mean(norms_W, float(np.linalg.norm(mean)), rows @ mean)
+    for i, row in enumerate(rows):
+        rest = np.delete(rows, i, axis=0).sum(axis=0)
+        size = norms_W[i] + np.linalg.norm(rows.sum(axis=0))
+        if np.linalg.norm(rest) > 1e-2 * size and norms_W[i] > 1e-2 * size:
+            np.testing.assert_allclose(found[i], naive_cosine(row, rest), atol=1e-7)
+
+
+def test_against_the_rest_where_it_cannot_be_known():
+    rows = np.random.default_rng(5).standard_normal((4, 50))
+    rows[1] = 0.0
+    rows[2] *= 1e5  # the others drown in its rounding
+    mean, norms_W = rows.mean(axis=0), np.linalg.norm(rows, axis=1)
+    products_W = rows @ mean
+    products_W[3] = NAN
+    found = leave_one_out_from_mean(norms_W, float(np.linalg.norm(mean)), products_W)
+    assert np.isnan(found).tolist() == [False, True, True, True]
+    assert np.isnan(leave_one_out_from_mean(norms_W, NAN, rows @ mean)).all()
+    assert np.isnan(leave_one_out_from_mean(np.ones(1), 1.0, np.ones(1))).all()
 
 
 def test_mean_cosine_follows_from_the_sum_of_unit_gradients():

@@ -58,6 +58,7 @@ def seen_by_hooks(factors_WM):
         group_norms_WG=np.linalg.norm(narrow_WGN, axis=2) * np.abs(scales_W)[:, None],
         group_sketches_WGK=(narrow_WGN * scales_W[:, None, None]).astype(np.float32),
         gram_WW=gram(local_WK),
+        reduced_products_W=local_WK @ local_WK.mean(axis=0),
         residuals_WG=np.full((W, G), 0.1),
         total_residuals_W=np.full(W, 0.1),
         reduced_copies=W,
@@ -87,6 +88,7 @@ def test_gradients_are_those_of_the_loss_as_it_is(factors):
     np.testing.assert_allclose(undone.workers["reduced_norm"], np.linalg.norm(mean_K), rtol=1e-12)
     np.testing.assert_allclose(undone.sketches_WK, sign * true_WK, rtol=FLOAT32)
     np.testing.assert_allclose(undone.gram_WW, true_WK @ true_WK.T, rtol=1e-10)
+    np.testing.assert_allclose(undone.reduced_products_W, true_WK @ mean_K, rtol=1e-9)
     np.testing.assert_allclose(undone.group_sketches_WGK, sign * narrow_WGN, rtol=FLOAT32)
     np.testing.assert_allclose(
         undone.group_norms_WG, np.linalg.norm(narrow_WGN, axis=2), rtol=1e-12

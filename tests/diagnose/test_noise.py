@@ -1,13 +1,17 @@
-"""The cosine that sampling alone would give, from the micro-batches inside the workers."""
+"""What sampling alone would give, from the micro-batches inside the workers."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from diagnose.micro_jobs import micro_step
 from rankscope import Run
+from rankscope.core.signals import Table
 from rankscope.core.summarize import summarize
-from rankscope.diagnose.noise import expected_cosines
-from rankscope.record import RunWriter
+from rankscope.diagnose import noise
+from rankscope.diagnose.noise import expected_cosines, expected_norm_stds
+from rankscope.record import RunWriter, reader
 
 W, MICRO, SIZE, STEPS = 8, 4, 400, 40
 SIGNAL = 0.5  # of each element; the noise of a micro-batch has a standard deviation of 1
@@ -20,7 +24,12 @@ def recorded(path, draw):
     measured = []
     for step in range(STEPS):
         gradients = None if draw is None else SIGNAL + draw()
-        writer.add(summarize(micro_step(step, np.ones((W, MICRO)), gradients=gradients)))
+        gathered = micro_step(step, np.ones((W, MICRO)), gradients=gradients)
+        if gradients is not None:
+            gathered = replace(gathered, sketches_WK=gradients.mean(axis=1).astype(np.float32))
+        writer.add(summarize(gathered))
+        if step % 10 == 9:
+            writer.flush()
         if gradients is not None:
             local = gradients.mean(axis=1)
             products = local @ local.T
@@ -53,3 +62,47 @@ def test_nothing_is_expected_where_no_gradient_was_measured(tmp_path):
     run, _ = recorded(tmp_path / "run", None)
     steps_T, cosines_T = expected_cosines(run)
     assert len(steps_T) == len(cosines_T) == 0
+    steps_T, stds_T = expected_norm_stds(run)
+    assert len(steps_T) == len(stds_T) == 0
+
+
+def heavy(rng):
+    """Noise of micro-batches some of which are several times as long as others."""
+    lengths = np.exp(rng.standard_normal((W, MICRO, 1)))
+    return lengths * (SIGNAL + rng.standard_normal((W, MICRO, SIZE))) - SIGNAL
+
+
+def observed(run, steps_T):
+    columns = run.columns(Table.STEPS, "step", "grad_norm_std")
+    return columns["grad_norm_std"][np.isin(columns["step"], steps_T)]
+
+
+def test_norms_of_workers_that_draw_alike_disperse_as_expected(tmp_path):
+    rng = np.random.default_rng(0)
+    run, _ = recorded(tmp_path / "run", lambda: heavy(rng))
+    steps_T, stds_T = expected_norm_stds(run)
+    assert steps_T.tolist() == list(range(STEPS))
+    ratio = np.sqrt(np.sum(observed(run, steps_T) ** 2) / np.sum(stds_T**2))
+    assert ratio == pytest.approx(1, abs=0.15)
+
+
+def test_norms_are_expected_to_disperse_also_when_all_workers_draw_the_same(tmp_path):
+    rng = np.random.default_rng(0)
+    alone, _ = recorded(tmp_path / "alone", lambda: heavy(rng))
+    shared, _ = recorded(tmp_path / "shared", lambda: np.repeat(heavy(rng)[:1], W, axis=0))
+    steps_T, stds_T = expected_norm_stds(shared)
+    assert observed(shared, steps_T).max() < 1e-6 * stds_T.min()
+    assert stds_T.mean() > 0.3 * expected_norm_stds(alone)[1].mean()
+
+
+def test_of_a_long_run_some_steps_are_expected(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    run, _ = recorded(tmp_path / "run", lambda: heavy(rng))
+    every_T, whole_T = expected_norm_stds(run)
+    monkeypatch.setattr(noise, "MAX_MICRO_ROWS", W * MICRO * STEPS // 2)
+    monkeypatch.setattr(noise, "MAX_NULL_STEPS", STEPS // 2)
+    monkeypatch.setattr(reader, "MAX_ROWS", 0)
+    steps_T, stds_T = expected_norm_stds(run)
+    assert STEPS // 8 <= len(steps_T) <= STEPS // 2
+    assert set(steps_T) < set(every_T)
+    assert stds_T.mean() == pytest.approx(whole_T.mean(), rel=0.3)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,6 +27,15 @@ def gradient(sketch, norms=(), groups=(), residuals=(), gram=()):
         gram=np.array(gram),
         residuals=np.array(residuals),
     )
+
+
+def test_the_product_with_the_reduced_gradient_travels_where_there_is_room():
+    steps = [WorkerStep(7, gradient=replace(gradient([]), reduced_product=x)) for x in (2.5, -1e60)]
+    layout = Layout(sketch_width=0, num_products=1)
+    gathered = layout.unpack(gather(layout, steps), step=7, time=1.0)
+    assert gathered.reduced_products_W.tolist() == [2.5, -1e60]
+    layout = Layout(sketch_width=0)
+    assert layout.unpack(gather(layout, steps), step=7, time=1.0).reduced_products_W is None
 
 
 def gather(layout: Layout, steps: list[WorkerStep]):

@@ -1,25 +1,48 @@
-"""Trainings under Ray Train on two workers, started once; prints what came of them as JSON.
+"""Trainings under Ray Train on two workers, started once; what came of them is written as JSON.
 
 Started by ``test_ray.py`` as a script, so that nothing of Ray stays in the process of the tests.
 """
 
-import contextlib
+import faulthandler
 import json
 import os
 import sys
 import time
 from hashlib import sha256
 from pathlib import Path
+from unittest import mock
 
 FOLDER = Path(sys.argv[1])
 STEPS = 8
+LAST_WORDS = "the end of the training function"
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    # Without this every worker gives way to all other processes of the machine.
+    "RAY_worker_niceness": "0",
+    # Only the processes that a training needs ...
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_enable_open_telemetry": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    # ... as long as they may take to start on a busy machine.
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
+}
 
 
 def train_all(config):
-    """Run in each worker: by hand, watched, unwatched, and with a fault that closes nothing."""
+    """Run in each worker: by hand, unwatched, watched, and with ends that close nothing."""
     import ray.train
 
     import rankscope
+    from documentation.framework_blocks import run_ray
     from integrations.adapter_runs import OPTIONS
     from rankscope.integrations.ray import watch
 
@@ -28,18 +51,24 @@ def train_all(config):
     result = {"unwatched": train(None)}
     scope = train(lambda *watched: watch(*watched, run_dir=FOLDER / "healthy", **OPTIONS), result)
     scope.close()
-    train(lambda *watched: watch(*watched, **OPTIONS), fault=True)
+    under_ray(lambda: train(lambda *w: watch(*w, run_dir=FOLDER / "returned", **OPTIONS)))
+    result["page"] = run_ray(FOLDER, under_ray)
     result["storage"] = ray.train.get_context().get_storage().experiment_fs_path
     (FOLDER / f"{ray.train.get_context().get_world_rank()}.json").write_text(json.dumps(result))
+    train(lambda *watched: watch(*watched, run_dir=FOLDER / "raised", **OPTIONS), fault=True)
+    raise ArithmeticError(LAST_WORDS)
 
 
-def train_and_raise(config):
-    """Run in each worker: a training that ends in an exception."""
-    from integrations.adapter_runs import OPTIONS
-    from rankscope.integrations.ray import watch
+def under_ray(function):
+    """Run a training function, and wait for its end, as a worker of Ray Train does."""
+    from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
 
-    train(lambda *watched: watch(*watched, **OPTIONS))
-    raise ArithmeticError("the end of the training function")
+    runner = ThreadRunner()
+    with mock.patch("rankscope.integrations.ray._runner", return_value=runner):
+        runner.run(function)
+        while runner.is_running():
+            time.sleep(0.01)
+    assert runner.get_error() is None, runner.get_error()
 
 
 def train(watch, result=None, *, fault=False):
@@ -69,21 +98,28 @@ def train(watch, result=None, *, fault=False):
 
 
 def main():
-    """Start Ray, train twice, and shut it down."""
+    """Start Ray, train until the training raises, and shut it down."""
     import psutil
     import ray
-    from ray.train import RunConfig, ScalingConfig
+    from ray.train import RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    for name, function in (("all", train_all), ("raising", train_and_raise)):
-        trainer = TorchTrainer(
-            function,
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(name=name, storage_path=str(FOLDER / "storage")),
-        )
-        with contextlib.suppress(Exception) if name == "raising" else contextlib.nullcontext():
-            trainer.fit()
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 * 2**20,
+    )
+    trainer = TorchTrainer(
+        train_all,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="all", storage_path=str(FOLDER / "storage")),
+    )
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        if LAST_WORDS not in str(error):
+            raise
     ray.shutdown()
     deadline = time.monotonic() + 10
     while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
@@ -92,6 +128,6 @@ def main():
 
 
 if __name__ == "__main__":
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
-    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+    faulthandler.dump_traceback_later(float(sys.argv[2]))
+    os.environ.update(ENVIRONMENT)
     main()

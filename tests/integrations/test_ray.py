@@ -1,13 +1,16 @@
-"""The Ray Train adapter, on two workers of a real Ray that is started once."""
+"""The Ray Train adapter, on two workers of a real Ray that is started once, for one training."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import assert_same_metrics, loud, run_in
 from rankscope.core.signals import Table
 from rankscope.errors import MissingExtraError, UsageError
@@ -15,7 +18,10 @@ from rankscope.integrations.ray import watch
 from support.models import make_model
 
 SCRIPT = Path(__file__).with_name("ray_trainings.py")
+BLOCKS = python_blocks("docs/integrations/ray.md")
 STEPS = 8
+SECONDS = 420
+"""How long Ray's some ten processes may take on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +30,32 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     paths = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    with (folder / "output.txt").open("w") as output:
+        # The script tells where it hangs a little before it is ended.
+        command = [sys.executable, str(SCRIPT), str(folder), str(SECONDS - 10)]
+        script = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+        returned = end_of(script)
+    assert returned == 0, f"{returned}\n{(folder / 'output.txt').read_text()}"
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def end_of(script):
+    """Return what a process returned, or why it was killed with all that it had started."""
+    try:
+        return script.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"killed after {SECONDS} s"
+    finally:
+        if script.poll() is None:
+            for process in [*psutil.Process(script.pid).children(recursive=True), script]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            script.wait()
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # Ray starts some ten processes
+@pytest.mark.timeout(SECONDS + 60)
 class TestUnderRay:
     def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(self, trained):
         run = run_in(trained[0], "healthy")
@@ -45,7 +68,7 @@ class TestUnderRay:
             assert worker["watched"] == worker["unwatched"]
 
     def test_another_learning_rate_on_one_worker_is_found(self, trained):
-        run = run_in(trained[0] / "storage" / "all", "rankscope")
+        run = run_in(trained[0], "raised")
         [finding] = [f for f in run.findings() if f.cause == "state.hyperparameters_differ"]
         assert finding.evidence["what"] == "the learning rate is 0.1 on rank 0, 0.2 on rank 1"
 
@@ -55,12 +78,17 @@ class TestUnderRay:
         assert run.info["config"] == {"framework": "ray", "experiment": "all"}
 
     def test_a_run_that_nobody_closed_is_complete_when_its_function_has_returned(self, trained):
-        run = run_in(trained[0] / "storage" / "all", "rankscope")
-        assert run.status == "complete"
-        assert len(run.columns(Table.STEPS, "step")["step"]) == STEPS
+        run = run_in(trained[0], "returned")
+        assert_same_metrics(run, run_in(trained[0], "hand"))
+        assert loud(run) == []
+
+    @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.first)
+    def test_a_block_of_the_page_runs(self, trained, block):
+        run = assert_block_ran(block, [worker["page"] for worker in trained[1]])
+        assert run.path == trained[0] / "storage" / "all" / "rankscope"
 
     def test_a_run_whose_function_raised_is_incomplete_and_has_its_last_step(self, trained):
-        run = run_in(trained[0] / "storage" / "raising", "rankscope")
+        run = run_in(trained[0], "raised")
         assert run.status == "incomplete"
         assert len(run.columns(Table.STEPS, "step")["step"]) == STEPS
 

@@ -69,6 +69,13 @@ class TestInEveryMode:
         assert np.abs(errors).max() <= 4 / WIDTH**0.5
 
 
+@pytest.mark.parametrize("runs", [3], ids=["W=3"], indirect=True)
+@pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
+def test_directions_without_sketches(runs, mode):
+    """Two workers need no more than norms."""
+    runs[mode.name].check_directions_without_sketches()
+
+
 def test_the_sketch_errs_as_theory_says(runs):
     errors = np.concatenate([run.cosine_errors() for run in runs.values()])
     assert np.sqrt(np.mean(errors**2)) <= 1.25 / WIDTH**0.5

@@ -28,7 +28,7 @@ def train(rank: int, run_dir: str) -> dict[str, Any]:
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     inputs = torch.randn(2, 4)
-    options = {"overhead_budget": None, "sketch_width": 31, "every": 4}
+    options = {"overhead_budget": None, "sketch_width": 31, "every": 10}
     counts = []
     with rankscope.watch(ddp, optimizer, run_dir=run_dir, **options) as scope:
         for step in range(STEPS):
@@ -66,7 +66,7 @@ def test_nothing_grows_with_the_number_of_steps(tmp_path):
         early, *later = rank["counts"]
         for counts in later:
             assert counts["tensors"] <= early["tensors"] + 20
-            assert counts["objects"] <= early["objects"] + 500  # one per observed step: 2,000
+            assert counts["objects"] <= early["objects"] + 500  # one per observed step: 800
             # Rank 0 also holds the Parquet parts that still grow, up to a fixed size each.
             assert counts["bytes"] <= early["bytes"] + (16 if number else 96) * 2**20
     run = Run.open(tmp_path / "run")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from rankscope import Run
 from rankscope.core.signals import Table
@@ -18,7 +19,11 @@ WIDTH = 1021
 
 
 def train_in_modes(rank: int, modes: list[Mode], folder: str) -> dict[str, dict[str, Any]]:
-    """Train in each mode alone, then watched with a look at the truth before each step."""
+    """Train in each mode alone, then watched with a look at the truth before each step.
+
+    Three ranks train once more in the tier without sketches, where the reduced gradient tells
+    directions.
+    """
     warnings = collect_warnings()
     results = {mode.name: _train(rank, mode, f"{folder}/{mode.name}") for mode in modes}
     assert warnings == []
@@ -36,7 +41,14 @@ def _train(rank: int, mode: Mode, run_dir: str) -> dict[str, Any]:
         result["grad_scale"].append(watched.multiplier)
         result["reduced_norm"].append(watched.step(step))
     watched.close()
-    return {**result, "alone": alone.state(), "watched": watched.state()}
+    states = {"alone": alone.state(), "watched": watched.state()}
+    if dist.get_world_size() == 3:
+        scalars = Training(rank, mode, f"{run_dir} in scalars", tier="scalars")
+        for step in range(STEPS):
+            scalars.step(step)
+        scalars.close()
+        states["scalars"] = scalars.state()
+    return {**result, **states}
 
 
 class ModeRun:
@@ -52,6 +64,7 @@ class ModeRun:
         self.ranks = ranks
         self.mode = mode
         self.run = Run.open(folder / mode.name)
+        self._scalars = folder / f"{mode.name} in scalars"
         self.steps = np.flatnonzero(self.column("observed"))
         self.overflowed_TW = np.zeros((STEPS, len(ranks)), bool)
         self.overflowed_TW[POISONED_STEP, 1] = mode.scaler
@@ -94,6 +107,7 @@ class ModeRun:
     def check_bits(self) -> None:
         for rank in self.ranks:
             assert_same_bits(rank["alone"], rank["watched"])
+            assert_same_bits(rank["alone"], rank.get("scalars", rank["watched"]))
 
     def check_norms_and_losses(self) -> None:
         norms_TW, exact_TW = self.per_worker("grad_norm"), self.truth("norm")
@@ -115,6 +129,23 @@ class ModeRun:
         fine = self.fine_steps()
         expected = np.array(self.ranks[0]["reduced_norm"])[fine]
         np.testing.assert_allclose(self.column("grad_norm_reduced")[fine], expected, rtol=1e-6)
+
+    def check_directions_without_sketches(self) -> None:
+        """Hold each worker's cosine with the others against their gradients in float64."""
+        cosines_TW = Run.open(self._scalars).per_worker("cosine_rest")[1]
+        for step in range(STEPS):
+            shown = step in self.fine_steps() and self.mode.shows_both_gradients(step)
+            if not shown:
+                assert np.isnan(cosines_TW[step]).all()
+            elif self.mode.hook == "PowerSGD" and step >= 2:
+                assert np.isfinite(cosines_TW[step]).all()  # of what is not their mean
+            else:
+                gradients = self.gradients(step)
+                sent = to_bfloat16(gradients) if self.mode.hook == "rounding" else gradients
+                rests = sent.sum(axis=0) - gradients
+                lengths = np.linalg.norm(gradients, axis=1) * np.linalg.norm(rests, axis=1)
+                expected_W = np.sum(gradients * rests, axis=1) / lengths
+                np.testing.assert_allclose(cosines_TW[step], expected_W, atol=1e-6)
 
     def check_groups(self) -> None:
         names = {}

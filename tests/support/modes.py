@@ -33,6 +33,15 @@ class Mode:
     compiled: str = ""  # "around DDP", "inside DDP", "around DDP, after watch"
     backend: str = "aot_eager"
 
+    def shows_both_gradients(self, step: int) -> bool:
+        """Return whether the reduced gradient is there while the local one still is.
+
+        Not where DDP reduces in place, or ends inside of a checkpoint's own backward pass.
+        """
+        if self.checkpoint == "everything reentrant":
+            return "static_graph" in self.ddp and step == 0
+        return "gradient_as_bucket_view" not in self.ddp
+
 
 MODES = [
     Mode("plain", {}),

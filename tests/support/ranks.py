@@ -7,8 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# torch._dynamo: DDP's constructor imports it, which would cost every rank a second.
-_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "rankscope.start"]
+# Imported once instead of in every rank, which would take a large part of the time of all tests:
+# what DDP's constructor, PyArrow's first array, every test file and "aot_eager" import.
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "pandas",
+    "pytest",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.pattern_matcher",
+    "rankscope.start",
+]
 
 
 class RankError(AssertionError):

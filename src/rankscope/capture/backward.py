@@ -21,13 +21,19 @@ class BackwardEnd:
         began: Called when a backward pass is noticed.
         ended: Called at its end, after its reduction.
         guarded: Keeps exceptions out of the backward pass.
+        ending: Called when all gradients are there, before what finishes the reduction.
     """
 
     def __init__(
-        self, began: Callable[[], None], ended: Callable[[], None], guarded: Guarded
+        self,
+        began: Callable[[], None],
+        ended: Callable[[], None],
+        guarded: Guarded,
+        ending: Callable[[], None] | None = None,
     ) -> None:
         self._began = began
         self._ended = ended
+        self._ending = ending
         self._guarded = guarded
         self._running: object = None
 
@@ -45,9 +51,13 @@ class BackwardEnd:
         if self._running is not None:
             return
         this = self._running = object()
-        engine = Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(lambda: self._end(this)))
+        Variable._execution_engine.queue_callback(lambda: self._near_end(this))
         self._began()
+
+    def _near_end(self, this: object) -> None:
+        if this is self._running and self._ending is not None:
+            self._guarded(self._ending)
+        Variable._execution_engine.queue_callback(lambda: self._end(this))
 
     def _end(self, this: object) -> None:
         if this is self._running:

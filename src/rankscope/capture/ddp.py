@@ -25,6 +25,7 @@ from rankscope.capture.busy import BusyClock
 from rankscope.capture.join import ShadowSteps
 from rankscope.capture.micro import MicroBatches
 from rankscope.capture.parts_alone import PartsAlone
+from rankscope.capture.reduced_product import ReducedProduct, can_watch_copies
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.tap import Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
@@ -64,9 +65,13 @@ class DDPTap:
         self._sketcher = sketcher
         self._guarded = guarded
         self._read_reduced = reduced
-        self._backward = BackwardEnd(self._on_begin, self._on_end, guarded)
+        self._backward = BackwardEnd(self._on_begin, self._on_end, guarded, self._on_ending)
         self._totals = sketcher.new_totals()
         self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
+        self._product: ReducedProduct | None = None
+        if _product_is_asked_for(model, sketcher, reduced):
+            self._product = ReducedProduct(parameters, sketcher.device, guarded)
+        self._reduced_product: Tensor | None = None
         self._micro = MicroBatches()
         self._calls = _HookCalls()
         self._busy = BusyClock(model, sketcher.device)
@@ -149,8 +154,13 @@ class DDPTap:
     def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
         if self._alone is not None:
             return self._alone.gradient(reduced, self._carried_over)
-        micro = self._micro.squared_norms()
-        return LocalGradient(self._totals.clone(), reduced, micro, self._carried_over)
+        return LocalGradient(
+            self._totals.clone(),
+            reduced,
+            self._micro.squared_norms(),
+            self._carried_over,
+            reduced_product=self._reduced_product,
+        )
 
     def _find_alone(self) -> None:
         """See whether a reduction takes the gradients away one by one by now."""
@@ -183,7 +193,7 @@ class DDPTap:
         if self._alone is not None:
             self._alone.reset()
         self._calls.reset()
-        self._carried_over = None
+        self._carried_over = self._reduced_product = None
         self._begun = self._reduced_known = self._spoiled = False
         self._settled = self._synchronises = False
         self._through_ddp = self._bypassed = False
@@ -227,6 +237,12 @@ class DDPTap:
         if self._measure:
             self._totals.reset()
 
+    def _on_ending(self) -> None:
+        """See the reduced gradient take the place of the local one."""
+        sees = self._measure and self._synchronises and self._alone is None and not self._first
+        if self._product is not None and sees:
+            self._product.watch()
+
     def _on_end(self) -> None:
         """Close a backward pass, after the reduction if it has one."""
         if self._first:
@@ -243,6 +259,8 @@ class DDPTap:
             self._alone.end_pass()
         else:
             self._micro.add(self._totals, last=self._synchronises)
+        if self._synchronises and self._product is not None:
+            self._reduced_product = self._product.take(self._calls)
         if self._synchronises and self._reduced is not None:
             self._measure_reduced(self._reduced)
 
@@ -256,6 +274,20 @@ class DDPTap:
             elif name in self._calls:
                 return  # an optimizer inside the backward pass has taken it already
         self._reduced_known = True
+
+
+def _product_is_asked_for(
+    model: DistributedDataParallel, sketcher: Sketcher, reduced: ReadReduced
+) -> bool:
+    """Return whether only the inner product with the reduced gradient tells directions.
+
+    Of two workers, norms tell it as well. With bucket views, DDP reduces in the very memory that
+    holds the local gradient.
+    """
+    needed = not sketcher.sketches and reduced is not ReadReduced.OFF
+    if not needed or model.process_group.size() <= 2 or model.gradient_as_bucket_view:
+        return False
+    return can_watch_copies()
 
 
 def _any_nonzero(gradients: list[Tensor]) -> Tensor | None:
@@ -283,7 +315,7 @@ class _HookCalls:
         self._counts: dict[str, int] = {}  # in this pass
         self._before: set[str] = set()  # in earlier passes of the step
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._counts
 
     @property

@@ -79,7 +79,7 @@ class GradientHandover:
         num_rows = self._shape[0]
         squares_R, reduced_squares_R = numbers[: 2 * num_rows].reshape(2, num_rows)
         rest = numbers[2 * num_rows :]
-        largest, nonfinite, carried_over = rest[:3]
+        largest, nonfinite, carried_over, product = rest[:4]
         sketches = np.empty(0, np.float32)
         if self._sketches is not None:
             sketches = np.asarray(self._sketches.numpy(), np.float32)
@@ -100,6 +100,7 @@ class GradientHandover:
                 group_sketches_GK=groups.reshape(len(self._firsts_G), -1),
                 gram=gram,
                 audit=audit,
+                reduced_product=float(product),
             ),
             {
                 "grad_norm": float(np.sqrt(squares_R.sum())),
@@ -109,7 +110,7 @@ class GradientHandover:
                 "reduced_norm": float(np.sqrt(reduced_squares_R.sum())),
                 "grad_carried_over": float(carried_over),
             },
-            np.sqrt(rest[3:]),
+            np.sqrt(rest[4:]),
         )
 
 
@@ -130,20 +131,21 @@ def _all_narrowed(sketches: Tensor, width: int) -> Tensor:
 
 
 def _numbers(measured: LocalGradient) -> Tensor:
-    """Return float64: squared norms of rows, local and reduced ``[2 R]``, then three numbers.
+    """Return float64: squared norms of rows, local and reduced ``[2 R]``, then four numbers.
 
-    Those are the largest magnitude, the non-finite count, and whether it was carried over; behind
-    them are the squared norms of micro-batches.
+    Those are the largest magnitude, the non-finite count, whether it was carried over, and the
+    inner product with the reduced gradient; behind them are the squared norms of micro-batches.
     """
     totals, reduced, micro = measured.totals, measured.reduced, measured.micro_squared_norms
     unknown = torch.full_like(totals.squared_norms, float("nan"))
-    carried = measured.carried_over
+    carried, product = measured.carried_over, measured.reduced_product
     parts = [
         totals.squared_norms,
         unknown if reduced is None else reduced.squared_norms,
         totals.largest.max().reshape(1).double(),
         totals.nonfinite.sum().reshape(1).double(),
         torch.zeros_like(unknown[:1]) if carried is None else carried.reshape(1).double(),
+        unknown[:1] if product is None else product.reshape(1),
         unknown[:0] if micro is None else micro,
     ]
     return torch.cat(parts)

@@ -39,6 +39,8 @@ class LocalGradient:
             cannot be misled in this way.
         norm_estimated: Whether the squared norms of ``totals`` are estimates, with a relative RMS
             error of about ``sqrt(2/k)``, since the gradient was only ever seen in parts.
+        reduced_product: float64 scalar tensor: inner product of the local gradient with the
+            reduced one; None when it was not read.
     """
 
     totals: GradientTotals
@@ -46,6 +48,7 @@ class LocalGradient:
     micro_squared_norms: Tensor | None = None
     carried_over: Tensor | None = None
     norm_estimated: bool = False
+    reduced_product: Tensor | None = None
 
 
 class GradientTap(Protocol):

@@ -13,6 +13,9 @@ from rankscope.core.arrays import Floats
 ROUNDING = 1e-12
 """Cosines closer than this to ±1 are ±1: what float64 sums of a few thousand products can lose."""
 
+DROWNED = 1e-3
+"""A sum of float32 gradients this much shorter than its parts is lost in their rounding."""
+
 
 def gram(sketches_WK: NDArray[np.floating]) -> Floats:
     """Return all inner products ``G_ij = g_i · g_j``.
@@ -118,6 +121,39 @@ def leave_one_out(gram_WW: Floats) -> Floats:
     np.fill_diagonal(kept_WW, 0.0)
     rest_lengths_W = np.sqrt(np.where(vanishing_W, np.nan, rest_squares_W))
     return _snap(kept_WW.sum(axis=1) / norms_W / rest_lengths_W)
+
+
+def leave_one_out_from_mean(
+    norms_W: Floats, mean_gradient_norm: float, products_W: Floats
+) -> Floats:
+    """Return ``cos(g_i, Σ_{j≠i} g_j)`` without any pair, from numbers that each worker has itself.
+
+    ``g_i·Σ_{j≠i} g_j = W g_i·ḡ − ‖g_i‖²`` and
+    ``‖Σ_{j≠i} g_j‖² = W²‖ḡ‖² − 2W g_i·ḡ + ‖g_i‖²``, so it is exact when ``ḡ`` is the exact mean.
+    Of two workers, norms alone tell it: it is the cosine of the pair.
+
+    Args:
+        norms_W: L2 norms of the local gradients ``[W]``.
+        mean_gradient_norm: L2 norm of their mean.
+        products_W: Inner product of each with their mean ``[W]``; NaN where it is unknown.
+
+    Returns:
+        ``[W]``; NaN for a worker whose numbers are unknown or not finite, without a direction, or
+        beside which the others' sum drowns: shorter than :data:`DROWNED` of both lengths.
+    """
+    num_workers = len(norms_W)
+    if num_workers == 2:
+        return np.full(2, norm_weighted_cosine_from_mean(norms_W, mean_gradient_norm))
+    numbers_W = norms_W + products_W + mean_gradient_norm
+    known_W = np.isfinite(numbers_W) & (norms_W > 0)
+    own_W = np.where(known_W, norms_W, np.nan)
+    scale_W = np.maximum(own_W, num_workers * mean_gradient_norm)
+    own_W, total_W = own_W / scale_W, num_workers * mean_gradient_norm / scale_W
+    products_W = num_workers * products_W / scale_W**2
+    rest_squares_W = total_W**2 - 2.0 * products_W + own_W**2
+    drowned_W = ~(rest_squares_W > (DROWNED * (total_W + own_W)) ** 2)
+    rest_W = np.sqrt(np.where(drowned_W, np.nan, rest_squares_W))
+    return np.clip((products_W - own_W**2) / own_W / rest_W, -1.0, 1.0)
 
 
 def upper_triangle(cosines_WW: Floats) -> Floats:

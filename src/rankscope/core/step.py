@@ -31,6 +31,7 @@ class MeasuredGradient:
         audit: What it contributes to the audit of the reduction; None without.
         residuals: What came of the audit ``[1 + G]``: how far the reduced gradient that this worker
             holds is from the mean, in all and by group; empty before, or without.
+        reduced_product: Inner product of the local gradient with the reduced one; NaN if unknown.
     """
 
     group_norms_G: Floats
@@ -40,6 +41,7 @@ class MeasuredGradient:
     report_R: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     audit: AuditPart | None = None
     residuals: Floats = field(default_factory=lambda: np.empty(0))
+    reduced_product: float = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class GatheredStep:
             worker holds from the mean of the workers' gradients; None where it was not audited.
         total_residuals_W: The same of the whole gradient.
         trace: Rank 0's tensors, where they are traced; None on other ranks.
+        reduced_products_W: Inner product of each worker's gradient with the reduced one, NaN where
+            it is unknown; None in the tiers that have no use for it.
     """
 
     step: int
@@ -98,6 +102,7 @@ class GatheredStep:
     residuals_WG: Floats | None = None
     total_residuals_W: Floats | None = None
     trace: Trace | None = None
+    reduced_products_W: Floats | None = None
 
     @property
     def num_workers(self) -> int:

@@ -10,6 +10,7 @@ from rankscope.core.direction import (
     gram,
     has_direction,
     leave_one_out,
+    leave_one_out_from_mean,
     mean_cosine,
     min_cosine,
     norm_weighted_cosine,
@@ -75,8 +76,8 @@ def _dispersions(gathered: GatheredStep) -> dict[str, float]:
 def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Floats | None]:
     """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines.
 
-    Without any inner product, the norms of local and reduced gradients still give the weighted
-    mean cosine, exactly.
+    Without inner products of pairs, the norms of local and reduced gradients still give the
+    weighted mean cosine, exactly, and with each worker's product with the reduced one its own.
     """
     values = dict.fromkeys(
         ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"), _NAN
@@ -91,10 +92,12 @@ def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Float
     if gram_WW is None and gathered.sketches_WK is not None:
         gram_WW = gram(gathered.sketches_WK)
     if gram_WW is None:
-        norms_W = gathered.workers["grad_norm"]
-        values["cosine_weighted"] = norm_weighted_cosine_from_mean(norms_W, _reduced(gathered))
+        norms_W, reduced = gathered.workers["grad_norm"], _reduced(gathered)
+        values["cosine_weighted"] = norm_weighted_cosine_from_mean(norms_W, reduced)
         values["directions_undefined"] = float(np.sum(~(np.isfinite(norms_W) & (norms_W > 0))))
-        return values, undefined_W, None
+        products_W = gathered.reduced_products_W
+        products_W = undefined_W if products_W is None else products_W
+        return values, leave_one_out_from_mean(norms_W, reduced, products_W), None
     cosines_WW = cosines_from_gram(gram_WW)
     values = {
         "cosine_mean": mean_cosine(cosines_WW),

@@ -11,7 +11,8 @@ class Tier(StrEnum):
 
     SCALARS = "scalars"
     """Norms of local and reduced gradients. One read of each, a few numbers per worker and group.
-    Exact: norms, and the mean cosine weighted by the norms. No single worker's direction."""
+    Exact: norms, the mean cosine weighted by the norms and, under DDP without bucket views, each
+    worker's cosine with the sum of all others, for one more read of both. No pairs, no groups."""
     SKETCH = "sketch"
     """Norms, and a sketch of k floats per worker and 251 per group. One read of the gradient.
     Norms are exact; every pair's cosine errs by about (1 − cos²)/√k, a group's by the same with

@@ -88,6 +88,7 @@ class Layout:
         reduced_copies: How many workers hold each element of the reduced gradient.
         gram_size: Exact inner products, W(W+1)/2 or 0.
         report_size: What a worker says of itself against all others, beyond 64 workers.
+        num_products: Inner products of its gradient with the reduced one, 1 or 0.
         measured: Whether the message has room for a gradient at all.
         num_samples: Samples that fit into a message.
         num_micro: Micro-batches that fit into a message.
@@ -102,6 +103,7 @@ class Layout:
     reduced_copies: int = 1
     gram_size: int = 0
     report_size: int = 0
+    num_products: int = 0
     measured: bool = True
     num_samples: int = 64
     num_micro: int = 16
@@ -135,6 +137,7 @@ class Layout:
             message["residuals"] = step.gradient.residuals if known else np.nan
             message["gram"] = step.gradient.gram
             message["report"] = step.gradient.report_R
+            message["products"] = step.gradient.reduced_product
         message["samples"][: len(step.samples)] = step.samples[: self.num_samples]
         message["micro"][:, : step.micro.shape[1]] = step.micro[:, : self.num_micro]
         message["digests"][: len(step.state.names)] = step.state.digests_D
@@ -216,6 +219,7 @@ class Layout:
             "residuals_WG": None if residuals_WR is None else residuals_WR[:, 1:],
             "reduced_copies": self.reduced_copies,
             "reports_WR": records_W["report"].copy() if self.report_size else None,
+            "reduced_products_W": records_W["products"][:, 0].copy() if self.num_products else None,
         }
 
     def _records(self, messages: Bytes) -> NDArray[Any]:
@@ -239,6 +243,7 @@ class Layout:
                 ("gram", np.float64, (measured * self.gram_size,)),
                 ("group_norms", np.float64, (num_groups,)),
                 ("residuals", np.float64, (measured * self._num_residuals,)),
+                ("products", np.float64, (measured * self.num_products,)),
                 ("samples", np.int64, (self.num_samples,)),
                 ("micro", np.float64, (4, self.num_micro)),
                 ("digests", np.int64, (self.num_digests,)),

@@ -1,4 +1,4 @@
-"""The sketch and the digest as C functions for the CPU."""
+"""The sketch, the digest and the inner product as C functions for the CPU."""
 
 import ctypes
 import functools
@@ -13,7 +13,9 @@ from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
 from rankscope.capture.totals import GradientTotals
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What the compiled functions call the types that they read."""
+
 _NORM_ROW = 4096  # the norm alone needs no row of the sketch's width
 _SIGN_BIT = {torch.int32: -(1 << 31), torch.int16: -(1 << 15)}
 
@@ -46,7 +48,7 @@ class NativeKernel:
         self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
     ) -> None:
         """Add a flat part of a gradient to one group's totals; see :class:`PlainKernel`."""
-        kind = _TYPES.get(flat.dtype)
+        kind = TYPES.get(flat.dtype)
         if kind is None:
             self._plain.measure(flat, signs, start, into, group)
             return
@@ -61,7 +63,7 @@ class NativeKernel:
 
     def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
         """Add the squared norm, largest magnitude and non-finite count alone."""
-        kind = _TYPES.get(flat.dtype)
+        kind = TYPES.get(flat.dtype)
         if kind is None:
             self._plain.measure_norm(flat, into, group)
             return
@@ -113,6 +115,21 @@ def load_digest() -> Callable[..., int]:
     function.argtypes = [pointer, ctypes.c_int64, pointer, pointer, pointer, pointer]
     function.restype = ctypes.c_uint64
     compiled: Callable[..., int] = function
+    return compiled
+
+
+def load_dot() -> Callable[[int, int, int, int], float]:
+    """Return the compiled inner product; see ``dot.c`` for what it takes.
+
+    Raises:
+        BuildError: It cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+    """
+    _check_allowed()
+    function = _load_library().rankscope_dot
+    pointer = ctypes.c_void_p
+    function.argtypes = [ctypes.c_int, pointer, pointer, ctypes.c_int64]
+    function.restype = ctypes.c_double
+    compiled: Callable[[int, int, int, int], float] = function
     return compiled
 
 

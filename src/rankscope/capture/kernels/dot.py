@@ -1,0 +1,112 @@
+"""The inner product of two gradients in float64, in one pass over both."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from rankscope.capture.kernels.build import BuildError
+from rankscope.capture.kernels.native import TYPES, load_dot
+
+Dot = Callable[[Tensor, Tensor], float | Tensor]
+"""Takes two tensors of one shape; on an accelerator returns a float64 scalar, without waiting."""
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 16}  # half a megabyte in float64: stays near the core
+_CHUNK_ELEMENTS_ACCELERATOR = 1 << 21
+
+
+def choose_dot(device: torch.device) -> Dot:
+    """Return the fastest inner product that works on a device.
+
+    That is a compiled one on a CPU with a C compiler, else plain torch. Both copy no more than a
+    chunk at a time.
+
+    Args:
+        device: Where the gradients live.
+    """
+    if device.type != "cpu":
+        return plain_dot
+    try:
+        dot = NativeDot()
+        check_dot(dot)
+    except (BuildError, AttributeError, ArithmeticError):
+        return plain_dot
+    return dot
+
+
+def plain_dot(one: Tensor, other: Tensor) -> Tensor:
+    """Return the inner product as a float64 scalar, in plain torch.
+
+    Args:
+        one: Any shape and layout, any floating or complex dtype; complex numbers count as pairs.
+        other: The same shape.
+    """
+    limit = _CHUNK_ELEMENTS.get(one.device.type, _CHUNK_ELEMENTS_ACCELERATOR)
+    parts = [
+        torch.dot(a.double(), b.double())
+        for first, second in _flat_parts(_real(one), _real(other), limit)
+        for a, b in zip(torch.split(first, limit), torch.split(second, limit), strict=True)
+    ]
+    return torch.stack(parts).sum() if parts else one.new_zeros((), dtype=torch.float64)
+
+
+class NativeDot:
+    """Reads both on one thread, without holding the interpreter's lock.
+
+    What it does not read goes to plain torch: other types than float32, bfloat16 and float16, two
+    types, and layouts with gaps or in two orders.
+
+    Raises:
+        BuildError: The library cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+    """
+
+    def __init__(self) -> None:
+        self._function = load_dot()
+
+    def __call__(self, one: Tensor, other: Tensor) -> float | Tensor:
+        """Return the inner product; see :func:`plain_dot`."""
+        kind = TYPES.get(one.dtype)
+        alike = one.dtype == other.dtype and one.stride() == other.stride()
+        if kind is None or not alike or not _is_dense(one):
+            return plain_dot(one, other)
+        return self._function(kind, one.data_ptr(), other.data_ptr(), one.numel())
+
+
+def check_dot(dot: Dot) -> None:
+    """Compare with plain torch on some numbers of each type.
+
+    Raises:
+        ArithmeticError: Their results differ by more than rounding.
+    """
+    for dtype in TYPES:
+        one = torch.arange(1031.0).mul_(0.7).sin_().to(dtype)
+        other = torch.arange(1031.0).mul_(0.3).cos_().add_(0.5).to(dtype)
+        error = abs(float(dot(one, other)) - float(plain_dot(one, other)))
+        if not error <= 1e-9:
+            raise ArithmeticError(f"the native inner product errs by {error} on {dtype}")
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill one stretch of memory, in whatever order."""
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _flat_parts(one: Tensor, other: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of flat parts; only where a layout is no flat one, copies of bounded size."""
+    size = one.numel()
+    if size == 0:
+        return
+    if one.is_contiguous() and other.is_contiguous():
+        yield one.view(-1), other.view(-1)
+    elif size <= limit or one.dim() == 0:
+        yield one.reshape(-1), other.reshape(-1)
+    else:
+        step = max(1, limit * len(one) // size)
+        for a, b in zip(torch.split(one, step), torch.split(other, step), strict=True):
+            single = len(a) == 1 and a.dim() > 1
+            yield from _flat_parts(a[0] if single else a, b[0] if single else b, limit)
