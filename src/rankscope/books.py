@@ -118,10 +118,15 @@ class StepBooks:
         """Take a call of ``optimizer.step`` that has ended."""
         self._optimizer.count(optimizer)
 
-    def close_step(self) -> None:
-        """Close the books of a step, once its synchronising backward pass has ended."""
+    def close_step(self, *, finished: bool = True) -> None:
+        """Close the books of a step, once its synchronising backward pass has ended.
+
+        Args:
+            finished: Whether the training has done all of it. When it was interrupted, nobody
+                knows how far each worker's optimizer came.
+        """
         if self._tap.complete:
-            self._hand_over()
+            self._hand_over(comparable=finished)
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._tap.collect()
             self._evidence.abort()
@@ -144,9 +149,14 @@ class StepBooks:
         It applies none of their gradients until ``join()`` ends, so there is nothing to compare.
         """
         self._guard(self.close_step)
-        self._guard(partial(self._hand_over, shadow=True))
+        self._guard(partial(self._hand_over, comparable=False))
 
-    def _hand_over(self, *, shadow: bool = False) -> None:
+    def _hand_over(self, *, comparable: bool = True) -> None:
+        """Send what is known of a step.
+
+        Args:
+            comparable: Whether workers that agree hold the same after it.
+        """
         now = time.perf_counter()
         canary = None if self._canary is None else self._canary.collect()
         busy = self._tap.busy_seconds if canary is None else math.nan
@@ -155,11 +165,11 @@ class StepBooks:
         named = self._samples.named
         idle = self._passes.take_idle()
         losses, multipliers = self._losses.collect(idle)
-        if shadow:
+        if not comparable:
             self._evidence.abort()
-        evidence = NoEvidence() if shadow else self._evidence
+        evidence = self._evidence if comparable else NoEvidence()
         state, compared = evidence.collect(self.step)
-        trace, tracing_seconds = self._collect_trace(shadow=shadow)
+        trace, tracing_seconds = self._collect_trace(comparable=comparable)
         local = LocalStep(
             step=self.step,
             gradient=self._collect_gradient(),
@@ -186,10 +196,10 @@ class StepBooks:
         self._last_time = now
         self._send(local)
 
-    def _collect_trace(self, *, shadow: bool) -> tuple[PendingTrace | None, float]:
+    def _collect_trace(self, *, comparable: bool) -> tuple[PendingTrace | None, float]:
         if self._trace is None:
             return None, 0.0
-        if shadow:
+        if not comparable:
             self._trace.abort()
         return self._trace.collect()
 

@@ -201,12 +201,12 @@ class Scope:
         Args:
             timeout: Seconds to wait for the other workers' last step.
         """
-        self._close(timeout, "complete")
+        self._close(timeout)
 
-    def _close(self, timeout: float, status: str) -> None:
+    def _close(self, timeout: float, *, interrupted: bool = False) -> None:
         if self._closed:
             return
-        self._guard(self._books.close_step)
+        self._guard(partial(self._books.close_step, finished=not interrupted))
         self._closed = True
         self._guard.open = False
         for hook in self._hooks:
@@ -219,7 +219,8 @@ class Scope:
         if delivered:
             self._channel.close()
         settled = delivered and not self._off
-        self._finish_run(status if settled else "incomplete", settled=settled)
+        whole = settled and not interrupted
+        self._finish_run("complete" if whole else "incomplete", settled=settled)
         self._off = True
 
     def __enter__(self) -> Self:
@@ -234,7 +235,7 @@ class Scope:
         if error is None:
             self.close()
         else:
-            self._close(timeout=CLOSE_SECONDS_AFTER_ERROR, status="incomplete")
+            self._close(CLOSE_SECONDS_AFTER_ERROR, interrupted=True)
 
     # What torch calls, in the training thread ----------------------------------------------
 

@@ -32,7 +32,7 @@ def finished(study: StudyCommand, tmp_path_factory: pytest.TempPathFactory) -> P
     rows[7]["instruction"] = "word " * 400
     data.write_text("\n".join(map(json.dumps, rows)))
     options = {"data": data, "max_length": 256, "reading": "replicated", "settings": "s1-3"}
-    process = study.run(folder / "study", steps=2, **options)
+    process = study.call(folder / "study", steps=2, **options)
     (folder / "stderr").write_text(process.stderr)
     return folder
 
@@ -292,7 +292,7 @@ def test_overwrite_leaves_what_no_study_wrote(
 ) -> None:
     (existing / "notes.txt").write_text("mine")
     old = tree(existing / "runs")
-    process = study.run(existing, overwrite=True, **{**same_options(finished), "settings": "s1-1"})
+    process = study.call(existing, overwrite=True, **{**same_options(finished), "settings": "s1-1"})
     assert process.returncode == 0, process.stderr
     assert (existing / "notes.txt").read_text() == "mine"
     assert names(existing / "runs") == ["replicated-s1-1"]

@@ -125,6 +125,27 @@ def test_an_interrupted_run_is_incomplete(tmp_path):
     assert run.table(Table.STEPS).num_rows == 5
 
 
+def interrupted_in_a_step(rank, run_dir):
+    loop = Loop(rank, run_dir)
+    with contextlib.suppress(KeyboardInterrupt), loop.scope:
+        for step in range(5):
+            loop.forward(step).backward()
+            if step == 4 and rank == 1:
+                raise KeyboardInterrupt
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        raise KeyboardInterrupt
+    return loop.warnings
+
+
+def test_a_step_that_was_interrupted_on_one_rank_is_not_held_against_it(tmp_path):
+    """One worker's parameters are updated, the other's are not, and nothing is wrong."""
+    assert run_ranks(interrupted_in_a_step, 2, str(tmp_path / "run")) == [[], []]
+    run = Run.open(tmp_path / "run")
+    assert run.table(Table.STEPS).num_rows == 5
+    assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
+
+
 def start_problems(rank, folder):
     problems = []
     ddp = DistributedDataParallel(make_model())

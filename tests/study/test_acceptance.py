@@ -1,9 +1,11 @@
 """The paper's experiment at its real size: eight workers, 30 steps, six trainings.
 
 On the first 4,096 records of the real Alpaca file where it lies beside the checkout (or where
-``RANKSCOPE_ALPACA`` says), otherwise on built-in data.
+``RANKSCOPE_ALPACA`` says), otherwise on built-in data. CI has run that study already, as its
+demo: ``RANKSCOPE_STUDY`` says where it is.
 """
 
+import io
 import json
 import os
 import subprocess
@@ -11,6 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from rankscope.cli.verdict import render_study
 
 BESIDE = Path(__file__).parents[3] / "shared" / "data" / "alpaca_data.json"
 REAL = Path(os.environ.get("RANKSCOPE_ALPACA", BESIDE))
@@ -18,16 +23,38 @@ REAL = Path(os.environ.get("RANKSCOPE_ALPACA", BESIDE))
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    output = tmp_path_factory.mktemp("acceptance") / "study"
+def ran(output: Path) -> str:
+    """Run the study and return what it printed."""
     data = ["--data", str(REAL)] if REAL.exists() else []
     command = [sys.executable, "-m", "rankscope", "study", *data]
     options = ["--limit", "4096", "--steps", "30", "--output", str(output)]
     ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def printed_by(finished: Path) -> str:
+    """Return what a study that has ended printed; it must be the one that is wanted here."""
+    config = json.loads((finished / "study.json").read_text())["config"]
+    wanted = {"workers": 8, "steps": 30, "limit": 4096, "seed": 0, "accumulation": 1}
+    assert {name: config[name] for name in wanted} == wanted
+    assert config["data"] == (str(REAL) if REAL.exists() else "builtin")
+    printed = io.StringIO()
+    render_study(finished, Console(file=printed, width=80))
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    if finished := os.environ.get("RANKSCOPE_STUDY"):
+        output = Path(finished)
+        printed = printed_by(output)
+    else:
+        output = tmp_path_factory.mktemp("acceptance") / "study"
+        printed = ran(output)
     entries = json.loads((output / "summary.json").read_text())
-    return {(entry["reading"], entry["setting"]): entry for entry in entries}, ended.stdout
+    assert len(entries) == 6
+    return {(entry["reading"], entry["setting"]): entry for entry in entries}, printed
 
 
 def test_replicated_workers_agree_as_far_as_their_seeds_do(study):

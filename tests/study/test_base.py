@@ -1,4 +1,6 @@
+import importlib.util
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import get_context
@@ -28,7 +30,8 @@ def _load(cache: Path, records: Sequence[Record] = RECORDS, **options: Any) -> t
     return load_base(records, cache_dir=cache, **chosen)[0]
 
 
-def _load_in_process(cache: Path, queue: Any) -> None:
+def _load_in_process(cache: Path, together: Any, queue: Any) -> None:
+    together.wait()
     queue.put(_bits(_load(cache)))
 
 
@@ -37,6 +40,17 @@ def test_second_load_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(base, "train", lambda *_: pytest.fail("trained again"))
     assert _bits(_load(tmp_path)) == first
     assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
+
+
+def test_a_model_is_saved_without_importing_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = importlib.util.find_spec("deepspeed")
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    _load(tmp_path)
+    assert "deepspeed" not in sys.modules
+    found = importlib.util.find_spec("deepspeed")
+    assert (found is None) == (installed is None)
 
 
 def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
@@ -88,14 +102,13 @@ def test_a_damaged_entry_is_made_anew(tmp_path: Path, damage: str) -> None:
 @pytest.mark.slow
 def test_two_processes_at_once(tmp_path: Path) -> None:
     context = get_context("spawn")
-    queue = context.Queue()
-    processes = [context.Process(target=_load_in_process, args=(tmp_path, queue)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    first, second = (queue.get(timeout=240) for _ in processes)
-    for process in processes:
-        process.join()
-    assert first == second == _bits(_load(tmp_path))
+    together, queue = context.Barrier(2), context.Queue()
+    other = context.Process(target=_load_in_process, args=(tmp_path, together, queue))
+    other.start()
+    together.wait(timeout=240)
+    ours = _bits(_load(tmp_path))
+    assert ours == queue.get(timeout=240) == _bits(_load(tmp_path))
+    other.join()
     assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
 
 

@@ -3,12 +3,12 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rankscope.cli import main
 from rankscope.core.signals import Table
 from rankscope.record import Run
 from support.study_command import (
@@ -47,7 +47,8 @@ def first(study: StudyCommand, folder: Path) -> Done:
 @pytest.fixture(scope="module")
 def again(study: StudyCommand, folder: Path, first: Done) -> Done:
     assert first.code == 0, first.err
-    return Done(folder / "again", study.run(folder / "again", accumulation=2, save_all=True))
+    options = {"accumulation": 2, "save_all": True}
+    return Done(folder / "again", study.call(folder / "again", report=True, **options))
 
 
 # What a study leaves ---------------------------------------------------------------------------
@@ -63,6 +64,7 @@ def test_it_ends_well_and_says_where_the_report_is(first: Done, again: Done) -> 
     assert (first.code, again.code) == (0, 0), first.err + again.err
     assert f"Report: {first.path / 'report.html'}" in first.err
     assert f"Report: {again.path / 'report.html'}" in again.out
+    assert "Why the two readings differ" in again.out
     assert "Traceback" not in first.err + again.err
 
 
@@ -238,7 +240,7 @@ def test_the_same_seed_gives_the_same_model(first: Done, again: Done, name: str)
 @pytest.fixture(scope="module")
 def half(study: StudyCommand, folder: Path, first: Done) -> Done:
     options = {**TINY, "batch_size": 2, "accumulation": 2, "precision": "bf16", "seed": 0}
-    return Done(folder / "half", study.run(folder / "half", **options))
+    return Done(folder / "half", study.call(folder / "half", **options))
 
 
 def test_bf16(half: Done, first: Done) -> None:
@@ -261,7 +263,7 @@ def test_one_training_alone_gives_the_numbers_it_gives_among_others(
 
 def test_resuming_a_finished_study_repeats_nothing(study: StudyCommand, first: Done) -> None:
     before = tree(first.path / "runs")
-    process = study.run(first.path, accumulation=2, json=True, resume=True)
+    process = study.call(first.path, accumulation=2, json=True, resume=True)
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout) == first.summary()
     assert tree(first.path / "runs") == before
@@ -284,19 +286,32 @@ def test_torchrun_gives_the_same_numbers(study: StudyCommand, folder: Path, firs
             assert ours[table].equals(theirs[table]), (name, table)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": 3}, "torchrun started 2 ranks, the study has --workers 3; make them equal"),
-        ({"data": "missing.json"}, "there is no data file missing.json: check the path"),
-    ],
-)
-def test_torchrun_with_bad_input(
-    study: StudyCommand, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
-    process = study.run(tmp_path / "out", launcher=LAUNCHER, **TINY, **options)
+def test_torchrun_with_bad_input(study: StudyCommand, tmp_path: Path) -> None:
+    options = {**TINY, "data": "missing.json"}
+    process = study.run(tmp_path / "out", launcher=LAUNCHER, **options)
     ours = [line for line in process.stderr.splitlines() if line.startswith("rankscope: ")]
-    assert ours == [f"rankscope: {message}"]
+    assert ours == ["rankscope: there is no data file missing.json: check the path"]
     assert process.returncode != 0
     assert "Traceback (most recent call last):\n  File" not in process.stderr.split("torch/")[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_number_of_ranks_than_of_workers(
+    study: StudyCommand,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "one"}
+    for name, value in {**sizes, **address}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["rankscope", *study.arguments(tmp_path / "out", {})])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert ended.value.code == 2
+    assert capsys.readouterr() == (
+        "",
+        "rankscope: torchrun started 1 ranks, the study has --workers 2; make them equal\n",
+    )
     assert list(tmp_path.iterdir()) == []

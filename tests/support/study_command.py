@@ -1,13 +1,15 @@
-"""Runs ``rankscope study`` as a user does: a process of its own, with real workers.
+"""Runs ``rankscope study`` with real workers: in a process of its own, or one after the other.
 
 All tests of a session share one cache, so that the base model is trained once. Its data is a
 small file of short records, on which that takes a few seconds.
 """
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ import pyarrow as pa
 from rankscope.core.signals import Table
 from rankscope.record import Run
 from rankscope.study.builtin import generate
+from support.study_host import Host
 
 TIMEOUT = 240.0
 Record = dict[str, str]
@@ -32,7 +35,7 @@ def short_records(count: int = 240) -> list[Record]:
 
 
 def shared_folder(base: Path) -> Path:
-    """Return the folder that all tests of a session share; make its data file once.
+    """Return the folder that all tests of a session share; make its data and base model once.
 
     Args:
         base: pytest's base directory; under xdist that of one worker, inside the common one.
@@ -40,21 +43,37 @@ def shared_folder(base: Path) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "study-command"
     folder.mkdir(exist_ok=True)
     data = folder / "records.json"
-    if not data.exists():
-        partial = folder / f".records-{os.getpid()}"
-        partial.write_text(json.dumps(short_records()))
-        partial.replace(data)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # without it, each test process would train a base
+        if not data.exists():
+            _make(data, folder / "cache")
     return folder
+
+
+def _make(data: Path, cache: Path) -> None:
+    from rankscope.study.data import load_records
+    from rankscope.study.models import TINY, load_model
+
+    partial = data.with_name("partial.json")
+    partial.write_text(json.dumps(short_records()))
+    held_out = load_records(str(partial), seed=0).held_out
+    load_model(TINY, tokenizer_records=held_out, cache_dir=cache / "rankscope")
+    partial.replace(data)
 
 
 class StudyCommand:
     """``rankscope study`` with the session's data and cache.
+
+    A process of its own is what a user starts. What many tests need are studies that just run:
+    :meth:`call` does them one after the other in a common process, which imports torch once.
 
     Args:
         folder: What :func:`shared_folder` returned.
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._host: Host | None = None
         self.data = folder / "records.json"
         self.environment = {
             **os.environ,
@@ -89,6 +108,13 @@ class StudyCommand:
     def run(self, output: Path, *, launcher: tuple[str, ...] = (), **options: Any) -> Ended:
         """Run a study to its end."""
         return finish(self.start(output, launcher=launcher, **options))
+
+    def call(self, output: Path, *, report: bool = False, **options: Any) -> Ended:
+        """Run a study to its end in the process that all calls share; draw figures if asked."""
+        if self._host is None:
+            folder = Path(tempfile.mkdtemp(prefix="host-", dir=self._folder))
+            self._host = Host(folder, self.environment)
+        return self._host.run(self.arguments(output, options), TIMEOUT, report=report)
 
 
 class Done:

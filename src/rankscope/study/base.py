@@ -24,6 +24,7 @@ from torch import nn
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.study.data import Record, content_digest
 from rankscope.study.encoding import EncodedSet, encode
+from rankscope.study.quiet import save_checkpoint
 from rankscope.study.tokenizer import VOCAB_SIZE, train_tokenizer
 
 CODE_VERSION = 1
@@ -220,8 +221,7 @@ def _write(entry: Path, model: Any, tokenizer: Any) -> None:
         entry.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
         try:
-            model.save_pretrained(fresh)
-            tokenizer.save_pretrained(fresh)
+            save_checkpoint(model, tokenizer, fresh)
             if entry.is_dir() and _read(entry) is None:
                 shutil.rmtree(entry, ignore_errors=True)
             if not entry.exists():

@@ -20,7 +20,8 @@ import rankscope
 from rankscope.core.step import StepReport
 from rankscope.study.config import Combination, Precision, StudyConfig
 from rankscope.study.encoding import IGNORED, EncodedSet
-from rankscope.study.models import LoadedModel, quiet_transformers
+from rankscope.study.models import LoadedModel
+from rankscope.study.quiet import quiet_transformers, save_checkpoint
 from rankscope.study.sampling import draw_batches
 
 FLUSH_SECONDS = 2.0
@@ -150,10 +151,8 @@ def _save(loaded: LoadedModel, path: Path) -> None:
     """Save a Hugging Face checkpoint on rank 0, whole or not at all."""
     if dist.get_rank() == 0:
         partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-        model: Any = loaded.model
         with quiet_transformers():
-            model.save_pretrained(partial)
-            loaded.tokenizer.save_pretrained(partial)
+            save_checkpoint(loaded.model, loaded.tokenizer, partial)
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
     dist.barrier()

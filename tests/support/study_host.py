@@ -1,0 +1,103 @@
+"""Runs commands of ``rankscope`` one after the other in one process of their own.
+
+A study imports torch and transformers, and so does the process that its workers are forked from.
+Where a test is not about how a process starts or ends, it need not do so again.
+
+Reads a command from each line of its input, as JSON, and answers with the exit code.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO
+from unittest.mock import patch
+
+
+class Host:
+    """A process that runs commands.
+
+    Args:
+        folder: Where what they print is kept until it is read.
+        environment: The environment of all of them.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        # Appended to and cut: workers inherit these two files from the first command.
+        self._printed = [(folder / name).open("a+") for name in ("out", "err")]
+        answers, answering = os.pipe()
+        self._answers = os.fdopen(answers)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(answering)],
+            stdin=subprocess.PIPE,
+            stdout=self._printed[0],
+            stderr=self._printed[1],
+            text=True,
+            env=dict(environment),
+            pass_fds=[answering],
+        )
+        os.close(answering)
+        weakref.finalize(self, _end, self._process, self._answers, self._printed)
+
+    def run(
+        self, words: Sequence[str], seconds: float, *, report: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``rankscope`` with these words to its end, with or without a study's figures."""
+        for file in self._printed:
+            file.truncate(0)
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"words": list(words), "report": report}) + "\n")
+        self._process.stdin.flush()
+        answered, _, _ = select.select([self._answers], [], [], seconds)
+        answer = self._answers.readline() if answered else ""
+        out, err = (_read(file) for file in self._printed)
+        if not answer:
+            self._process.kill()
+            raise AssertionError(f"the command hangs or has killed its process; it said:\n{err}")
+        return subprocess.CompletedProcess(list(words), int(answer), out, err)
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _end(process: "subprocess.Popen[str]", *files: IO[str] | list[IO[str]]) -> None:
+    assert process.stdin
+    process.stdin.close()
+    process.wait()
+    for one in files:
+        for file in one if isinstance(one, list) else [one]:
+            file.close()
+
+
+def _run(words: list[str], *, report: bool) -> int:
+    from rankscope.cli import main, study
+
+    sys.argv = ["rankscope", *words]
+    without = nullcontext() if report else patch.object(study, "_write_report")
+    try:
+        with without:
+            main.run()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    return 1
+
+
+def _serve(answers: IO[str]) -> None:
+    for line in sys.stdin:
+        code = _run(**json.loads(line))
+        sys.stdout.flush()
+        print(code, file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve(os.fdopen(int(sys.argv[1]), "w"))
