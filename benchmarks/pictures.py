@@ -17,7 +17,7 @@ import numpy as np
 from rankscope.core.signals import Table
 from rankscope.record import Run
 from rankscope.web import figures, series, worker_figures
-from rankscope.web.document import png_of, spec_of
+from rankscope.web.document import png_of
 from rankscope.web.parts import Tables
 
 RUNS = {
@@ -40,7 +40,7 @@ def panel(tables: Tables, run: Run, name: str, title: str, number: int) -> dict[
     columns = run.columns(Table.STEPS, "step", name)
     rows = series.curve(columns["step"], np.asarray(columns[name], np.float64))
     chart = figures.metric(tables, rows, "value", width=WIDTH, height=HEIGHT)
-    text = json.dumps(spec_of(chart.properties(title=title)))
+    text = json.dumps({**chart, "title": title})
     return dict(json.loads(text.replace('"at"', f'"at{number}"')))
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     lines = series.lines(steps[9:], smooth_TW, range(values_TW.shape[1]))
     title = "each worker's cosine with the sum of the others, mean of 10 steps; rank 1 stands out"
     chart = worker_figures.worker_lines(tables, lines, "cosine", [1], width=820, height=HEIGHT)
-    picture = png_of(chart.properties(title=title), tables, scale=1.5)
+    picture = png_of({**chart, "title": title}, tables, scale=1.5)
     (folder / "one-against-the-rest.png").write_bytes(picture)
 
 

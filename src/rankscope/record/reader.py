@@ -34,6 +34,8 @@ class Run:
     def __init__(self, path: Path, info: dict[str, Any]) -> None:
         self.path = path
         self.info = info
+        self._seen: tuple[str, int] | None = None
+        self._overviews: dict[str, Overview] = {}
 
     @staticmethod
     def is_run(path: str | Path) -> bool:
@@ -155,13 +157,21 @@ class Run:
     def overviews(self, *names: str, max_bins: int = 240) -> dict[str, Overview]:
         """Return several columns as :meth:`overview` does, reading each file once.
 
+        What was returned is kept until there are new steps: its arrays are shared.
+
         Raises:
             KeyError: There is no such column.
             RunError: A file cannot be read.
         """
         for name in names:
             signal(Table.WORKERS, name)
-        return read_overviews(self.path, names, self.num_workers, max_bins) if names else {}
+        seen = (self.version, max_bins)
+        known = self._overviews if self._seen == seen else {}
+        missing = [name for name in dict.fromkeys(names) if name not in known]
+        if missing:
+            known = known | read_overviews(self.path, missing, self.num_workers, max_bins)
+            self._seen, self._overviews = seen, known
+        return {name: known[name] for name in names}
 
     def sampled(self, table: Table, *names: str, max_rows: int) -> Columns:
         """Return columns of an even choice of a table's steps, as :meth:`columns` does.

@@ -24,12 +24,15 @@ def parts_of(run: Path, table: Table) -> list[Path]:
 
 def parts_in(folder: Path) -> list[Path]:
     """Return the Parquet files of a directory in order; none when there is no such directory."""
+    return [folder / name for name in _part_names(folder)]
+
+
+def _part_names(folder: Path) -> list[str]:
     try:
         names = sorted(entry.name for entry in os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    wanted = (name for name in names if name.startswith("part-") and name.endswith(".parquet"))
-    return [folder / name for name in wanted]
+    return [name for name in names if name.startswith("part-") and name.endswith(".parquet")]
 
 
 def read_part(file: Path, schema: pa.Schema, first_step: int | None = None) -> pa.Table:
@@ -103,11 +106,10 @@ def step_range(run: Path, table: Table) -> tuple[int, int] | None:
     Raises:
         RunError: A file cannot be read.
     """
-    files = parts_of(run, table)
-    ends = {
-        file: step_range_of(file) or _range_in(file, table) for file in {*files[:1], *files[-1:]}
-    }
-    ranges = [found for found in ends.values() if found is not None]
+    names = _part_names(run / table)
+    files = [run / table / name for name in {*names[:1], *names[-1:]}]
+    ends = [step_range_of(file) or _range_in(file, table) for file in files]
+    ranges = [found for found in ends if found is not None]
     if not ranges:
         return None
     return min(low for low, _ in ranges), max(high for _, high in ranges)

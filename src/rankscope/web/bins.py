@@ -109,20 +109,23 @@ def lines(view: Overview, ranks: Sequence[int]) -> list[Row]:
     """Return rows ``{step, rank, value}`` of the given workers: lowest and highest of each bin."""
     most = max(MIN_LINE_BINS, MAX_POINTS // (2 * max(len(ranks), 1)))
     view = coarser(view, most)
-    rows: list[Row] = []
+    steps = list(zip(view.first_B.tolist(), view.last_B.tolist(), strict=True))
+    points: list[tuple[int, int, float]] = []
     for rank in ranks:
-        columns = (view.first_B, view.last_B, view.low_BW[:, rank], view.high_BW[:, rank])
         before = -np.inf
-        for first, last, low, high in zip(*columns, strict=True):
-            ends = (low, high) if low >= before else (high, low)
-            points = (
-                [(first, low)]
-                if low == high or first == last
-                else [(first, ends[0]), (last, ends[1])]
-            )
-            rows += [{"step": int(s), "rank": int(rank), "value": plain(v)} for s, v in points]
-            before = ends[1]
-    return rows
+        columns = (steps, view.low_BW[:, rank].tolist(), view.high_BW[:, rank].tolist())
+        for (first, last), low, high in zip(*columns, strict=True):
+            one, other = (low, high) if low >= before else (high, low)
+            if low == high or first == last:
+                points.append((first, rank, low))
+            else:
+                points += [(first, rank, one), (last, rank, other)]
+            before = other
+    values = plains(np.array([value for _, _, value in points]))
+    return [
+        {"step": step, "rank": int(rank), "value": value}
+        for (step, rank, _), value in zip(points, values, strict=True)
+    ]
 
 
 def apart(view: Overview) -> list[Row]:
@@ -158,7 +161,10 @@ def robust_units(values_BW: Floats, *, nearby: int = NEARBY) -> Floats:
 
 
 def _median_of_workers(values_BW: Floats) -> Floats:
-    """Return the median of what is known in each bin; numpy's own goes row by row here."""
+    """Return the median of what is known in each bin; numpy's nanmedian goes row by row here."""
+    if np.isfinite(values_BW).all():
+        known_B: Floats = np.median(values_BW, axis=1)
+        return known_B
     sorted_BW = np.sort(values_BW, axis=1)  # NaN last
     counts_B = np.isfinite(values_BW).sum(axis=1)
     middle_B2 = np.stack([(counts_B - 1) // 2, counts_B // 2], axis=1)
@@ -237,15 +243,12 @@ def cells_of(units_BW: Floats, values_BW: Floats, max_rows: int = MAX_ROWS) -> l
     sizes_BW = np.where(np.isnan(units_BW), -1.0, np.abs(units_BW))
     spans = itertools.pairwise(row_edges(units_BW.shape[1], max_rows))
     ranks_BR = np.stack([a + sizes_BW[:, a:b].argmax(axis=1) for a, b in spans], axis=1)
-    units_BR = np.take_along_axis(units_BW, ranks_BR, axis=1)
-    values_BR = np.take_along_axis(values_BW, ranks_BR, axis=1)
+    units = plains(np.round(np.take_along_axis(units_BW, ranks_BR, axis=1), 2).ravel())
+    values = plains(np.take_along_axis(values_BW, ranks_BR, axis=1).ravel(), 4)
+    size = ranks_BR.shape[1]
     return [
-        {
-            "deviation": plains(np.round(units, 2)),
-            "value": plains(values, 4),
-            "rank": ranks.tolist(),
-        }
-        for units, values, ranks in zip(units_BR, values_BR, ranks_BR, strict=True)
+        {"deviation": units[at : at + size], "value": values[at : at + size], "rank": ranks}
+        for at, ranks in zip(itertools.count(0, size), ranks_BR.tolist(), strict=False)
     ]
 
 

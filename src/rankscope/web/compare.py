@@ -15,8 +15,8 @@ from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web import bins, series
-from rankscope.web.document import Spec, spec_of
-from rankscope.web.parts import Tables, Width, column, finish, rate_domain, step_axis, tip
+from rankscope.web.document import spec_of
+from rankscope.web.parts import Spec, Tables, Width, column, finish, rate_domain, step_axis, tip
 from rankscope.web.series import Row
 from rankscope.web.titles import TITLES
 from rankscope.web.words import finding_view, tiles, title_of

@@ -3,9 +3,17 @@
 import math
 from collections.abc import Sequence
 
-import altair as alt
-
-from rankscope.web.parts import Tables, Width, finish, step_axis, tip
+from rankscope.web.parts import (
+    Spec,
+    Tables,
+    Width,
+    channel,
+    layer,
+    layered,
+    step_axis,
+    step_tip,
+    tip,
+)
 from rankscope.web.series import Row
 
 HEIGHT = 150
@@ -13,7 +21,7 @@ HEIGHT = 150
 
 def residual(
     tables: Tables, rows: Sequence[Row], *, width: Width = "container", height: int = HEIGHT
-) -> alt.LayerChart:
+) -> Spec:
     """Return the reduction's residual over time, on a logarithmic scale.
 
     Args:
@@ -22,12 +30,15 @@ def residual(
         width: Pixels or ``"container"``.
         height: Pixels.
     """
-    y = _logarithmic(rows, ".0e")
-    base = alt.Chart(tables.add(rows)).transform_filter("datum.value > 0").encode(x=step_axis())
-    tips = [alt.Tooltip("step:Q", title="step", format=",d"), tip("value", "residual")]
-    dots = base.mark_point(style="dot", filled=True, size=26, opacity=0.9)
-    layers = [base.mark_line(style="measured").encode(y=y), dots.encode(y=y, tooltip=tips)]
-    return finish(layers, width, height)
+    source, positive = tables.add(rows), {"filter": "datum.value > 0"}
+    encoding = {"x": step_axis(), "y": _logarithmic(rows, ".0e")}
+    dots = {**encoding, "tooltip": [step_tip(), tip("value", "residual")]}
+    dot = {"style": "dot", "filled": True, "size": 26, "opacity": 0.9}
+    layers = [
+        layer("line", source, encoding, positive, style="measured"),
+        layer("point", source, dots, positive, **dot),
+    ]
+    return layered(layers, width, height)
 
 
 def time_per_step(
@@ -37,7 +48,7 @@ def time_per_step(
     *,
     width: Width = "container",
     height: int = HEIGHT,
-) -> alt.LayerChart:
+) -> Spec:
     """Return the step's time and the monitor's part of it in milliseconds, logarithmic.
 
     Args:
@@ -47,26 +58,25 @@ def time_per_step(
         width: Pixels or ``"container"``.
         height: Pixels.
     """
-    y = _logarithmic([*step, *monitor], ",~g")
-    layers: list[alt.Chart] = []
+    encoding = {"x": step_axis(), "y": _logarithmic([*step, *monitor], ",~g")}
+    layers: list[Spec] = []
     for rows, style, words, label in (
         (step, "mean", "step", "ink-label"),
         (monitor, "measured", "monitor", "measured-label"),
     ):
         known = _positive(rows)
-        base = alt.Chart(tables.add(known)).encode(x=step_axis(), y=y)
-        tips = [alt.Tooltip("step:Q", title="step", format=",d"), tip("value", f"{words}, ms")]
-        layers.append(base.mark_line(style=style, strokeWidth=1.6))
-        layers.append(base.mark_point(opacity=0, size=60).encode(tooltip=tips))
+        source, tips = tables.add(known), [step_tip(), tip("value", f"{words}, ms")]
+        layers.append(layer("line", source, encoding, style=style, strokeWidth=1.6))
+        layers.append(layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=60))
         if known:
-            end = alt.Chart(tables.add(known[-1:])).encode(x=step_axis(), y=y)
-            layers.append(end.mark_text(style=label, text=words, align="right", dy=-10))
-    return finish(layers, width, height)
+            name = {"style": label, "text": words, "align": "right", "dy": -10}
+            layers.append(layer("text", tables.add(known[-1:]), encoding, **name))
+    return layered(layers, width, height)
 
 
 def interval(
     tables: Tables, rows: Sequence[Row], *, width: Width = "container", height: int = HEIGHT
-) -> alt.LayerChart:
+) -> Spec:
     """Return how many steps lay between two measurements of the gradients, over time.
 
     Args:
@@ -75,25 +85,22 @@ def interval(
         width: Pixels or ``"container"``.
         height: Pixels.
     """
-    axis = alt.Axis(title=None, format=",d", tickMinStep=1, tickCount=4)
-    y = alt.Y("value:Q", axis=axis, scale=alt.Scale(zero=True, nice=True))
-    base = alt.Chart(tables.add(rows)).encode(x=step_axis(), y=y)
-    tips = [
-        alt.Tooltip("step:Q", title="step", format=",d"),
-        alt.Tooltip("value:Q", title="every … steps", format=",d"),
-    ]
+    axis = {"title": None, "format": ",d", "tickMinStep": 1, "tickCount": 4}
+    y = channel("value:Q", axis=axis, scale={"zero": True, "nice": True})
+    source, encoding = tables.add(rows), {"x": step_axis(), "y": y}
+    tips = [step_tip(), channel("value:Q", title="every … steps", format=",d")]
     layers = [
-        base.mark_line(style="measured", interpolate="step-after"),
-        base.mark_point(opacity=0, size=60).encode(tooltip=tips),
+        layer("line", source, encoding, style="measured", interpolate="step-after"),
+        layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=60),
     ]
-    return finish(layers, width, height)
+    return layered(layers, width, height)
 
 
 def _positive(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if (row["value"] or 0) > 0]
 
 
-def _logarithmic(rows: Sequence[Row], form: str) -> alt.Y:
+def _logarithmic(rows: Sequence[Row], form: str) -> Spec:
     """Return a logarithmic axis with a few lines: at powers of ten, or at 1, 2 and 5 times them."""
     known = [row["value"] for row in _positive(rows)] or [1.0]
     low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
@@ -108,5 +115,5 @@ def _logarithmic(rows: Sequence[Row], form: str) -> alt.Y:
     domain = [max(below, default=min(known)), min(above, default=max(known))]
     if domain[0] == domain[1]:
         domain[1] *= 10
-    axis = alt.Axis(title=None, format=form, values=values)
-    return alt.Y("value:Q", axis=axis, scale=alt.Scale(type="log", domain=domain, nice=False))
+    axis = {"title": None, "format": form, "values": values}
+    return channel("value:Q", axis=axis, scale={"type": "log", "domain": domain, "nice": False})

@@ -80,8 +80,8 @@ def distances(
     colour = alt.Color("curve:N", scale=scale, legend=legend)
     tips = [alt.Tooltip("step:Q", title="step", format=",d"), alt.Tooltip("curve:N", title="of")]
     steps = comparison.alignment.steps_a
-    span = alt.Scale(domain=[int(steps[0]), int(steps[-1])], nice=False, zero=False)
-    base = alt.Chart(source).encode(x=step_axis().scale(span), y=y, color=colour)
+    x = step_axis(domain=[int(steps[0]), int(steps[-1])])
+    base = alt.Chart(source).encode(x=x, y=y, color=colour)
     layers = [
         base.mark_line(style="setting", strokeWidth=1.8),
         base.mark_point(filled=True, size=22, opacity=1).encode(

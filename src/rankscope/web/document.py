@@ -22,10 +22,9 @@ from markupsafe import Markup
 
 from rankscope.errors import RunError
 from rankscope.web import theme, words
-from rankscope.web.parts import Tables
+from rankscope.web.parts import Spec, Tables
 
 _TEMPLATES = Path(__file__).parent / "templates"
-Spec = dict[str, Any]
 
 
 def vegalite_version() -> str:

@@ -8,43 +8,47 @@ script reads two conventions: a parameter ``frame`` is driven by a slider whose 
 from collections.abc import Sequence
 from typing import Any
 
-import altair as alt
-
-from rankscope.web.parts import Tables, Width, column, finish, rate_domain, step_axis, tip
+from rankscope.web.parts import (
+    Spec,
+    Tables,
+    Width,
+    channel,
+    column,
+    layer,
+    layered,
+    pointed,
+    rate_domain,
+    step_axis,
+    step_tip,
+    tip,
+)
 from rankscope.web.series import Row
 
 MIN_CELL = 30
 """Pixels of a cell that can hold its value in print."""
 
 
-def _hover(tooltip: Sequence[alt.Tooltip], source: alt.NamedData) -> list[alt.Chart]:
-    """Return a crosshair that follows the pointer and tells the values at the nearest step."""
-    near = alt.selection_point(
-        name="at", nearest=True, on="pointerover", clear="pointerout", fields=["step"], empty=False
-    )
-    targets = (
-        alt.Chart(source)
-        .mark_rule(strokeWidth=1, opacity=0)
-        .encode(x=step_axis(), tooltip=list(tooltip))
-        .add_params(near)
-    )
-    rule = alt.Chart(source).mark_rule(style="crosshair").encode(x=step_axis())
-    return [rule.transform_filter(near), targets]
+def _with_crosshair(
+    layers: Sequence[Spec], tooltip: Sequence[Spec], source: Spec, width: Width, height: int
+) -> Spec:
+    """Return a figure whose crosshair follows the pointer and tells the values at that step."""
+    x = step_axis()
+    at = layer("rule", source, {"x": x, "tooltip": list(tooltip)}, strokeWidth=1, opacity=0)
+    shown = {"filter": {"param": "at", "empty": False}}
+    rule = layer("rule", source, {"x": x}, shown, style="crosshair")
+    return layered([*layers, rule, at], width, height, [pointed("at", at, ["step"])])
 
 
 def _end_label(
     tables: Tables, rows: Sequence[Row], field: str, words: str, style: str, **mark: Any
-) -> alt.Chart:
+) -> Spec:
     """Return a label at the last known point of a curve, in place of a legend."""
     known = [row for row in rows if row.get(field) is not None]
     last = {"step": known[-1]["step"], "value": known[-1][field]} if known else {}
     place = {"align": "right", "dx": 0, "dy": -9, **mark}
-    label: alt.Chart = (
-        alt.Chart(tables.add([last] if last else []))
-        .mark_text(style=style, text=words, **place)
-        .encode(x="step:Q", y="value:Q")
-    )
-    return label
+    source = tables.add([last] if last else [])
+    encoding = {"x": channel("step:Q"), "y": channel("value:Q")}
+    return layer("text", source, encoding, style=style, text=words, **place)
 
 
 def averaged_loss(
@@ -54,7 +58,7 @@ def averaged_loss(
     *,
     width: Width = "container",
     height: int = 250,
-) -> alt.LayerChart:
+) -> Spec:
     """Return the averaged loss over the band from the lowest to the highest worker.
 
     Args:
@@ -64,25 +68,19 @@ def averaged_loss(
         width: Pixels or ``"container"``.
         height: Pixels.
     """
-    scale = alt.Scale(zero=False, nice=True)
-    axis = alt.Axis(title=None)
-    area = (
-        alt.Chart(tables.add(ranges))
-        .mark_area(style="band")
-        .encode(x=step_axis(), y=alt.Y("low:Q", axis=axis, scale=scale), y2="high:Q")
-    )
-    line = (
-        alt.Chart(tables.add(mean))
-        .mark_line(style="mean")
-        .encode(x=step_axis(), y=alt.Y("value:Q", axis=axis, scale=scale))
-    )
+    look = {"axis": {"title": None}, "scale": {"zero": False, "nice": True}}
+    ends = {"y": channel("low:Q", **look), "y2": {"field": "high"}}
+    area = layer("area", tables.add(ranges), {"x": step_axis(), **ends}, style="band")
+    source = tables.add(mean)
+    encoding = {"x": step_axis(), "y": channel("value:Q", **look)}
+    line = layer("line", source, encoding, style="mean")
     tips = [
-        alt.Tooltip("step:Q", title="step", format=",d"),
+        step_tip(),
         tip("high", "highest worker"),
         tip("value", "average"),
         tip("low", "lowest worker"),
     ]
-    return finish([area, line, *_hover(tips, tables.add(mean))], width, height)
+    return _with_crosshair([area, line], tips, source, width, height)
 
 
 def metric(
@@ -93,7 +91,7 @@ def metric(
     expected: Sequence[Row] = (),
     width: Width = "container",
     height: int = 170,
-) -> alt.LayerChart:
+) -> Spec:
     """Return one dispersion metric over time, with what sampling alone would give if known.
 
     Args:
@@ -105,16 +103,15 @@ def metric(
         height: Pixels.
     """
     domain = rate_domain(column(rows, "value"), column(expected, "value"), floor=0.01)
-    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(domain=domain))
-    layers: list[alt.Chart] = []
+    y = channel("value:Q", axis={"title": None}, scale={"domain": domain})
+    encoding = {"x": step_axis(), "y": y}
+    layers: list[Spec] = []
     if any(value is not None for value in column(expected, "value")):
-        dashed = alt.Chart(tables.add(expected)).mark_line(style="expected")
-        layers.append(dashed.encode(x=step_axis(), y=y))
-    layers.append(
-        alt.Chart(tables.add(rows)).mark_line(style="measured").encode(x=step_axis(), y=y)
-    )
-    tips = [alt.Tooltip("step:Q", title="step", format=",d"), tip("value", title or "value")]
-    return finish([*layers, *_hover(tips, tables.add(rows))], width, height)
+        layers.append(layer("line", tables.add(expected), encoding, style="expected"))
+    source = tables.add(rows)
+    layers.append(layer("line", source, encoding, style="measured"))
+    tips = [step_tip(), tip("value", title or "value")]
+    return _with_crosshair(layers, tips, source, width, height)
 
 
 def heatmap(
@@ -125,7 +122,7 @@ def heatmap(
     *,
     size: int = 400,
     legend: bool = True,
-) -> alt.LayerChart:
+) -> Spec:
     """Return the W×W matrix of cosines; with labels, a frame parameter that a slider drives.
 
     Args:
@@ -136,70 +133,71 @@ def heatmap(
         size: Side of the square in pixels.
         legend: Whether to draw the colour scale.
     """
-    cells = _cells(tables.add(rows), num_workers, size, framed=bool(labels))
-    pairs = cells.transform_filter("datum.i !== datum.j")
-    diagonal = cells.transform_filter("datum.i === datum.j").mark_rect(style="diagonal")
-    if labels:
-        diagonal = diagonal.add_params(alt.param(name="frame", value=0))
-    bar = alt.Legend(title="cosine", gradientLength=min(size, 180), values=[-1, 0, 1])
-    scale = alt.Scale(domain=[-1, 1], domainMid=0, interpolate="rgb")
-    colour = alt.Color("cosine:Q", scale=scale, legend=bar if legend else None)
+    source, place = tables.add(rows), _matrix(num_workers, size)
+    cells = _cells(num_workers, framed=bool(labels))
+    diagonal, pairs = ([*cells, {"filter": f"datum.i {sign} datum.j"}] for sign in ("===", "!=="))
+    bar = {"title": "cosine", "gradientLength": min(size, 180), "values": [-1, 0, 1]}
+    scale = {"domain": [-1, 1], "domainMid": 0, "interpolate": "rgb"}
+    colour = channel("cosine:Q", scale=scale, legend=bar if legend else None)
     tips = [
-        alt.Tooltip("i:O", title="rank"),
-        alt.Tooltip("j:O", title="with rank"),
-        alt.Tooltip("cosine:Q", title="cosine", format=".3f"),
+        channel("i:O", title="rank"),
+        channel("j:O", title="with rank"),
+        channel("cosine:Q", title="cosine", format=".3f"),
     ]
     style = "cell" if num_workers <= 24 else "crowded-cell"
-    layers = [diagonal, pairs.mark_rect(style=style).encode(color=colour, tooltip=tips)]
+    layers = [
+        layer("rect", source, place, *diagonal, style="diagonal"),
+        layer("rect", source, {**place, "color": colour, "tooltip": tips}, *pairs, style=style),
+    ]
     if size / num_workers >= MIN_CELL:
-        layers.append(_cell_values(pairs))
-    chart = finish(layers, size, size)
-    if labels:
-        chart.usermeta = {"frames": list(labels)}
-    return chart
+        known = {"filter": "isValid(datum.cosine)"}
+        values = {**place, **_cell_values()}
+        layers.append(layer("text", source, values, *pairs, known, fontSize=10.5))
+    if not labels:
+        return layered(layers, size, size)
+    spec = layered(layers, size, size, [{"name": "frame", "value": 0}])
+    return {**spec, "usermeta": {"frames": list(labels)}}
 
 
-def _cells(source: alt.NamedData, num_workers: int, size: int, *, framed: bool) -> alt.Chart:
-    """Return the base of all layers: one datum per cell with its ranks ``i`` and ``j``."""
+def _matrix(num_workers: int, size: int) -> dict[str, Spec]:
+    """Return where a cell with the ranks ``i`` and ``j`` stands."""
     every = max(1, round(num_workers * 18 / size))
-    axis = alt.Axis(
-        title="rank",
-        values=list(range(0, num_workers, every)),
-        tickCount=num_workers,
-        labelAngle=0,
-        domain=False,
-        ticks=False,
-        grid=False,
-    )
-    base = alt.Chart(source)
-    if framed:
-        base = base.transform_filter("datum.frame === frame")
-    return (
-        base.transform_flatten(["cosines"], as_=["cosine"])
-        .transform_window(at="row_number()")
-        .transform_calculate(
-            i=f"floor((datum.at - 1) / {num_workers})", j=f"(datum.at - 1) % {num_workers}"
-        )
-        .encode(x=alt.X("j:O", axis=axis), y=alt.Y("i:O", axis=axis))
-    )
+    axis = {
+        "title": "rank",
+        "values": list(range(0, num_workers, every)),
+        "tickCount": num_workers,
+        "labelAngle": 0,
+        "domain": False,
+        "ticks": False,
+        "grid": False,
+    }
+    return {"x": channel("j:O", axis=axis), "y": channel("i:O", axis=axis)}
 
 
-def _cell_values(cells: alt.Chart) -> alt.Chart:
-    strong = "abs(datum.cosine) > 0.55"
-    values: alt.Chart = (
-        cells.transform_filter("isValid(datum.cosine)")
-        .mark_text(fontSize=10.5)
-        .encode(
-            text=alt.Text("cosine:Q", format=".2f"),
-            color=alt.condition(strong, alt.value("#ffffff"), alt.value("#6b7684")),
-        )
-    )
-    return values
+def _cells(num_workers: int, *, framed: bool) -> list[Spec]:
+    """Return what makes one datum per cell with its ranks ``i`` and ``j``."""
+    number = {"op": "row_number", "field": "", "as": "at"}
+    return [
+        *([{"filter": "datum.frame === frame"}] if framed else []),
+        {"flatten": ["cosines"], "as": ["cosine"]},
+        {"window": [number]},
+        {"calculate": f"floor((datum.at - 1) / {num_workers})", "as": "i"},
+        {"calculate": f"(datum.at - 1) % {num_workers}", "as": "j"},
+    ]
+
+
+def _cell_values() -> dict[str, Spec]:
+    """Return the value of a cell in print, in a colour that its own lets one read."""
+    strong = {"test": "abs(datum.cosine) > 0.55", "value": "#ffffff"}
+    return {
+        "text": channel("cosine:Q", format=".2f"),
+        "color": {"condition": strong, "value": "#6b7684"},
+    }
 
 
 def sample_coverage(
     tables: Tables, rows: Sequence[Row], *, width: Width = "container", height: int = 250
-) -> alt.LayerChart:
+) -> Spec:
     """Return drawn samples and the different ones among them, both counted from the start.
 
     Args:
@@ -209,23 +207,21 @@ def sample_coverage(
         height: Pixels.
     """
     source = tables.add(rows)
-    axis = alt.Axis(title=None, format=",d")
-    y = alt.Y("distinct:Q", axis=axis, scale=alt.Scale(zero=True))
-    base = alt.Chart(source).encode(x=step_axis())
+    axis = {"title": None, "format": ",d"}
+    x, y = step_axis(), channel("distinct:Q", axis=axis, scale={"zero": True})
     tips = [
-        alt.Tooltip("step:Q", title="step", format=",d"),
-        alt.Tooltip("drawn:Q", title="drawn", format=",d"),
-        alt.Tooltip("distinct:Q", title="different", format=",d"),
+        step_tip(),
+        channel("drawn:Q", title="drawn", format=",d"),
+        channel("distinct:Q", title="different", format=",d"),
     ]
     last = rows[-1]
     repeats = last["distinct"] < 0.9 * last["drawn"]
     different = _end_label(tables, rows, "distinct", "different", "measured-label", dy=-12)
     layers = [
-        base.mark_area(style="wash").encode(y=y),
-        base.mark_line(style="expected").encode(y="drawn:Q"),
-        base.mark_line(style="measured").encode(y=y),
+        layer("area", source, {"x": x, "y": y}, style="wash"),
+        layer("line", source, {"x": x, "y": channel("drawn:Q")}, style="expected"),
+        layer("line", source, {"x": x, "y": y}, style="measured"),
         _end_label(tables, rows, "drawn", "drawn", "soft-label", dx=-14, dy=-4),
         *([different] if repeats else []),
-        *_hover(tips, source),
     ]
-    return finish(layers, width, height)
+    return _with_crosshair(layers, tips, source, width, height)

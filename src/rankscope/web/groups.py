@@ -49,15 +49,13 @@ def last_groups(run: Run) -> Groups | None:
     columns = _last_rows(run)
     if columns is None:
         return None
-    names, first, at = np.unique(columns["group"], return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
+    places: dict[str, int] = {}
+    at = [places.setdefault(name, len(places)) for name in columns["group"].tolist()]
     steps = np.unique(columns["step"])
-    shape = (len(names), max(run.num_workers, int(columns["rank"].max()) + 1))
-    cells = place[at] * shape[1] + columns["rank"]
+    shape = (len(places), max(run.num_workers, int(columns["rank"].max()) + 1))
+    cells = np.array(at) * shape[1] + columns["rank"]
     return Groups(
-        names=[str(name) for name in names[order]],
+        names=[str(name) for name in places],
         norm_GW=_means(cells, columns["grad_norm"], shape),
         cosine_GW=_means(cells, columns["cosine_rest"], shape),
         num_steps=len(steps),

@@ -4,12 +4,10 @@ Colours tell how far a worker is from the others in the same steps, so that a tr
 does not hide it; the values themselves are where the pointer is.
 """
 
-from collections.abc import Sequence
-
-import altair as alt
+from collections.abc import Mapping, Sequence
 
 from rankscope.web.bins import row_edges
-from rankscope.web.parts import Tables, Width, finish, step_axis
+from rankscope.web.parts import Spec, Tables, Width, channel, layer, layered, step_axis
 from rankscope.web.series import Row
 
 FAR = 6
@@ -32,7 +30,7 @@ def worker_map(
     named: Sequence[int] = (),
     *,
     width: Width = "container",
-) -> alt.LayerChart:
+) -> Spec:
     """Return the map of one signal: workers from top to bottom, steps from left to right.
 
     Args:
@@ -44,34 +42,32 @@ def worker_map(
         width: Pixels or ``"container"``.
     """
     ends = [min(r["first"] for r in rows) - 0.5, max(r["until"] for r in rows) - 0.5]
-    x = step_axis(field="left").scale(domain=ends, nice=False, zero=False, round=True)
-    y = alt.Y("low:Q", axis=_rank_axis(), scale=_rank_scale(num_workers, reverse=True))
+    x = step_axis(field="left", domain=ends, round=True)
+    scale = _rank_scale(num_workers, reverse=True)
+    y = channel("low:Q", axis=_rank_axis(), scale=scale)
     later = "(datum.last > datum.first ? ' to ' + format(datum.last, ',') : '')"
-    cells = (
-        _flat(tables, rows, "first", num_workers)
-        .transform_calculate(
-            left="datum.first - 0.5",
-            right="datum.until - 0.5",
-            steps=f"format(datum.first, ',') + {later}",
-        )
-        .mark_rect(style="crowded-cell")
-        .encode(
-            x=x,
-            x2="right:Q",
-            y=y,
-            y2="high:Q",
-            color=_colour(UNITS, FAR),
-            tooltip=_tips(title, alt.Tooltip("steps:N", title="step")),
-        )
-    )
+    words = {
+        "left": "datum.first - 0.5",
+        "right": "datum.until - 0.5",
+        "steps": f"format(datum.first, ',') + {later}",
+    }
+    encoding = {
+        "x": x,
+        "x2": {"field": "right"},
+        "y": y,
+        "y2": {"field": "high"},
+        "color": _colour(UNITS, FAR),
+        "tooltip": _tips(title, channel("steps:N", title="step")),
+    }
+    flat = [*_flat("first", num_workers), *_calculated(words)]
+    layers = [layer("rect", tables.add(rows), encoding, *flat, style="crowded-cell")]
     height = min(256, max(64, ROW * (len(row_edges(num_workers)) - 1)))
-    shown = _spaced(named, ARROW * num_workers / height)
-    arrows = (
-        alt.Chart(tables.add([{"low": rank, "label": f"← {rank}"} for rank in shown]))
-        .mark_text(style="named-label", align="left", dx=4)
-        .encode(x=alt.value("width"), y=y, text="label:N")
-    )
-    return finish([cells, *([arrows] if named else [])], width, height)
+    if named:
+        shown = _spaced(named, ARROW * num_workers / height)
+        source = tables.add([{"low": rank, "label": f"← {rank}"} for rank in shown])
+        arrows = {"x": {"value": "width"}, "y": y, "text": channel("label:N")}
+        layers.append(layer("text", source, arrows, style="named-label", align="left", dx=4))
+    return layered(layers, width, height)
 
 
 def _spaced(ranks: Sequence[int], least: float) -> list[int]:
@@ -92,7 +88,7 @@ def group_map(
     far: float,
     *,
     width: Width = "container",
-) -> alt.LayerChart:
+) -> Spec:
     """Return one signal of every group of parameters and worker, over the last observed steps.
 
     Args:
@@ -106,67 +102,72 @@ def group_map(
         width: Pixels or ``"container"``.
     """
     order = [str(row["group"]) for row in rows]
-    axis = alt.Axis(title=None, labelLimit=150, domain=False, ticks=False, grid=False)
-    cells = (
-        _flat(tables, rows, "group", num_workers)
-        .mark_rect(style="cell" if num_workers <= 24 else "crowded-cell")
-        .encode(
-            x=alt.X("low:Q", axis=_rank_axis(), scale=_rank_scale(num_workers)),
-            x2="high:Q",
-            y=alt.Y("group:N", sort=order, axis=axis, scale=alt.Scale(padding=0)),
-            color=_colour(legend, far),
-            tooltip=_tips(title, alt.Tooltip("group:N", title="group")),
-        )
-    )
-    return finish([cells], width, GROUP_ROW * len(rows))
+    axis = {"title": None, "labelLimit": 150, "domain": False, "ticks": False, "grid": False}
+    encoding = {
+        "x": channel("low:Q", axis=_rank_axis(), scale=_rank_scale(num_workers)),
+        "x2": {"field": "high"},
+        "y": channel("group:N", sort=order, axis=axis, scale={"padding": 0}),
+        "color": _colour(legend, far),
+        "tooltip": _tips(title, channel("group:N", title="group")),
+    }
+    flat = _flat("group", num_workers)
+    style = "cell" if num_workers <= 24 else "crowded-cell"
+    cells = layer("rect", tables.add(rows), encoding, *flat, style=style)
+    return layered([cells], width, GROUP_ROW * len(rows))
 
 
-def _flat(tables: Tables, rows: Sequence[Row], key: str, num_workers: int) -> alt.Chart:
-    """Return the base of a map: one datum per cell, from rank ``low`` to rank ``high``."""
+def _flat(key: str, num_workers: int) -> list[Spec]:
+    """Return what makes one datum per cell of a map, from rank ``low`` to rank ``high``."""
     cells = len(row_edges(num_workers)) - 1
     at = "(datum.at - 1)"
-    return (
-        alt.Chart(tables.add(rows))
-        .transform_flatten(["deviation", "value", "rank"])
-        .transform_window(at="row_number()", groupby=[key])
-        .transform_calculate(
-            low=f"floor({at} * {num_workers} / {cells}) - 0.5",
-            high=f"floor(({at} + 1) * {num_workers} / {cells}) - 0.5",
-        )
-        .transform_filter("isValid(datum.deviation)")
-    )
-
-
-def _rank_axis() -> alt.Axis:
-    return alt.Axis(title="rank", format=",d", tickMinStep=1, tickCount=8, grid=False, domain=False)
-
-
-def _rank_scale(num_workers: int, *, reverse: bool = False) -> alt.Scale:
-    ends = [-0.5, num_workers - 0.5]
-    return alt.Scale(domain=ends, nice=False, zero=False, round=True, reverse=reverse)
-
-
-def _colour(title: str, far: float) -> alt.Color:
-    scale = alt.Scale(domain=[-far, far], domainMid=0, clamp=True, interpolate="rgb")
-    legend = alt.Legend(
-        title=title,
-        orient="top",
-        direction="horizontal",
-        titleOrient="left",
-        titleLimit=260,
-        gradientLength=120,
-        gradientThickness=8,
-        values=[-far, 0, far],
-        labelExpr="(datum.value > 0 ? '+' : '') + datum.label",
-        offset=6,
-    )
-    return alt.Color("deviation:Q", scale=scale, legend=legend)
-
-
-def _tips(title: str, place: alt.Tooltip) -> list[alt.Tooltip]:
+    ends = {
+        "low": f"floor({at} * {num_workers} / {cells}) - 0.5",
+        "high": f"floor(({at} + 1) * {num_workers} / {cells}) - 0.5",
+    }
+    number = {"op": "row_number", "field": "", "as": "at"}
     return [
-        alt.Tooltip("rank:Q", title="rank", format=",d"),
+        {"flatten": ["deviation", "value", "rank"]},
+        {"window": [number], "groupby": [key]},
+        *_calculated(ends),
+        {"filter": "isValid(datum.deviation)"},
+    ]
+
+
+def _calculated(fields: Mapping[str, str]) -> list[Spec]:
+    return [{"calculate": words, "as": name} for name, words in fields.items()]
+
+
+def _rank_axis() -> Spec:
+    marks = {"tickMinStep": 1, "tickCount": 8, "grid": False, "domain": False}
+    return {"title": "rank", "format": ",d", **marks}
+
+
+def _rank_scale(num_workers: int, *, reverse: bool = False) -> Spec:
+    ends = {"domain": [-0.5, num_workers - 0.5], "nice": False, "zero": False}
+    return {**ends, "round": True, "reverse": reverse}
+
+
+def _colour(title: str, far: float) -> Spec:
+    scale = {"domain": [-far, far], "domainMid": 0, "clamp": True, "interpolate": "rgb"}
+    legend = {
+        "title": title,
+        "orient": "top",
+        "direction": "horizontal",
+        "titleOrient": "left",
+        "titleLimit": 260,
+        "gradientLength": 120,
+        "gradientThickness": 8,
+        "values": [-far, 0, far],
+        "labelExpr": "(datum.value > 0 ? '+' : '') + datum.label",
+        "offset": 6,
+    }
+    return channel("deviation:Q", scale=scale, legend=legend)
+
+
+def _tips(title: str, place: Spec) -> list[Spec]:
+    return [
+        channel("rank:Q", title="rank", format=",d"),
         place,
-        alt.Tooltip("value:Q", title=title, format=".4~g"),
-        alt.Tooltip("deviation:Q", title="apart", format="+.2~f"),
+        channel("value:Q", title=title, format=".4~g"),
+        channel("deviation:Q", title="apart", format="+.2~f"),
     ]

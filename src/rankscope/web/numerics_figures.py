@@ -154,7 +154,7 @@ def algorithms(
     legend = alt.Legend(title=None, orient="top", symbolType="circle")
     colour = alt.Color("type:N", scale=alt.Scale(domain=types_of(sums)), legend=legend)
     base = alt.Chart(tables.add(rows)).encode(y=y, color=colour)
-    tips = [
+    tips: list[Any] = [
         alt.Tooltip("algorithm:N"),
         alt.Tooltip("type:N", title="buffer"),
         alt.Tooltip("sums:N", title="partial sums"),

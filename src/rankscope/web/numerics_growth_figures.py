@@ -5,6 +5,7 @@ They read the JSON form of pairs of trainings (``rankscope.study.rounding_result
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import altair as alt
 
@@ -128,7 +129,7 @@ def layers(
     domain = log_domain([item["value"] for item in rows])
     grid = alt.Axis(title=None, grid=True, domain=False, ticks=False, labelLimit=240)
     title = f"relative distance after {len(growth['loss'])} steps"
-    tips = [
+    tips: list[Any] = [
         alt.Tooltip("layer:N"),
         alt.Tooltip("pair:N"),
         alt.Tooltip("first:Q", title="differs from step", format=",d"),

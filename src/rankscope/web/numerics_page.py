@@ -10,9 +10,9 @@ from rankscope.numerics.words import size
 from rankscope.web import numerics_figures as figures
 from rankscope.web import numerics_growth_figures as growth_figures
 from rankscope.web import numerics_sheets as sheets
-from rankscope.web.document import Spec, png_of, render, spec_of, write_bytes, write_text
+from rankscope.web.document import png_of, render, spec_of, write_bytes, write_text
 from rankscope.web.numerics_figures import Values
-from rankscope.web.parts import Tables
+from rankscope.web.parts import Spec, Tables
 
 PAGE = "numerics.html"
 

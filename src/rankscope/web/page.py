@@ -11,9 +11,9 @@ import numpy as np
 from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.record import Run
-from rankscope.web.document import Spec, render, write_text
-from rankscope.web.parts import Tables
-from rankscope.web.run_figures import Source, read_source, run_figures
+from rankscope.web.document import render, write_text
+from rankscope.web.parts import Spec, Tables
+from rankscope.web.run_figures import MAP_FIGURES, Source, read_source, run_figures
 from rankscope.web.titles import TITLES
 from rankscope.web.words import anchors, facts, finding_view, tiles, title_of
 
@@ -63,6 +63,16 @@ class RunView:
         return {f"{self.key}{name}": spec for name, spec in self.figures.items()}
 
 
+def assessed(run: Run) -> Assessment:
+    """Return a run's assessment, reading together what it and the run's figures need.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+    """
+    run.overviews(*(name for name, _ in MAP_FIGURES))
+    return assess(run)
+
+
 def write_run_page(run: Run, path: Path | None = None) -> Path:
     """Write the page of a run, by default as ``report.html`` in its directory.
 
@@ -70,7 +80,7 @@ def write_run_page(run: Run, path: Path | None = None) -> Path:
         RunError: The file cannot be written.
     """
     tables = Tables()
-    view = run_view(tables, run, assess(run))
+    view = run_view(tables, run, assessed(run))
     page = render("run.html", {"view": view, "title": view.title}, view.specs, tables)
     return write_text(path or Path(run.path) / "report.html", page)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from rankscope.diagnose.assessment import Assessment
 from rankscope.record import Run
-from rankscope.web.document import Spec, png_of, write_bytes
+from rankscope.web.document import png_of, write_bytes
 from rankscope.web.page import RunView, run_view
-from rankscope.web.parts import Tables
+from rankscope.web.parts import Spec, Tables
 from rankscope.web.timeline import ROW
 from rankscope.web.titles import TITLES
 

@@ -12,11 +12,10 @@ import numpy as np
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.noise import expected_cosines
+from rankscope.diagnose.noise import expected_cosines, expected_norm_stds
 from rankscope.record import Columns, Overview, Run
 from rankscope.web import bins, cost_figures, figures, groups, maps, series, worker_figures
-from rankscope.web.document import Spec, spec_of
-from rankscope.web.parts import Tables
+from rankscope.web.parts import Spec, Tables
 from rankscope.web.series import Row
 from rankscope.web.timeline import MAX_ROWS, timeline, timeline_rows
 from rankscope.web.words import number, ranks_in_words
@@ -129,7 +128,7 @@ def _timeline_figure(
     if len(findings) > MAX_ROWS:
         notes["timeline"] = f"The first {MAX_ROWS} of {len(findings)} findings are drawn."
     chart = timeline(source.tables, rows, (int(step[0]), int(step[-1])))
-    return {"timeline": spec_of(chart)}
+    return {"timeline": chart}
 
 
 def _loss_figure(source: Source) -> dict[str, Spec]:
@@ -142,23 +141,24 @@ def _loss_figure(source: Source) -> dict[str, Spec]:
         {**point, "low": low, "high": high}
         for point, (low, high) in zip(points, ranges, strict=True)
     ]
-    return {"loss": spec_of(figures.averaged_loss(source.tables, mean, bins.band(view)))}
+    return {"loss": figures.averaged_loss(source.tables, mean, bins.band(view))}
 
 
 def _metric_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     nulls = {
         "loss_std": _curve(source, "loss_std_expected"),
+        "grad_norm_std": series.curve(*expected_norm_stds(source.run)),
         "cosine_mean": series.curve(*expected_cosines(source.run)),
     }
-    notes["null"], notes["null-cosine"] = ("known" if _known(n) else "" for n in nulls.values())
+    for note, null in zip(("null", "null-norm", "null-cosine"), nulls.values(), strict=True):
+        notes[note] = "known" if _known(null) else ""
     specs = {}
     for name in ("loss_std", "grad_norm_std", "cosine_mean"):
         points = _curve(source, name, observed=name != "loss_std")
         if not _known(points):
             continue
-        null = nulls.get(name, ())
         unit = "nats per token" if name == "loss_std" else ""
-        specs[name] = spec_of(figures.metric(source.tables, points, unit, expected=null))
+        specs[name] = figures.metric(source.tables, points, unit, expected=nulls[name])
     return specs
 
 
@@ -173,7 +173,7 @@ def _map_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
         if rows and (apart or name != "step_seconds"):  # equal losses are copies, and worth seeing
             width = source.num_workers
             chart = maps.worker_map(source.tables, rows, width, title, source.named)
-            specs[f"map-{name}"] = spec_of(chart)
+            specs[f"map-{name}"] = chart
     if specs and source.num_workers > bins.MAX_ROWS:
         most = -(-source.num_workers // bins.MAX_ROWS)
         notes["maps"] = f"A row holds up to {most} workers and shows the one farthest apart."
@@ -200,11 +200,11 @@ def _worker_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
         view = bins.known_bins(source.overviews[name])
         rows = bins.lines(view, source.drawn)
         lines = worker_figures.worker_lines(source.tables, rows, unit, source.named)
-        specs[f"workers-{name}"] = spec_of(lines)
+        specs[f"workers-{name}"] = lines
         if source.num_workers > 1:
             rows = bins.apart(view)
             dots = worker_figures.worker_deviations(source.tables, rows, source.named)
-            specs[f"apart-{name}"] = spec_of(dots)
+            specs[f"apart-{name}"] = dots
     return specs
 
 
@@ -223,7 +223,7 @@ def _heatmap_figure(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     observed = int(source.steps["observed"].sum())
     if len(rows) - 1 < observed:
         notes["frames"] = f"The slider visits {len(rows) - 1} of {observed:,} observed steps."
-    return {"heatmap": spec_of(figures.heatmap(source.tables, num_workers, labels, rows))}
+    return {"heatmap": figures.heatmap(source.tables, num_workers, labels, rows)}
 
 
 def _group_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
@@ -243,9 +243,7 @@ def _group_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     steps = "step" if found.num_steps == 1 else f"mean of {found.num_steps} observed steps up to"
     notes["groups"] = f"{steps} {found.last_step:,}"
     return {
-        name: spec_of(
-            maps.group_map(source.tables, rows, source.num_workers, title, legend, far=far)
-        )
+        name: maps.group_map(source.tables, rows, source.num_workers, title, legend, far=far)
         for name, rows, title, legend, far in shapes
         if rows
     }
@@ -262,7 +260,7 @@ def _coverage_figure(
         return {}
     if drawn and distinct is not None:
         notes["coverage-end"] = f"{number(distinct)} different of {number(drawn)} drawn"
-    return {"coverage": spec_of(figures.sample_coverage(source.tables, rows))}
+    return {"coverage": figures.sample_coverage(source.tables, rows)}
 
 
 def _coverage_rows(run: Run, notes: dict[str, str]) -> list[Row]:
@@ -284,7 +282,7 @@ def _cost_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
     residuals = [row for row in _curve(source, "reduction_residual") if row["value"] is not None]
     if any(row["value"] > 0 for row in residuals):
-        specs["residual"] = spec_of(cost_figures.residual(source.tables, residuals))
+        specs["residual"] = cost_figures.residual(source.tables, residuals)
     elif residuals:
         notes["residual"] = "The reduction's residual is 0 in every audited step."
     monitor = series.curve(source.steps["step"], 1e3 * source.steps["overhead_seconds"])
@@ -293,12 +291,12 @@ def _cost_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
         step = [
             {"step": r["step"], "value": r["high"] and 1e3 * r["high"]} for r in bins.band(view)
         ]
-        specs["time"] = spec_of(cost_figures.time_per_step(source.tables, step, monitor))
+        specs["time"] = cost_figures.time_per_step(source.tables, step, monitor)
     every_T = np.where(source.steps["interval"] == MISSING_INT, np.nan, source.steps["interval"])
     different = np.unique(every_T[np.isfinite(every_T)])
     if len(different) > 1:
         rows = series.curve(source.steps["step"], every_T)
-        specs["interval"] = spec_of(cost_figures.interval(source.tables, rows))
+        specs["interval"] = cost_figures.interval(source.tables, rows)
     elif len(different):
         every = int(different[0])
         notes["interval"] = (

@@ -90,20 +90,20 @@ def deviations(values_TW: Floats) -> list[Row]:
     ``value`` is the mean over steps, ``low`` and ``high`` are one standard error below and above
     it. Workers without a value have no row; with a single step the error is unknown and None.
     """
-    known = np.isfinite(values_TW)
-    counts_T = known.sum(axis=1)
-    sums_T = np.where(known, values_TW, 0.0).sum(axis=1)
+    known_TW = np.isfinite(values_TW)
+    counts_T = known_TW.sum(axis=1)
+    sums_T = np.where(known_TW, values_TW, 0.0).sum(axis=1)
     means_T = np.divide(sums_T, counts_T, out=np.zeros(len(sums_T)), where=counts_T > 0)
-    rows = []
-    for rank, finite_T in enumerate(known.T):
-        apart = values_TW[finite_T, rank] - means_T[finite_T]
-        if not apart.size:
-            continue
-        middle = float(apart.mean())
-        error = float(apart.std(ddof=1) / np.sqrt(apart.size)) if apart.size > 1 else np.nan
-        ends = {"low": plain(middle - error), "high": plain(middle + error)}
-        rows.append({"rank": rank, "value": plain(middle), **ends})
-    return rows
+    ranks = np.flatnonzero(known_TW.any(axis=0))
+    known_WT = np.ascontiguousarray(known_TW.T[ranks])
+    apart_WT = np.where(known_WT, values_TW.T[ranks], means_T) - means_T
+    counts_W = known_WT.sum(axis=1)
+    middle_W = apart_WT.sum(axis=1) / counts_W
+    squares_W = np.square(np.where(known_WT, apart_WT - middle_W[:, None], 0.0)).sum(axis=1)
+    unknown_W = np.full(len(ranks), np.nan)
+    variance_W = np.divide(squares_W, counts_W - 1, out=unknown_W, where=counts_W > 1)
+    error_W = np.sqrt(variance_W) / np.sqrt(counts_W)
+    return _rows(rank=ranks, value=middle_W, low=middle_W - error_W, high=middle_W + error_W)
 
 
 def lines(steps_T: Ints, values_TW: Floats, ranks: Sequence[int]) -> list[Row]:

@@ -241,9 +241,9 @@ def heatmap_sheet(tables: Tables, runs: Sequence[StudyRun]) -> alt.VConcatChart:
     rows = []
     for reading in readings(runs):
         panels = [
-            heatmap(tables, run.num_workers, [], run.cosines, size=300).properties(
-                title=_title(run.label, SETTING_WORDS.get(run.setting, ""))
-            )
+            alt.LayerChart.from_dict(
+                heatmap(tables, run.num_workers, [], run.cosines, size=300)
+            ).properties(title=_title(run.label, SETTING_WORDS.get(run.setting, "")))
             for run in _of(runs, reading)
             if run.cosines
         ]

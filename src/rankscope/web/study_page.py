@@ -11,10 +11,10 @@ from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
 from rankscope.web import series, study_figures
-from rankscope.web.document import Spec, png_of, render, spec_of, write_bytes, write_text
+from rankscope.web.document import png_of, render, spec_of, write_bytes, write_text
 from rankscope.web.figures import heatmap
 from rankscope.web.page import RunView, run_view
-from rankscope.web.parts import Tables
+from rankscope.web.parts import Spec, Tables
 from rankscope.web.run_figures import MAX_HEATMAP_WORKERS
 from rankscope.web.study_figures import METRICS, READING_WORDS, SETTING_WORDS, StudyRun
 from rankscope.web.study_words import (
@@ -145,7 +145,7 @@ def _comparison(tables: Tables, runs: Sequence[StudyRun]) -> dict[str, Spec]:
         specs[f"losses-{where}"] = spec_of(study_figures.worker_panel(tables, run, losses))
         if run.cosines:
             heat = heatmap(tables, run.num_workers, [], run.cosines, size=266, legend=False)
-            specs[f"cosines-{where}"] = spec_of(heat)
+            specs[f"cosines-{where}"] = heat
     return specs
 
 

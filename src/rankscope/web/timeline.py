@@ -7,9 +7,16 @@ On the page, the script reads the parameter ``finding``: a click on a row sets i
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import altair as alt
-
-from rankscope.web.parts import Tables, Width, finish, step_axis
+from rankscope.web.parts import (
+    Spec,
+    Tables,
+    Width,
+    channel,
+    layer,
+    layered,
+    pointed,
+    step_axis,
+)
 from rankscope.web.series import Row
 
 ROW = 28
@@ -42,7 +49,7 @@ def timeline(
     steps: Sequence[int],
     *,
     width: Width = "container",
-) -> alt.LayerChart:
+) -> Spec:
     """Return the findings as spans of steps, by severity in colour and shape.
 
     Args:
@@ -52,36 +59,29 @@ def timeline(
         width: Pixels or ``"container"``.
     """
     domain = [min([steps[0], *(r["first"] for r in rows)]), max([steps[1], *_lasts(rows)])]
-    x = step_axis(field="first").scale(domain=domain, nice=False, zero=False)
-    y = alt.Y("at:O", axis=None, scale=alt.Scale(padding=0))
+    x = step_axis(field="first", domain=domain)
+    y = channel("at:O", axis=None, scale={"padding": 0})
+    across = {"x": {"value": 0}, "x2": {"value": "width"}, "y": y}
     source = tables.add(rows)
-    base = alt.Chart(source).encode(y=y)
-    clicked = alt.selection_point(name="finding", fields=["anchor"], on="click", empty=False)
-    tips = [
-        alt.Tooltip("title:N", title="finding"),
-        alt.Tooltip("severity:N", title="severity"),
-        alt.Tooltip("ranks:N", title="where"),
-        alt.Tooltip("steps:N", title="when"),
-        alt.Tooltip("explanation:N", title="what"),
-    ]
-    layers = [base.mark_rule(style="guide").encode(x=alt.value(0), x2=alt.value("width"))]
+    layers = [layer("rule", source, across, style="guide")]
     for severity, shape in SHAPES.items():
         if any(row["severity"] == severity for row in rows):
-            own = base.transform_filter(alt.FieldEqualPredicate(field="severity", equal=severity))
-            layers.append(own.mark_rule(style=f"{severity}-span").encode(x=x, x2="last:Q"))
-            sign = own.mark_point(
-                style=f"{severity}-sign",
-                shape=shape,
-                filled=severity != "note",
-                size=90,
-                opacity=1,
-            )
-            layers.append(sign.encode(x=x))
-    target = base.mark_rect(opacity=0, cursor="pointer").encode(
-        x=alt.value(0), x2=alt.value("width"), tooltip=tips
-    )
-    layers.append(target.add_params(clicked))
-    return finish(layers, width, ROW * len(rows))
+            own = {"filter": {"field": "severity", "equal": severity}}
+            span = {"x": x, "x2": {"field": "last"}, "y": y}
+            sign = {"shape": shape, "filled": severity != "note", "size": 90, "opacity": 1}
+            layers.append(layer("rule", source, span, own, style=f"{severity}-span"))
+            look = f"{severity}-sign"
+            layers.append(layer("point", source, {"x": x, "y": y}, own, style=look, **sign))
+    tips = [
+        channel("title:N", title="finding"),
+        channel("severity:N", title="severity"),
+        channel("ranks:N", title="where"),
+        channel("steps:N", title="when"),
+        channel("explanation:N", title="what"),
+    ]
+    target = layer("rect", source, {**across, "tooltip": tips}, opacity=0, cursor="pointer")
+    clicked = pointed("finding", target, ["anchor"], on="click")
+    return layered([*layers, target], width, ROW * len(rows), [clicked])
 
 
 def _lasts(rows: Sequence[Row]) -> list[int]:

@@ -2,9 +2,18 @@
 
 from collections.abc import Sequence
 
-import altair as alt
-
-from rankscope.web.parts import Tables, Width, finish, step_axis, tip
+from rankscope.web.parts import (
+    Spec,
+    Tables,
+    Width,
+    channel,
+    layer,
+    layered,
+    pointed,
+    step_axis,
+    step_tip,
+    tip,
+)
 from rankscope.web.series import Row
 
 
@@ -16,7 +25,7 @@ def worker_lines(
     *,
     width: Width = "container",
     height: int = 190,
-) -> alt.LayerChart:
+) -> Spec:
     """Return one signal of every worker; named ranks stand out, the pinned one is in front.
 
     Args:
@@ -28,31 +37,19 @@ def worker_lines(
         height: Pixels.
     """
     source = tables.add(rows)
-    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=False))
-    pinned = alt.param(name="pinned", value=-1)
-    near = alt.selection_point(
-        name="near",
-        nearest=True,
-        on="pointerover",
-        clear="pointerout",
-        fields=["rank"],
-        empty=False,
-    )
-    base = alt.Chart(source).encode(x=step_axis(), y=y, detail="rank:N")
-    members = alt.FieldOneOfPredicate(field="rank", oneOf=list(named))
-    tips = [
-        alt.Tooltip("rank:O", title="rank"),
-        alt.Tooltip("step:Q", title="step", format=",d"),
-        tip("value", title),
-    ]
+    y = channel("value:Q", axis={"title": None}, scale={"zero": False})
+    encoding = {"x": step_axis(), "y": y, "detail": channel("rank:N")}
+    tips = [channel("rank:O", title="rank"), step_tip(), tip("value", title)]
     drawn = len({row["rank"] for row in rows})
     opacity = min(0.7, max(0.14, 7 / max(drawn, 1)))
-    layers = [base.mark_line(style="worker", strokeOpacity=opacity).add_params(pinned)]
+    layers = [layer("line", source, encoding, style="worker", strokeOpacity=opacity)]
     if named:
-        layers.append(base.mark_line(style="named").transform_filter(members))
-    layers.append(base.mark_line(style="focus").transform_filter("datum.rank === pinned"))
-    layers.append(base.mark_point(opacity=0, size=30).encode(tooltip=tips).add_params(near))
-    return finish(layers, width, height)
+        layers.append(layer("line", source, encoding, _members(named), style="named"))
+    pinned = {"filter": "datum.rank === pinned"}
+    layers.append(layer("line", source, encoding, pinned, style="focus"))
+    points = layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=30)
+    params = [{"name": "pinned", "value": -1}, pointed("near", points, ["rank"])]
+    return layered([*layers, points], width, height, params)
 
 
 def worker_deviations(
@@ -62,7 +59,7 @@ def worker_deviations(
     *,
     width: Width = "container",
     height: int = 110,
-) -> alt.LayerChart:
+) -> Spec:
     """Return how far each worker lies from the mean of all, on average over the run.
 
     Args:
@@ -72,24 +69,26 @@ def worker_deviations(
         width: Pixels or ``"container"``.
         height: Pixels.
     """
-    base = alt.Chart(tables.add(rows))
-    axis = alt.Axis(title="rank", format=",d", tickMinStep=1, tickCount=8)
+    source = tables.add(rows)
+    axis = {"title": "rank", "format": ",d", "tickMinStep": 1, "tickCount": 8}
     ranks = [row["rank"] for row in rows]
     ends = [min(ranks, default=0) - 0.5, max(ranks, default=0) + 0.5]
-    x = alt.X("rank:Q", axis=axis, scale=alt.Scale(domain=ends, nice=False))
-    y = alt.Y("value:Q", axis=alt.Axis(title=None, tickCount=3))
-    tips = [alt.Tooltip("rank:O", title="rank"), tip("value", "mean difference")]
-    dots = base.mark_point(style="dot", filled=True, opacity=1, size=34).encode(
-        x=x, y=y, tooltip=tips
-    )
-    zero = alt.Chart(tables.add([{"value": 0}])).mark_rule(style="expected").encode(y=y)
-    bars = base.mark_rule(style="whisker").encode(x=x, y=alt.Y("low:Q"), y2="high:Q")
-    layers = [zero, bars, dots]
+    x = channel("rank:Q", axis=axis, scale={"domain": ends, "nice": False})
+    y = channel("value:Q", axis={"title": None, "tickCount": 3})
+    tips = [channel("rank:O", title="rank"), tip("value", "mean difference")]
+    encoding = {"x": x, "y": y, "tooltip": tips}
+    bars = {"x": x, "y": channel("low:Q"), "y2": {"field": "high"}}
+    dot = {"filled": True, "opacity": 1}
+    layers = [
+        layer("rule", tables.add([{"value": 0}]), {"y": y}, style="expected"),
+        layer("rule", source, bars, style="whisker"),
+        layer("point", source, encoding, style="dot", size=34, **dot),
+    ]
     if named:
-        members = alt.FieldOneOfPredicate(field="rank", oneOf=list(named))
-        layers.append(
-            base.transform_filter(members)
-            .mark_point(style="named-dot", filled=True, opacity=1, size=44)
-            .encode(x=x, y=y, tooltip=tips)
-        )
-    return finish(layers, width, height)
+        mine = _members(named)
+        layers.append(layer("point", source, encoding, mine, style="named-dot", size=44, **dot))
+    return layered(layers, width, height)
+
+
+def _members(ranks: Sequence[int]) -> Spec:
+    return {"filter": {"field": "rank", "oneOf": list(ranks)}}

@@ -11,7 +11,8 @@
 """
 
 import functools
-from collections.abc import Callable
+import zlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -19,7 +20,7 @@ import anyio.to_thread
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -27,12 +28,16 @@ from rankscope.web.live.assets import asset
 from rankscope.web.live.board import RUNS, Board, compare_topic, run_topic
 from rankscope.web.live.guard import Guard
 from rankscope.web.live.hub import Hub
-from rankscope.web.live.sheets import news_of, packed, page_of, words_sheet
+from rankscope.web.live.sheets import GZIP_LEVEL, news_of, packed, page_of, start_of, words_sheet
 
 _T = TypeVar("_T")
 
 _PING_SECONDS = 15
 _FOR_GOOD = "public, max-age=31536000, immutable"
+_HTML = "text/html; charset=utf-8"
+_COMPRESSED = {"content-encoding": "gzip"}
+_GZIP_FORMAT = 31
+"""The format's number in zlib."""
 
 
 def make_app(
@@ -77,15 +82,21 @@ class _Pages:
 
     async def page(self, request: Request) -> Response:
         topic = _topic_of(request)
+        if not await _elsewhere(functools.partial(self._board.has, topic)):
+            return await _nothing_here(request)
+        return StreamingResponse(self._page(topic), headers=_COMPRESSED, media_type=_HTML)
 
-        def make() -> tuple[int, bytes]:
-            sheet = self._board.sheet(topic)
-            if sheet is None:
-                return 404, packed(page_of(_NO_RUN, ""))
-            return 200, packed(page_of(sheet, topic))
+    async def _page(self, topic: str) -> AsyncIterator[bytes]:
+        """Yield a page: how it begins at once, so that scripts are loaded while a run is read."""
+        packing = zlib.compressobj(GZIP_LEVEL, wbits=_GZIP_FORMAT)
+        start = await _elsewhere(functools.partial(start_of, topic))
+        yield packing.compress(start.encode()) + packing.flush(zlib.Z_SYNC_FLUSH)
 
-        status, content = await _elsewhere(make)
-        return _compressed(content, "text/html; charset=utf-8", status)
+        def rest() -> bytes:
+            page = page_of(self._board.sheet(topic) or _NO_RUN, topic)
+            return packing.compress(page.removeprefix(start).encode()) + packing.flush()
+
+        yield await _elsewhere(rest)
 
     async def news(self, request: Request) -> Response:
         topic, since = _topic_of(request), request.query_params.get("since", "")
@@ -137,13 +148,12 @@ def _topic_of(request: Request) -> str:
 def _compressed(
     content: bytes, kind: str, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    encoding = {"content-encoding": "gzip"}
-    return Response(content, status, {**encoding, **(headers or {})}, media_type=kind)
+    return Response(content, status, {**_COMPRESSED, **(headers or {})}, media_type=kind)
 
 
-async def _nothing_here(request: Request, error: Exception) -> Response:
+async def _nothing_here(request: Request, error: Exception | None = None) -> Response:
     page = await _elsewhere(lambda: packed(page_of(_NO_RUN, "")))
-    return _compressed(page, "text/html; charset=utf-8", 404)
+    return _compressed(page, _HTML, 404)
 
 
 async def _broken(request: Request, error: Exception) -> Response:

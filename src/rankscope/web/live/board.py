@@ -104,6 +104,11 @@ class Board:
         for row in self._rows()[:READ_AHEAD]:
             self.sheet(run_topic(row.place.id))
 
+    def has(self, topic: str) -> bool:
+        """Return whether there is, or was, such a page: a run of any state, or one without runs."""
+        kind, _, rest = topic.partition(":")
+        return self._find(rest) is not None if kind == "run" else kind in (RUNS, "compare")
+
     def sheet(self, topic: str) -> Sheet | None:
         """Return what a page shows now, None if there is no such page.
 

@@ -9,15 +9,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
 from rankscope.web.compare import compare_view
-from rankscope.web.document import Spec, columns, configs, fill, json_markup
+from rankscope.web.document import columns, configs, fill, json_markup
 from rankscope.web.live.assets import addresses
 from rankscope.web.live.catalog import Place
 from rankscope.web.live.glance import UNREADABLE, Glance
-from rankscope.web.page import run_view
-from rankscope.web.parts import Tables
+from rankscope.web.page import assessed, run_view
+from rankscope.web.parts import Spec, Tables
 
 GZIP_LEVEL = 5
 
@@ -97,7 +96,7 @@ def run_content(run: Run) -> RunContent:
         RunError: A file of it cannot be read.
     """
     tables = Tables()
-    view = run_view(tables, run, assess(run))
+    view = run_view(tables, run, assessed(run))
     main = fill("run.html", layout="fragment.html", view=view, title=view.title)
     return RunContent(view.title, Markup(main), Figures.of(view.specs, tables))
 
@@ -159,6 +158,11 @@ def runs_sheet(glances: Sequence[Glance], now: float, where: str) -> Sheet:
 def words_sheet(title: str, words: str) -> Sheet:
     """Return a page that says in words why there is nothing else to show."""
     return Sheet.of(title, fill("live_words.html", heading=title, words=words))
+
+
+def start_of(topic: str) -> str:
+    """Return how the page of a topic begins, whatever it shows: with its scripts and style."""
+    return page_of(Sheet.of("", ""), topic).partition("<title>")[0]
 
 
 def page_of(sheet: Sheet, topic: str) -> str:

@@ -14,6 +14,7 @@
   const MARGIN = "800px";
   const LOOKING = 3000; // a figure under a pointer that moved so many milliseconds ago waits
   let choice = recall();
+  let systemDark = prefersDark.matches; // reading it again may swallow the event of its change
   let working = false;
   let movedAt = -Infinity;
 
@@ -25,7 +26,7 @@
     try { localStorage.setItem("rankscope-mode", mode); } catch { /* a page of a file may not store */ }
   }
 
-  const mode = () => (choice === "auto" ? (prefersDark.matches ? "dark" : "light") : choice);
+  const mode = () => (choice === "auto" ? (systemDark ? "dark" : "light") : choice);
 
   /* Figures ------------------------------------------------------------------------------- */
 
@@ -265,7 +266,7 @@
   document.getElementById("mode").addEventListener("click", () => {
     choose({ auto: "light", light: "dark", dark: "auto" }[choice]);
   });
-  prefersDark.addEventListener("change", paint);
+  prefersDark.addEventListener("change", (event) => { systemDark = event.matches; paint(); });
   document.addEventListener("pointermove", () => { movedAt = performance.now(); }, { passive: true });
   document.addEventListener("input", (event) => { if (event.target.dataset.slider) show(event.target); });
   document.addEventListener("click", (event) => {
