@@ -54,6 +54,32 @@ def record(path, stream, steps=STEPS, num_workers=8, **options):
     return Run.open(path / "run"), diagnosis.findings
 
 
+def test_a_run_that_grows_while_it_is_read(tmp_path, monkeypatch):
+    diagnosis, writer = Diagnosis(4), RunWriter(tmp_path / "run", {"num_workers": 4})
+    stream = sharded(4096, 4, 4)
+    values = {"step_seconds": np.full(4, 2.0), "overhead_seconds": np.full(4, 0.5)}
+
+    def grow(steps):
+        for t, batches in zip(steps, stream, strict=False):
+            report = summarize(gathered(t, batches, **values))
+            writer.add(report)
+            writer.add_findings(diagnosis.observe(report))
+        writer.flush()
+
+    grow(range(6))
+    run, read = Run.open(tmp_path / "run"), Run.columns
+
+    def columns(self, table, *names):
+        found = read(self, table, *names)
+        if "interval" in names:
+            grow(range(6, 9))
+        return found
+
+    monkeypatch.setattr(Run, "columns", columns)
+    assert assess(run).values["overhead_share"] == pytest.approx(0.5 / 1.5)
+    writer.close()
+
+
 def test_equal_seeds_without_shards(tmp_path):
     run, _ = record(tmp_path, replicated(4096, 4, [0] * 8))
     found = assess(run)

@@ -118,8 +118,11 @@ def _cost(run: Run) -> Values:
 def _longest_seconds(run: Run, steps_T: Ints) -> Floats:
     """Return the slowest worker's time of each step; in a long run, that of its bin of steps."""
     if not run.is_long:
-        _, seconds_TW = run.per_worker("step_seconds")
-        return _largest(seconds_TW)
+        known_R, seconds_RW = run.per_worker("step_seconds")
+        longest_T = np.zeros(len(steps_T))  # a run that still grows may have got steps since
+        _, at_T, at_R = np.intersect1d(steps_T, known_R, return_indices=True)
+        longest_T[at_T] = _largest(seconds_RW)[at_R]
+        return longest_T
     seconds = run.overview("step_seconds")
     longest_B = _largest(seconds.mean_BW)
     at_T = np.searchsorted(seconds.first_B, steps_T, side="right") - 1
