@@ -60,7 +60,7 @@ class StepBooks:
         make_trace = instruments.make_trace_meter
         self._trace = None if make_trace is None else make_trace(optimizer, guard.leave_out)
         self._replica = math.nan if instruments.replica is None else instruments.replica
-        self._unreduced = False
+        self._unreduced = self._updated = False
         witness = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
         self._tap = instruments.make_tap(guard, witness, self._shadow)
         self._passes = ForwardPasses(self._tap.notice_backward, guard)
@@ -111,22 +111,24 @@ class StepBooks:
 
     def begin_optimizer_step(self) -> None:
         """Take notice that ``optimizer.step`` is about to run."""
+        self._updated = False
         self._unreduced |= self._tap.unreduced
         self._evidence.see_applied()
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Take a call of ``optimizer.step`` that has ended."""
         self._optimizer.count(optimizer)
+        self._updated = True
 
-    def close_step(self, *, finished: bool = True) -> None:
+    def close_step(self, *, interrupted: bool = False) -> None:
         """Close the books of a step, once its synchronising backward pass has ended.
 
         Args:
-            finished: Whether the training has done all of it. When it was interrupted, nobody
-                knows how far each worker's optimizer came.
+            interrupted: Whether an exception ended the training. Then what this worker holds can
+                only be held against the others when its optimizer has had its turn.
         """
         if self._tap.complete:
-            self._hand_over(comparable=finished)
+            self._hand_over(comparable=self._updated or not interrupted)
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._tap.collect()
             self._evidence.abort()
@@ -192,7 +194,7 @@ class StepBooks:
         )
         self._guard.leave_out(tracing_seconds)  # they will count with the next step's
         self.step += 1
-        self._unreduced = False
+        self._unreduced = self._updated = False
         self._last_time = now
         self._send(local)
 

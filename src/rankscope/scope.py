@@ -206,7 +206,7 @@ class Scope:
     def _close(self, timeout: float, *, interrupted: bool = False) -> None:
         if self._closed:
             return
-        self._guard(partial(self._books.close_step, finished=not interrupted))
+        self._guard(partial(self._books.close_step, interrupted=interrupted))
         self._closed = True
         self._guard.open = False
         for hook in self._hooks:

@@ -54,6 +54,7 @@ def _gathered(step: GatheredStep) -> GatheredStep:
         group_norms_WG=step.group_norms_WG if groups else None,
         residuals_WG=_unless_unknown(step.residuals_WG) if groups else None,
         total_residuals_W=None,
+        reduced_products_W=None,
         micro_losses=step.micro_losses if micro else (),
         micro_weights=step.micro_weights if micro else (),
         micro_norms=known_micro_norms(step),
