@@ -29,9 +29,9 @@ def plain_environment(monkeypatch):
 def empty_cache(tmp_path, monkeypatch):
     """Build anew, into a folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native.load_function.cache_clear()
+    native.load_functions.cache_clear()
     yield tmp_path / "cache"
-    native.load_function.cache_clear()
+    native.load_functions.cache_clear()
 
 
 @pytest.fixture

@@ -170,6 +170,14 @@ def test_a_state_returns_when_a_generator_does(bit):
     assert READERS[bit]() == before
 
 
+def test_python_state_is_what_python_says_it_is():
+    random.seed(11)
+    for _ in range(700):  # past the end of the key, with and without a number put aside
+        random.gauss(0, 1)
+        _, words, gauss = random.getstate()
+        assert python_state() == np.array(words).astype("L").tobytes() + repr(gauss).encode()
+
+
 def test_numpy_state_is_what_numpy_says_it_is():
     np.random.seed(11)  # noqa: NPY002
     np.random.random(700)  # noqa: NPY002

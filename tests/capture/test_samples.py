@@ -304,3 +304,14 @@ def test_a_subclass_of_tensor_that_is_an_ordinary_one_inside_is_read():
 
     image = IMAGES.as_subclass(Image)
     assert digest_inputs((image,), {}).tolist() == digest_inputs((IMAGES,), {}).tolist()
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (2, MAX_WORDS + 90)])
+def test_words_padded_at_the_end_have_the_digests_of_a_mask_with_holes(shape):
+    ids = torch.arange(shape[0] * shape[1]).reshape(shape)
+    ends = torch.ones_like(ids)
+    ends[0, 30:] = 0
+    padded = digest_inputs((), {"input_ids": ids, "attention_mask": ends})
+    ids, ends = torch.nn.functional.pad(ids, (1, 0)), torch.nn.functional.pad(ends, (1, 0))
+    holes = digest_inputs((), {"input_ids": ids, "attention_mask": ends})
+    assert padded.tolist() == holes.tolist()

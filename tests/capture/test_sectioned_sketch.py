@@ -55,7 +55,7 @@ def alone(gradients):
                     masked[name].view(-1)[start:stop] = gradients[name].reshape(-1)[start:stop]
         totals = measured(plain, masked)
         group = SECTIONS.group_of[section]
-        rows.append([getattr(totals, field)[group] for field in GradientTotals.__slots__])
+        rows.append([tensor[group] for tensor in totals.tensors])
     return GradientTotals(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
@@ -72,8 +72,8 @@ def test_each_section_is_measured_for_itself_with_the_signs_of_the_whole(dtype):
     assert found.squared_norms.isfinite().tolist() == finite
     keep = torch.tensor(finite)
     assert_close(
-        GradientTotals(*(getattr(found, f)[keep] for f in GradientTotals.__slots__)),
-        GradientTotals(*(getattr(expected, f)[keep] for f in GradientTotals.__slots__)),
+        GradientTotals(*(tensor[keep] for tensor in found.tensors)),
+        GradientTotals(*(tensor[keep] for tensor in expected.tensors)),
     )
 
 

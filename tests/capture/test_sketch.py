@@ -1,5 +1,6 @@
 """The sketch as an estimator: unbiased, with the error that theory states, on any structure."""
 
+import gc
 import itertools
 import math
 
@@ -18,6 +19,7 @@ from capture.structures import (
 from rankscope.capture import GradientTotals, Sketcher
 from rankscope.capture.fold import fold
 from rankscope.capture.kernels.flat import flat_parts
+from rankscope.capture.norms import NormMeter
 from rankscope.core.groups import group_parameters
 from rankscope.errors import UsageError
 
@@ -279,6 +281,53 @@ def test_measuring_touches_no_generator_and_no_gradient():
     totals_of(Sketcher(CPU, ONE), weight=gradient)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(gradient, before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def expect_equal(found: GradientTotals, expected: GradientTotals) -> None:
+    for one, other in zip(found.tensors, expected.tensors, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("meter", [Sketcher, NormMeter])
+def test_measuring_again_gives_the_bits_of_measuring_for_the_first_time(meter):
+    """Whatever comes before: another length, layout, type or place, or other totals."""
+    sketcher = meter(CPU, ONE, WIDTH)
+    into, others = sketcher.new_totals(), sketcher.new_totals()
+    calls = [(random(900), 0), (random(900), 0), (random(200_000), 0), (random(30, 30).t(), 0)]
+    calls += [(random(900, dtype=torch.bfloat16), 0), (random(900, dtype=torch.float64), 0)]
+    calls += [(random(900), 77), (random(50_000), 0), (random(0), 0), (random(900), 0)]
+    for gradient, start in calls:
+        expected = meter(CPU, ONE, WIDTH)
+        fresh = expected.new_totals()
+        expected.measure("weight", gradient, fresh, start=start)
+        for totals in (into, others):
+            totals.reset()
+            sketcher.measure("weight", gradient, totals, start=start)
+            expect_equal(totals, fresh)
+
+
+def test_totals_that_are_forgotten_leave_nothing_behind():
+    sketcher = Sketcher(CPU, ONE, WIDTH)
+    for _ in range(3):
+        totals_of(sketcher, weight=random(900))
+    gc.collect()
+    assert not sketcher._places
+
+
+def test_norms_of_several_gradients_have_the_bits_of_one_after_the_other():
+    names = ["a.0", "a.1", "b.0", "a.2", "a.3"]
+    sketcher = Sketcher(CPU, group_parameters(names, lambda name: name[0]), WIDTH)
+    gradients = [random(900), random(5, dtype=torch.float16), random(70, 70).t(), random(40_000)]
+    named = list(zip(names, [*gradients, random(0)], strict=True))
+    at_once, one_by_one = sketcher.new_totals(), sketcher.new_totals()
+    sketcher.measure_norms(iter(named), at_once)
+    for name, gradient in named:
+        sketcher.measure_norm(name, gradient, one_by_one)
+    expect_equal(at_once, one_by_one)
 
 
 @pytest.mark.parametrize("width", [0, 1, 4096, 8191])

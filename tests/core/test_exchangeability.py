@@ -7,10 +7,10 @@ import pytest
 
 from rankscope.core.apart import HEALED, compare_with_others
 from rankscope.core.bets import (
+    Betting,
     Kind,
     RobustScale,
     distances,
-    e_values,
     normal_scores,
     pair_bets,
     rank_units,
@@ -27,7 +27,7 @@ def values_of_bets(values_SU):
     ranked = rank_units(np.asarray(values_SU, np.float64))
     _, away, scales_S = distances(ranked)
     out = np.full((len(BETS), *ranked.values_SU.shape), np.nan, np.float32)
-    e_values(ranked, away, scales_S, BETS, out)
+    Betting(BETS).write_e_values(ranked, away, scales_S, out)
     return out
 
 

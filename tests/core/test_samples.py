@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.core.samples import MAX_SHARED_PAIRS, SampleLedger, identical_groups
+from rankscope.core.sorted_map import SortedMap, count_common, in_order
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 streams = st.tuples(
@@ -48,10 +49,6 @@ class NaiveLedger:
         shared = Counter(
             pair for ranks in ranks_of.values() for pair in combinations(sorted(ranks), 2)
         )
-        groups = defaultdict(list)
-        for rank, batch in enumerate(batches):
-            if batch:
-                groups[tuple(sorted(batch))].append(rank)
         counts = {
             "drawn": sum(map(len, batches)),
             "distinct": len(ranks_of),
@@ -63,7 +60,6 @@ class NaiveLedger:
             "shared": sum(len(ranks) > 1 for ranks in ranks_of.values()),
             "sharing_ranks": tuple(sorted({r for pair in shared for r in pair})),
             "shared_between": tuple((*pair, shared[pair]) for pair in sorted(shared)),
-            "identical_groups": tuple(tuple(g) for g in groups.values() if len(g) > 1),
         }
         for sample, ranks in ranks_of.items():
             self.owners[sample] |= ranks
@@ -130,10 +126,11 @@ def test_a_long_stream_stays_exact():
 
 
 def test_a_thousand_workers_with_one_batch_list_few_pairs():
-    counts = SampleLedger().observe(0, [np.arange(8)] * 1024)
+    batches = [np.arange(8)] * 1024
+    counts = SampleLedger().observe(0, batches)
     assert counts.distinct == 8
     assert counts.sharing_ranks == tuple(range(1024))
-    assert counts.identical_groups == (tuple(range(1024)),)
+    assert identical_groups(batches) == (tuple(range(1024)),)
     assert len(counts.shared_between) == MAX_SHARED_PAIRS
     assert all(i < j and count <= 8 for i, j, count in counts.shared_between)
 
@@ -146,6 +143,7 @@ def test_a_thousand_workers_with_one_batch_list_few_pairs():
         ([[7]], ()),
         ([[1], [2], [1], [2], [3]], ((0, 2), (1, 3))),
         ([[1, 1, 2], [1, 2, 2]], ()),
+        ([[3, 1], [2, 1], [1, 3], [1, 2]], ((0, 2), (1, 3))),
     ],
 )
 def test_identical_batches_are_equal_as_multisets(batches, groups):
@@ -154,3 +152,23 @@ def test_identical_batches_are_equal_as_multisets(batches, groups):
 
 def test_no_workers_draw_nothing():
     assert SampleLedger().observe(0, []).drawn == 0
+
+
+@pytest.mark.parametrize("num_keys", [1, 40])
+def test_a_map_agrees_with_a_dict_however_it_is_filled(num_keys):
+    rng, truth, one = np.random.default_rng(num_keys), {}, SortedMap(np.int32)
+    for step in range(200):
+        keys = in_order(rng.integers(-150, 150, num_keys))
+        before = [truth.get(key) for key in keys.tolist()]
+        if num_keys == 1:
+            assert one.get(int(keys[0])) == before[0]
+            one.put_one(int(keys[0]), step)
+        else:
+            found, values = one.put(keys, np.full(len(keys), step, np.int32))
+            assert [v if f else None for f, v in zip(found, values, strict=True)] == before
+        truth.update(dict.fromkeys(keys.tolist(), step))
+        assert len(one) == len(truth)
+    everything = np.arange(-200, 200)
+    found, values = one.find(everything)
+    assert dict(zip(everything[found].tolist(), values[found].tolist(), strict=True)) == truth
+    assert count_common(everything, np.array(list(truth))) == len(truth)

@@ -266,13 +266,18 @@ class DDPTap:
 
     def _measure_reduced(self, into: GradientTotals) -> None:
         into.reset()
-        sketch = self._read_reduced is ReadReduced.SKETCH
-        measure = self._sketcher.measure if sketch else self._sketcher.measure_norm
+        gradients: list[tuple[str, Tensor]] = []
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                measure(name, parameter.grad, into)
+            gradient = parameter.grad
+            if gradient is not None:
+                gradients.append((name, gradient))
             elif name in self._calls:
                 return  # an optimizer inside the backward pass has taken it already
+        if self._read_reduced is ReadReduced.NORM:
+            self._sketcher.measure_norms(gradients, into)
+        else:
+            for name, gradient in gradients:
+                self._sketcher.measure(name, gradient, into)
         self._reduced_known = True
 
 

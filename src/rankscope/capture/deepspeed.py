@@ -206,11 +206,14 @@ class DeepSpeedTap:
         if self._read_reduced is ReadReduced.OFF:
             return
         self._reduced.reset()
-        for name, shard, start in self._shards.shards():
-            if self._read_reduced is ReadReduced.SKETCH:
-                self._sketcher.measure(name, shard, self._reduced, start=start)
-            else:
-                self._sketcher.measure_norm(name, shard, self._reduced)
+        shards = self._shards.shards()
+        if self._read_reduced is ReadReduced.NORM:
+            self._sketcher.measure_norms(
+                [(name, shard) for name, shard, _ in shards], self._reduced
+            )
+            return
+        for name, shard, start in shards:
+            self._sketcher.measure(name, shard, self._reduced, start=start)
 
 
 def _loss_scale(engine: Any) -> Tensor:

@@ -41,7 +41,8 @@ class PendingDigest:
     def add(self, other: "PendingDigest", weight: int) -> None:
         """Add another digest times an odd weight."""
         self.known += weight * other.known
-        self.pending += [(weight * factor, tensor) for factor, tensor in other.pending]
+        if other.pending:
+            self.pending += [(weight * factor, tensor) for factor, tensor in other.pending]
 
 
 def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) -> Tensor:
@@ -78,13 +79,14 @@ def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) ->
 
 def digest_bits(tensor: Tensor, start: int = 0, stop: int | None = None) -> PendingDigest:
     """Return what :func:`digest_tensor` does, as far as it is known without waiting."""
-    native = native_sum() if type(tensor) in _ORDINARY and tensor.device.type == "cpu" else None
-    if native is None or not _has_bits(tensor) or not _is_flat(tensor):
+    native = native_sum()
+    if native is None or type(tensor) not in _ORDINARY or not _lies_on_host(tensor):
         return _digest_any(tensor, start, stop)
-    start, stop = _clipped(tensor, start, stop)
-    size = tensor.itemsize
-    total = native.at(tensor.data_ptr() + start * size, (stop - start) * size)
-    return PendingDigest(_kind(tensor.dtype, stop - start) + total)
+    length, address, size = tensor.numel(), tensor.data_ptr(), tensor.itemsize
+    if start or stop is not None:
+        start, stop = _clipped(tensor, start, stop)
+        length, address = stop - start, address + start * size
+    return PendingDigest(_kind(tensor.dtype, length) + native.at(address, length * size))
 
 
 @torch.no_grad()
@@ -180,6 +182,18 @@ def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
     else:
         return None
     return [("outer", outer), ("inner", inner), ("values", tensor.values())]
+
+
+def _lies_on_host(tensor: Tensor) -> bool:
+    """Return whether an ordinary tensor is one piece of the host's memory, all of it there."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and _is_flat(tensor)
+        and (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+        <= tensor.untyped_storage().nbytes()
+    )
 
 
 def _has_bits(tensor: Tensor) -> bool:

@@ -7,8 +7,10 @@ import ctypes
 import functools
 import hashlib
 import random
+import sys
 from array import array
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +25,10 @@ def digest_of(data: bytes) -> int:
 
 def python_state() -> bytes:
     """Return the state of the generator behind Python's ``random`` functions."""
-    _, words, gauss = random.getstate()
-    return array("L", words).tobytes() + repr(gauss).encode()
+    generator = getattr(random.getstate, "__self__", None)
+    if type(generator) is random.Random and _python_has_known_layout():
+        return _python_state_in_memory(generator)  # 3 µs instead of 15
+    return _python_state_as_told(random.getstate())
 
 
 def numpy_state() -> bytes:
@@ -33,7 +37,7 @@ def numpy_state() -> bytes:
     A normal number that ``np.random.normal`` has put aside for its next call is no part of it.
     """
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is np.random.MT19937 and _has_known_layout():
+    if type(generator) is np.random.MT19937 and _numpy_has_known_layout():
         return ctypes.string_at(generator.ctypes.state_address, _MT_BYTES)  # 0.5 µs instead of 30
     return _flattened(generator.state)
 
@@ -43,8 +47,32 @@ def torch_state() -> bytes:
     return torch.get_rng_state().numpy().tobytes()
 
 
+def _python_state_as_told(state: tuple[Any, ...]) -> bytes:
+    _, words, gauss = state
+    return array("L", words).tobytes() + repr(gauss).encode()
+
+
+def _python_state_in_memory(generator: random.Random) -> bytes:
+    """Return the same from the object itself: behind its header are the position and the key."""
+    position_and_key = ctypes.string_at(id(generator) + object.__basicsize__, _MT_BYTES)
+    words = np.frombuffer(position_and_key, np.uint32).astype("L")
+    gauss = repr(generator.gauss_next)  # type: ignore[attr-defined]
+    return words[1:].tobytes() + words[:1].tobytes() + gauss.encode()
+
+
 @functools.cache
-def _has_known_layout() -> bool:
+def _python_has_known_layout() -> bool:
+    """Return whether Python keeps a Mersenne twister in memory as CPython does."""
+    twister = random.Random(0)  # its own: the global one is not touched
+    twister.gauss(0, 1)
+    room = random.Random.__base__.__basicsize__ - object.__basicsize__  # type: ignore[union-attr]
+    if sys.implementation.name != "cpython" or room < _MT_BYTES:
+        return False
+    return _python_state_in_memory(twister) == _python_state_as_told(twister.getstate())
+
+
+@functools.cache
+def _numpy_has_known_layout() -> bool:
     """Return whether numpy keeps a Mersenne twister in memory as it is expected to."""
     twister = np.random.MT19937(0)  # its own: the global one is not touched
     state = twister.state["state"]

@@ -4,7 +4,6 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 
 def fold(sketches: Tensor, width: int = 251, seed: int = 0) -> Tensor:
@@ -21,9 +20,10 @@ def fold(sketches: Tensor, width: int = 251, seed: int = 0) -> Tensor:
     Returns:
         float32 ``[G, width]``, on the same device.
     """
-    wide = sketches.shape[1]
-    signed = sketches * _signs(wide, seed, sketches.device)
-    return pad(signed, (0, -wide % width)).view(len(sketches), -1, width).sum(1)
+    num_rows, wide = sketches.shape
+    padded = sketches.new_zeros(num_rows, wide + -wide % width)
+    torch.mul(sketches, _signs(wide, seed, sketches.device), out=padded[:, :wide])
+    return padded.view(num_rows, -1, width).sum(1)
 
 
 @functools.lru_cache(maxsize=8)

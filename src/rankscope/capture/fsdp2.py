@@ -247,9 +247,7 @@ class FSDP2Tap:
         self._reduced.reset()
         for scale in {p.group.reduced_scale for p in read}:
             totals = self._reduced if scale == 1 else self._empty_scratch()
-            for parameter in read:
-                if parameter.group.reduced_scale == scale:
-                    self._measure_shard(parameter, totals)
+            self._measure_shards([p for p in read if p.group.reduced_scale == scale], totals)
             if scale != 1:
                 totals.sketches.mul_(scale)
                 totals.squared_norms.mul_(scale**2)
@@ -261,12 +259,14 @@ class FSDP2Tap:
         here = shard is not None and shard.device == self._sketcher.device
         return here and parameter.group.reduced_is_readable
 
-    def _measure_shard(self, parameter: ManagedParameter, into: GradientTotals) -> None:
-        shard = parameter.reduced
-        assert shard is not None
+    def _measure_shards(self, parameters: list[ManagedParameter], into: GradientTotals) -> None:
+        shards = [(p, p.reduced) for p in parameters]
         if self._read_reduced is ReadReduced.NORM:
-            self._sketcher.measure_norm(parameter.name, shard, into)
-        else:
+            norms = [(p.name, shard) for p, shard in shards if shard is not None]
+            self._sketcher.measure_norms(norms, into)
+            return
+        for parameter, shard in shards:
+            assert shard is not None
             measure_shard(self._sketcher, parameter.name, shard, parameter.place, into)
 
     def _empty_scratch(self) -> GradientTotals:

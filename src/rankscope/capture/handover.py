@@ -1,10 +1,13 @@
 """A measured gradient on its way from the device to the host."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rankscope.capture.fold import fold
@@ -59,59 +62,77 @@ class GradientHandover:
         counts = (1,) * num_rows if sections is None else sections.counts
         self._firsts_G = np.cumsum((0, *counts[:-1]))
         self._shape = (num_rows, audit_width)
-        self._is_read = bool(audit_width and reduced is not None)
-        self._numbers = HostCopy(_numbers(measured))
-        sketches = [_narrowed(totals.sketches.sum(0), sketch_width)] if sketch_width else []
+        self._numbers = _Vectors(_numbers(measured))
+        sketches = {}
+        if sketch_width:
+            sketches["total"] = _narrowed(totals.sketches.sum(0, keepdim=True), sketch_width)
         if group_width:
-            sketches.append(fold(_by_group(totals.sketches, counts), group_width).flatten())
+            sketches["groups"] = fold(_by_group(totals.sketches, counts), group_width)
         if audit_width:
-            sketches.append(_all_narrowed(totals.sketches, audit_width))
-        if self._is_read and reduced is not None:
-            sketches.append(_all_narrowed(reduced.sketches, audit_width))
-        self._sizes = (sketch_width, len(counts) * group_width, num_rows * audit_width)
-        self._sketches = HostCopy(torch.cat(sketches)) if sketches else None
+            sketches["local"] = _narrowed(totals.sketches, audit_width)
+        if audit_width and reduced is not None:
+            sketches["reduced"] = _narrowed(reduced.sketches, audit_width)
+        self._sketches = _Vectors({name: part.view(-1) for name, part in sketches.items()})
         self._norm_estimated = measured.norm_estimated
         self._gram = None if gram is None else HostCopy(gram)
 
     def read(self) -> HandedOver:
         """Wait for the copy and return it."""
-        numbers = np.asarray(self._numbers.numpy(), np.float64)
-        num_rows = self._shape[0]
-        squares_R, reduced_squares_R = numbers[: 2 * num_rows].reshape(2, num_rows)
-        rest = numbers[2 * num_rows :]
-        largest, nonfinite, carried_over, product = rest[:4]
-        sketches = np.empty(0, np.float32)
-        if self._sketches is not None:
-            sketches = np.asarray(self._sketches.numpy(), np.float32)
-        sketch_K, groups, local, reduced = np.split(sketches, np.cumsum(self._sizes))
+        numbers, sketches = self._numbers.read(), self._sketches.read()
+        squares_R = numbers["squares"]
+        reduced_squares_R = numbers.get("reduced_squares")
+        if reduced_squares_R is None:
+            reduced_squares_R = np.full(self._shape[0], np.nan)
+        nothing = np.empty(0, np.float32)
         gram = np.empty(0) if self._gram is None else np.asarray(self._gram.numpy(), np.float64)
         audit = None
-        if local.size:
-            unread = np.full(self._shape, np.nan, np.float32)
+        if "local" in sketches:
+            reduced = sketches.get("reduced", np.full(len(sketches["local"]), np.nan, np.float32))
             audit = AuditPart(
-                local.reshape(self._shape),
-                reduced.reshape(self._shape) if self._is_read else unread,
+                sketches["local"].reshape(self._shape),
+                reduced.reshape(self._shape),
                 reduced_squares_R,
             )
         return HandedOver(
             MeasuredGradient(
                 group_norms_G=np.sqrt(np.add.reduceat(squares_R, self._firsts_G)),
-                sketch_K=sketch_K,
-                group_sketches_GK=groups.reshape(len(self._firsts_G), -1),
+                sketch_K=sketches.get("total", nothing),
+                group_sketches_GK=sketches.get("groups", nothing).reshape(len(self._firsts_G), -1),
                 gram=gram,
                 audit=audit,
-                reduced_product=float(product),
+                reduced_product=float(numbers["product"][0]) if "product" in numbers else math.nan,
             ),
             {
-                "grad_norm": float(np.sqrt(squares_R.sum())),
+                "grad_norm": math.sqrt(squares_R.sum()),
                 "grad_norm_estimated": self._norm_estimated,
-                "grad_max": float(largest),
-                "grad_nonfinite": float(nonfinite),
-                "reduced_norm": float(np.sqrt(reduced_squares_R.sum())),
-                "grad_carried_over": float(carried_over),
+                "grad_max": float(numbers["largest"][0]),
+                "grad_nonfinite": float(numbers["nonfinite"][0]),
+                "reduced_norm": math.sqrt(reduced_squares_R.sum()),
+                "grad_carried_over": float(numbers["carried"][0]) if "carried" in numbers else 0.0,
             },
-            np.sqrt(rest[4:]),
+            np.sqrt(numbers.get("micro", np.empty(0))),
         )
+
+
+class _Vectors:
+    """Named vectors of one type on their way to the host, in one copy.
+
+    Args:
+        vectors: On one device; what happens to them later has no effect.
+    """
+
+    def __init__(self, vectors: Mapping[str, Tensor]) -> None:
+        self._sizes = {name: len(vector) for name, vector in vectors.items()}
+        self._copy = HostCopy(torch.cat(list(vectors.values())), own=True) if vectors else None
+
+    def read(self) -> dict[str, NDArray[Any]]:
+        """Wait for the copy and return them."""
+        together = np.empty(0) if self._copy is None else self._copy.numpy()
+        vectors, first = {}, 0
+        for name, size in self._sizes.items():
+            vectors[name] = together[first : first + size]
+            first += size
+        return vectors
 
 
 def _by_group(sketches: Tensor, counts: Sequence[int]) -> Tensor:
@@ -121,31 +142,29 @@ def _by_group(sketches: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.stack([rows.sum(0) for rows in torch.split(sketches, list(counts))])
 
 
-def _narrowed(sketch: Tensor, width: int) -> Tensor:
-    return _all_narrowed(sketch[None], width)
+def _narrowed(sketches: Tensor, width: int) -> Tensor:
+    """Return narrow sketches of rows."""
+    return sketches if sketches.shape[1] == width else fold(sketches, width)
 
 
-def _all_narrowed(sketches: Tensor, width: int) -> Tensor:
-    """Return narrow sketches of rows, one after the other."""
-    return (sketches if sketches.shape[1] == width else fold(sketches, width)).flatten()
+def _numbers(measured: LocalGradient) -> dict[str, Tensor]:
+    """Return what is known, in float64: squared norms of rows and of micro-batches, and numbers.
 
-
-def _numbers(measured: LocalGradient) -> Tensor:
-    """Return float64: squared norms of rows, local and reduced ``[2 R]``, then four numbers.
-
-    Those are the largest magnitude, the non-finite count, whether it was carried over, and the
-    inner product with the reduced gradient; behind them are the squared norms of micro-batches.
+    The numbers are the largest magnitude, the non-finite count, whether it was carried over, and
+    the inner product with the reduced gradient.
     """
-    totals, reduced, micro = measured.totals, measured.reduced, measured.micro_squared_norms
-    unknown = torch.full_like(totals.squared_norms, float("nan"))
-    carried, product = measured.carried_over, measured.reduced_product
-    parts = [
-        totals.squared_norms,
-        unknown if reduced is None else reduced.squared_norms,
-        totals.largest.max().reshape(1).double(),
-        totals.nonfinite.sum().reshape(1).double(),
-        torch.zeros_like(unknown[:1]) if carried is None else carried.reshape(1).double(),
-        unknown[:1] if product is None else product.reshape(1),
-        unknown[:0] if micro is None else micro,
-    ]
-    return torch.cat(parts)
+    totals = measured.totals
+    numbers = {
+        "squares": totals.squared_norms,
+        "largest": totals.largest.amax(0, keepdim=True).double(),
+        "nonfinite": totals.nonfinite.sum(0, keepdim=True).double(),
+    }
+    if measured.reduced is not None:
+        numbers["reduced_squares"] = measured.reduced.squared_norms
+    if measured.carried_over is not None:
+        numbers["carried"] = measured.carried_over.reshape(1).double()
+    if measured.reduced_product is not None:
+        numbers["product"] = measured.reduced_product.reshape(1)
+    if measured.micro_squared_norms is not None:
+        numbers["micro"] = measured.micro_squared_norms
+    return numbers

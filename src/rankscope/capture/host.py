@@ -12,13 +12,14 @@ class HostCopy:
     Args:
         tensor: Any tensor; its present content is what :meth:`numpy` returns, whatever happens
             to the tensor later on its own stream.
+        own: Whether nobody else holds the tensor's memory: on the host it is then not copied.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, own: bool = False) -> None:
         tensor = tensor.detach()
         self._event: torch.Event | None = None
         if tensor.device.type == "cpu":
-            self._copy = tensor.clone()
+            self._copy = tensor if own else tensor.clone()
             return
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._copy.copy_(tensor, non_blocking=True)

@@ -180,7 +180,7 @@ def count_label_tokens(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | 
         labels = labels[..., 1:]
     if not isinstance(labels, Tensor):
         return None
-    return (labels != IGNORED_LABEL).sum().reshape(1).to(torch.float64)
+    return (labels != IGNORED_LABEL).sum(dtype=torch.float64).reshape(1)
 
 
 def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
@@ -210,7 +210,8 @@ def _multipliers(collected: Sequence[MicroBatchLoss]) -> HostCopy | None:
     ]
     if not factors or len(factors) < len(collected):
         return None
-    return HostCopy(torch.stack(factors).to(torch.float64))
+    together = factors[0].reshape(1) if len(factors) == 1 else torch.stack(factors)
+    return HostCopy(together.to(torch.float64))
 
 
 def to_arrays(

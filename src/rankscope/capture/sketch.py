@@ -18,19 +18,25 @@ Source of the method: Charikar, Chen and Farach-Colton, "Finding frequent items 
 (2002).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from rankscope.capture.kernels import PERIOD, ParameterSigns, choose_kernel, period_signs
 from rankscope.capture.kernels.flat import flat_parts
+from rankscope.capture.kernels.native import NativeKernel, NativePlace, reads
 from rankscope.capture.totals import GradientTotals
 from rankscope.core.groups import Groups
 from rankscope.core.sections import Range, Sections
 from rankscope.errors import UsageError
 
 DEFAULT_WIDTH = 4093
+
+_NONE: Mapping[str, NativePlace] = MappingProxyType({})
 
 
 class Sketcher:
@@ -72,7 +78,10 @@ class Sketcher:
         self._ranges = _whole(groups) if sections is None else dict(sections.ranges)
         self._num_rows = len(groups) if sections is None else len(sections)
         self._kernel = choose_kernel(device, width, period_signs(seed))
+        self._native = self._kernel if isinstance(self._kernel, NativeKernel) else None
         self._signs: dict[str, ParameterSigns] = {}
+        self._places: WeakKeyDictionary[GradientTotals, dict[str, NativePlace]]
+        self._places = WeakKeyDictionary()
 
     @property
     def kernel(self) -> str:
@@ -83,7 +92,6 @@ class Sketcher:
         """Return totals of nothing, to be filled by :meth:`measure`."""
         return GradientTotals.zeros(self._num_rows, self.width, self.device)
 
-    @torch.no_grad()
     def measure(self, name: str, gradient: Tensor, into: GradientTotals, *, start: int = 0) -> None:
         """Add one parameter's gradient, or a contiguous part of it, to the totals of its group.
 
@@ -98,17 +106,58 @@ class Sketcher:
             into: The totals to add to.
             start: Position of the gradient's first element in the whole flat parameter.
         """
+        place = self._places.get(into, _NONE).get(name)
+        if place is None or not place.measure(gradient, start):
+            self._measure_parts(name, gradient, into, start)
+            self._prepare(name, gradient, into, start)
+
+    @torch.no_grad()
+    def measure_norm(self, name: str, gradient: Tensor, into: GradientTotals) -> None:
+        """Add a gradient's squared norm, largest magnitude and non-finite count; no sketch."""
+        for _, flat in flat_parts(gradient):
+            self._kernel.measure_norm(flat, into, self._norm_row(name))
+
+    def measure_norms(self, gradients: Iterable[tuple[str, Tensor]], into: GradientTotals) -> None:
+        """Do what :meth:`measure_norm` does with several parameters, one after the other."""
+        native = self._native
+        for at_once, several in groupby(gradients, self._is_read):
+            if native is not None and at_once:
+                native.measure_norms([(g, self._norm_row(name)) for name, g in several], into)
+            else:
+                for name, gradient in several:
+                    self.measure_norm(name, gradient, into)
+
+    def _is_read(self, named: tuple[str, Tensor]) -> bool:
+        """Return whether the native kernel reads a gradient as it is."""
+        return self._native is not None and reads(named[1])
+
+    @torch.no_grad()
+    def _measure_parts(self, name: str, gradient: Tensor, into: GradientTotals, start: int) -> None:
+        """Measure a gradient of any kind."""
         signs = self._signs_of(name)
         first = signs.first % self.width
         for position, flat in flat_parts(gradient):
             for row, place, piece in self._pieces(name, flat, start + position):
                 self._kernel.measure(piece, signs, first + place, into, row)
 
-    @torch.no_grad()
-    def measure_norm(self, name: str, gradient: Tensor, into: GradientTotals) -> None:
-        """Add a gradient's squared norm, largest magnitude and non-finite count; no sketch."""
-        for _, flat in flat_parts(gradient):  # norms are told of groups at the most
-            self._kernel.measure_norm(flat, into, self._ranges[name][0].section)
+    def _prepare(self, name: str, gradient: Tensor, into: GradientTotals, start: int) -> None:
+        """Have later gradients like this one measured with fewer steps, if there are such steps."""
+        native, ranges = self._native, self._ranges[name]
+        if native is None or len(ranges) > 1 or not reads(gradient):
+            return
+        places = self._places.setdefault(into, {})
+        if name not in places or places[name].start == start:
+            places[name] = self._new_place(native, name, gradient.numel(), into, start)
+
+    def _new_place(
+        self, native: NativeKernel, name: str, size: int, into: GradientTotals, start: int
+    ) -> NativePlace:
+        row = self._ranges[name][0].section
+        return native.place(self._signs_of(name), start, into, row, size)
+
+    def _norm_row(self, name: str) -> int:
+        """Return the row for a parameter's norm: norms are told of groups at the most."""
+        return self._ranges[name][0].section
 
     def _pieces(self, name: str, flat: Tensor, start: int) -> Iterator[tuple[int, int, Tensor]]:
         """Yield row, position in the parameter and elements of each piece of a flat part."""

@@ -126,7 +126,7 @@ class PendingState:
         """Yield what lies on a device, in the order in which it is read."""
         for row in self._rows:
             for digest in (*row.parts, *row.before):
-                if digest is not None:
+                if digest is not None and digest.pending:
                     yield from (tensor for _, tensor in digest.pending)
         for norms in self._norms:
             yield from (norm for norm in norms if isinstance(norm, Tensor))
@@ -173,7 +173,8 @@ class StateMeter:
         self._plan: Plan | None = None
         self._told = False
         self._items: list[Item] = []
-        self._wanted: dict[str, list[tuple[int, int, Slice]]] = {}
+        self.wanted: dict[str, list[tuple[int, int, Slice]]] = {}
+        """The parameters whose local gradients are read in this step; always the same object."""
         self._local: dict[tuple[int, int], PendingDigest] = {}
         self._digests: dict[StateKind, list[list[PendingDigest]]] = {}
         self._norms = GradientNorms(len(_MOMENTS))
@@ -193,7 +194,7 @@ class StateMeter:
         for number, item in enumerate(self._items):
             if StateKind.REDUCED in item.kinds:
                 for index, part in enumerate(item.slices):
-                    self._wanted.setdefault(part.place.name, []).append((number, index, part))
+                    self.wanted.setdefault(part.place.name, []).append((number, index, part))
 
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, before the reduction; the last one counts.
@@ -202,9 +203,8 @@ class StateMeter:
             name: The parameter's canonical name.
             gradient: Any shape; it may be overwritten as soon as this returns.
         """
-        if name in self._wanted:
-            for number, index, part in self._wanted[name]:
-                self._local[number, index] = self._digest(gradient, part)
+        for number, index, part in self.wanted.get(name, ()):
+            self._local[number, index] = self._digest(gradient, part)
 
     def see_reduced(self) -> None:
         """Read gradients right after the reduction."""
@@ -237,7 +237,8 @@ class StateMeter:
 
     def _clear(self) -> None:
         self._items = []
-        self._wanted, self._local, self._digests = {}, {}, {}
+        self.wanted.clear()
+        self._local, self._digests = {}, {}
 
     def _make_plan(self) -> None:
         found = survey(self._module, self._optimizer, self._left_out)
@@ -261,29 +262,37 @@ class StateMeter:
                 yield _Row(kind, item.name, parts, before, reduced)
 
     def _is_reduced(self, part: Slice) -> bool:
+        if self._reduces is None:
+            return True
         parameter = part.place.current()
-        return self._reduces is None or parameter is None or self._reduces(parameter)
+        return parameter is None or self._reduces(parameter)
 
-    @torch.no_grad()
     def _read_gradients(self, kind: StateKind) -> None:
         moment = _MOMENTS.index(kind)
         self._norms.begin(moment)
-        digests: list[list[PendingDigest]] = []
-        for item in self._items:
-            digests.append([])
-            for part in item.slices if kind in item.kinds else ():
-                parameter = part.place.current()
-                gradient = None if parameter is None else parameter.grad
-                if gradient is None:
-                    digests[-1].append(PendingDigest())
-                    continue
-                digests[-1].append(self._digest(gradient, part))
-                try:
-                    self._norms.add(moment, gradient, part)
-                except Exception as error:  # whatever kind of tensor it is
-                    self._norms.spoil(moment)
-                    self._tell(error)
-        self._digests[kind] = digests
+        self._digests[kind] = [
+            [self._read_gradient(part, moment) for part in item.slices]
+            if kind in item.kinds
+            else []
+            for item in self._items
+        ]
+        try:
+            self._norms.end(moment)
+        except Exception as error:  # as of a single gradient
+            self._norms.spoil(moment)
+            self._tell(error)
+
+    def _read_gradient(self, part: Slice, moment: int) -> PendingDigest:
+        parameter = part.place.current()
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            return PendingDigest()
+        try:
+            self._norms.add(moment, gradient, part)
+        except Exception as error:  # whatever kind of tensor it is
+            self._norms.spoil(moment)
+            self._tell(error)
+        return self._digest(gradient, part)
 
     def _read_tensor(self, part: Slice) -> PendingDigest:
         tensor = part.place.current()

@@ -1,8 +1,8 @@
 """Reads what is compared between workers: gradients, and whatever an optimizer keeps."""
 
 import math
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.capture.digest import PendingDigest, digest_bits, flat_pieces, word_of
 from rankscope.capture.kernels import PERIOD, Kernel, choose_kernel
+from rankscope.capture.kernels.native import NativeKernel, reads
 from rankscope.capture.state_plan import Slice
 from rankscope.capture.totals import GradientTotals
 
@@ -31,17 +32,28 @@ def digest_optimizer(optimizer: object, parameter: Tensor, part: Slice) -> Pendi
 def _digest(state: object, part: Slice) -> PendingDigest:
     if isinstance(state, Tensor):
         return digest_bits(state, *_share(state, part))
+    pairs: Iterable[tuple[object, object]]
     if isinstance(state, Mapping):
-        pairs = sorted((str(key), value) for key, value in state.items())
+        pairs = state.items()
     elif isinstance(state, (list, tuple)):
-        pairs = [(str(number), value) for number, value in enumerate(state)]
+        pairs = enumerate(state)
     else:
         known = f"{type(state).__name__} {state!r}" if isinstance(state, _PLAIN) else type(state)
         return PendingDigest(word_of(f"value {known}"))
-    digest = PendingDigest(word_of(f"{len(pairs)} values"))
-    for key, value in pairs:
-        digest.add(_digest(value, part), word_of(f"key {key}") | 1)
+    digest = PendingDigest(_word_of_length(len(state)))
+    for key, value in pairs:  # in any order: they are added up
+        digest.add(_digest(value, part), _weight_of(str(key)))
     return digest
+
+
+@lru_cache(maxsize=4096)
+def _word_of_length(length: int) -> int:
+    return word_of(f"{length} values")
+
+
+@lru_cache(maxsize=4096)
+def _weight_of(key: str) -> int:
+    return word_of(f"key {key}") | 1
 
 
 def _share(state: Tensor, part: Slice) -> tuple[int, int | None]:
@@ -66,17 +78,23 @@ class GradientNorms:
         self._moments = moments
         self._totals: GradientTotals | None = None  # of what lies on the host
         self._more: list[list[float | Tensor]] = [[] for _ in range(moments)]
+        self._at_once: list[tuple[Tensor, int]] = []  # with moments; what the native kernel reads
 
     def begin(self, moment: int) -> None:
         """Forget what was added at a moment."""
         self._more[moment].clear()
+        self._at_once.clear()
         if self._totals is not None:
             self._totals.squared_norms[moment] = 0.0
 
     def add(self, moment: int, gradient: Tensor, part: Slice) -> None:
-        """Add a part of a gradient; of a sparse one, all its values. Nothing waits for it."""
+        """Add a part of a gradient; of a sparse one, all its values. Nothing waits for it.
+
+        Of some gradients, all at a moment are read together in :meth:`end`.
+        """
         if isinstance(gradient, DTensor):
             gradient = gradient.to_local()
+        gradient = gradient.detach() if gradient.requires_grad else gradient
         start, stop = part.start, part.stop
         if gradient.layout != torch.strided:
             gradient = gradient._values() if gradient.is_sparse else gradient.values()
@@ -85,17 +103,34 @@ class GradientNorms:
         stop = length if stop is None else min(stop, length)
         if start >= stop:
             return
-        on_host = gradient.device.type == "cpu"
-        if on_host and self._totals is None:
+        if gradient.is_cpu:
+            self._add_on_host(moment, gradient, start, stop)
+            return
+        for flat in _real_pieces(gradient, start, stop):
+            dtype = torch.promote_types(flat.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(flat, dtype=dtype)
+            self._more[moment].append(norm.double().square())
+
+    def end(self, moment: int) -> None:
+        """Finish what was begun at a moment."""
+        if self._at_once and self._totals is not None:
+            kernel, at_once = _kernel(), self._at_once
+            self._at_once = []
+            assert isinstance(kernel, NativeKernel)
+            kernel.measure_norms(at_once, self._totals)
+
+    def _add_on_host(self, moment: int, gradient: Tensor, start: int, stop: int) -> None:
+        if self._totals is None:
             self._totals = GradientTotals.zeros(self._moments, 1, gradient.device)
-        for piece in flat_pieces(gradient, start, stop):
-            flat = torch.view_as_real(piece).view(-1) if piece.is_complex() else piece
-            if on_host and self._totals is not None:
-                _kernel().measure_norm(flat, self._totals, moment)
-            else:
-                dtype = torch.promote_types(flat.dtype, torch.float32)
-                norm = torch.linalg.vector_norm(flat, dtype=dtype)
-                self._more[moment].append(norm.double().square())
+        kernel = _kernel()
+        if isinstance(kernel, NativeKernel) and reads(gradient):
+            if stop - start < gradient.numel():
+                gradient = gradient.view(-1)[start:stop]
+            self._at_once.append((gradient, moment))
+            return
+        self.end(moment)  # in order: sums of floats depend on it
+        for flat in _real_pieces(gradient, start, stop):
+            kernel.measure_norm(flat, self._totals, moment)
 
     def spoil(self, moment: int) -> None:
         """Say that something is missing at a moment: its norm is unknown."""
@@ -113,6 +148,11 @@ class GradientNorms:
                 numbers.append(total)
             self._totals.squared_norms.zero_()
         return taken
+
+
+def _real_pieces(gradient: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    for piece in flat_pieces(gradient, start, stop):
+        yield torch.view_as_real(piece).view(-1) if piece.is_complex() else piece
 
 
 @cache

@@ -4,13 +4,13 @@ A row is a group of parameters or, where the reduction is audited, a section of 
 (:mod:`rankscope.core.sections`); the sections of a group are neighbours.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class GradientTotals:
     """Running totals of gradients in R rows, all on one device.
 
@@ -39,10 +39,15 @@ class GradientTotals:
             torch.zeros(num_rows, device=device, dtype=torch.int64),
         )
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All of them, in the order of the attributes; their memory stays where it is."""
+        return self.sketches, self.squared_norms, self.largest, self.nonfinite
+
     def reset(self) -> None:
         """Set all totals to those of nothing, in place."""
-        for field in fields(self):
-            getattr(self, field.name).zero_()
+        for tensor in self.tensors:
+            tensor.zero_()
 
     def add(self, other: "GradientTotals") -> None:
         """Add the totals of other elements, in place."""
@@ -60,4 +65,4 @@ class GradientTotals:
 
     def clone(self) -> "GradientTotals":
         """Return a copy that later measurements leave alone."""
-        return GradientTotals(*(getattr(self, field.name).clone() for field in fields(self)))
+        return GradientTotals(*(tensor.clone() for tensor in self.tensors))

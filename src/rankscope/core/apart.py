@@ -4,6 +4,7 @@ Legend of shapes: S signals, U units, B bets.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,18 +82,26 @@ def compare_with_others(
         folded_S = _doubled(np.abs(others_SU - middle_S1), np.abs(unit_S1 - middle_S1))
     e_BS = np.ones((len(bets), len(values_S)))
     usable_S = np.isfinite(values_S) & (ranked.counts_S >= 2)
-    for others in np.unique(ranked.counts_S[usable_S]).tolist():
-        rows, count = np.flatnonzero(usable_S & (ranked.counts_S == others)), others + 1
-        plain, folded = normal_scores(count)[plain_S[rows]], normal_scores(count)[folded_S[rows]]
+    for others in set(ranked.counts_S[usable_S].tolist()):
+        rows, count = (usable_S & (ranked.counts_S == others)).nonzero()[0], others + 1
+        plain, folded = plain_S[rows], folded_S[rows]
         for bet, e in zip(bets, e_BS, strict=True):
             if bet.kind is Kind.RARE:
                 far = z_S[rows] > RARE_FROM
                 e[rows] = np.where(far, 1 - RARE_STAKE + RARE_STAKE * count, RARE_FADES)
             else:
-                score = {Kind.UP: plain, Kind.DOWN: -plain, Kind.SPREAD: folded}[bet.kind]
-                mean = np.exp(bet.strength * normal_scores(count)[::2]).mean()
-                e[rows] = np.exp(bet.strength * score) / mean
+                e_D = _by_rank(count, bet.strength, down=bet.kind is Kind.DOWN)
+                e[rows] = e_D.take(folded if bet.kind is Kind.SPREAD else plain)
     return e_BS
+
+
+@lru_cache(maxsize=1024)
+def _by_rank(count: int, strength: float, *, down: bool) -> Floats:
+    """Return the e-value of each doubled mid-rank that a unit can have among ``count`` of them."""
+    scores = normal_scores(count)
+    mean = np.exp(strength * scores[::2]).mean()
+    e_D: Floats = np.exp(strength * (-scores if down else scores)) / mean
+    return e_D
 
 
 def _doubled(others_SU: Floats, unit_S1: Floats) -> Ints:
@@ -108,6 +117,7 @@ def _middle_with(sorted_SU: Floats, unit_S1: Floats, counts_S: Ints) -> Floats:
     at_S = np.count_nonzero(sorted_SU < unit_S1, axis=1)
     middle_S = np.zeros(len(counts_S))
     for index_S in (counts_S // 2, (counts_S + 1) // 2):
-        from_others = sorted_SU[rows, np.clip(index_S - (index_S > at_S), 0, last)]
+        column_S = np.minimum(np.maximum(index_S - (index_S > at_S), 0), last)
+        from_others = sorted_SU[rows, column_S]
         middle_S += np.where(index_S == at_S, unit_S1[:, 0], from_others) / 2
     return middle_S

@@ -13,15 +13,15 @@ e-value (Vovk and Wang, "E-values", 2021; ranks as in Shin, Ramdas and Rinaldo, 
   size: a large error now and then. Ranks alone would take hundreds of steps for it, since they do
   not see how large it is.
 
-Legend of shapes: S signals, U units, B bets, n units present.
+Legend of shapes: S signals, U units, B bets, n units present, D doubled mid-ranks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import groupby
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ RARE_FROM = 4.5
 
 RARE_STAKE = 0.85
 """What is lost, as a share, when another unit has the large error."""
+
+Rows = Ints | slice
+"""Which signals: ascending indices, or the slice that holds the same ones."""
 
 _LARGEST_Z = 1e6
 _MAD_TO_STD = 1.4826
@@ -98,14 +101,15 @@ class RobustScale(Stateful):
         self.past_S = np.full(num_signals, np.nan)
         self.count_S = np.zeros(num_signals)
 
-    def observe(self, current_S: Floats, rows: Ints) -> Floats:
+    def observe(self, current_S: Floats, rows: Rows) -> Floats:
         """Return the scale of these signals, given the one of this step alone."""
         past = self.past_S[rows]
         self.count_S[rows] += 1
         gain = np.maximum(1 / self.count_S[rows], _MEMORY)
         known = np.isfinite(past)
+        scale_S = np.where(known, np.maximum(past, current_S / 2), current_S)
         self.past_S[rows] = np.where(known, (1 - gain) * past + gain * current_S, current_S)
-        return np.where(known, np.maximum(past, current_S / 2), current_S)
+        return scale_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class Ranked:
         doubled_SU: Twice the mid-rank from 0 of each unit; −1 where it is missing.
         counts_S: n, how many units are present.
         tied_S: Whether a row holds equal values.
+        count: n where it is the same in all rows, else None.
     """
 
     values_SU: Floats
@@ -125,46 +130,62 @@ class Ranked:
     doubled_SU: NDArray[np.int32]
     counts_S: Ints
     tied_S: NDArray[np.bool_]
+    count: int | None
 
 
 def rank_units(values_SU: Floats) -> Ranked:
     """Sort each row; equal values share the middle of their ranks."""
-    order = np.argsort(values_SU, axis=1)
-    ordered = np.take_along_axis(values_SU, order, axis=1)
     num_signals, width = values_SU.shape
-    tied_S = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
-    doubled_sorted = np.tile(2 * np.arange(width, dtype=np.int32), (num_signals, 1))
-    if tied_S.any():
-        doubled_sorted[tied_S] = _with_ties(ordered[tied_S])
-    missing = np.isnan(ordered)
-    if missing.any():
-        doubled_sorted[missing] = -1
-    doubled = np.empty_like(doubled_sorted)
-    np.put_along_axis(doubled, order, doubled_sorted, axis=1)
-    counts_S = width - np.count_nonzero(missing, axis=1)
-    return Ranked(values_SU, ordered, doubled, counts_S, tied_S)
+    row_starts_S1 = _row_starts(num_signals, width)
+    places_SU = values_SU.argsort(axis=1)
+    places_SU += row_starts_S1  # where each value of the sorted rows stands among all
+    ordered = values_SU.take(places_SU)
+    begins = np.ones(values_SU.size + 1, bool)  # runs of equal values, and the end of the last
+    begins_SU = begins[:-1].reshape(num_signals, width)
+    np.not_equal(ordered[:, 1:], ordered[:, :-1], out=begins_SU[:, 1:])
+    if np.count_nonzero(begins) == len(begins):
+        tied_S, doubled_sorted = np.zeros(num_signals, bool), _even_numbers(width)
+    else:
+        tied_S = ~np.logical_and.reduce(begins_SU, axis=1)
+        starts = begins.nonzero()[0]
+        first_plus_last = starts[:-1] + starts[1:] - 1
+        doubled_sorted = first_plus_last.repeat(starts[1:] - starts[:-1])
+        doubled_sorted = doubled_sorted.reshape(num_signals, width) - 2 * row_starts_S1
+    counts_S, count = np.full(num_signals, width), width
+    if np.count_nonzero(np.isnan(ordered[:, -1])):
+        missing = np.isnan(ordered)
+        doubled_sorted = np.where(missing, -1, doubled_sorted)
+        counts_S -= np.count_nonzero(missing, axis=1)
+        count = counts_S[0].item() if (counts_S == counts_S[0]).all() else None
+    doubled = np.empty((num_signals, width), np.int32)
+    doubled.reshape(-1)[places_SU] = doubled_sorted
+    return Ranked(values_SU, ordered, doubled, counts_S, tied_S, count)
 
 
-def _with_ties(ordered_SU: Floats) -> Ints:
-    """Return first plus last index of each run of equal values."""
-    width = ordered_SU.shape[1]
-    index = np.broadcast_to(np.arange(width), ordered_SU.shape)
-    new = np.ones(ordered_SU.shape, bool)
-    new[:, 1:] = ordered_SU[:, 1:] != ordered_SU[:, :-1]
-    first = np.maximum.accumulate(np.where(new, index, 0), axis=1)
-    last_of = np.ones(ordered_SU.shape, bool)
-    last_of[:, :-1] = new[:, 1:]
-    backwards = np.where(last_of, index, width)[:, ::-1]
-    last = np.minimum.accumulate(backwards, axis=1)[:, ::-1]
-    return first + last
+@lru_cache(maxsize=1024)
+def _row_starts(num_rows: int, width: int) -> Ints:
+    """Return where each row begins in a flattened array ``[num_rows, 1]``."""
+    return width * np.arange(num_rows)[:, None]
+
+
+@cache
+def _even_numbers(count: int) -> Ints:
+    return 2 * np.arange(count)
 
 
 def medians(ranked: Ranked) -> Floats:
     """Return the median of each row over the units present, NaN without any."""
-    rows = np.arange(len(ranked.counts_S))
-    lower = np.maximum(ranked.counts_S - 1, 0) // 2
-    upper = np.minimum(ranked.counts_S // 2, ranked.sorted_SU.shape[1] - 1)
-    middle: Floats = (ranked.sorted_SU[rows, lower] + ranked.sorted_SU[rows, upper]) / 2
+    last = ranked.sorted_SU.shape[1] - 1
+    middle: Floats
+    if ranked.count is not None:
+        lower, upper = max(ranked.count - 1, 0) // 2, min(ranked.count // 2, last)
+        middle = ranked.sorted_SU[:, lower] + ranked.sorted_SU[:, upper]
+    else:
+        rows = np.arange(len(ranked.counts_S))
+        lower_S = np.maximum(ranked.counts_S - 1, 0) // 2
+        upper_S = np.minimum(ranked.counts_S // 2, last)
+        middle = ranked.sorted_SU[rows, lower_S] + ranked.sorted_SU[rows, upper_S]
+    middle /= 2
     return middle
 
 
@@ -183,51 +204,90 @@ def normal_scores(count: int) -> Floats:
     return np.array([NormalDist().inv_cdf((r - 0.375) / (count + 0.25)) for r in ranks])
 
 
-def e_values(
-    ranked: Ranked, away: Ranked, scales_S: Floats, bets: Sequence[Bet], out_BSU: Floats32
-) -> None:
-    """Write the e-value of every bet, signal and unit into ``out``; 1 where a unit is missing."""
-    counts = np.unique(ranked.counts_S).tolist()
-    for count in counts:
-        rows = slice(None) if len(counts) == 1 else np.flatnonzero(ranked.counts_S == count)
-        for index, bet in enumerate(bets):
-            if count < 2 or (count < 3 and bet.kind in (Kind.SPREAD, Kind.RARE)):
-                out_BSU[index, rows] = 1
-            elif bet.kind is Kind.RARE:
-                out_BSU[index, rows] = _rare(away.values_SU[rows], scales_S[rows], count)
-            else:
-                source = away if bet.kind is Kind.SPREAD else ranked
-                signed = -bet.strength if bet.kind is Kind.DOWN else bet.strength
-                out_BSU[index, rows] = _by_rank(source, rows, count, signed)
+class Betting:
+    """Bets, with what has to be known of them once.
+
+    Args:
+        bets: The bets.
+    """
+
+    def __init__(self, bets: Sequence[Bet]) -> None:
+        self._runs: list[tuple[slice, Kind, tuple[float, ...]]] = []
+        start = 0
+        for kind, run in groupby(bets, lambda bet: Kind.UP if bet.kind is Kind.DOWN else bet.kind):
+            strengths = [-bet.strength if bet.kind is Kind.DOWN else bet.strength for bet in run]
+            place = slice(start, start + len(strengths))
+            self._runs.append((place, kind, tuple(strengths)))
+            start = place.stop
+
+    def write_e_values(
+        self, ranked: Ranked, away: Ranked, scales_S: Floats, out_BSU: Floats32
+    ) -> None:
+        """Write the e-value of every bet, signal and unit into ``out``; 1 where one is missing.
+
+        Args:
+            ranked: The units.
+            away: Their ranked distances from the median.
+            scales_S: The robust standard deviation of each signal.
+            out_BSU: Where to write, ``[B, S, U]``.
+        """
+        counts = _counts(ranked)
+        for count in counts:
+            rows = slice(None) if len(counts) == 1 else np.flatnonzero(ranked.counts_S == count)
+            for bets, kind, strengths in self._runs:
+                if count < (2 if kind is Kind.UP else 3):
+                    out_BSU[bets, rows] = 1
+                elif kind is Kind.RARE:
+                    out_BSU[bets, rows] = _rare(away.values_SU[rows], scales_S[rows], count)
+                else:
+                    source = away if kind is Kind.SPREAD else ranked
+                    out_BSU[bets, rows] = _by_rank(source, rows, count, strengths)
+
+
+def _counts(ranked: Ranked) -> list[int]:
+    return np.unique(ranked.counts_S).tolist() if ranked.count is None else [ranked.count]
 
 
 @lru_cache(maxsize=1024)
-def _stakes(count: int, strength: float) -> Floats32:
-    """Return f of every doubled mid-rank over its mean without ties, and 1 for a missing unit."""
-    f = np.exp(strength * normal_scores(count))
-    return np.append(f / f[::2].mean(), 1.0).astype(np.float32)
+def _stakes(count: int, strengths: tuple[float, ...]) -> Floats32:
+    """Return, for each strength ``[B, D + 1]``, f of every rank over its mean without ties.
+
+    The last column is that of a missing unit: 1.
+    """
+    stakes = np.ones((len(strengths), 2 * count), np.float32)
+    for strength, stakes_D in zip(strengths, stakes, strict=True):
+        f = np.exp(strength * normal_scores(count))
+        stakes_D[:-1] = f / f[::2].mean()
+    return stakes
 
 
-def _by_rank(ranked: Ranked, rows: Any, count: int, strength: float) -> Floats32:
-    doubled_SU, tied_S = ranked.doubled_SU[rows], np.flatnonzero(ranked.tied_S[rows])
-    e: Floats32 = _stakes(count, strength).take(doubled_SU, mode="wrap")
-    if len(tied_S):
-        present = doubled_SU[tied_S] >= 0
-        totals = np.sum(e[tied_S], axis=1, where=present, keepdims=True)
-        e[tied_S] = np.where(present, e[tied_S] / (totals / count), 1)
+def _by_rank(ranked: Ranked, rows: Rows, count: int, strengths: tuple[float, ...]) -> Floats32:
+    """Return the e-values of bets on the rank ``[B, S, U]``."""
+    doubled_SU, tied_S = ranked.doubled_SU[rows], ranked.tied_S[rows]
+    e: Floats32 = _stakes(count, strengths).take(doubled_SU, axis=1, mode="wrap")
+    if np.count_nonzero(tied_S):
+        present = None if ranked.count == doubled_SU.shape[1] else doubled_SU >= 0
+        where = True if present is None else present
+        means_BS1 = np.add.reduce(e, axis=2, where=where, keepdims=True) / count
+        means_BS1[:, ~tied_S] = 1
+        e /= means_BS1
+        if present is not None:
+            e[:, ~present] = 1
     return e
 
 
-def _rare(distances_SU: Floats, scales_S: Floats, count: int) -> Floats32:
+def _rare(distances_SU: Floats, scales_S: Floats, count: int) -> Floats32 | float:
+    """Return the e-values of a bet on rare large errors ``[S, U]``; 1 without any."""
     scales = scales_S[:, None]
     far = distances_SU > RARE_FROM * scales
     far &= scales > 0
+    if not np.count_nonzero(far):
+        return 1.0
     e = np.ones(distances_SU.shape, np.float32)
     hit = np.flatnonzero(far.any(axis=1))
-    if len(hit):
-        z = np.minimum(distances_SU[hit] / scales[hit], _LARGEST_Z)
-        f = np.where(far[hit], z, 0.0)
-        share = f / f.sum(axis=1, keepdims=True)
-        e_hit = 1 - RARE_STAKE + RARE_STAKE * count * share
-        e[hit] = np.where(np.isnan(distances_SU[hit]), 1.0, e_hit)
+    z = np.minimum(distances_SU[hit] / scales[hit], _LARGEST_Z)
+    f = np.where(far[hit], z, 0.0)
+    share = f / f.sum(axis=1, keepdims=True)
+    e_hit = 1 - RARE_STAKE + RARE_STAKE * count * share
+    e[hit] = np.where(np.isnan(distances_SU[hit]), 1.0, e_hit)
     return e

@@ -5,10 +5,13 @@ Legend of shapes: W workers, K numbers per gradient (or per linear sketch of it)
 A zero or non-finite gradient has no direction. Its cosines are NaN and every mean leaves them out.
 """
 
+import functools
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Floats
+from rankscope.core.arrays import Floats, Ints
 
 ROUNDING = 1e-12
 """Cosines closer than this to ±1 are ±1: what float64 sums of a few thousand products can lose."""
@@ -21,25 +24,25 @@ def gram(sketches_WK: NDArray[np.floating]) -> Floats:
     """Return all inner products ``G_ij = g_i · g_j``.
 
     Args:
-        sketches_WK: One gradient or sketch per worker ``[W, K]``; float32 of any magnitude is
-            safe, since the products are taken in float64.
+        sketches_WK: One gradient or sketch per worker ``[..., W, K]``, for one or more sets of
+            them; float32 of any magnitude is safe, since the products are taken in float64.
 
     Returns:
-        Symmetric ``[W, W]``; rows and columns of workers with an infinity or NaN are NaN.
+        Symmetric ``[..., W, W]``; rows and columns of workers with an infinity or NaN are NaN.
     """
-    rows_WK: Floats = np.asarray(sketches_WK, np.float64)
-    finite_W = np.atleast_1d(np.isfinite(rows_WK).all(axis=1))
-    if not finite_W.all():
-        rows_WK = np.where(finite_W[:, None], rows_WK, 0.0)
-    gram_WW: Floats = rows_WK @ rows_WK.T
-    gram_WW[~finite_W, :] = np.nan
-    gram_WW[:, ~finite_W] = np.nan
+    rows_WK: Floats = np.asarray(sketches_WK, np.float64, order="C")
+    finite_W: NDArray[np.bool_] = np.asarray(np.isfinite(rows_WK).all(axis=-1))
+    if finite_W.all():
+        return rows_WK @ rows_WK.swapaxes(-1, -2)
+    rows_WK = np.where(finite_W[..., None], rows_WK, 0.0)
+    gram_WW: Floats = rows_WK @ rows_WK.swapaxes(-1, -2)
+    gram_WW[~(finite_W[..., :, None] & finite_W[..., None, :])] = np.nan
     return gram_WW
 
 
 def has_direction(gram_WW: Floats) -> NDArray[np.bool_]:
-    """Return for each worker ``[W]`` whether its gradient is finite and not zero."""
-    squares_W = gram_WW.diagonal()
+    """Return for each worker ``[..., W]`` whether its gradient is finite and not zero."""
+    squares_W = gram_WW.diagonal(0, -2, -1)
     return np.isfinite(squares_W) & (squares_W > 0)
 
 
@@ -51,22 +54,30 @@ def cosines_from_gram(gram_WW: Floats) -> Floats:
         1. Rows and columns of workers without a direction are NaN, the diagonal too.
     """
     norms_W = _norms(gram_WW)
-    cosines_WW = _snap(gram_WW / np.outer(norms_W, norms_W))
-    defined = np.flatnonzero(np.isfinite(norms_W))
+    cosines_WW = _snap(gram_WW / (norms_W[:, None] * norms_W))
+    defined = np.isfinite(norms_W).nonzero()[0]
     cosines_WW[defined, defined] = 1.0
     return cosines_WW
 
 
 def mean_cosine(cosines_WW: Floats) -> float:
     """Return the mean over pairs i < j that are defined, or NaN when there are none."""
-    pairs = _defined_pairs(cosines_WW)
-    return float(np.clip(pairs.mean(), -1.0, 1.0)) if pairs.size else float("nan")
+    return mean_and_min_cosine(cosines_WW)[0]
 
 
 def min_cosine(cosines_WW: Floats) -> float:
     """Return the smallest cosine over pairs i < j that are defined, or NaN without any."""
-    pairs = _defined_pairs(cosines_WW)
-    return float(pairs.min()) if pairs.size else float("nan")
+    return mean_and_min_cosine(cosines_WW)[1]
+
+
+def mean_and_min_cosine(cosines_WW: Floats) -> tuple[float, float]:
+    """Return :func:`mean_cosine` and :func:`min_cosine` together."""
+    pairs = upper_triangle(cosines_WW)
+    pairs = pairs[np.isfinite(pairs)]
+    if not pairs.size:
+        return math.nan, math.nan
+    mean = float(pairs.sum()) / len(pairs)
+    return min(max(mean, -1.0), 1.0), float(pairs.min())
 
 
 def norm_weighted_cosine(gram_WW: Floats) -> float:
@@ -75,9 +86,10 @@ def norm_weighted_cosine(gram_WW: Floats) -> float:
     Workers without a direction are left out; with fewer than two others the result is NaN.
     """
     defined_W = has_direction(gram_WW)
-    if defined_W.sum() < 2:
-        return float("nan")
-    kept_WW = gram_WW[np.ix_(defined_W, defined_W)].copy()
+    if np.count_nonzero(defined_W) < 2:
+        return math.nan
+    kept_WW = gram_WW[np.ix_(defined_W, defined_W)] if not defined_W.all() else gram_WW
+    kept_WW = kept_WW.copy()
     norms_W = np.sqrt(kept_WW.diagonal())
     np.fill_diagonal(kept_WW, 0.0)
     return _ratio(float(kept_WW.sum()), _sum_of_products(norms_W))
@@ -109,18 +121,25 @@ def leave_one_out(gram_WW: Floats) -> Floats:
     The sums run over workers with a direction. They leave worker i out from the start rather
     than subtract it, so that a worker with a huge norm does not drown the others.
 
+    Args:
+        gram_WW: Inner products ``[..., W, W]`` of one or more sets of gradients.
+
     Returns:
-        ``[W]``; NaN for a worker without a direction, or when the others' sum vanishes.
+        ``[..., W]``; NaN for a worker without a direction, or when the others' sum vanishes.
     """
     norms_W = _norms(gram_WW)
     defined_W = np.isfinite(norms_W)
-    kept_WW = np.where(defined_W[:, None] & defined_W[None, :], gram_WW, 0.0)
+    known_W, kept_WW = norms_W, gram_WW.copy()
+    if not defined_W.all():
+        known_W = np.where(defined_W, norms_W, 0.0)
+        kept_WW[~(defined_W[..., :, None] & defined_W[..., None, :])] = 0.0
     rest_squares_W = _sums_without_own(kept_WW)
-    rest_norms_W = np.nansum(norms_W) - np.where(defined_W, norms_W, 0.0)
+    rest_norms_W = known_W.sum(axis=-1, keepdims=True) - known_W
     vanishing_W = rest_squares_W <= ROUNDING * rest_norms_W**2
-    np.fill_diagonal(kept_WW, 0.0)
+    i = np.arange(kept_WW.shape[-1])
+    kept_WW[..., i, i] = 0.0
     rest_lengths_W = np.sqrt(np.where(vanishing_W, np.nan, rest_squares_W))
-    return _snap(kept_WW.sum(axis=1) / norms_W / rest_lengths_W)
+    return _snap(kept_WW.sum(axis=-1) / norms_W / rest_lengths_W)
 
 
 def leave_one_out_from_mean(
@@ -158,7 +177,7 @@ def leave_one_out_from_mean(
 
 def upper_triangle(cosines_WW: Floats) -> Floats:
     """Return the pairs i < j row by row, ``[W(W−1)/2]``."""
-    return cosines_WW[np.triu_indices(len(cosines_WW), 1)]
+    return cosines_WW.take(_pairs(len(cosines_WW))[0])
 
 
 def from_upper_triangle(values: NDArray[np.floating], num_workers: int) -> Floats:
@@ -174,53 +193,68 @@ def from_upper_triangle(values: NDArray[np.floating], num_workers: int) -> Float
         raise ValueError(
             f"expected {expected} cosines for {num_workers} workers, got {len(values)}"
         )
-    cosines_WW = np.full((num_workers, num_workers), np.nan)
-    cosines_WW[np.triu_indices(num_workers, 1)] = values
-    cosines_WW.T[np.triu_indices(num_workers, 1)] = values
-    some_W = np.isfinite(cosines_WW).any(axis=1) | (num_workers == 1)
-    np.fill_diagonal(cosines_WW, np.where(some_W, 1.0, np.nan))
+    cosines = np.ones(num_workers**2)
+    for places in _pairs(num_workers):
+        cosines[places] = values
+    cosines_WW = cosines.reshape(num_workers, num_workers)
+    if not np.isfinite(values).all():
+        np.fill_diagonal(cosines_WW, np.nan)
+        some_W = np.isfinite(cosines_WW).any(axis=1)
+        np.fill_diagonal(cosines_WW, np.where(some_W, 1.0, np.nan))
     return cosines_WW
 
 
+@functools.lru_cache(maxsize=8)
+def _pairs(num_workers: int) -> tuple[Ints, Ints]:
+    """Return where the pairs i < j are in a flattened ``[W, W]`` matrix, and where their mirror."""
+    rows, columns = np.triu_indices(num_workers, 1)
+    places = rows * num_workers + columns, columns * num_workers + rows
+    for indices in places:
+        indices.flags.writeable = False
+    return places
+
+
 def _norms(gram_WW: Floats) -> Floats:
-    return np.sqrt(np.where(has_direction(gram_WW), gram_WW.diagonal(), np.nan))
+    squares_W = gram_WW.diagonal(0, -2, -1)
+    defined_W = np.isfinite(squares_W) & (squares_W > 0)
+    return np.sqrt(squares_W if defined_W.all() else np.where(defined_W, squares_W, np.nan))
 
 
 def _snap(cosines: Floats) -> Floats:
-    """Bring values within rounding of ±1 to ±1, and any others into [-1, 1]."""
+    """Bring values within rounding of ±1 to ±1, and any others into [-1, 1]; a copy if need be."""
     near = np.abs(cosines) >= 1.0 - ROUNDING
-    return np.where(near, np.sign(cosines), cosines)
-
-
-def _defined_pairs(cosines_WW: Floats) -> Floats:
-    pairs = upper_triangle(cosines_WW)
-    return pairs[np.isfinite(pairs)]
+    return np.where(near, np.sign(cosines), cosines) if near.any() else cosines
 
 
 def _sum_of_products(norms_W: Floats) -> float:
     """Return ``Σ_{i≠j} n_i n_j`` without cancellation."""
-    before_W = np.concatenate([[0.0], np.cumsum(norms_W)[:-1]])
+    before_W = np.zeros(len(norms_W))
+    before_W[1:] = np.cumsum(norms_W)[:-1]
     return 2.0 * float(np.sum(norms_W * before_W))
 
 
 def _ratio(numerator: float, denominator: float) -> float:
     if denominator <= 0:
-        return float("nan")
-    return float(_snap(np.array(numerator / denominator)))
+        return math.nan
+    cosine = numerator / denominator
+    return math.copysign(1.0, cosine) if abs(cosine) >= 1.0 - ROUNDING else cosine
 
 
-def _sums_without_own(matrix_WW: Floats) -> Floats:
+def _sums_without_own(matrices_WW: Floats) -> Floats:
     """Return for each i the sum of a symmetric matrix without its row and column i.
 
     Adds the three blocks beside row and column i (above left, below right, and twice above
     right), each a corner of a two-dimensional running sum: O(W²), and nothing is subtracted.
+
+    Args:
+        matrices_WW: One or more of them ``[..., W, W]``.
     """
-    num_workers = len(matrix_WW)
-    padded = np.zeros((num_workers + 2, num_workers + 2))
-    padded[1:-1, 1:-1] = matrix_WW
-    above_left = padded.cumsum(0).cumsum(1)
-    below_right = padded[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1]
-    above_right = padded[:, ::-1].cumsum(0).cumsum(1)[:, ::-1]
-    i = np.arange(num_workers)
-    sums: Floats = above_left[i, i] + below_right[i + 2, i + 2] + 2.0 * above_right[i, i + 2]
-    return sums
+    *sets, num_workers, _ = matrices_WW.shape
+    padded = np.zeros((*sets, num_workers + 2, num_workers + 2))
+    padded[..., 1:-1, 1:-1] = matrices_WW
+    above, below = padded.cumsum(-2), padded[..., ::-1, :].cumsum(-2)[..., ::-1, :]
+    above_left = above.cumsum(-1)[..., :-2, :-2]
+    above_right = above[..., ::-1].cumsum(-1)[..., ::-1]
+    below_right = below[..., ::-1].cumsum(-1)[..., ::-1][..., 2:, 2:]
+    beside: Floats = above_left.diagonal(0, -2, -1) + below_right.diagonal(0, -2, -1)
+    return beside + 2.0 * above_right.diagonal(2, -2, -1)

@@ -15,6 +15,7 @@ from rankscope.core.arrays import Floats32
 from rankscope.core.state import Stateful
 
 _LARGEST = np.float32(1e30)
+_ONE = np.float32(1)
 
 
 class ShiryaevRoberts(Stateful):
@@ -40,14 +41,14 @@ class ShiryaevRoberts(Stateful):
             e: Of the shape of ``evidence[at]``.
             at: Which of the detectors are fed; all by default.
         """
-        before, age = self.evidence[at], self.age[at]
-        grown = before + np.float32(1)
-        age *= before
-        age /= grown
-        age += np.float32(1)
-        grown *= e
-        np.minimum(grown, _LARGEST, out=grown)
-        self.evidence[at], self.age[at] = grown, age
+        evidence, age = self.evidence[at], self.age[at]  # in place where `at` is a slice
+        age *= evidence
+        evidence += _ONE
+        age /= evidence
+        age += _ONE
+        evidence *= e
+        np.minimum(evidence, _LARGEST, out=evidence)
+        self.evidence[at], self.age[at] = evidence, age
 
     def restart(self, at: Any) -> None:
         """Forget all evidence of some detectors. What they have spent of the budget stays spent."""

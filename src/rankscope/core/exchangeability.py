@@ -22,10 +22,12 @@ from rankscope.core.apart import SetApart, compare_with_others
 from rankscope.core.arrays import Floats, Floats32, Ints
 from rankscope.core.bets import (
     Bet,
+    Betting,
     Kind,
+    Ranked,
     RobustScale,
+    Rows,
     distances,
-    e_values,
     rank_units,
 )
 from rankscope.core.edetector import ShiryaevRoberts
@@ -92,6 +94,7 @@ class ExchangeabilityTest:
         self.num_units = num_units
         self._relative_S = relative_S
         self._bets = tuple(bets)
+        self._betting = Betting(bets)
         self._patient_B = np.array([bet.kind is Kind.RARE for bet in bets])
         shares_B = np.array([bet.weight for bet in bets])
         self._weights_BS = (shares_B[:, None] * weights_S / max(1, num_units)).astype(np.float32)
@@ -100,6 +103,7 @@ class ExchangeabilityTest:
         self._e = np.ones(shape, np.float32)
         self._recent = np.full((RECENT, *shape[1:]), np.nan, np.float32)
         self._fed_S = np.zeros(len(weights_S), np.int64)
+        self._all_S = np.arange(len(weights_S))
         self._apart: dict[int, SetApart] = {}
         self.z_SU = np.zeros(shape[1:], np.float32)
 
@@ -116,19 +120,22 @@ class ExchangeabilityTest:
                 that are set apart have theirs, too.
             rows: Indices of the signals that this step measures, ascending.
         """
-        together = np.array(values_SU, np.float64)
-        together[~np.isfinite(together)] = np.nan
-        values = together.copy()
-        together[:, list(self._apart)] = np.nan
+        values = np.array(values_SU, np.float64)
+        finite = np.isfinite(values)
+        if np.count_nonzero(finite) < values.size:
+            values[~finite] = np.nan
+        together = values
+        if self._apart:
+            together = values.copy()
+            together[:, list(self._apart)] = np.nan
         ranked = rank_units(together)
         middle_S, away, current_S = distances(ranked)
-        usable = ranked.counts_S >= 3
-        scales_S = np.full(len(rows), np.nan)
-        scales_S[usable] = self._scale.observe(current_S[usable], rows[usable])
-        e = self._e if len(rows) == self._e.shape[1] else np.empty_like(self._e[:, rows])
-        e_values(ranked, away, scales_S, self._bets, e)
-        self._detectors.observe(e, ... if e is self._e else (slice(None), rows))
-        self._remember(values, middle_S, scales_S, rows)
+        measured = _as_slice(rows)
+        scales_S = self._scales(ranked, current_S, measured)
+        e = self._e[:, : len(rows)]
+        self._betting.write_e_values(ranked, away, scales_S, e)
+        self._detectors.observe(e, (slice(None), measured))
+        self._remember(values, middle_S, scales_S, measured)
         for unit, apart in self._apart.items():
             z_S = self.z_SU[rows, unit]
             apart.observe(compare_with_others(values[:, unit], z_S, ranked, self._bets), rows)
@@ -142,7 +149,8 @@ class ExchangeabilityTest:
         """Return the share of each unit in M ``[U]``; 0 for units that are set apart."""
         weighted = self._weights_BS[:, :, None] * self._detectors.evidence
         evidence: Floats = weighted.reshape(-1, self.num_units).sum(axis=0).astype(np.float64)
-        evidence[list(self._apart)] = 0
+        if self._apart:
+            evidence[list(self._apart)] = 0
         return evidence
 
     def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[Trace]:
@@ -197,7 +205,7 @@ class ExchangeabilityTest:
         _, away, scales_T = distances(ranked)
         scales_T = np.maximum(scales_T, np.nanmedian(scales_T))  # steadier, as in observe
         e_BTU = np.ones((1, *recent_TU.shape), np.float32)
-        e_values(ranked, away, scales_T, (bet,), e_BTU)
+        Betting((bet,)).write_e_values(ranked, away, scales_T, e_BTU)
         since_T = np.log(e_BTU[0, :, unit].astype(np.float64)).cumsum()  # latest step first
         return float(since_T.argmax() + 1)
 
@@ -283,15 +291,28 @@ class ExchangeabilityTest:
         except (KeyError, TypeError, AttributeError) as error:
             raise StateError(f"this is not the state of a test: {error!r}") from error
 
-    def _remember(self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Ints) -> None:
+    def _scales(self, ranked: Ranked, current_S: Floats, rows: Rows) -> Floats:
+        """Return the robust scale of each signal; NaN where fewer than three units are present."""
+        if ranked.count is not None and ranked.count >= 3:
+            return self._scale.observe(current_S, rows)
+        usable = ranked.counts_S >= 3
+        scales_S = np.full(len(usable), np.nan)
+        scales_S[usable] = self._scale.observe(current_S[usable], self._all_S[rows][usable])
+        return scales_S
+
+    def _remember(self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Rows) -> None:
         away = values - middle_S[:, None]
         unit_S = np.where(self._relative_S[rows] & (middle_S > 0), middle_S, 1.0)
-        self._recent[self._fed_S[rows] % RECENT, rows] = away / unit_S[:, None]
+        scale_S = np.where(scales_S > 0, scales_S, np.nan)
+        if len(away) < len(self.z_SU):
+            self.z_SU[:] = 0
+        with np.errstate(invalid="ignore", over="ignore"):
+            deviations = away / unit_S[:, None]
+            self._recent[self._fed_S[rows] % RECENT, self._all_S[rows]] = deviations
+            np.abs(away, out=away)
+            away /= scale_S[:, None]
+            self.z_SU[rows] = np.fmax(away, 0.0)  # 0 where it is not known
         self._fed_S[rows] += 1
-        self.z_SU[:] = 0
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            z = np.abs(away) / scales_S[:, None]
-        self.z_SU[rows] = np.where(scales_S[:, None] > 0, np.nan_to_num(z), 0)
 
     def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> tuple[Kind, float]:
         """Return how a unit differs, by its recent deviations, and the typical or largest one."""
@@ -321,3 +342,9 @@ class ExchangeabilityTest:
         count = int(min(max(age, 1.0), fed, RECENT))
         recent: Floats32 = self._recent[(fed - 1 - np.arange(count)) % RECENT, signal]
         return recent
+
+
+def _as_slice(rows: Ints) -> Rows:
+    """Return ascending indices as a slice where they are neighbours: it selects without a copy."""
+    neighbours = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1
+    return slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else rows

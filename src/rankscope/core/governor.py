@@ -11,6 +11,7 @@ It is a pure function of the steps that it is shown: no clock, no randomness. Al
 the same gathered values in the same order, so all come to the same decisions without a word.
 """
 
+import statistics
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -187,14 +188,17 @@ class Governor:
 
     def _decide(self, step: int) -> Decision | None:
         last = self._decisions[-1] if self._decisions else None
-        recent, lasting = self._cost(_FAST), self._cost(_SLOW)
         pending = last is not None and step < last.first_step
-        if self._budget is None or recent is None or lasting is None or pending:
+        recent = None if self._budget is None or pending else self._cost(_FAST)
+        if self._budget is None or recent is None:
             return None
         now = self.interval_at(step)
         if recent.governed_share(now, self._budget) > self._budget:
             return self._change(step, self._smallest(recent, self._budget), recent)
         if self._since_decision < self._patience or now == self._every:
+            return None
+        lasting = self._cost(_SLOW)
+        if lasting is None:
             return None
         shares = [cost.governed_share(now // 2, self._budget) for cost in (lasting, recent)]
         if max(shares) <= _ROOM * self._budget:
@@ -233,7 +237,7 @@ class Governor:
 
 
 def _typical(samples: deque[float], num_samples: int) -> float:
-    return float(np.median(list(samples)[-num_samples:]))
+    return statistics.median(list(samples)[-num_samples:])
 
 
 def _largest(values: Floats) -> float | None:

@@ -66,11 +66,12 @@ def gradient_noise(
     with np.errstate(over="ignore"):
         squares_W = np.square(np.asarray(norms_W, np.float64))
     width, reduced = len(squares_W), reduced_norm * reduced_norm
-    between, signal = _split(float(np.mean(squares_W)), reduced, width) if width > 1 else _UNKNOWN
+    square = float(squares_W.mean())
+    between, signal = _split(square, reduced, width) if width > 1 else _UNKNOWN
     if num_micro < 2 or micro_squares_W is None:
         return GradientNoise(between, math.nan, between, signal, width)
-    mean_square = float(np.mean(micro_squares_W)) / num_micro
-    within, _ = _split(mean_square, float(np.mean(squares_W)), num_micro)
+    mean_square = float(micro_squares_W.mean()) / num_micro
+    within, _ = _split(mean_square, square, num_micro)
     if math.isnan(mean_square):
         return GradientNoise(between, math.nan, between, signal, width)
     noise, signal = _split(mean_square, reduced, width * num_micro)

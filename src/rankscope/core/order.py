@@ -45,9 +45,9 @@ class PeriodFinder(Stateful):
         Afterwards ``run`` steps in a row, from ``first`` on, repeat those ``period`` steps before
         them; 0 when this one does not.
         """
-        key = np.array([digest], np.int64)
-        before = max(self._last(self._young, key), self._last(self._old, key))
-        self._remember(key, step)
+        latest = self._young.get(digest), self._old.get(digest)
+        before = max(-1 if at is None else at for at in latest)
+        self._remember(digest, step)
         if before < self._earliest:
             self.period = self.run = 0
         elif step - before == self.period:
@@ -55,15 +55,11 @@ class PeriodFinder(Stateful):
         else:
             self.period, self.run, self.first = step - before, 1, step
 
-    def _last(self, steps: SortedMap, key: Ints) -> int:
-        found, values = steps.find(key)
-        return int(values[0]) if found[0] else -1
-
-    def _remember(self, key: Ints, step: int) -> None:
+    def _remember(self, digest: int, step: int) -> None:
         if len(self._young) >= self._generation:
             self._young, self._old = self._old, self._young
             self._young.keep(lambda keys: np.zeros(len(keys), bool))
-        self._young.put(key, np.array([step], np.int32))
+        self._young.put_one(digest, step)
 
 
 class ShortCycles(Stateful):
@@ -84,8 +80,7 @@ class ShortCycles(Stateful):
         Args:
             digests_W: One per worker, ``MISSING_INT`` where it is unknown.
         """
-        known_W = digests_W != MISSING_INT
         again_W = (self._recent_WN == digests_W[:, None]).any(axis=1)
         self._recent_WN[:, self._count % self._recent_WN.shape[1]] = digests_W
         self._count += 1
-        return bool(again_W[known_W].all())
+        return bool((again_W | (digests_W == MISSING_INT)).all())

@@ -25,14 +25,18 @@ Legend of shapes: U units of all workers, W workers with units, B rotations with
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Ints
+from rankscope.core.bets import rank_units
 
 STRENGTHS = (0.4, 0.9)
 """Exponents κ of the bets ``f = rank^−κ``: for small deviations, and for large ones."""
+
+_POWERS = -np.array(STRENGTHS)[:, None]
 
 MOST_ROTATIONS = 64
 LEAST_ROTATIONS = 16
@@ -74,21 +78,22 @@ def pool_units(
         None with units of fewer than two workers, with no worker that has two, and when a unit
         is not finite.
     """
-    lengths_W = np.array([len(worker) for worker in values], np.int64)
-    if lengths_W.max(initial=0) < 2:
+    lengths = [len(worker) for worker in values]
+    if max(lengths, default=0) < 2:
         return None
+    lengths_W = np.array(lengths, np.int64)
     flat_U = np.concatenate(values)
     weights_U = np.ones(len(flat_U)) if weights is None else np.concatenate(weights)
     if len(weights_U) != len(flat_U) or np.isnan(weights_U).any():
         weights_U = np.ones(len(flat_U))
-    ends_W = np.cumsum(lengths_W)
-    owners_U = np.repeat(np.arange(len(lengths_W)), lengths_W)
-    index_U = np.arange(len(flat_U)) - (ends_W - lengths_W)[owners_U]
+    begins_W = lengths_W.cumsum() - lengths_W
+    owners_begin_U = begins_W.repeat(lengths_W)
+    index_U = np.arange(len(flat_U)) - owners_begin_U
+    starts_W = begins_W[lengths_W > 0]
     kept_U = (index_U >= from_index) & (weights_U > 0)
     if not kept_U.all():
-        flat_U, weights_U = flat_U[kept_U], weights_U[kept_U]
-        owners_U, index_U = owners_U[kept_U], index_U[kept_U]
-    starts_W = np.flatnonzero(np.diff(owners_U, prepend=-1))
+        flat_U, weights_U, index_U = flat_U[kept_U], weights_U[kept_U], index_U[kept_U]
+        starts_W = np.diff(owners_begin_U[kept_U], prepend=-1).nonzero()[0]
     usable = 2 <= len(starts_W) < len(flat_U) and np.isfinite(flat_U).all()
     return Units(flat_U, weights_U, index_U, starts_W) if usable else None
 
@@ -133,8 +138,7 @@ def rank_bets(ranks_B: Floats) -> tuple[Floats, Floats]:
     Args:
         ranks_B: Mid-ranks in (0, 1), that of the observation at 0.
     """
-    powers = -np.array(STRENGTHS)[:, None]
-    low, high = ranks_B**powers, (1 - ranks_B) ** powers
+    low, high = ranks_B**_POWERS, (1 - ranks_B) ** _POWERS
     return low[:, 0] / low.mean(axis=1), high[:, 0] / high.mean(axis=1)
 
 
@@ -158,21 +162,28 @@ def _rotations(
     places_U = np.empty(size, np.int32)
     places_U[order_U] = np.arange(size, dtype=np.int32)
     places_U += starts_G.astype(np.int32)[groups_U]
-    circles = [order_U[start : start + n] for start, n in zip(starts_G, sizes_G, strict=True)]
-    twice = np.concatenate([circle for circle in circles for _ in range(2)])
+    twice = _each_twice(order_U, sizes_G.tolist())
     if one and size <= MOST_ROTATIONS:
         return twice, places_U, np.arange(size, dtype=np.int32)[:, None]
-    count = int(np.clip(_ROTATED_UNITS // size, LEAST_ROTATIONS, MOST_ROTATIONS))
+    count = min(max(_ROTATED_UNITS // size, LEAST_ROTATIONS), MOST_ROTATIONS)
     shifts_BG = rng.integers(0, np.maximum(sizes_G, 1), (count, len(sizes_G)), np.int32)
     shifts_BG[0] = 0
     return twice, places_U, shifts_BG
 
 
+def _each_twice(order_U: Ints, sizes: list[int]) -> Ints:
+    """Return consecutive pieces of these sizes, each followed by a copy of itself ``[2U]``."""
+    if sizes.count(sizes[0]) == len(sizes):
+        pieces_GU = order_U.reshape(len(sizes), sizes[0])
+        return np.concatenate([pieces_GU, pieces_GU], axis=1).reshape(-1)
+    ends = list(accumulate(sizes))
+    pieces = [order_U[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return np.concatenate([piece for piece in pieces for _ in range(2)])
+
+
 def _mid_ranks(spreads_B: Floats, tie: float) -> Floats:
-    if tie <= 0:
+    if not tie > 0:
         return np.full(len(spreads_B), 0.5)
-    _, inverse_B, counts = np.unique(
-        np.rint(spreads_B / tie), return_inverse=True, return_counts=True
-    )
-    middles: Floats = (np.cumsum(counts) - counts / 2) / len(spreads_B)
-    return middles[inverse_B]
+    doubled_B = rank_units(np.rint(spreads_B / tie)[None]).doubled_SU[0]
+    middles: Floats = (doubled_B + 1) / 2 / len(spreads_B)
+    return middles

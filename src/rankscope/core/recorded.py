@@ -24,10 +24,11 @@ def as_recorded(report: StepReport) -> StepReport:
     only where some worker had two or more, and their norms only if some were measured; groups only
     if there are two or more.
     """
-    groups = _has_groups(report.gathered)
+    gathered = report.gathered
+    groups, micro = _has_groups(gathered), has_micro_batches(gathered)
     return replace(
         report,
-        gathered=_gathered(report.gathered),
+        gathered=_gathered(gathered, groups=groups, micro=micro),
         cosines_WW=_rounded(report.cosines_WW),
         group_cosine_rest_WG=_unless_unknown(report.group_cosine_rest_WG) if groups else None,
     )
@@ -38,8 +39,7 @@ def has_micro_batches(step: GatheredStep) -> bool:
     return max(map(len, step.micro_losses), default=0) >= 2
 
 
-def _gathered(step: GatheredStep) -> GatheredStep:
-    groups, micro = _has_groups(step), has_micro_batches(step)
+def _gathered(step: GatheredStep, *, groups: bool, micro: bool) -> GatheredStep:
     return replace(
         step,
         sketches_WK=None,
@@ -57,7 +57,7 @@ def _gathered(step: GatheredStep) -> GatheredStep:
         reduced_products_W=None,
         micro_losses=step.micro_losses if micro else (),
         micro_weights=step.micro_weights if micro else (),
-        micro_norms=known_micro_norms(step),
+        micro_norms=known_micro_norms(step) if micro else (),
         micro_scales=_unless_all_unknown(step.micro_scales) if micro else (),
     )
 
@@ -68,11 +68,11 @@ def _has_groups(step: GatheredStep) -> bool:
 
 def known_micro_norms(step: GatheredStep) -> tuple[Floats, ...]:
     """Return the norms beside the micro-batches' losses; empty when none is known."""
+    if not has_micro_batches(step):
+        return ()
     norms = step.micro_norms
     beside = [len(worker) for worker in norms] == [len(worker) for worker in step.micro_losses]
-    if not beside or not has_micro_batches(step) or np.isnan(np.concatenate(norms)).all():
-        return ()
-    return norms
+    return _unless_all_unknown(norms) if beside else ()
 
 
 def _unless_all_unknown(values: tuple[Floats, ...]) -> tuple[Floats, ...]:

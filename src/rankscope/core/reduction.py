@@ -9,7 +9,7 @@ width k the norm of the mean is known to about ``sqrt(2/k)`` of it, 2 % for k = 
 the gradients do not oppose each other.
 """
 
-import numpy as np
+import math
 
 from rankscope.core.arrays import Floats
 
@@ -27,18 +27,18 @@ def norm_of_mean(norms_W: Floats, cosine_weighted: float) -> float:
     Returns:
         The norm; NaN where it cannot be told.
     """
-    if len(norms_W) < 2 or not np.isfinite(norms_W).all() or not np.isfinite(cosine_weighted):
+    if len(norms_W) < 2 or not math.isfinite(cosine_weighted):
         return float("nan")
     scale = float(norms_W.max())
-    if scale <= 0:
+    if not 0 < scale < math.inf:
         return float("nan")
     scaled_W = norms_W / scale
-    squares = float(np.square(scaled_W).sum())
+    squares = float((scaled_W * scaled_W).sum())
     products = float(scaled_W.sum()) ** 2 - squares
     total = squares + cosine_weighted * products
     if total < LEAST_SHARE * squares:
         return float("nan")
-    return scale * float(np.sqrt(total)) / len(norms_W)
+    return scale * math.sqrt(total) / len(norms_W)
 
 
 def clip_limit(reduced_norm: float, cosine_mean: float, num_workers: int) -> float:
@@ -55,6 +55,6 @@ def clip_limit(reduced_norm: float, cosine_mean: float, num_workers: int) -> flo
         The common length; NaN where it cannot be told.
     """
     share = (1 + (num_workers - 1) * cosine_mean) / num_workers
-    if not np.isfinite(share) or share * num_workers < LEAST_SHARE:
+    if not math.isfinite(share) or share * num_workers < LEAST_SHARE:
         return float("nan")
-    return reduced_norm / float(np.sqrt(share))
+    return reduced_norm / math.sqrt(share)

@@ -5,11 +5,11 @@ equal shards do. Their bits stay equal for as long as all apply the same gradien
 difference is exact evidence, and its place in the model tells where to look.
 """
 
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,11 +55,7 @@ class StateDigests:
     @property
     def items(self) -> int:
         """A 63-bit digest of kinds and names, equal on workers whose items are the same."""
-        text = "\n".join(
-            f"{kind} {name}" for kind, name in zip(self.kinds, self.names, strict=True)
-        )
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return _digest_of_items(self.kinds, self.names)
 
     def of_kind(self, kind: StateKind) -> int | None:
         """Return one digest of all items of a kind, None without any."""
@@ -122,21 +118,39 @@ def differences(
     Returns:
         At most ``MAX_TOLD`` of each kind, in order of the items.
     """
-    found = [
-        StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
-        for d, (kind, name) in enumerate(zip(own.kinds, own.names, strict=True))
-        if any(np.ptp(digests_WD[ranks, d]) for ranks in _classes(kind, replicas_W))
-    ]
+    among_all_D = (digests_WD != digests_WD[:1]).any(axis=0)
+    if not among_all_D.any():
+        return ()
+    among_replicas_D = np.zeros_like(among_all_D)
+    for ranks in _replicas(replicas_W):
+        among_replicas_D |= (digests_WD[ranks] != digests_WD[ranks[0]]).any(axis=0)
+    items = list(zip(own.kinds, own.names, strict=True))
     told: list[StateDifference] = []
     for kind in StateKind:
-        told += [difference for difference in found if difference.kind is kind][:MAX_TOLD]
+        differs_D = among_all_D if kind is StateKind.BUFFER else among_replicas_D
+        told += [
+            StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
+            for d, (item, name) in enumerate(items)
+            if item is kind and differs_D[d]
+        ][:MAX_TOLD]
     return tuple(told)
 
 
-def _classes(kind: StateKind, replicas_W: Ints) -> Sequence[list[int]]:
-    """Return groups of ranks that should hold the same."""
-    ranks = list(range(len(replicas_W)))
-    if kind is StateKind.BUFFER:
-        return [ranks]
-    ordered = sorted(ranks, key=lambda rank: int(replicas_W[rank]))
-    return [list(group) for _, group in groupby(ordered, key=lambda rank: int(replicas_W[rank]))]
+@functools.lru_cache(maxsize=256)
+def _digest_of_items(kinds: tuple[StateKind, ...], names: tuple[str, ...]) -> int:
+    text = "\n".join(f"{kind} {name}" for kind, name in zip(kinds, names, strict=True))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _classes(kind: StateKind, replicas_W: Ints) -> list[list[int]]:
+    """Return groups of ranks that should hold the same, those of a single one aside."""
+    return [list(range(len(replicas_W)))] if kind is StateKind.BUFFER else _replicas(replicas_W)
+
+
+def _replicas(replicas_W: Ints) -> list[list[int]]:
+    """Return groups of two or more ranks with equal numbers, in order of these."""
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for rank, replica in enumerate(replicas_W.tolist()):
+        ranks[replica].append(rank)
+    return [ranks[replica] for replica in sorted(ranks) if len(ranks[replica]) > 1]

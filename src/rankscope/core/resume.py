@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Ints
+from rankscope.core.samples import flat_samples
 from rankscope.core.share import SampleShare
-from rankscope.core.sorted_map import SortedMap
+from rankscope.core.sorted_map import SortedMap, in_order
 from rankscope.core.state import Stateful
 
 Bools = NDArray[np.bool_]
@@ -104,19 +105,19 @@ class RestartWatch(Stateful):
         """
         self._most_drawn = max(self._most_drawn, sum(map(len, samples)))
         followed = self._share.of(samples)
-        flat = np.concatenate([np.empty(0, np.int64), *followed])
-        samples_U, which = np.unique(flat, return_inverse=True)
-        known_U, last_U = self._last.find(samples_U)
-        last_U = np.where(known_U, last_U.astype(np.int64), -1)
+        flat = flat_samples(followed)
+        samples_U = in_order(flat)
+        known_U, last_U = self._last.put(samples_U, np.full(len(samples_U), step, np.int32))
+        last_U = np.where(known_U, last_U, np.int64(-1))
         verdict = None
         if self._watching and len(samples_U):
             again_U = (last_U >= self.interrupted) & (last_U < self.boundary)
             ranks = np.repeat(np.arange(len(followed)), [len(batch) for batch in followed])
-            again_W = np.bincount(ranks[again_U[which]], minlength=len(followed))
+            again_D = again_U[samples_U.searchsorted(flat)]
+            again_W = np.bincount(ranks[again_D], minlength=len(followed))
             verdict = self._judge(last_U, again_U, again_W)
         self._follow_epoch(step, last_U)
         self._last_step = step if len(samples_U) else self._last_step
-        self._last.put(samples_U, np.full(len(samples_U), step, np.int32))
         while len(self._last) > self._capacity and self._share.can_halve:
             self._halve()
         return verdict
@@ -203,7 +204,7 @@ class RestartWatch(Stateful):
         if self._chunk_drawn == 0:
             self._chunk_start = step
         self._chunk_drawn += len(last_U)
-        self._chunk_again += int(np.sum(last_U >= self.epoch))
+        self._chunk_again += int(np.count_nonzero(last_U >= self.epoch))
         if self._chunk_drawn >= _CHUNK:
             self._end_chunk()
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rankscope.core.arrays import Ints
 from rankscope.core.share import MAX_HALVINGS, SampleShare, mix
-from rankscope.core.sorted_map import SortedMap
+from rankscope.core.sorted_map import SortedMap, in_order
 from rankscope.core.state import Stateful
 
 MAX_SHARED_PAIRS = 64
@@ -21,6 +21,8 @@ MAX_SHARED_PAIRS = 64
 _MAX_LINKS = 1 << 14
 _PAIRS_PER_SAMPLE = 4
 _HIGH = ~np.uint64((1 << (64 - MAX_HALVINGS)) - 1)
+_LOW = ~_HIGH
+_NONE = np.empty(0, np.int64)
 _SPREAD = np.int64(-0x2917_1479_9A96_026D)
 
 
@@ -46,7 +48,6 @@ class SampleCounts:
         shared_between: ``(rank_i, rank_j, count)`` with i < j for pairs of workers with common
             samples; the ``MAX_SHARED_PAIRS`` with the largest counts when there are more. With
             thousands of common draws only those between neighbours in rank are counted.
-        identical_groups: Groups of ranks whose whole batches are equal as multisets.
     """
 
     drawn: int
@@ -59,7 +60,12 @@ class SampleCounts:
     shared: int
     sharing_ranks: tuple[int, ...]
     shared_between: tuple[tuple[int, int, int], ...]
-    identical_groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def repeats(self) -> int:
+        """Draws of samples that were drawn before, in this step or an earlier one."""
+        before = self.repeated_own + self.repeated_cross
+        return before + self.repeated_in_batch + self.shared
 
 
 class SampleLedger(Stateful):
@@ -116,34 +122,37 @@ class SampleLedger(Stateful):
         """
         samples_P, ranks_P, drawn = _pairs_of(samples)
         first_P = _differs_from_previous(samples_P)
-        samples_U, sample_of_P = samples_P[first_P], np.cumsum(first_P) - 1
+        samples_U, firsts_U, shared_P, sample_of_P = samples_P, ranks_P, None, None
+        if not first_P.all():  # several workers drew the same sample
+            samples_U, firsts_U = samples_P[first_P], ranks_P[first_P]
+            sample_of_P = np.cumsum(first_P) - 1
+            shared_P = (np.bincount(sample_of_P) > 1)[sample_of_P]
         seen_U = self._first_owners.find(samples_U)[0]
+        new_U = ~seen_U
         keys_P = _pair_keys(samples_P, ranks_P)
-        seen_P = seen_U[sample_of_P]
-        own_P = self._is_own(keys_P, seen_P)
-        cross_P = seen_P & ~own_P
-        shared_P = (np.bincount(sample_of_P, minlength=len(samples_U)) > 1)[sample_of_P]
-        crossing_by_rank = self._cross(samples_P, ranks_P, cross_P, len(samples))
-        self._remember(samples_U[~seen_U], ranks_P[first_P][~seen_U], keys_P[~own_P])
+        own_P, cross_P = self._owned(keys_P, seen_U if sample_of_P is None else seen_U[sample_of_P])
+        crossing_by_rank = self._cross(samples_P[cross_P], ranks_P[cross_P], len(samples))
+        self._remember(samples_U[new_U], firsts_U[new_U], keys_P[~own_P])
         self._drawn += drawn
+        sharing = () if shared_P is None else np.unique(ranks_P[shared_P]).tolist()
+        links = () if shared_P is None else _links(samples_P[shared_P], ranks_P[shared_P])
         return SampleCounts(
             drawn=drawn,
             distinct=len(samples_U),
-            new=int(np.sum(~seen_U)),
-            repeated_own=int(np.sum(own_P)),
-            repeated_cross=int(np.sum(cross_P)),
+            new=int(np.count_nonzero(new_U)),
+            repeated_own=int(np.count_nonzero(own_P)),
+            repeated_cross=int(np.count_nonzero(cross_P)),
             crossing_by_rank=crossing_by_rank,
             repeated_in_batch=drawn - len(samples_P),
-            shared=int(np.sum(first_P & shared_P)),
-            sharing_ranks=tuple(np.unique(ranks_P[shared_P]).tolist()),
-            shared_between=_links(samples_P[shared_P], ranks_P[shared_P]),
-            identical_groups=identical_groups(samples),
+            shared=0 if shared_P is None else int(np.count_nonzero(first_P & shared_P)),
+            sharing_ranks=tuple(sharing),
+            shared_between=links,
         )
 
     def count_new(self, samples: Sequence[Ints]) -> int:
         """Return how many different samples of a step the ledger does not remember."""
-        samples_U = np.unique(np.concatenate([np.empty(0, np.int64), *samples]))
-        return int(np.sum(~self._first_owners.find(samples_U)[0]))
+        samples_U = in_order(flat_samples(samples))
+        return int(np.count_nonzero(~self._first_owners.find(samples_U)[0]))
 
     def thin(self, share: SampleShare) -> None:
         """Forget all samples outside a share, as if they had never been drawn.
@@ -153,28 +162,43 @@ class SampleLedger(Stateful):
         self._first_owners.keep(share.admits)
         self._pairs.keep(share.admits_hashes)
 
-    def _cross(
-        self, samples_P: Ints, ranks_P: Ints, cross_P: NDArray[np.bool_], num_workers: int
-    ) -> tuple[int, ...]:
-        """Count crossings per worker, and mark the owners of samples that have crossed."""
-        samples_C, first_at = np.unique(samples_P[cross_P], return_index=True)
+    def _cross(self, samples: Ints, ranks: Ints, num_workers: int) -> tuple[int, ...]:
+        """Count crossings per worker, and mark the owners of samples that have crossed.
+
+        Args:
+            samples: Those that cross, in order; each first by the second worker to draw it.
+            ranks: Who draws them.
+            num_workers: W.
+        """
+        if not len(samples):
+            return (0,) * num_workers
+        first = _differs_from_previous(samples)
+        samples_C = samples[first]
         owners_C = self._first_owners.find(samples_C)[1]
         fresh_C = owners_C >= 0
-        seconds = ranks_P[cross_P][first_at][fresh_C]
+        if not fresh_C.any():
+            return (0,) * num_workers
+        seconds = ranks[first][fresh_C]
         self._first_owners.replace(samples_C[fresh_C], -1 - owners_C[fresh_C])
         takers = np.concatenate([seconds, owners_C[fresh_C]])
         return tuple(np.bincount(takers, minlength=num_workers).tolist())
 
-    def _is_own(self, keys_P: Ints, seen_P: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _owned(
+        self, keys_P: Ints, seen_P: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which draws repeat the worker's own samples, and which only those of others."""
         own_P = seen_P.copy()
-        if self._pairs_complete:
-            order = np.argsort(keys_P[seen_P])  # sorted questions are answered much faster
+        if self._pairs_complete and seen_P.any():
+            keys = keys_P[seen_P]
+            order = keys.argsort()  # sorted questions are answered much faster
             found = np.empty(len(order), bool)
-            found[order] = self._pairs.find(keys_P[seen_P][order])[0]
+            found[order] = self._pairs.find(keys[order])[0]
             own_P[seen_P] = found
-        return own_P
+        return own_P, seen_P & ~own_P
 
     def _remember(self, new_samples: Ints, first_owners: Ints, new_keys: Ints) -> None:
+        if not len(new_keys):  # then no sample is new either
+            return
         room = max(self._capacity - len(self._first_owners), 0)
         self._exact = self._exact and len(new_samples) <= room
         self._first_owners.add(new_samples[:room], first_owners[:room])
@@ -198,26 +222,40 @@ def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
         ((0, 2),)
     """
     lengths = [len(batch) for batch in samples]
-    flat = np.concatenate([np.empty(0, np.int64), *samples]).astype(np.int64, copy=False)
-    batch_of = np.repeat(np.arange(len(samples)), lengths)
-    content = flat[np.lexsort((flat, batch_of))].tobytes()
-    ends = (8 * np.cumsum(lengths)).tolist()
+    flat = flat_samples(samples)
+    if len(set(lengths)) == 1:
+        content = np.sort(flat.reshape(len(lengths), -1), axis=1).tobytes()
+    else:
+        batch_of = np.repeat(np.arange(len(samples)), lengths)
+        content = flat[np.lexsort((flat, batch_of))].tobytes()
     groups: dict[bytes, list[int]] = {}
-    for rank, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+    end = 0
+    for rank, length in enumerate(lengths):
+        begin, end = end, end + 8 * length
         if length:
-            groups.setdefault(content[end - 8 * length : end], []).append(rank)
+            groups.setdefault(content[begin:end], []).append(rank)
+    if len(groups) == len(lengths):
+        return ()
     return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
+
+
+def flat_samples(samples: Sequence[Ints]) -> Ints:
+    """Return the samples of all workers, one after the other."""
+    return np.concatenate([_NONE, *samples]).astype(np.int64, copy=False)
 
 
 def _pairs_of(samples: Sequence[Ints]) -> tuple[Ints, Ints, int]:
     """Return samples ``[P]`` and ranks ``[P]`` without repeats, in order, and the draws D."""
     lengths = [len(batch) for batch in samples]
-    samples_D = np.concatenate([np.empty(0, np.int64), *samples]).astype(np.int64, copy=False)
-    ranks_D = np.repeat(np.arange(len(samples), dtype=np.int64), lengths)
-    order = np.argsort(samples_D, kind="stable")  # ranks are in order, and stay so
+    samples_D = flat_samples(samples)
+    ranks_D = np.arange(len(samples), dtype=np.int64).repeat(lengths)
+    order = samples_D.argsort(kind="stable")  # ranks are in order, and stay so
     samples_D, ranks_D = samples_D[order], ranks_D[order]
-    first_D = _differs_from_previous(samples_D) | _differs_from_previous(ranks_D)
-    return samples_D[first_D], ranks_D[first_D], len(samples_D)
+    first_D = _differs_from_previous(samples_D)
+    if not first_D.all():
+        first_D |= _differs_from_previous(ranks_D)
+        return samples_D[first_D], ranks_D[first_D], len(samples_D)
+    return samples_D, ranks_D, len(samples_D)
 
 
 def _differs_from_previous(values: Ints) -> NDArray[np.bool_]:
@@ -228,8 +266,9 @@ def _differs_from_previous(values: Ints) -> NDArray[np.bool_]:
 
 def _pair_keys(samples_P: Ints, ranks_P: Ints) -> Ints:
     """Return one 64-bit hash per pair, whose highest bits tell the sample's share."""
-    pairs = mix(samples_P ^ (ranks_P * _SPREAD))
-    keys: Ints = ((mix(samples_P) & _HIGH) | (pairs & ~_HIGH)).view(np.int64)
+    hashes = mix(np.concatenate([samples_P, samples_P ^ (ranks_P * _SPREAD)]))
+    samples, pairs = hashes[: len(samples_P)], hashes[len(samples_P) :]
+    keys: Ints = ((samples & _HIGH) | (pairs & _LOW)).view(np.int64)
     return keys
 
 

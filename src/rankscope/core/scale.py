@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats
 from rankscope.core.step import GatheredStep
 
 _NORMS = ("grad_norm", "grad_max", "reduced_norm")
@@ -28,11 +29,11 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
     known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
     if not known.size:
         return gathered
-    scale = float(np.median(known))
-    workers = {name: values / scale for name, values in gathered.workers.items() if name in _NORMS}
+    scale = _median(known)
+    norms = {name: gathered.workers[name] / scale for name in _NORMS if name in gathered.workers}
     return replace(
         gathered,
-        workers={**gathered.workers, **workers},
+        workers={**gathered.workers, **norms},
         micro_norms=tuple(norms * len(norms) / scale for norms in gathered.micro_norms),
         sketches_WK=_divided(gathered.sketches_WK, scale),
         group_norms_WG=_divided(gathered.group_norms_WG, scale),
@@ -42,5 +43,15 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
     )
 
 
+def _median(values: Floats) -> float:
+    ordered = np.sort(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return float(ordered[middle])
+    return (float(ordered[middle - 1]) + float(ordered[middle])) / 2
+
+
 def _divided(values: NDArray[Any] | None, scale: float) -> NDArray[Any] | None:
-    return values if values is None or scale == 1 else (values / scale).astype(values.dtype)
+    if values is None or scale == 1:
+        return values
+    return (values / scale).astype(values.dtype, copy=False)

@@ -18,6 +18,9 @@ Bools = NDArray[np.bool_]
 MAX_HALVINGS = 20
 """The smallest share is one sample in a million: enough for 10^12 different ones."""
 
+_HALF = np.uint64(32)
+_FACTORS = tuple(map(np.uint64, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93)))
+
 
 class SampleShare(Stateful):
     """One sample in ``2^k``: those whose hash begins with k zero bits; all, to begin with."""
@@ -77,8 +80,9 @@ class SampleShare(Stateful):
 
 def mix(values: Ints) -> NDArray[np.uint64]:
     """Return one 64-bit hash per number: xor, shift and multiply, three times over."""
-    bits = np.ascontiguousarray(values, np.int64).view(np.uint64)
-    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93):
-        bits = (bits ^ (bits >> np.uint64(32))) * np.uint64(factor)
-    hashes: NDArray[np.uint64] = bits ^ (bits >> np.uint64(32))
-    return hashes
+    bits: NDArray[np.uint64] = np.array(values, np.int64).view(np.uint64)
+    for factor in _FACTORS:
+        bits ^= bits >> _HALF
+        bits *= factor
+    bits ^= bits >> _HALF
+    return bits

@@ -5,6 +5,7 @@ exporters all read these declarations. To add a column, add a ``Signal`` here an
 where the other values of the same source are given; nothing else lists columns.
 """
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
@@ -248,6 +249,7 @@ def signal(table: Table, name: str) -> Signal:
     return _BY_NAME[table, name]
 
 
+@functools.cache
 def schema_hash() -> int:
     """Return a 63-bit digest of all declarations; equal on workers that can talk to each other."""
     text = "\n".join(f"{s.table} {s.name} {s.dtype} {s.source}" for s in SIGNALS)

@@ -1,5 +1,7 @@
 """From the workers' raw values to the step that the record holds."""
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,19 +13,18 @@ from rankscope.core.direction import (
     has_direction,
     leave_one_out,
     leave_one_out_from_mean,
-    mean_cosine,
-    min_cosine,
+    mean_and_min_cosine,
     norm_weighted_cosine,
     norm_weighted_cosine_from_mean,
 )
-from rankscope.core.dispersion import finite_mean, population_std, value_range
+from rankscope.core.dispersion import mean_and_std, value_range
 from rankscope.core.nulls import expected_std
 from rankscope.core.signals import Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 
 _STEPS = tuple(signal.name for signal in signals(Table.STEPS, Source.DERIVED))
-_WORKERS = tuple(signal.name for signal in signals(Table.WORKERS, Source.DERIVED))
-_NAN = float("nan")
+_ALL_STEPS = set(_STEPS)
+_ALL_WORKERS = {signal.name for signal in signals(Table.WORKERS, Source.DERIVED)}
 
 
 def summarize(gathered: GatheredStep) -> StepReport:
@@ -46,8 +47,8 @@ def summarize(gathered: GatheredStep) -> StepReport:
         "interval": float(gathered.interval),
     }
     derived = {"cosine_rest": cosine_rest_W}
-    assert values.keys() == set(_STEPS), "the steps table has other derived columns"
-    assert derived.keys() == set(_WORKERS), "the workers table has other derived columns"
+    assert values.keys() == _ALL_STEPS, "the steps table has other derived columns"
+    assert derived.keys() == _ALL_WORKERS, "the workers table has other derived columns"
     return StepReport(
         gathered,
         {name: values[name] for name in _STEPS},
@@ -58,18 +59,21 @@ def summarize(gathered: GatheredStep) -> StepReport:
 
 
 def _dispersions(gathered: GatheredStep) -> dict[str, float]:
-    losses_W = gathered.workers["loss"]
-    norms_W = np.where(gathered.observed, gathered.workers["grad_norm"], _NAN)
-    overheads_W = gathered.workers["overhead_seconds"]
+    workers = gathered.workers
+    losses_W, overheads_W = workers["loss"], workers["overhead_seconds"]
+    loss_mean, loss_std = mean_and_std(losses_W)
+    norm_mean, norm_std = math.nan, math.nan
+    if gathered.observed:
+        norm_mean, norm_std = mean_and_std(workers["grad_norm"])
     finite_overheads = overheads_W[np.isfinite(overheads_W)]
     return {
-        "loss_mean": finite_mean(losses_W),
-        "loss_std": population_std(losses_W),
+        "loss_mean": loss_mean,
+        "loss_std": loss_std,
         "loss_range": value_range(losses_W),
-        "loss_std_expected": expected_std(gathered.workers["loss_sem"]),
-        "grad_norm_mean": finite_mean(norms_W),
-        "grad_norm_std": population_std(norms_W),
-        "overhead_seconds": float(finite_overheads.max()) if finite_overheads.size else _NAN,
+        "loss_std_expected": expected_std(workers["loss_sem"]),
+        "grad_norm_mean": norm_mean,
+        "grad_norm_std": norm_std,
+        "overhead_seconds": float(finite_overheads.max()) if finite_overheads.size else math.nan,
     }
 
 
@@ -80,9 +84,9 @@ def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Float
     weighted mean cosine, exactly, and with each worker's product with the reduced one its own.
     """
     values = dict.fromkeys(
-        ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"), _NAN
+        ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"), math.nan
     )
-    undefined_W = np.full(gathered.num_workers, _NAN)
+    undefined_W = np.full(gathered.num_workers, math.nan)
     if not gathered.observed:
         return values, undefined_W, None
     if gathered.consensus is not None and gathered.reports_WR is not None:
@@ -99,11 +103,12 @@ def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Float
         products_W = undefined_W if products_W is None else products_W
         return values, leave_one_out_from_mean(norms_W, reduced, products_W), None
     cosines_WW = cosines_from_gram(gram_WW)
+    mean, smallest = mean_and_min_cosine(cosines_WW)
     values = {
-        "cosine_mean": mean_cosine(cosines_WW),
+        "cosine_mean": mean,
         "cosine_weighted": norm_weighted_cosine(gram_WW),
-        "cosine_min": min_cosine(cosines_WW),
-        "directions_undefined": float(np.sum(~has_direction(gram_WW))),
+        "cosine_min": smallest,
+        "directions_undefined": float(len(gram_WW) - np.count_nonzero(has_direction(gram_WW))),
     }
     return values, leave_one_out(gram_WW), cosines_WW
 
@@ -111,14 +116,13 @@ def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Float
 def _group_directions(gathered: GatheredStep) -> Floats | None:
     """Return for each worker and group ``[W, G]`` its leave-one-out cosine, None without sketch."""
     if gathered.reports_WR is not None and gathered.groups_in_turn is not None:
-        cosines_WG = np.full((gathered.num_workers, len(gathered.groups)), _NAN)
+        cosines_WG = np.full((gathered.num_workers, len(gathered.groups)), math.nan)
         cosines_WG[:, gathered.groups_in_turn] = gathered.reports_WR[:, 3:]
         return cosines_WG
     sketches_WGK = gathered.group_sketches_WGK
     if sketches_WGK is None or not sketches_WGK.size:
         return None
-    columns = [leave_one_out(gram(sketches_WGK[:, g])) for g in range(sketches_WGK.shape[1])]
-    return np.stack(columns, axis=1)
+    return np.ascontiguousarray(leave_one_out(gram(sketches_WGK.swapaxes(0, 1))).T)
 
 
 def _reduction(gathered: GatheredStep) -> dict[str, float]:
@@ -127,14 +131,14 @@ def _reduction(gathered: GatheredStep) -> dict[str, float]:
     known_W = np.empty(0) if residuals_W is None else residuals_W[np.isfinite(residuals_W)]
     return {
         "grad_norm_reduced": _reduced(gathered),
-        "reduction_residual": float(known_W.max()) if known_W.size else _NAN,
+        "reduction_residual": float(known_W.max()) if known_W.size else math.nan,
     }
 
 
 def _reduced(gathered: GatheredStep) -> float:
     """Return the norm of the reduced gradient, from the parts that the workers hold."""
     parts_W = gathered.workers["reduced_norm"]
-    return float(np.linalg.norm(parts_W)) / float(np.sqrt(gathered.reduced_copies))
+    return math.sqrt(parts_W @ parts_W) / math.sqrt(gathered.reduced_copies)
 
 
 def _samples(gathered: GatheredStep) -> dict[str, float]:
@@ -146,9 +150,14 @@ def _samples(gathered: GatheredStep) -> dict[str, float]:
     known = sum(len(samples) for samples in gathered.samples)
     drawn = int(_num_samples(gathered).sum())
     if drawn == 0:
-        return {"samples_drawn": _NAN, "samples_distinct": _NAN}
-    distinct = float(len(np.unique(np.concatenate(gathered.samples)))) if known == drawn else _NAN
+        return {"samples_drawn": math.nan, "samples_distinct": math.nan}
+    distinct = _num_distinct(np.concatenate(gathered.samples)) if known == drawn else math.nan
     return {"samples_drawn": float(drawn), "samples_distinct": distinct}
+
+
+def _num_distinct(values: NDArray[np.int64]) -> float:
+    ordered = np.sort(values)
+    return float(1 + np.count_nonzero(ordered[1:] != ordered[:-1]))
 
 
 def _num_samples(gathered: GatheredStep) -> NDArray[np.int64]:

@@ -5,12 +5,16 @@ backward, gives each of its tokens the weight m/n. Legend: R groups of units tha
 U units in a group.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats
 from rankscope.core.state import Stateful
+
+Bools = NDArray[np.bool_]
 
 _EQUAL = 1e-3
 _PROPORTIONAL = 1e-2
@@ -34,11 +38,12 @@ def log_spread(scales_RU: Floats, tokens_RU: Floats) -> Floats:
         >>> np.exp(spread).round(6).tolist()
         [2.0, 1.0]
     """
-    sizes_RU = np.abs(scales_RU)
-    known_RU = np.isfinite(sizes_RU) & (sizes_RU > 0) & np.isfinite(tokens_RU) & (tokens_RU > 0)
-    log_scales_RU = np.log(np.where(known_RU, sizes_RU, 1.0))
-    log_weights_RU = log_scales_RU - np.log(np.where(known_RU, tokens_RU, 1.0))
-    spread_R = _range(log_weights_RU, known_RU)
+    both = np.array([np.abs(scales_RU), tokens_RU])
+    known_RU: Bools = np.logical_and.reduce((both > 0) & (both < np.inf))
+    if not known_RU.any():
+        return np.full(len(known_RU), np.nan)
+    log_scales_RU, log_tokens_RU = np.log(np.where(known_RU, both, 1.0))
+    spread_R = _range(log_scales_RU - log_tokens_RU, known_RU)
     constant_R = _range(log_scales_RU, known_RU) <= _EQUAL
     judged_R = (known_RU.sum(axis=1) >= 2) & (constant_R | (spread_R <= _PROPORTIONAL))
     return np.where(judged_R, spread_R, np.nan)
@@ -47,7 +52,8 @@ def log_spread(scales_RU: Floats, tokens_RU: Floats) -> Floats:
 def are_alike(values_U: Floats) -> bool:
     """Return whether all numbers are known, and equal but for rounding."""
     sizes_U = np.abs(values_U)
-    return bool(np.isfinite(sizes_U).all() and np.ptp(sizes_U) <= _EQUAL * sizes_U.max(initial=0))
+    largest = float(sizes_U.max())
+    return math.isfinite(largest) and largest - float(sizes_U.min()) <= _EQUAL * largest
 
 
 def follow_tokens(scales_U: Floats, tokens_U: Floats) -> bool:
@@ -60,10 +66,31 @@ def follow_tokens(scales_U: Floats, tokens_U: Floats) -> bool:
 
 def as_matrix(parts: Sequence[Floats]) -> Floats:
     """Return arrays of different lengths as the rows of a matrix, filled up with NaN."""
-    matrix = np.full((len(parts), max(map(len, parts), default=0)), np.nan)
+    lengths = {len(part) for part in parts}
+    if len(lengths) == 1:
+        return np.concatenate(parts, dtype=np.float64).reshape(len(parts), -1)
+    matrix = np.full((len(parts), max(lengths, default=0)), np.nan)
     for row, part in zip(matrix, parts, strict=True):
         row[: len(part)] = part
     return matrix
+
+
+def token_products(losses_RU: Floats, tokens_RU: Floats) -> tuple[float, float]:
+    """Return the sums of x² and of xy: x log tokens, y log losses, each minus its group's mean.
+
+    Args:
+        losses_RU: Losses of units; NaN where unknown.
+        tokens_RU: Their tokens; NaN where unknown.
+    """
+    both = np.array([tokens_RU, losses_RU])
+    known_RU = (both > 0).all(axis=0) & np.isfinite(tokens_RU + losses_RU)
+    if not known_RU.any():
+        return 0.0, 0.0
+    logs = np.log(np.where(known_RU, both, 1.0))  # 0 where unknown
+    number_R1 = np.maximum(known_RU.sum(axis=1, keepdims=True), 1)
+    logs -= logs.sum(axis=2, keepdims=True) / number_R1
+    x_RU, y_RU = logs if known_RU.all() else np.where(known_RU, logs, 0.0)
+    return float((x_RU * x_RU).sum()), float((x_RU * y_RU).sum())
 
 
 class TokenSums(Stateful):
@@ -81,11 +108,12 @@ class TokenSums(Stateful):
 
     def add(self, losses_RU: Floats, tokens_RU: Floats) -> None:
         """Take the losses of units, and their tokens; NaN where unknown."""
-        known_RU = (losses_RU > 0) & (tokens_RU > 0) & np.isfinite(losses_RU + tokens_RU)
-        x_RU = _centred(np.log(np.where(known_RU, tokens_RU, 1.0)), known_RU)
-        y_RU = _centred(np.log(np.where(known_RU, losses_RU, 1.0)), known_RU)
-        self._xx += float(np.sum(x_RU * x_RU))
-        self._xy += float(np.sum(x_RU * y_RU))
+        self.take(token_products(losses_RU, tokens_RU))
+
+    def take(self, products: tuple[float, float]) -> None:
+        """Take what :func:`token_products` returns for a step."""
+        self._xx += products[0]
+        self._xy += products[1]
 
     @property
     def found(self) -> bool:
@@ -93,15 +121,10 @@ class TokenSums(Stateful):
         return self._xx >= _ENOUGH and self._xy > _SLOPE * self._xx
 
 
-def _range(values_RU: Floats, known_RU: np.typing.NDArray[np.bool_]) -> Floats:
-    highest_R = np.max(np.where(known_RU, values_RU, -np.inf), axis=1, initial=-np.inf)
-    lowest_R = np.min(np.where(known_RU, values_RU, np.inf), axis=1, initial=np.inf)
-    spread_R: Floats = highest_R - lowest_R
-    return spread_R
-
-
-def _centred(values_RU: Floats, known_RU: np.typing.NDArray[np.bool_]) -> Floats:
-    """Return values minus the mean of their group, 0 where unknown."""
-    number_R1 = np.maximum(known_RU.sum(axis=1, keepdims=True), 1)
-    mean_R1 = np.sum(np.where(known_RU, values_RU, 0.0), axis=1, keepdims=True) / number_R1
-    return np.where(known_RU, values_RU - mean_R1, 0.0)
+def _range(values_RU: Floats, known_RU: Bools) -> Floats:
+    """Return the largest minus the smallest known value of each group; -inf without any."""
+    if known_RU.all():
+        return np.asarray(values_RU.max(axis=1) - values_RU.min(axis=1))
+    highest_R = np.where(known_RU, values_RU, -np.inf).max(axis=1, initial=-np.inf)
+    lowest_R = np.where(known_RU, values_RU, np.inf).min(axis=1, initial=np.inf)
+    return np.asarray(highest_R - lowest_R)

@@ -100,11 +100,13 @@ class AlikePairs:
 
     def _cosines(self, cosines_WW: Floats, step: Observation) -> Floats:
         """Return the cosine of each pair that is to be compared, NaN for others."""
-        cosines_WW = cosines_WW.copy()
+        left_out = list(self._not_compared())
+        if step.identical or left_out:
+            cosines_WW = cosines_WW.copy()
         for group in step.identical:
             cosines_WW[np.ix_(group, group)] = np.nan
-        left_out = list(self._not_compared())
-        cosines_WW[left_out] = cosines_WW[:, left_out] = np.nan
+        if left_out:
+            cosines_WW[left_out] = cosines_WW[:, left_out] = np.nan
         return upper_triangle(cosines_WW).astype(np.float64)
 
     def _open(self, evidence_P: Floats, gathered: GatheredStep) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
+from rankscope.core.sorted_map import in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
@@ -47,7 +48,7 @@ class DuplicateBatches(Stateful):
         certain: list[tuple[int, ...]] = []
         for group in step.identical:
             first, coincidences = self._streaks.get(group, (number, 0))
-            coincidences += len(np.unique(samples[group[0]]))
+            coincidences += len(in_order(samples[group[0]]))
             streaks[group] = first, coincidences
             if coincidences >= 3:
                 certain.append(group)
@@ -109,10 +110,10 @@ class NonFinite(Stateful):
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks of values that are not finite in it."""
         gathered = step.gathered
-        ranks = np.flatnonzero(gathered.workers["nonfinite"])
-        if not len(ranks):
+        if not gathered.workers["nonfinite"].any():
             self._skips_in_a_row = 0
             return ()
+        ranks = np.flatnonzero(gathered.workers["nonfinite"])
         self._first = gathered.step if self._count == 0 else self._first
         self._last = gathered.step
         self._count += 1

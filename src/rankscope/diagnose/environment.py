@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rankscope.core.environment import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
@@ -48,10 +50,9 @@ class EnvironmentMismatch(Stateful):
         changed = self._at_start and self._start(number)
         codes_W = step.gathered.workers["precision"]
         known_W = codes_W != MISSING_INT
-        if known_W.sum() > 1:
-            known = codes_W[known_W]
+        if np.count_nonzero(known_W) > 1:
             ranks: tuple[int, ...] = ()
-            if (known != known[0]).any():
+            if (codes_W != codes_W[0]).any():
                 ranks = odd_ranks(
                     [c if k else None for c, k in zip(codes_W.tolist(), known_W, strict=True)]
                 )

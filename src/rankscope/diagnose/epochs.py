@@ -56,7 +56,7 @@ class RepeatedOrder(Stateful):
         digests_W = gathered.workers["batch_digest"]
         if self._ended:
             self.restarted(gathered.step)
-        if not (digests_W != MISSING_INT).any():
+        if (digests_W == MISSING_INT).all():
             return ()
         self._on_purpose = self._on_purpose + 1 if self._cycles.observe(digests_W) else 0
         finder = self._finder

@@ -9,6 +9,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.samples import identical_groups
 from rankscope.core.state import State
 from rankscope.core.step import GatheredStep, StepReport
+from rankscope.core.weighting import token_products
 
 Groups = Sequence[tuple[int, ...]]
 """Groups of ranks whose batches are identical."""
@@ -33,6 +34,12 @@ class Observation:
     def identical(self) -> Groups:
         """Groups of workers whose batches hold the same samples."""
         return identical_groups(self.gathered.samples)
+
+    @cached_property
+    def token_products(self) -> tuple[float, float]:
+        """How the workers' losses go with their tokens, for :class:`TokenSums`."""
+        workers = self.gathered.workers
+        return token_products(workers["loss"][None], workers["loss_weight"][None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,15 +47,16 @@ class Lasting(Stateful):
             Whether there is something to tell: the step shows the fault, or it has healed.
         """
         now = set(ranks)
-        if self._in_a_row:
+        if self._in_a_row and self._shown:
             self._shown = {rank: self._shown[rank] for rank in now if rank in self._shown}
-        for rank in now:
-            first, count = self._shown.get(rank, (step, 0))
-            self._shown[rank] = first, count + 1
-        certain = {rank for rank in now if self._shown[rank][1] >= self._needed}
-        if certain:
-            self._show(step, certain)
-            return True
+        if now:
+            for rank in now:
+                first, count = self._shown.get(rank, (step, 0))
+                self._shown[rank] = first, count + 1
+            certain = {rank for rank in now if self._shown[rank][1] >= self._needed}
+            if certain:
+                self._show(step, certain)
+                return True
         self._quiet = 0 if now else self._quiet + 1
         if self._quiet >= HEALED_AFTER:
             self._shown = {}

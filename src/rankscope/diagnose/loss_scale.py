@@ -59,17 +59,17 @@ class LossScale(Stateful):
         """Take the multipliers of one step; speaks of wrong ones."""
         gathered = step.gathered
         workers = gathered.workers
-        scales_W, tokens_W = np.abs(workers["grad_scale"]), workers["loss_weight"]
-        self._sums.add(workers["loss"][None], tokens_W[None])
+        self._sums.take(step.token_products)
+        scales_W = np.abs(workers["grad_scale"])
+        known = scales_W.min() > 0 and scales_W.max() < math.inf  # false with NaN
         sizes = {len(micro) for micro in gathered.micro_losses}
-        if not np.isfinite(scales_W).all() or not (scales_W > 0).all() or len(sizes) > 1:
+        if not known or len(sizes) > 1:
             return ()
-        alike, following = are_alike(scales_W), follow_tokens(scales_W, tokens_W)
-        if not (alike or following):
+        if not (are_alike(scales_W) or follow_tokens(scales_W, workers["loss_weight"])):
             return self._odd.observe(gathered.step, scales_W)
-        micro = max(sizes, default=1)
-        self._notice_scaler(float(scales_W.mean()), micro)
-        return self._observe_mean(gathered, float(scales_W.mean()), micro)
+        scale, micro = float(scales_W.mean()), max(sizes, default=1)
+        self._notice_scaler(scale, micro)
+        return self._observe_mean(gathered, scale, micro)
 
     def close(self) -> Iterable[Evidence]:
         """End the run."""

@@ -88,8 +88,10 @@ class WorkerOutliers:
         return tuple(sorted({*self.set_apart, *self._left_out}))
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
-        z_SW = self._totals.test.z_SU.copy()
-        z_SW[:, list(self.set_apart)] = 0
+        z_SW, apart = self._totals.test.z_SU, list(self.set_apart)
+        if apart:
+            z_SW = z_SW.copy()
+            z_SW[:, apart] = 0
         return z_SW
 
     def close(self) -> Iterable[Evidence]:
@@ -135,13 +137,13 @@ class WorkerOutliers:
         usable_W = ~self._batches.observe(gathered) & _usual(gathered.workers["num_samples"])
         for group in step.identical:  # one of them speaks for all
             usable_W[list(group[1:])] = False
-        self._left_out = np.flatnonzero(~usable_W).tolist()
+        self._left_out = (~usable_W).nonzero()[0].tolist()
         rows = [gathered.workers["loss"]]
         if gathered.observed:
             rows.append(gathered.workers["grad_norm"])
             if "cosine_rest" in report.derived and not step.identical:  # copies agree with copies
                 rows.append(report.derived["cosine_rest"])
-        self._totals.observe(np.stack(rows), usable_W)
+        self._totals.observe(np.array(rows), usable_W)
         norms_WG = gathered.group_norms_WG
         if not gathered.observed or norms_WG is None or len(gathered.groups) < 2:
             return
@@ -336,23 +338,25 @@ class WorkerOutliers:
 
 
 class _Part:
-    """The signals of workers as wholes, or those of their groups."""
+    """The signals of workers as wholes, or those of their groups.
+
+    Attributes:
+        signals: The signals.
+        group_names: Their groups of parameters, in order.
+        test: Compares the workers in them.
+    """
 
     def __init__(self, num_workers: int, signals: Sequence[Signal]) -> None:
         self.signals = tuple(signals)
+        self.group_names = list(dict.fromkeys(signal.group for signal in signals if signal.group))
         equal_S = np.full(len(signals), 1 / len(signals))
         relative_S = np.array([signal.relative for signal in signals])
         self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
 
-    @property
-    def group_names(self) -> list[str]:
-        """The groups of parameters, in order."""
-        return list(dict.fromkeys(signal.group for signal in self.signals if signal.group))
-
     def observe(self, values_SW: Floats, usable_W: NDArray[np.bool_]) -> None:
         """Take the first signals of one step, as many as were measured."""
         values = np.where(usable_W, values_SW, np.nan)
-        rows = np.flatnonzero(np.isfinite(values).any(axis=1))
+        rows = np.logical_or.reduce(np.isfinite(values), axis=1).nonzero()[0]
         if len(rows):
             self.test.observe(values[rows], rows)
 
@@ -366,6 +370,8 @@ def _group_signals(groups: Sequence[str]) -> list[Signal]:
 
 def _usual(sizes_W: Ints) -> NDArray[np.bool_]:
     """Return which workers have a batch of the size that most have; all, if most have none."""
+    if np.count_nonzero(sizes_W == sizes_W[0]) == len(sizes_W):
+        return np.ones(len(sizes_W), bool)
     sizes, counts = np.unique(sizes_W, return_counts=True)
     usual = sizes[counts.argmax()]
     if 2 * counts.max() <= len(sizes_W):

@@ -12,7 +12,8 @@ import numpy as np
 
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
-from rankscope.core.samples import SampleCounts
+from rankscope.core.samples import SampleCounts, flat_samples
+from rankscope.core.sorted_map import count_common
 from rankscope.core.state import Stateful
 from rankscope.core.thinning import ThinningLedger
 from rankscope.diagnose.evidence import Evidence, Groups, Observation
@@ -77,8 +78,10 @@ class OverlappingShards(Stateful):
         """
         gathered, groups = step.gathered, step.identical
         self._named = self._named and bool(gathered.workers["samples_named"].all())
-        doubles = {rank for group in groups for rank in group[1:]}
-        drawn_W = [b[:0] if rank in doubles else b for rank, b in enumerate(gathered.samples)]
+        drawn_W: Sequence[Ints] = gathered.samples
+        if groups:
+            doubles = {rank for group in groups for rank in group[1:]}
+            drawn_W = [b[:0] if rank in doubles else b for rank, b in enumerate(drawn_W)]
         before = self._ledger.one_in
         batches = self._ledger.admit(drawn_W)
         self._new_since = self._new_since * before // self._ledger.one_in
@@ -101,7 +104,10 @@ class OverlappingShards(Stateful):
         lengths = [len(batch) for batch in drawn_W if len(batch)]
         self._global_batch = max(self._global_batch, sum(lengths))
         self._new_since += counts.new if self._first is not None else 0
-        overlap = _Overlap.of(step, counts, lengths, groups, self._near(batches))
+        near = self._near(batches, counts.repeated_cross)
+        if not counts.repeats and self._pending.is_empty:
+            return ()
+        overlap = _Overlap.of(step, counts, lengths, groups, near)
         if self._first is None and overlap.size:
             self._first = step
         self._pending.add(overlap)
@@ -117,15 +123,17 @@ class OverlappingShards(Stateful):
         """End the run."""
         return ()
 
-    def _near(self, batches: Sequence[Ints]) -> int:
-        """Return how many draws have the content of one in the step before.
+    def _near(self, batches: Sequence[Ints], cross: int) -> int:
+        """Return how many of the cross repeats may have the content of a draw in the step before.
 
         In a file that is not shuffled, equal contents may stand beside each other.
         """
         if self._named:
             return 0
-        previous, self._previous = self._previous, np.concatenate([_NONE, *batches])
-        return int(np.isin(self._previous, previous).sum())
+        previous, self._previous = self._previous, flat_samples(batches)
+        if not cross:
+            return 0
+        return min(count_common(self._previous, previous), cross)
 
     def _severity(self) -> tuple[Severity, float]:
         """Return severity and a bound on the probability of the innocent readings."""
@@ -205,7 +213,7 @@ class _Overlap:
             drawn=sum(lengths),
             workers=len(lengths),
             cross=counts.repeated_cross,
-            near=min(near, counts.repeated_cross),
+            near=near,
             own=counts.repeated_own,
             shared=counts.shared,
             in_batch=counts.repeated_in_batch,
@@ -231,6 +239,11 @@ class _Account(Stateful):
         self._log_odds = 0.0
         self._links_W = np.zeros(num_workers, np.int64)
         self._alike: set[int] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step added anything."""
+        return not (self.steps or self.own)
 
     def add(self, overlap: _Overlap) -> None:
         """Add one step."""

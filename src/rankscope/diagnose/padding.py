@@ -9,7 +9,8 @@ import numpy as np
 
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
-from rankscope.core.samples import SampleCounts
+from rankscope.core.samples import SampleCounts, flat_samples
+from rankscope.core.sorted_map import count_common, in_order
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import count
@@ -54,15 +55,14 @@ class Padding(Stateful):
         if self._repeats:
             self._looking, self._start = False, _NONE
             return () if counts.new else (self._evidence(),)
-        samples = np.concatenate([_NONE, *batches])
         repeats = counts.drawn - counts.new
         if repeats:
             few = repeats < self._num_workers
-            of_the_start = int(np.isin(samples, self._start).sum()) == repeats
+            of_the_start = count_common(flat_samples(batches), self._start) == repeats
             self._looking = counts.new > 0 and (few or of_the_start)
             self._repeats, self._step = repeats, step
         if not len(self._start):
-            self._start = np.unique(samples)
+            self._start = in_order(flat_samples(batches))
         return ()
 
     def _evidence(self) -> Evidence:

@@ -78,7 +78,10 @@ class EqualRandom(Stateful):
         between: set[int] = set()
         for name, bits in _DIGESTS.items():
             digests_W = workers[name]
-            moved_W = (digests_W != MISSING_INT) & ((used_W & (bits | bits << _SHIFT)) != 0)
+            moved_W = (used_W & (bits | bits << _SHIFT)) != 0
+            if not moved_W.any():
+                continue
+            moved_W &= digests_W != MISSING_INT
             ranks = (_apart if self._same else _sharing)(digests_W, moved_W)
             inside = [rank for rank in ranks if used_W[rank] & bits]
             forward.update(inside)
@@ -165,7 +168,8 @@ class EqualRandom(Stateful):
 def _sharing(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:
     """Return the workers whose value another worker has as well."""
     ranks = np.flatnonzero(known_W)
-    if len(ranks) < 2:
+    ordered = np.sort(values_W[ranks])
+    if not (ordered[1:] == ordered[:-1]).any():
         return ()
     _, inverse, counts = np.unique(values_W[ranks], return_inverse=True, return_counts=True)
     return tuple(ranks[counts[inverse] > 1].tolist())

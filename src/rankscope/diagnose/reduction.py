@@ -4,6 +4,7 @@ It works on norms: what the reduced gradient's should be follows from the worker
 cosines, to 2 %. A single step proves nothing, a ratio that stays the same over many steps does.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -26,6 +27,7 @@ APART = 0.2
 STEADY = 0.04
 """Relative spread of a ratio that stays the same: twice what sketches leave."""
 
+_LOW, _HIGH = 0.97, 1.03  # inside exp(±STEADY): no test of a ratio's logarithm begins there
 _EXACT = 2e-3
 _PINNED = 1e-4
 
@@ -66,28 +68,28 @@ class ReductionChecks(Stateful):
         return ()
 
     def _summary(self, step: Observation, norms_W: Floats) -> tuple[float, ...]:
-        """Return reduced and expected norm, the limit if all were clipped, and the log norm."""
-        reduced, weighted, mean = (
-            float(step.report.values.get(name, np.nan))
-            for name in ("grad_norm_reduced", "cosine_weighted", "cosine_mean")
-        )
-        positive = bool((norms_W > 0).all())
+        """Return the reduced and the expected norm, and the limit if all were clipped."""
+        values = step.report.values
+        reduced = float(values.get("grad_norm_reduced", math.nan))
+        weighted = float(values.get("cosine_weighted", math.nan))
+        mean = float(values.get("cosine_mean", math.nan))
         return (
             reduced,
             norm_of_mean(norms_W, weighted),
             clip_limit(reduced, mean, self._num_workers),
-            float(np.log(norms_W.mean())) if positive else float("nan"),
         )
 
     def _check_applied(self, gathered: GatheredStep) -> Evidence | None:
         """Notice gradients that are divided, or multiplied, by W once more after the reduction."""
         scales_W = gathered.workers["applied_scale"]
         width = self._num_workers
-        common = np.isfinite(scales_W).all() and np.ptp(scales_W) <= _EXACT * abs(scales_W[0])
-        self._applied.append(float(scales_W[0]) if common else np.nan)
-        scales = np.array(self._applied)
+        first, spread = float(scales_W[0]), float(scales_W.max()) - float(scales_W.min())
+        common = spread <= _EXACT * abs(first) < math.inf  # false with NaN, or an infinity
+        self._applied.append(first if common else math.nan)
+        if len(self._applied) < STEPS // 2:
+            return None
         for factor, words in ((1 / width, "divided"), (width, "multiplied")):
-            if len(scales) == self._applied.maxlen and _near(scales, float(factor)):
+            if all(abs(scale / factor - 1) < _EXACT for scale in self._applied):
                 what = f"{words} once more by the number of workers"
                 return self._tell(
                     "sync.wrong_scale", gathered.step, factor=float(factor), what=what
@@ -95,11 +97,13 @@ class ReductionChecks(Stateful):
         return None
 
     def _check_ratio(self, step: int) -> Evidence | None:
+        if len(self._history) < STEPS or self._as_expected():
+            return None
         history = np.array(self._history)
         usable = np.isfinite(history[:, :2]).all() and (history[:, :2] > 0).all()
-        if len(history) < STEPS or not usable:
+        if not usable:
             return None
-        reduced, expected, limits, log_norms = history.T
+        reduced, expected, limits = history.T
         logs = np.log(reduced / expected)
         off, spread = float(np.median(logs)), float(np.std(logs))
         wrong, factor = abs(off) > APART and spread < STEADY, float(np.exp(off))
@@ -108,29 +112,35 @@ class ReductionChecks(Stateful):
         late = np.log(reduced[1:] / expected[:-1])
         if _rms(late) < STEADY and _rms(logs) > 3 * max(_rms(late), STEADY / 2):
             return self._tell("sync.stale", step)
-        if not (np.isfinite(limits).all() and np.isfinite(log_norms).all()):
+        if not np.isfinite(limits).all():
             return None
-        varied = np.std(log_norms) > 2 * STEADY  # else a limit and a factor look alike
+        # Norms that change from step to step tell a limit from a factor: one explanation holds.
         limited = float(np.std(np.log(limits)))
-        if varied and off < -STEADY and limited < min(STEADY, spread):
+        if off < -STEADY and limited < min(STEADY, spread / 2):
             return self._tell("sync.clipped_locally", step, limit=float(np.median(limits)))
-        if varied and wrong:
+        if wrong and spread < limited / 2:
             return self._tell("sync.wrong_scale", step, factor=factor, what="scaled")
         return None
 
+    def _as_expected(self) -> bool:
+        """Return whether each step's ratio is so close to 1 that nothing can be wrong."""
+        return all(
+            _LOW * expected <= reduced <= _HIGH * expected for reduced, expected, _ in self._history
+        )
+
     def _check_pinned(self, step: int, norms_W: Floats) -> Evidence | None:
         """Notice local norms that stop at one value: most workers', in most steps."""
-        largest = float(norms_W.max()) if np.isfinite(norms_W).all() else np.nan
-        at_limit = np.abs(norms_W - largest) <= _PINNED * largest
-        pinned = np.isfinite(largest) and largest > 0 and 2 * at_limit.sum() > len(norms_W)
-        self._pinned.append(largest if pinned else np.nan)
-        limits = np.array(self._pinned)
-        limits = limits[np.isfinite(limits)]
-        if len(limits) < 3 * STEPS // 4 or np.ptp(limits) > _PINNED * limits[0]:
+        largest, pinned = float(norms_W.max()), False
+        if 0 < largest < math.inf:
+            at_limit = np.abs(norms_W - largest) <= _PINNED * largest
+            pinned = 2 * int(np.count_nonzero(at_limit)) > len(norms_W)
+        self._pinned.append(largest if pinned else math.nan)
+        limits = [limit for limit in self._pinned if math.isfinite(limit)]
+        if len(limits) < 3 * STEPS // 4 or max(limits) - min(limits) > _PINNED * limits[0]:
             return None
         if self._history[-1][1] > (1 - STEADY) * limits[0]:
             return None  # equal directions, too: the workers train on the same batches
-        return self._tell("sync.clipped_locally", step, limit=float(limits[0]))
+        return self._tell("sync.clipped_locally", step, limit=limits[0])
 
     def _reading(self, factor: float) -> str:
         """Return how a factor comes about; empty unless it is that of a usual mistake."""
@@ -169,10 +179,6 @@ class ReductionChecks(Stateful):
             },
             numbers={"factor": factor, "limit": limit, "steps": steps + 1},
         )
-
-
-def _near(values: Floats, target: float) -> bool:
-    return bool((np.abs(values / target - 1) < _EXACT).all())
 
 
 def _rms(values: Floats) -> float:

@@ -64,9 +64,9 @@ class Repeats(Stateful):
             those of one of the last 4,096 steps. False where samples are unknown.
         """
         digests_W = gathered.workers["batch_digest"]
-        if not (digests_W != MISSING_INT).any():
+        if (digests_W == MISSING_INT).all():
             return False
-        all_of_them = int(np.sum(digests_W * self._factors_W))  # wraps around, as it should
+        all_of_them = int(digests_W.dot(self._factors_W))  # wraps around, as it should
         repeated_W = self._recent.observe(gathered)
         repeated = bool(repeated_W.any() or (self._steps_N == all_of_them).any())
         self._steps_N[self._count % _OF_ALL] = all_of_them

@@ -48,7 +48,7 @@ class ResumeMismatch(Stateful):
         gathered = step.gathered
         if self._ended:
             self.restarted(gathered.step)
-        lr = float(np.nanmax(np.append(gathered.workers["lr"], -np.inf)))
+        lr = float(np.fmax.reduce(gathered.workers["lr"], initial=-np.inf))  # leaves out NaN
         if gathered.step == self._watch.boundary:
             self._lr_after = lr
         verdict = self._watch.observe(gathered.step, gathered.samples)
@@ -71,8 +71,9 @@ class ResumeMismatch(Stateful):
         """Keep the learning rate of the epoch's first step, which is known a little later."""
         self._lr_last = lr
         self._lr_by_step[step] = lr
-        kept = {self._watch.epoch, *range(step - 8, step + 1)}
-        self._lr_by_step = {s: value for s, value in self._lr_by_step.items() if s in kept}
+        epoch = self._watch.epoch
+        for old in [s for s in self._lr_by_step if s != epoch and not step - 8 <= s <= step]:
+            del self._lr_by_step[old]
 
     def _severity(self, verdict: Resumption) -> Severity:
         if verdict is Resumption.MIXED:

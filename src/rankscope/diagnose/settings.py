@@ -20,6 +20,7 @@ STEPS_NEEDED = 3
 
 CALLS = "optimizer-steps-differ"
 
+_NOBODY = np.empty(0, bool)
 _RELATIVE = 1e-6
 _OF_PEAK = 1e-9
 _NAMES = {"lr": "the learning rate", "weight_decay": "the weight decay"}
@@ -88,24 +89,31 @@ class DifferentSettings(Stateful):
 
     def _compare_settings(self, gathered: GatheredStep) -> Iterable[Evidence]:
         active_W = gathered.workers["optimizer_steps"] != 0
+        several = int(np.count_nonzero(active_W)) > 1
         ranks: set[int] = set()
         known, parts = False, []
         for name, words in _NAMES.items():
             values_W = gathered.workers[name]
+            if _all_equal(values_W):  # so none is NaN
+                known |= several
+                continue
             known_W = active_W & ~np.isnan(values_W)
-            known |= int(known_W.sum()) > 1
+            known |= int(np.count_nonzero(known_W)) > 1
             if _alike(values_W, known_W):
                 continue
             values = _values(values_W, known_W)
             ranks.update(self._odd(values))
             parts.append(f"{words} is {name_values(values, _speller(values))}")
         digests_W = gathered.workers["settings_digest"]
-        known_W = active_W & (digests_W != MISSING_INT)
-        known |= int(known_W.sum()) > 1
-        if not _alike(digests_W, known_W):
-            odd = self._odd(_values(digests_W, known_W))
-            ranks.update(odd)
-            parts.append(f"{_OTHERS} differ on {name_ranks(odd)}")
+        if _all_equal(digests_W):
+            known |= several and bool(digests_W[0] != MISSING_INT)
+        else:
+            known_W = active_W & (digests_W != MISSING_INT)
+            known |= int(np.count_nonzero(known_W)) > 1
+            if not _alike(digests_W, known_W):
+                odd = self._odd(_values(digests_W, known_W))
+                ranks.update(odd)
+                parts.append(f"{_OTHERS} differ on {name_ranks(odd)}")
         self._what = "; ".join(parts) or self._what
         if known and self._settings.observe(gathered.step, ranks):
             yield self._settings_evidence()
@@ -127,10 +135,10 @@ class DifferentSettings(Stateful):
         if number < 0:
             return
         known_W = before_W != MISSING_INT
-        if known_W.sum() < 2:
+        if np.count_nonzero(known_W) < 2:
             return
         ranks: tuple[int, ...] = ()
-        if not _alike(before_W, known_W):
+        if not _all_equal(before_W) and not _alike(before_W, known_W):
             values = _values(before_W, known_W)
             ranks = odd_ranks(values)
             self._called = name_values(values, _times)
@@ -157,8 +165,8 @@ class DifferentSettings(Stateful):
     def _follow_plan(self, gathered: GatheredStep, calls_W: Ints) -> Iterable[Evidence]:
         calls = int(calls_W.max())
         rates_W = gathered.workers["lr"]
-        known_W = (calls_W > 0) & ~np.isnan(rates_W)
-        if not len(self._planned_N) or not known_W.any():
+        known_W = (calls_W > 0) & ~np.isnan(rates_W) if len(self._planned_N) else _NOBODY
+        if not known_W.any():
             self._num_calls += max(calls, 0)
             return
         rates = rates_W[known_W]
@@ -249,11 +257,17 @@ def _calls(gathered: GatheredStep) -> Ints:
     In ``join()``, a worker without data only helps the others to reduce.
     """
     calls_W: Ints = gathered.workers["optimizer_steps"].copy()
+    if calls_W.all():
+        return calls_W
     samples_W = gathered.workers["num_samples"]
     idle_W = (samples_W <= 0) & (calls_W == 0)
     if (samples_W > 0).any() and idle_W.any():
         calls_W[idle_W] = MISSING_INT
     return calls_W
+
+
+def _all_equal(values_W: NDArray[np.float64 | np.int64]) -> bool:
+    return bool((values_W == values_W[0]).all())
 
 
 def _alike(values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_]) -> bool:

@@ -261,7 +261,7 @@ def _places(num_workers: int, hosts: Sequence[str]) -> tuple[_Place, ...]:
 
 def _largest(seconds_W: Floats, busy_W: Floats) -> float:
     """Return how long a step took; at least as long as its slowest worker was busy."""
-    return float(np.nanmax(np.concatenate([seconds_W, busy_W])))
+    return float(np.fmax.reduce(np.concatenate([seconds_W, busy_W])))  # leaves out NaN
 
 
 def _duration(seconds: float) -> str:

@@ -4,6 +4,7 @@ It reads digests, so a single difference is proof. Which worker is wrong is told
 two workers, or where no two agree, all are named.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,8 +91,8 @@ class UnequalState(Stateful):
         """Yield all that differs in a step."""
         workers = gathered.workers
         replicas_W = workers["replica"]
-        unreduced = np.flatnonzero(workers["unreduced"]).tolist()
-        if unreduced:
+        if workers["unreduced"].any():
+            unreduced = np.flatnonzero(workers["unreduced"]).tolist()
             words = "the optimizer was called with gradients that no reduction had seen"
             yield _Seen("sync.not_reduced", unreduced, words=words)
         layout_W = workers["state_layout"]
@@ -125,7 +126,8 @@ class UnequalState(Stateful):
         if rest:
             words = "its bits after the reduction differ"
             yield _Seen("sync.gradients_differ", _odd(rest, replicas_W), _names(rest), words)
-        if np.ptp(gathered.workers["optimizer_steps"]):
+        calls_W = gathered.workers["optimizer_steps"]
+        if not gathered.differences or (calls_W != calls_W[0]).any():
             return  # some called no optimizer: another detector speaks of it
         known = {d.name for d in reduced}
         applied = [
@@ -257,6 +259,8 @@ def _names(found: Sequence[StateDifference]) -> list[str]:
 
 def _minority(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[int]:
     """Return the workers whose value is not that of most; all of them where no majority agrees."""
+    if (values_W == values_W[0]).all():
+        return []
     ranks = np.flatnonzero(known_W)
     values, counts = np.unique(values_W[ranks], return_counts=True)
     if len(values) < 2:
@@ -274,12 +278,14 @@ def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int],
     in reach, as with ZeRO, no digest of it is taken.
     """
     norms_W, local_W = gathered.workers["reduced_norm"], gathered.workers["grad_norm"]
-    together = bool((replicas_W == replicas_W[0]).all()) and replicas_W[0] != MISSING_INT
-    whole = bool((gathered.workers["reduced_digest"] != MISSING_INT).all())
-    if not gathered.observed or not together or not whole or not np.isfinite(norms_W).all():
+    if not gathered.observed:
         return None
-    scale = float(np.max(np.abs(norms_W)))
-    if np.ptp(norms_W) <= _NORM_DIFFERS * scale:
+    lowest, highest = float(norms_W.min()), float(norms_W.max())
+    scale = max(abs(lowest), abs(highest))
+    if not math.isfinite(scale) or highest - lowest <= _NORM_DIFFERS * scale:
+        return None
+    together = replicas_W[0] != MISSING_INT and bool((replicas_W == replicas_W[0]).all())
+    if not together or (gathered.workers["reduced_digest"] == MISSING_INT).any():
         return None
     own_W = np.abs(norms_W - local_W) <= _SAME_NORM * scale
     if own_W.all():

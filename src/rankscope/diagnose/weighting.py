@@ -60,6 +60,7 @@ class TokenWeighting(Stateful):
         if self._intended:
             return ()
         gathered = step.gathered
+        self._between.sums.take(step.token_products)
         return (*self._observe_workers(gathered), *self._observe_micro_batches(gathered))
 
     def close(self) -> Iterable[Evidence]:
@@ -68,14 +69,15 @@ class TokenWeighting(Stateful):
 
     def _observe_workers(self, gathered: GatheredStep) -> Iterable[Evidence]:
         workers = gathered.workers
-        scales_W, tokens_W = workers["grad_scale"], workers["loss_weight"].copy()
-        self._between.sums.add(workers["loss"][None], tokens_W[None])
+        scales_W, tokens_W = workers["grad_scale"], workers["loss_weight"]
         found: list[Evidence] = []
         if self._between.sums.found:
             return found
         if self._starved.observe(gathered.step, scales_W, tokens_W):
             found.append(self._starved.evidence(gathered.step))
-        tokens_W[list(self._starved.ranks)] = np.nan
+        if self._starved.ranks:
+            tokens_W = tokens_W.copy()
+            tokens_W[list(self._starved.ranks)] = np.nan
         spread = float(log_spread(scales_W[None], tokens_W[None])[0])
         if self._between.observe(gathered.step, spread):
             ranks = tuple(np.flatnonzero(np.isfinite(scales_W + tokens_W)).tolist())
@@ -114,9 +116,10 @@ class _Spread(Stateful):
         if not math.isfinite(log_ratio):
             return False
         self._latest.append((step, log_ratio))
-        enough = len(self._latest) >= LEAST_STEPS
+        if len(self._latest) < LEAST_STEPS or log_ratio < math.log(NOTE):
+            return False
         ratio = math.exp(sum(one for _, one in self._latest) / len(self._latest))
-        if not enough or ratio < NOTE or log_ratio < math.log(NOTE):
+        if ratio < NOTE:
             return False
         if not self._count:
             shown = [at for at, one in self._latest if one >= math.log(NOTE)]
@@ -165,6 +168,8 @@ class _Starved(Stateful):
 
     def observe(self, step: int, scales_W: Floats, tokens_W: Floats) -> bool:
         """Take one step; return whether it shows more."""
+        if float(tokens_W.min()) > float(tokens_W.max()) / _FEW and not self._score_W.any():
+            return False  # nobody has few
         known_W = np.isfinite(scales_W) & np.isfinite(tokens_W)
         if known_W.sum() < 2 or not are_alike(scales_W[known_W]):
             return False

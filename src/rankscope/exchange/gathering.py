@@ -81,12 +81,21 @@ class FlatGathering:
     def exchange(self, message: WorkerStep, interval: int) -> Outcome:
         """Give this worker's message and return the step of all."""
         layout = _layout_of(self._layout, message.step, interval)
-        if layout.measured:  # also without a gradient: all take part, or none
+        if layout.measured and layout.sections is not None:
+            # also without a gradient: all take part, or none
             message = replace(message, gradient=_audited(self._channel, layout, message.gradient))
         messages = self._channel.gather(layout.pack(message))
-        self._layout = replace(layout.grown(messages), measured=True)
-        gathered = layout.unpack(messages, step=message.step, time=time.time(), state=message.state)
-        gathered = replace(gathered, interval=interval, trace=message.trace)
+        grown = layout.grown(messages)
+        if grown is not layout:
+            self._layout = replace(grown, measured=True)
+        gathered = layout.unpack(
+            messages,
+            step=message.step,
+            time=time.time(),
+            state=message.state,
+            interval=interval,
+            trace=message.trace,
+        )
         gathered = undo_common_scale(gathered)
         return Outcome(
             step=message.step,
@@ -139,9 +148,13 @@ class RootGathering:
         gathered = None
         if messages is not None:
             gathered = layout.unpack(
-                messages, step=message.step, time=time.time(), state=message.state
+                messages,
+                step=message.step,
+                time=time.time(),
+                state=message.state,
+                interval=interval,
+                trace=message.trace,
             )
-            gathered = replace(gathered, interval=interval, trace=message.trace)
             gathered = undo_common_scale(
                 replace(gathered, consensus=consensus, groups_in_turn=turn)
             )

@@ -48,8 +48,8 @@ class LocalStep:
         losses, weights = to_arrays(self.losses)
         samples = to_array(self.samples)
         state, state_values = self.state.read()
-        values = {**self.values, **state_values}
-        values |= {**_loss_values(losses, weights), **_sample_values(samples)}
+        loss_values = _loss_values(losses, weights)
+        values = {**self.values, **state_values, **loss_values, **_sample_values(samples)}
         if self.canary is not None:
             values |= self.canary.read()
         multipliers = np.empty(0)
@@ -66,22 +66,29 @@ class LocalStep:
                 values |= measured.values
                 gradient, micro_norms = measured.gradient, measured.micro_norms
         values["nonfinite"] = values.get("grad_nonfinite", 0) > 0 or not all(map(_finite, losses))
+        parts = _each_micro(losses, weights, loss_values)
         return WorkerStep(
             step=self.step,
             values=values,
             gradient=gradient,
             samples=samples,
-            micro=_micro(losses, weights, micro_norms, multipliers),
+            micro=_micro(parts, micro_norms, multipliers),
             state=state,
             trace=None if self.trace is None else self.trace.read(),
         )
 
 
-def _micro(
-    losses: Sequence[Floats], weights: Sequence[Floats], norms_M: Floats, multipliers_M: Floats
-) -> Floats:
+def _each_micro(
+    losses: Sequence[Floats], weights: Sequence[Floats], together: Mapping[str, float]
+) -> list[Mapping[str, float]]:
+    """Return the loss values of each micro-batch, of a single one those of the step."""
+    if len(losses) == 1:
+        return [together]
+    return [_loss_values([loss], [weight]) for loss, weight in zip(losses, weights, strict=True)]
+
+
+def _micro(parts: Sequence[Mapping[str, float]], norms_M: Floats, multipliers_M: Floats) -> Floats:
     """Return loss, weight, gradient norm and multiplier of each micro-batch ``[4, M]``."""
-    parts = [_loss_values([loss], [weight]) for loss, weight in zip(losses, weights, strict=True)]
     micro = np.full((4, max(len(parts), len(norms_M))), np.nan)
     micro[0, : len(parts)] = [part["loss"] for part in parts]
     micro[1, : len(parts)] = [part["loss_weight"] for part in parts]

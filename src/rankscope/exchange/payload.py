@@ -6,6 +6,7 @@ on for samples and micro-batches. Every worker packs and unpacks with the same :
 header and size make a message of another step or another version an error, never a wrong number.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -32,6 +33,11 @@ NO_DIGESTS = StateDigests()
 
 _HEADER = ("schema", "step", "leaving", "observed", "num_samples", "num_micro", "items")
 _LOCAL = signals(Table.WORKERS, Source.LOCAL)
+_SLOTS = {
+    dtype: {signal.name: slot for slot, signal in enumerate(_LOCAL) if signal.dtype is dtype}
+    for dtype in (DType.FLOAT, DType.INT, DType.BOOL)
+}
+"""Which of a worker's slots, eight bytes each, hold the values of a type, by name."""
 _NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.int64}
 
 
@@ -120,32 +126,36 @@ class Layout:
         Samples and micro-batches beyond the layout's room stay behind; the header says how many
         there were, and :meth:`grown` makes room for the next step.
         """
-        message = np.zeros((), self._record)
-        observed = step.gradient is not None and self.measured
-        flags = (schema_hash(), step.step, step.leaving, observed)
-        message["header"] = (*flags, len(step.samples), step.micro.shape[1], step.state.items)
-        for slot, signal in enumerate(_LOCAL):
-            numbers = message["local"][slot : slot + 1].view(_NUMPY[signal.dtype])
-            value = step.values.get(signal.name, np.nan)
-            missing = np.isnan(value) and signal.dtype is not DType.FLOAT
-            numbers[0] = _missing(signal.dtype) if missing else value
-        if step.gradient is not None and self.measured:
-            message["group_norms"] = step.gradient.group_norms_G
-            message["sketch"] = step.gradient.sketch_K
-            message["group_sketches"] = step.gradient.group_sketches_GK
-            known = len(step.gradient.residuals) == self._num_residuals
-            message["residuals"] = step.gradient.residuals if known else np.nan
-            message["gram"] = step.gradient.gram
-            message["report"] = step.gradient.report_R
-            message["products"] = step.gradient.reduced_product
+        packed = np.zeros(self.num_bytes, np.uint8)
+        message = packed.view(self._record)[0]
+        gradient, state = step.gradient if self.measured else None, step.state
+        flags = (schema_hash(), step.step, step.leaving, gradient is not None)
+        message["header"] = (*flags, len(step.samples), step.micro.shape[1], state.items)
+        message["local"] = _local_slots(step.values)
+        if gradient is not None:
+            message["group_norms"] = gradient.group_norms_G
+            message["sketch"] = gradient.sketch_K
+            message["group_sketches"] = gradient.group_sketches_GK
+            known = len(gradient.residuals) == self._num_residuals
+            message["residuals"] = gradient.residuals if known else np.nan
+            message["gram"] = gradient.gram
+            message["report"] = gradient.report_R
+            message["products"] = gradient.reduced_product
         message["samples"][: len(step.samples)] = step.samples[: self.num_samples]
         message["micro"][:, : step.micro.shape[1]] = step.micro[:, : self.num_micro]
-        message["digests"][: len(step.state.names)] = step.state.digests_D
-        message["unchanged"][: len(step.state.names)] = step.state.unchanged_D
-        return np.frombuffer(message.tobytes(), np.uint8).copy()
+        message["digests"][: len(state.names)] = state.digests_D
+        message["unchanged"][: len(state.names)] = state.unchanged_D
+        return packed
 
     def unpack(
-        self, messages: Bytes, *, step: int, time: float, state: StateDigests = NO_DIGESTS
+        self,
+        messages: Bytes,
+        *,
+        step: int,
+        time: float,
+        state: StateDigests = NO_DIGESTS,
+        interval: int = 1,
+        trace: Trace | None = None,
     ) -> GatheredStep:
         """Return the step that W messages describe together.
 
@@ -154,33 +164,35 @@ class Layout:
             step: The step that is expected.
             time: Unix time in seconds.
             state: This worker's own digests, which name those of all.
+            interval: Sampling interval in force.
+            trace: This worker's tensors, where they are traced.
 
         Raises:
             PayloadError: Another schema, or another step than expected.
             Goodbye: A worker left.
         """
         records_W = self._records(messages)
-        header = {name: records_W["header"][:, slot] for slot, name in enumerate(_HEADER)}
+        header = dict(zip(_HEADER, records_W["header"].T, strict=True))
         _check(header, step)
-        local = records_W["local"]
+        num_samples = np.minimum(header["num_samples"], self.num_samples)
         num_micro = np.minimum(header["num_micro"], self.num_micro)
-        micro = records_W["micro"]
+        losses, weights, norms, scales = records_W["micro"].swapaxes(0, 1)
         observed = self.measured and bool(header["observed"].all())
-        workers = {s.name: _column(local[:, slot], s.dtype) for slot, s in enumerate(_LOCAL)}
+        workers = _columns(records_W["local"])
         alike = bool((header["items"] == state.items).all())
         return GatheredStep(
             step=step,
             time=time,
             observed=observed,
             workers=workers,
-            samples=_rows(
-                records_W["samples"], np.minimum(header["num_samples"], self.num_samples)
-            ),
-            micro_losses=_rows(micro[:, 0], num_micro),
-            micro_weights=_rows(micro[:, 1], num_micro),
-            micro_norms=_rows(micro[:, 2], num_micro),
-            micro_scales=_rows(micro[:, 3], num_micro),
+            samples=_rows(records_W["samples"], num_samples),
+            micro_losses=_rows(losses, num_micro),
+            micro_weights=_rows(weights, num_micro),
+            micro_norms=_rows(norms, num_micro),
+            micro_scales=_rows(scales, num_micro),
             differences=_differences(state, records_W, workers["replica"]) if alike else (),
+            interval=interval,
+            trace=trace,
             **(self._gradients(records_W) if observed else {"sketches_WK": None}),
         )
 
@@ -196,6 +208,8 @@ class Layout:
 
     def with_room_for(self, num_samples: int, num_micro: int) -> "Layout":
         """Return a layout with room for so many samples and micro-batches, or this one."""
+        if num_samples <= self.num_samples and num_micro <= self.num_micro:
+            return self
         return replace(
             self,
             num_samples=_room(self.num_samples, num_samples),
@@ -236,36 +250,77 @@ class Layout:
         """The type of one message: 8-byte fields first, so that all are aligned."""
         measured = int(self.measured)
         num_groups = measured * len(self.groups)
-        return np.dtype(
-            [
-                ("header", np.int64, (len(_HEADER),)),
-                ("local", np.int64, (len(_LOCAL),)),
-                ("gram", np.float64, (measured * self.gram_size,)),
-                ("group_norms", np.float64, (num_groups,)),
-                ("residuals", np.float64, (measured * self._num_residuals,)),
-                ("products", np.float64, (measured * self.num_products,)),
-                ("samples", np.int64, (self.num_samples,)),
-                ("micro", np.float64, (4, self.num_micro)),
-                ("digests", np.int64, (self.num_digests,)),
-                ("sketch", np.float32, (measured * self.sketch_width,)),
-                ("group_sketches", np.float32, (num_groups, self.group_width)),
-                ("report", np.float32, (measured * self.report_size,)),
-                ("unchanged", np.bool_, (self.num_digests,)),
-            ]
+        return _record_type(
+            gram=measured * self.gram_size,
+            group_norms=num_groups,
+            residuals=measured * self._num_residuals,
+            products=measured * self.num_products,
+            samples=self.num_samples,
+            micro=self.num_micro,
+            digests=self.num_digests,
+            sketch=measured * self.sketch_width,
+            group_width=self.group_width,
+            report=measured * self.report_size,
         )
+
+
+@functools.lru_cache(maxsize=16)
+def _record_type(**sizes: int) -> np.dtype[Any]:
+    """Return the type of a message with so many numbers in each of its fields."""
+    digests = (sizes["digests"],)
+    return np.dtype(
+        [
+            ("header", np.int64, (len(_HEADER),)),
+            ("local", np.int64, (len(_LOCAL),)),
+            ("gram", np.float64, (sizes["gram"],)),
+            ("group_norms", np.float64, (sizes["group_norms"],)),
+            ("residuals", np.float64, (sizes["residuals"],)),
+            ("products", np.float64, (sizes["products"],)),
+            ("samples", np.int64, (sizes["samples"],)),
+            ("micro", np.float64, (4, sizes["micro"])),
+            ("digests", np.int64, digests),
+            ("sketch", np.float32, (sizes["sketch"],)),
+            ("group_sketches", np.float32, (sizes["group_norms"], sizes["group_width"])),
+            ("report", np.float32, (sizes["report"],)),
+            ("unchanged", np.bool_, digests),
+        ]
+    )
+
+
+def _local_slots(values: Mapping[str, float]) -> Ints:
+    """Return what a worker says in its slots, int64 ``[N]``: floats by their bits."""
+    slots = np.empty(len(_LOCAL), np.int64)
+    for dtype, missing in ((DType.FLOAT, np.nan), (DType.INT, MISSING_INT), (DType.BOOL, 0)):
+        view: NDArray[Any] = slots.view(_NUMPY[dtype])
+        for name, slot in _SLOTS[dtype].items():
+            value = values.get(name, missing)
+            view[slot] = value if value == value else missing  # NaN alone does not equal itself
+    return slots
+
+
+def _columns(slots_WN: Ints) -> dict[str, NDArray[Any]]:
+    """Return all workers' values by name, each column an array of its own."""
+    slots_NW = slots_WN.T.copy()
+    columns: dict[str, NDArray[Any]] = {}
+    for dtype, slot_of in _SLOTS.items():
+        view: NDArray[Any] = slots_NW.view(_NUMPY[dtype])
+        columns |= {name: view[slot].copy() for name, slot in slot_of.items()}
+    for name in _SLOTS[DType.BOOL]:
+        columns[name] = columns[name].astype(bool)
+    return {signal.name: columns[signal.name] for signal in _LOCAL}
 
 
 def _check(header: Mapping[str, Ints], step: int) -> None:
     for what, expected in (("schema", schema_hash()), ("step", step)):
-        wrong = np.flatnonzero(header[what] != expected)
-        if len(wrong):
+        wrong_W = header[what] != expected
+        if wrong_W.any():
+            ranks = np.flatnonzero(wrong_W)
             raise PayloadError(
                 f"expected {what} {expected} from every worker, got "
-                f"{int(header[what][wrong[0]])} from ranks {wrong.tolist()}"
+                f"{int(header[what][ranks[0]])} from ranks {ranks.tolist()}"
             )
-    leaving = np.flatnonzero(header["leaving"])
-    if len(leaving):
-        raise Goodbye(tuple(leaving.tolist()), step)
+    if header["leaving"].any():
+        raise Goodbye(tuple(np.flatnonzero(header["leaving"]).tolist()), step)
 
 
 def _differences(
@@ -280,14 +335,5 @@ def _room(now: int, needed: int) -> int:
     return now if needed <= now else 1 << (needed - 1).bit_length()
 
 
-def _missing(dtype: DType) -> int:
-    return MISSING_INT if dtype is DType.INT else 0
-
-
-def _column(slots: Ints, dtype: DType) -> NDArray[np.generic]:
-    values = slots.copy().view(_NUMPY[dtype])
-    return values.astype(bool) if dtype is DType.BOOL else values
-
-
 def _rows(matrix: NDArray[_T], lengths: Ints) -> tuple[NDArray[_T], ...]:
-    return tuple(row[:length].copy() for row, length in zip(matrix, lengths, strict=True))
+    return tuple(row[:length].copy() for row, length in zip(matrix, lengths.tolist(), strict=True))

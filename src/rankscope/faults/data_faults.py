@@ -193,7 +193,7 @@ class SeedNeverReachesSampler(Job):
 @injects("D16")
 class ResumedInAnotherOrder(Job):
     from_the_start = True
-    num_samples = 1600
+    num_samples = 3000  # with 8 workers too, the first session ends inside the first epoch
     num_sessions = 2
 
     @classmethod

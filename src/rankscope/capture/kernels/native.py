@@ -3,7 +3,9 @@
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +19,13 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the compiled functions call the types that they read."""
 
 _NORM_ROW = 4096  # the norm alone needs no row of the sketch's width
+_UNLIMITED = 1 << 62
+_SHORT = 1 << 15  # elements, read in less time than it may take to get the lock back
 _SIGN_BIT = {torch.int32: -(1 << 31), torch.int16: -(1 << 15)}
 
 
 class NativeKernel:
-    """Reads a gradient once, on one thread, without holding the interpreter's lock.
+    """Reads a gradient once, on one thread; long ones without holding the interpreter's lock.
 
     Other types than float32, bfloat16 and float16 go to plain torch.
 
@@ -37,7 +41,7 @@ class NativeKernel:
 
     def __init__(self, width: int, period: Tensor) -> None:
         _check_allowed()
-        self._function = load_function()
+        self._functions = load_functions()
         self._width = width
         self._plain = PlainKernel(torch.device("cpu"), width, period)
         longer = extend(period, PERIOD + width)
@@ -55,7 +59,7 @@ class NativeKernel:
         count, width = flat.numel(), self._width
         first = start // width
         rows = signs.rows((start + count - 1) // width + 1)
-        self._function(
+        self._functions.measure(
             kind, flat.data_ptr(), count, start, width,
             self._period[kind].data_ptr(), signs.shift, rows.data_ptr() + 4 * first,
             into.sketches.data_ptr() + 4 * width * group, *_scalars(into, group),
@@ -67,10 +71,105 @@ class NativeKernel:
         if kind is None:
             self._plain.measure_norm(flat, into, group)
             return
-        self._function(
+        self._functions.measure(
             kind, flat.data_ptr(), flat.numel(), 0, _NORM_ROW,
             None, 0, None, None, *_scalars(into, group),
         )  # fmt: skip
+
+    def place(
+        self, signs: ParameterSigns, start: int, into: GradientTotals, group: int, size: int
+    ) -> "NativePlace":
+        """Prepare to measure one parameter into the same totals again and again.
+
+        Args:
+            signs: The parameter's signs.
+            start: Position of the gradients' first element in the whole flat parameter, without
+                ``signs.first``.
+            into: The totals to add to, whose tensors keep their memory.
+            group: Which row of them.
+            size: How many elements to expect.
+        """
+        width = self._width
+        first = start + signs.first % width
+        row = first // width
+        rows = signs.rows((first + size - 1) // width + 1)
+        prepared = _Prepared(
+            first, width, signs.shift, tuple(bits.data_ptr() for bits in self._period),
+            rows.data_ptr() + 4 * row, into.sketches.data_ptr() + 4 * width * group,
+            *_scalars(into, group),
+        )  # fmt: skip
+        kept = (prepared, self._period, rows, into.tensors)
+        return NativePlace(prepared, start, len(rows) * width - first, self._functions, kept)
+
+    def norm_place(self, into: GradientTotals, group: int) -> "NativePlace":
+        """Prepare to measure norms alone into the same row of totals again and again."""
+        prepared = _Prepared(0, _NORM_ROW)
+        prepared.squared_norm, prepared.largest, prepared.nonfinite = _scalars(into, group)
+        return NativePlace(prepared, 0, _UNLIMITED, self._functions, (prepared, into.tensors))
+
+    def measure_norms(self, gradients: Sequence[tuple[Tensor, int]], into: GradientTotals) -> None:
+        """Add the norms of gradients to rows of totals, one gradient after the other.
+
+        Args:
+            gradients: Gradients that :func:`reads` tells to be readable, and their rows.
+            into: The totals to add to.
+        """
+        described = array("q")
+        for gradient, row in gradients:
+            described.extend((gradient.data_ptr(), gradient.numel(), TYPES[gradient.dtype], row))
+        address, _ = described.buffer_info()
+        self._functions.norms(address, len(gradients), _NORM_ROW, *_scalars(into, 0))
+
+
+def reads(gradient: Tensor) -> bool:
+    """Return whether the compiled functions read a gradient as it lies in memory."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and gradient.dtype in TYPES
+        and gradient.is_contiguous()
+    )
+
+
+class NativePlace:
+    """Adds one parameter's gradients to one row of totals; all that stays the same is prepared.
+
+    Args:
+        prepared: That, for the compiled functions.
+        start: Position of the gradients' first element in the whole flat parameter.
+        limit: How many elements it will do for.
+        functions: The compiled functions.
+        kept: All memory that they work on.
+    """
+
+    __slots__ = ("_address", "_kept", "_limit", "_long", "_short", "start")
+
+    def __init__(
+        self,
+        prepared: "_Prepared",
+        start: int,
+        limit: int,
+        functions: "_Functions",
+        kept: object,
+    ) -> None:
+        self.start = start
+        self._address = ctypes.addressof(prepared)
+        self._kept = kept
+        self._limit = limit
+        self._short, self._long = functions.measure_short_at, functions.measure_at
+
+    def measure(self, gradient: Tensor, start: int) -> bool:
+        """Add a gradient, if this is its place and it is one that :func:`reads` accepts.
+
+        Returns:
+            Whether it was added.
+        """
+        count = gradient.numel()
+        if start != self.start or count > self._limit or not reads(gradient):
+            return False
+        function = self._short if count <= _SHORT else self._long
+        function(self._address, TYPES[gradient.dtype], gradient.data_ptr(), count)
+        return True
 
 
 def _scalars(into: GradientTotals, group: int) -> tuple[int, int, int]:
@@ -85,22 +184,65 @@ def _sign_bits(signs: Tensor, dtype: torch.dtype) -> Tensor:
     return (signs < 0).to(dtype) * _SIGN_BIT[dtype]
 
 
+class _Prepared(ctypes.Structure):
+    """``place`` of ``sketch.c``: arguments that stay the same."""
+
+    _fields_ = (
+        ("start", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("shift", ctypes.c_int64),
+        ("period_signs", ctypes.c_void_p * 3),
+        ("row_signs", ctypes.c_void_p),
+        ("sketch", ctypes.c_void_p),
+        ("squared_norm", ctypes.c_void_p),
+        ("largest", ctypes.c_void_p),
+        ("nonfinite", ctypes.c_void_p),
+    )
+
+
+class _Functions(NamedTuple):
+    """The compiled functions that measure; see ``sketch.c`` for what they take.
+
+    Attributes:
+        measure: Adds a flat part of a gradient.
+        measure_at: The same with prepared arguments.
+        measure_short_at: The same without letting go of the interpreter's lock.
+        norms: Adds the norms of several gradients.
+    """
+
+    measure: Callable[..., None]
+    measure_at: Callable[[int, int, int, int], None]
+    measure_short_at: Callable[[int, int, int, int], None]
+    norms: Callable[..., None]
+
+
 @functools.cache
-def load_function() -> Callable[..., None]:
-    """Return the compiled function that measures; it is built and loaded once per process.
+def load_functions() -> _Functions:
+    """Return the compiled functions that measure; they are built and loaded once per process.
 
     Raises:
-        BuildError: It cannot be built or loaded.
+        BuildError: They cannot be built or loaded.
     """
-    function = _load_library().rankscope_measure
+    library = _load_library()
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [
+    whole = [
         ctypes.c_int, pointer, integer, integer, integer,
         pointer, integer, pointer, pointer, pointer, pointer, pointer,
     ]  # fmt: skip
-    function.restype = None
-    compiled: Callable[..., None] = function
-    return compiled
+    at = [pointer, ctypes.c_int, pointer, integer]
+    holding_lock = ctypes.PYFUNCTYPE(None, *at)
+    return _Functions(
+        _typed(library.rankscope_measure, whole),
+        _typed(library.rankscope_measure_at, at),
+        holding_lock(("rankscope_measure_at", library)),
+        _typed(library.rankscope_norms, [pointer, integer, integer, pointer, pointer, pointer]),
+    )
+
+
+def _typed(function: Any, takes: Sequence[type]) -> Callable[..., None]:
+    function.argtypes, function.restype = takes, None
+    typed: Callable[..., None] = function
+    return typed
 
 
 def load_digest() -> Callable[..., int]:

@@ -227,9 +227,10 @@ INLINE void measure(int type, int sketching, span s, int64_t count, int64_t star
  * parameter. period_signs: sign bits as wide as an element, of length PERIOD + width. row_signs:
  * +1 or -1, that of the first element's row first. sketch: width floats, or null for the norm
  * alone; start, period_signs, shift and row_signs are not read then. */
-void rankscope_measure(int type, const char *gradient, int64_t count, int64_t start, int64_t width,
-                       const char *period_signs, int64_t shift, const float *row_signs,
-                       float *sketch, double *squared_norm, float *largest, int64_t *nonfinite) {
+__attribute__((noinline)) void
+rankscope_measure(int type, const char *gradient, int64_t count, int64_t start, int64_t width,
+                  const char *period_signs, int64_t shift, const float *row_signs, float *sketch,
+                  double *squared_norm, float *largest, int64_t *nonfinite) {
     span s = {gradient, start + shift, width, period_signs, row_signs, sketch};
     totals sums = {0};
     memcpy(&sums.largest, largest, 4);
@@ -248,4 +249,33 @@ void rankscope_measure(int type, const char *gradient, int64_t count, int64_t st
     *squared_norm += sums.squared_norm;
     memcpy(largest, &sums.largest, 4);
     *nonfinite += sums.nonfinite;
+}
+
+/* What stays as it is from call to call, where one parameter is measured again and again. */
+typedef struct {
+    int64_t start, width, shift;
+    const char *period_signs[3]; /* by type */
+    const float *row_signs;
+    float *sketch;
+    double *squared_norm;
+    float *largest;
+    int64_t *nonfinite;
+} place;
+
+void rankscope_measure_at(const place *p, int type, const char *gradient, int64_t count) {
+    rankscope_measure(type, gradient, count, p->start, p->width, p->period_signs[type], p->shift,
+                      p->row_signs, p->sketch, p->squared_norm, p->largest, p->nonfinite);
+}
+
+typedef struct {
+    const char *at;
+    int64_t count, type, row; /* that of the totals */
+} flat;
+
+/* Adds the norms of several gradients to rows of totals, one gradient after the other. */
+void rankscope_norms(const flat *gradients, int64_t number, int64_t width, double *squared_norms,
+                     float *largest, int64_t *nonfinite) {
+    for (const flat *g = gradients; g < gradients + number; g++)
+        rankscope_measure(g->type, g->at, g->count, 0, width, NULL, 0, NULL, NULL,
+                          squared_norms + g->row, largest + g->row, nonfinite + g->row);
 }
