@@ -240,3 +240,68 @@ def test_a_single_value_far_out_is_a_note_at_once_and_not_every_time():
         (100, (6,), Severity.NOTE)
     ]
     assert "At step 100 the gradient norm of rank 6" in notes[0].explanation
+
+
+def followed_by_norms(job, ranks=(), factor=1.0):
+    """Return a change that lets norms follow label tokens, and the tokens of each step."""
+    tokens_W = np.empty(job.num_workers)
+
+    def change(values):
+        tokens_W[:] = 400 * np.exp(0.3 * job.rng.standard_normal(job.num_workers))
+        tokens_W[list(ranks)] *= factor
+        follows_W = np.sqrt(tokens_W / 400)
+        values["grad_norm"] *= follows_W
+        values["group_norms"] *= follows_W[:, None]
+
+    return change, tokens_W
+
+
+def run_with_tokens(job, detector, num_steps, change, tokens_W):
+    told = []
+    for _ in range(num_steps):
+        report = job.report(change)
+        report.gathered.workers["loss_weight"][:] = tokens_W
+        told += detector.observe(Observation(report))
+    return told
+
+
+def test_larger_batches_that_explain_a_difference_are_a_note():
+    job, detector = Job(), WorkerOutliers(8)
+    assert run_with_tokens(job, detector, 100, *followed_by_norms(job)) == []
+    told = run_with_tokens(job, detector, 60, *followed_by_norms(job, [5], 2.0))
+    assert {(one.cause, one.severity, one.ranks) for one in told} == {
+        ("data.batch_sizes", Severity.NOTE, (5,))
+    }
+    assert "× 1." in say(told[0])
+    assert "label tokens" in say(told[0])
+    again = WorkerOutliers(8)
+    again.restore(detector.state())
+    assert [say(one) for one in again.close()] == [say(one) for one in detector.close()]
+
+
+def test_a_difference_that_sizes_do_not_explain_is_a_warning():
+    job, detector = Job(), WorkerOutliers(8)
+    follow, tokens_W = followed_by_norms(job, [5], 1.3)
+
+    def change(values):
+        follow(values)
+        values["grad_norm"][5] *= 2
+        values["group_norms"][5] *= 2
+
+    told = run_with_tokens(job, detector, 60, change, tokens_W)
+    assert {(one.cause, one.severity, one.ranks) for one in told} == {
+        ("compute.worker_outlier", Severity.WARNING, (5,))
+    }
+
+
+def test_sizes_do_not_explain_a_loss_that_does_not_follow_them():
+    job, detector = Job(), WorkerOutliers(8)
+    follow, tokens_W = followed_by_norms(job, [5], 2.0)
+
+    def change(values):
+        follow(values)
+        values["loss"][5] *= 1.13
+
+    told = run_with_tokens(job, detector, 80, change, tokens_W)
+    assert told[-1].cause == "data.worker_outlier"
+    assert told[-1].severity is Severity.WARNING

@@ -141,3 +141,29 @@ def test_its_state_goes_on_after_a_restart():
             assert [e.cause for e in after.observe(Observation(report))] == ["sync.wrong_scale"]
         else:
             assert list(before.observe(Observation(report))) == []
+
+
+@pytest.mark.parametrize("num_workers", [4, 8])
+def test_clipping_is_found_where_norms_hardly_vary(num_workers):
+    def steady():
+        for step, gradients_WP in enumerate(gradients(3 * STEPS, num_workers)):
+            norms_W1 = np.linalg.norm(gradients_WP, axis=1, keepdims=True)
+            yield (10 + 0.5 * np.sin(step)) * gradients_WP / norms_W1
+
+    def clipped(gradients_WP, step):
+        norms_W1 = np.linalg.norm(gradients_WP, axis=1, keepdims=True)
+        return (5.0 * gradients_WP / norms_W1).mean(axis=0)
+
+    told = watch(steady(), clipped, noise=0.005)
+    assert {evidence.cause for evidence in told} == {"sync.clipped_locally"}
+    assert told[0].last_step == STEPS - 1
+
+
+def test_a_factor_is_found_where_norms_hardly_vary():
+    def steady():
+        for step, gradients_WP in enumerate(gradients(3 * STEPS)):
+            norms_W1 = np.linalg.norm(gradients_WP, axis=1, keepdims=True)
+            yield (10 + 0.5 * np.sin(step)) * gradients_WP / norms_W1
+
+    told = watch(steady(), lambda g, t: 0.5 * mean(g, t), noise=0.005)
+    assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}

@@ -12,7 +12,8 @@ them, so that one sees when it heals.
 Legend of shapes: S signals, U units, B bets, A units set apart.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,10 +33,8 @@ from rankscope.core.bets import (
 )
 from rankscope.core.edetector import ShiryaevRoberts
 from rankscope.core.friedman import friedman
+from rankscope.core.recent import RECENT, RecentSteps, without_size
 from rankscope.core.state import State, StateError
-
-RECENT = 64
-"""Steps whose deviations are remembered, to tell how large a difference is."""
 
 MANY = 8
 LEVEL_OF_MANY, LEVEL_OF_FEW = 1e-2, 1e-3
@@ -47,6 +46,8 @@ _FAR_OUT = 3.5
 _NEAR_THE_STRONGEST = 0.6
 _NEARLY_AS_STRONG = 0.8
 _ONE_SIDED = 0.7
+_LOWEST = -0.999
+_BY_CHANCE = math.log(1e3)  # of the best of some dozen signals, bets and beginnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,7 @@ class ExchangeabilityTest:
         self._scale = RobustScale(len(weights_S))
         self._detectors = ShiryaevRoberts(*shape)
         self._e = np.ones(shape, np.float32)
-        self._recent = np.full((RECENT, *shape[1:]), np.nan, np.float32)
-        self._fed_S = np.zeros(len(weights_S), np.int64)
+        self._recent = RecentSteps(*shape[1:])
         self._all_S = np.arange(len(weights_S))
         self._apart: dict[int, SetApart] = {}
         self.z_SU = np.zeros(shape[1:], np.float32)
@@ -112,13 +112,14 @@ class ExchangeabilityTest:
         """Units that are set apart, in the order in which that was done."""
         return tuple(self._apart)
 
-    def observe(self, values_SU: Floats, rows: Ints) -> None:
+    def observe(self, values_SU: Floats, rows: Ints, sizes_U: Floats | None = None) -> None:
         """Take one step.
 
         Args:
             values_SU: Values of the signals named by ``rows``, NaN where a unit has none. Units
                 that are set apart have theirs, too.
             rows: Indices of the signals that this step measures, ascending.
+            sizes_U: Logarithm of the size of what each unit was given, to be asked of later.
         """
         values = np.array(values_SU, np.float64)
         finite = np.isfinite(values)
@@ -135,7 +136,7 @@ class ExchangeabilityTest:
         e = self._e[:, : len(rows)]
         self._betting.write_e_values(ranked, away, scales_S, e)
         self._detectors.observe(e, (slice(None), measured))
-        self._remember(values, middle_S, scales_S, measured)
+        self._remember(values, middle_S, scales_S, measured, sizes_U)
         for unit, apart in self._apart.items():
             z_S = self.z_SU[rows, unit]
             apart.observe(compare_with_others(values[:, unit], z_S, ranked, self._bets), rows)
@@ -199,15 +200,51 @@ class ExchangeabilityTest:
         bet, age = self._bets[best], float(ages_BS[best, signal])
         if age > RECENT and kind is not Kind.RARE:
             return age
-        recent_TU = self._recent_steps(signal, RECENT).astype(np.float64)
-        recent_TU[:, [other for other in self._apart if other != unit]] = np.nan
-        ranked = rank_units(recent_TU)
-        _, away, scales_T = distances(ranked)
-        scales_T = np.maximum(scales_T, np.nanmedian(scales_T))  # steadier, as in observe
-        e_BTU = np.ones((1, *recent_TU.shape), np.float32)
-        Betting((bet,)).write_e_values(ranked, away, scales_T, e_BTU)
-        since_T = np.log(e_BTU[0, :, unit].astype(np.float64)).cumsum()  # latest step first
-        return float(since_T.argmax() + 1)
+        since_BT = _evidence_since(self._compared(unit, signal, RECENT), unit, (bet,))
+        return float(since_BT[0].argmax() + 1)
+
+    def explained_by_size(self, unit: int, signals: Iterable[int], age: float) -> bool | None:
+        """Return whether a unit differs because what it was given is larger or smaller.
+
+        That is so when hardly any evidence is left once each signal is freed from what follows
+        from the size, as the other units tell it.
+
+        Args:
+            unit: The unit.
+            signals: The signals in which it differs.
+            age: Over how many recent steps, as far as they are remembered.
+
+        Returns:
+            None when these steps show too little of the difference to tell.
+        """
+        shown = left = 0.0
+        for signal in signals:
+            recent_TU = self._compared(unit, signal, max(age, _FEWEST_STEPS))
+            if self._relative_S[signal]:  # as sizes are: a power of the size is a straight line
+                recent_TU = np.log1p(np.maximum(recent_TU, _LOWEST))
+            sizes_TU = self._recent.sizes(signal, len(recent_TU))
+            known = np.isfinite(sizes_TU).any(axis=1).all()
+            freed = without_size(recent_TU, sizes_TU, unit) if known else [recent_TU]
+            shown = max(shown, self._strongest(recent_TU, unit))
+            left = max(left, min(self._strongest(freed_TU, unit) for freed_TU in freed))
+        return None if shown < _BY_CHANCE else left < min(shown / 2, _BY_CHANCE)
+
+    def _strongest(self, recent_TU: Floats, unit: int) -> float:
+        return float(_evidence_since(recent_TU, unit, self._bets).max())
+
+    def range_of_size(self, unit: int, signal: int, age: float) -> tuple[float, float]:
+        """Return between what and what the size of what a unit was given lies in most steps.
+
+        Returns:
+            The 10 % and 90 % quantiles of its size over the median of all; NaN if it is unknown.
+        """
+        sizes_TU = self._recent.sizes(signal, age)
+        known_TU = sizes_TU[np.isfinite(sizes_TU).all(axis=1)]
+        if not len(known_TU):
+            return float("nan"), float("nan")
+        over_median_T = known_TU[:, unit] - np.median(known_TU, axis=1)
+        low, high = np.exp(np.quantile(over_median_T, (0.1, 0.9))).tolist()
+        return low, high
 
     def odd_ones_out(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
         """Return who must be left out for the other units to be alike in a signal.
@@ -223,7 +260,7 @@ class ExchangeabilityTest:
         Returns:
             Units, ascending; None when those who are alike are no majority.
         """
-        recent_TU = self._recent_steps(signal, max(age, _FEWEST_STEPS))
+        recent_TU = self._recent.deviations(signal, max(age, _FEWEST_STEPS))
         out = {*units, *self._apart}
         level = LEVEL_OF_MANY if self.num_units >= MANY else LEVEL_OF_FEW
         while 2 * len(out) < self.num_units:
@@ -266,8 +303,7 @@ class ExchangeabilityTest:
         return {
             "scale": self._scale.state(),
             "detectors": self._detectors.state(),
-            "recent": self._recent.copy(),
-            "fed": self._fed_S.copy(),
+            "recent": self._recent.state(),
             "apart": [[unit, apart.state()] for unit, apart in self._apart.items()],
         }
 
@@ -278,12 +314,12 @@ class ExchangeabilityTest:
             StateError: The state is that of another test.
         """
         try:
-            shapes = self._recent.shape, self._fed_S.shape
-            if (state["recent"].shape, state["fed"].shape) != shapes:
+            shape = self._recent.shape
+            self._recent.restore(state["recent"])
+            if self._recent.shape != shape:
                 raise StateError("these are the states of other units or signals")
             self._scale.restore(state["scale"])
             self._detectors.restore(state["detectors"])
-            self._recent, self._fed_S = state["recent"].copy(), state["fed"].copy()
             self._apart = {}
             for unit, apart in state["apart"]:
                 self._apart[int(unit)] = SetApart(*self._log_evidence(int(unit)), self._patient_B)
@@ -300,19 +336,19 @@ class ExchangeabilityTest:
         scales_S[usable] = self._scale.observe(current_S[usable], self._all_S[rows][usable])
         return scales_S
 
-    def _remember(self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Rows) -> None:
+    def _remember(
+        self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Rows, sizes: Floats | None
+    ) -> None:
         away = values - middle_S[:, None]
         unit_S = np.where(self._relative_S[rows] & (middle_S > 0), middle_S, 1.0)
         scale_S = np.where(scales_S > 0, scales_S, np.nan)
         if len(away) < len(self.z_SU):
             self.z_SU[:] = 0
         with np.errstate(invalid="ignore", over="ignore"):
-            deviations = away / unit_S[:, None]
-            self._recent[self._fed_S[rows] % RECENT, self._all_S[rows]] = deviations
+            self._recent.remember(away / unit_S[:, None], rows, sizes)
             np.abs(away, out=away)
             away /= scale_S[:, None]
             self.z_SU[rows] = np.fmax(away, 0.0)  # 0 where it is not known
-        self._fed_S[rows] += 1
 
     def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> tuple[Kind, float]:
         """Return how a unit differs, by its recent deviations, and the typical or largest one."""
@@ -334,14 +370,25 @@ class ExchangeabilityTest:
         return kind, float(recent[np.abs(recent).argmax()])
 
     def _recent_deviations(self, signal: int, unit: int, age: float) -> Floats32:
-        recent = self._recent_steps(signal, age)[:, unit]
+        recent = self._recent.deviations(signal, age)[:, unit]
         return recent[np.isfinite(recent)]
 
-    def _recent_steps(self, signal: int, age: float) -> Floats32:
-        fed = int(self._fed_S[signal])
-        count = int(min(max(age, 1.0), fed, RECENT))
-        recent: Floats32 = self._recent[(fed - 1 - np.arange(count)) % RECENT, signal]
-        return recent
+    def _compared(self, unit: int, signal: int, age: float) -> Floats:
+        """Return the recent deviations, without the other units that are set apart, ``[T, U]``."""
+        recent_TU = self._recent.deviations(signal, age).astype(np.float64)
+        recent_TU[:, [other for other in self._apart if other != unit]] = np.nan
+        return recent_TU
+
+
+def _evidence_since(recent_TU: Floats, unit: int, bets: Sequence[Bet]) -> Floats:
+    """Return the logarithm of each bet's evidence on a unit since each step ``[B, T]``."""
+    ranked = rank_units(recent_TU)
+    _, away, scales_T = distances(ranked)
+    scales_T = np.maximum(scales_T, np.nanmedian(scales_T))  # steadier, as in observe
+    e_BTU = np.ones((len(bets), *recent_TU.shape), np.float32)
+    Betting(bets).write_e_values(ranked, away, scales_T, e_BTU)
+    since_BT: Floats = np.log(e_BTU[:, :, unit].astype(np.float64)).cumsum(axis=1)
+    return since_BT
 
 
 def _as_slice(rows: Ints) -> Rows:

@@ -13,29 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.apart import HEALED
-from rankscope.core.arrays import Floats, Ints
-from rankscope.core.bets import worker_bets
+from rankscope.core.arrays import Floats
 from rankscope.core.budget import OUTLIERS, alarm_level
-from rankscope.core.exchangeability import RECENT, ExchangeabilityTest
+from rankscope.core.recent import RECENT
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.gross import GrossOutliers
-from rankscope.diagnose.outlier_words import (
-    NAMED_WORKERS,
-    Fault,
-    Signal,
-    Traces,
-    describe_fault,
+from rankscope.diagnose.outlier_parts import (
+    TOTALS,
+    Part,
+    group_signals,
+    log_sizes,
+    of_usual_size,
 )
+from rankscope.diagnose.outlier_words import NAMED_WORKERS, Fault, Traces, describe_fault
 from rankscope.diagnose.repeats import RecentBatches
-
-TOTALS = (
-    Signal("loss", "loss", relative=True),
-    Signal("grad_norm", "gradient norm", relative=True),
-    Signal("cosine_rest", "direction", relative=False),
-)
-"""The signals of a worker as a whole."""
 
 _SUSPICIOUS = 0.5
 _SAME_ONSET = 15
@@ -56,8 +49,8 @@ class WorkerOutliers:
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._num_workers = num_workers
         self._hosts = tuple(hosts)
-        self._totals = _Part(num_workers, TOTALS)
-        self._groups: _Part | None = None
+        self._totals = Part(num_workers, TOTALS)
+        self._groups: Part | None = None
         self._batches = RecentBatches(num_workers)
         self._gross = GrossOutliers([signal.label for signal in TOTALS], num_workers)
         self._faults: list[Fault] = []
@@ -120,7 +113,7 @@ class WorkerOutliers:
         try:
             if state["groups"] is not None:
                 names = state["group_names"]
-                self._groups = _Part(self._num_workers, _group_signals(names))
+                self._groups = Part(self._num_workers, group_signals(names))
                 self._groups.test.restore(state["groups"])
             self._totals.test.restore(state["totals"])
             self._batches.restore(state["batches"])
@@ -134,7 +127,7 @@ class WorkerOutliers:
         gathered, report = step.gathered, step.report
         # Who knows a batch by heart, or has one of another size (at the end of an epoch), is
         # unlike the others for no fault.
-        usable_W = ~self._batches.observe(gathered) & _usual(gathered.workers["num_samples"])
+        usable_W = ~self._batches.observe(gathered) & of_usual_size(gathered.workers["num_samples"])
         for group in step.identical:  # one of them speaks for all
             usable_W[list(group[1:])] = False
         self._left_out = (~usable_W).nonzero()[0].tolist()
@@ -143,21 +136,22 @@ class WorkerOutliers:
             rows.append(gathered.workers["grad_norm"])
             if "cosine_rest" in report.derived and not step.identical:  # copies agree with copies
                 rows.append(report.derived["cosine_rest"])
-        self._totals.observe(np.array(rows), usable_W)
+        sizes_W = log_sizes(gathered) if gathered.observed else None
+        self._totals.observe(np.array(rows), usable_W, sizes_W)
         norms_WG = gathered.group_norms_WG
         if not gathered.observed or norms_WG is None or len(gathered.groups) < 2:
             return
         if self._groups is None or self._groups.group_names != list(gathered.groups):
-            self._groups = _Part(self._num_workers, _group_signals(gathered.groups))
+            self._groups = Part(self._num_workers, group_signals(gathered.groups))
             for worker in self.set_apart:
                 self._groups.test.set_unit_apart(worker)
         columns = [norms_WG.T]
         if report.group_cosine_rest_WG is not None and not step.identical:
             columns.append(report.group_cosine_rest_WG.T)
-        self._groups.observe(np.concatenate(columns), usable_W)
+        self._groups.observe(np.concatenate(columns), usable_W, sizes_W)
 
     @property
-    def _parts(self) -> tuple["_Part", ...]:
+    def _parts(self) -> tuple[Part, ...]:
         return (self._totals,) if self._groups is None else (self._totals, self._groups)
 
     def _evidence_of_workers(self) -> Floats:
@@ -208,6 +202,7 @@ class WorkerOutliers:
             fault = Fault(f"outlier-{len(self._faults) + 1}", first_step=first, count=since)
             self._faults.append(fault)
         fault.add(worker, traces, gathered.step)
+        self._ask_for_size(fault, worker)
         return fault
 
     def _same_fault(self, worker: int, traces: Traces, first: int, now: int) -> Fault | None:
@@ -311,12 +306,23 @@ class WorkerOutliers:
         interval = 1 if signal.name == "loss" else gathered.interval
         return max(0, gathered.step - since * interval)
 
+    def _ask_for_size(self, fault: Fault, worker: int) -> None:
+        """See whether larger or smaller batches explain how a worker differs."""
+        since = fault.last_step - fault.first_step + 1
+        told = [part.explained_by_size(worker, fault.traces[worker], since) for part in self._parts]
+        told = [explained for explained in told if explained is not None]
+        if told:
+            fault.sizes.pop(worker, None)
+            if all(told):
+                fault.sizes[worker] = self._totals.test.range_of_size(worker, 0, since)
+
     def _evidence(self, fault: Fault) -> Evidence:
         fault.told = fault.count
         for worker in fault.active[:NAMED_WORKERS]:
             if not fault.tie:
                 since = fault.last_step - fault.first_step + 1
                 fault.traces[worker] = self._traces(worker, since) or fault.traces[worker]
+                self._ask_for_size(fault, worker)
         said = describe_fault(fault, self._num_workers, self._hosts, self._steps, self._num_groups)
         return Evidence(
             cause=said.cause,
@@ -335,46 +341,3 @@ class WorkerOutliers:
     @property
     def _num_groups(self) -> int:
         return 0 if self._groups is None else len(self._groups.signals) // 2
-
-
-class _Part:
-    """The signals of workers as wholes, or those of their groups.
-
-    Attributes:
-        signals: The signals.
-        group_names: Their groups of parameters, in order.
-        test: Compares the workers in them.
-    """
-
-    def __init__(self, num_workers: int, signals: Sequence[Signal]) -> None:
-        self.signals = tuple(signals)
-        self.group_names = list(dict.fromkeys(signal.group for signal in signals if signal.group))
-        equal_S = np.full(len(signals), 1 / len(signals))
-        relative_S = np.array([signal.relative for signal in signals])
-        self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
-
-    def observe(self, values_SW: Floats, usable_W: NDArray[np.bool_]) -> None:
-        """Take the first signals of one step, as many as were measured."""
-        values = np.where(usable_W, values_SW, np.nan)
-        rows = np.logical_or.reduce(np.isfinite(values), axis=1).nonzero()[0]
-        if len(rows):
-            self.test.observe(values[rows], rows)
-
-
-def _group_signals(groups: Sequence[str]) -> list[Signal]:
-    return [
-        *(Signal("grad_norm", "gradient norm", relative=True, group=name) for name in groups),
-        *(Signal("cosine_rest", "direction", relative=False, group=name) for name in groups),
-    ]
-
-
-def _usual(sizes_W: Ints) -> NDArray[np.bool_]:
-    """Return which workers have a batch of the size that most have; all, if most have none."""
-    if np.count_nonzero(sizes_W == sizes_W[0]) == len(sizes_W):
-        return np.ones(len(sizes_W), bool)
-    sizes, counts = np.unique(sizes_W, return_counts=True)
-    usual = sizes[counts.argmax()]
-    if 2 * counts.max() <= len(sizes_W):
-        return np.ones(len(sizes_W), bool)
-    same: NDArray[np.bool_] = sizes_W == usual
-    return same

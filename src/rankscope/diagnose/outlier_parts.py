@@ -1,0 +1,81 @@
+"""What of the workers is compared: their totals, or their groups of parameters."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.arrays import Floats, Ints
+from rankscope.core.bets import worker_bets
+from rankscope.core.exchangeability import ExchangeabilityTest
+from rankscope.core.step import GatheredStep
+from rankscope.diagnose.outlier_words import Signal, Traces
+
+TOTALS = (
+    Signal("loss", "loss", relative=True),
+    Signal("grad_norm", "gradient norm", relative=True),
+    Signal("cosine_rest", "direction", relative=False),
+)
+"""The signals of a worker as a whole."""
+
+
+class Part:
+    """The signals of workers as wholes, or those of their groups.
+
+    Attributes:
+        signals: The signals.
+        group_names: Their groups of parameters, in order.
+        test: Compares the workers in them.
+    """
+
+    def __init__(self, num_workers: int, signals: Sequence[Signal]) -> None:
+        self.signals = tuple(signals)
+        self.group_names = list(dict.fromkeys(signal.group for signal in signals if signal.group))
+        equal_S = np.full(len(signals), 1 / len(signals))
+        relative_S = np.array([signal.relative for signal in signals])
+        self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
+        self._in_groups = bool(self.group_names)
+
+    def observe(
+        self, values_SW: Floats, usable_W: NDArray[np.bool_], sizes_W: Floats | None
+    ) -> None:
+        """Take the first signals of one step, as many as were measured."""
+        values = np.where(usable_W, values_SW, np.nan)
+        rows = np.logical_or.reduce(np.isfinite(values), axis=1).nonzero()[0]
+        if len(rows):
+            self.test.observe(values[rows], rows, sizes_W)
+
+    def explained_by_size(self, worker: int, traces: Traces, since: int) -> bool | None:
+        """Return whether the sizes of its batches explain how a worker differs in this part.
+
+        Returns:
+            None when too little of the difference lies in this part's recent steps.
+        """
+        mine = [trace.signal for signal, trace in traces if bool(signal.group) == self._in_groups]
+        return self.test.explained_by_size(worker, mine, since) if mine else None
+
+
+def group_signals(groups: Sequence[str]) -> list[Signal]:
+    """Return the signals of groups of parameters: all norms, then all directions."""
+    return [
+        *(Signal("grad_norm", "gradient norm", relative=True, group=name) for name in groups),
+        *(Signal("cosine_rest", "direction", relative=False, group=name) for name in groups),
+    ]
+
+
+def log_sizes(gathered: GatheredStep) -> Floats:
+    """Return the logarithm of each worker's label tokens, NaN where they are unknown ``[W]``."""
+    weights_W = gathered.workers["loss_weight"]
+    return np.log(np.where(weights_W > 0, weights_W, np.nan))
+
+
+def of_usual_size(sizes_W: Ints) -> NDArray[np.bool_]:
+    """Return which workers have a batch of the size that most have; all, if most have none."""
+    if np.count_nonzero(sizes_W == sizes_W[0]) == len(sizes_W):
+        return np.ones(len(sizes_W), bool)
+    sizes, counts = np.unique(sizes_W, return_counts=True)
+    usual = sizes[counts.argmax()]
+    if 2 * counts.max() <= len(sizes_W):
+        return np.ones(len(sizes_W), bool)
+    same: NDArray[np.bool_] = sizes_W == usual
+    return same
