@@ -121,10 +121,10 @@ def test_resumed_and_uninterrupted_measure_the_same(
     assert part.num_rows > 0
     whole, ended = whole.slice(0, part.num_rows), part.num_rows - 2
     assert whole.slice(0, ended).equals(part.slice(0, ended))
-    # The last step may have been interrupted before its optimizer had its turn.
-    measured = whole.column_names[: whole.column_names.index("batch_digest") + 1]
-    assert {"loss", "grad_norm", "reduced_norm", "cosine_rest"} <= set(measured)
-    assert whole.select(measured).equals(part.select(measured))
+    # In the last step, a worker may have been interrupted wherever it was.
+    for name in whole.column_names[: whole.column_names.index("batch_digest") + 1]:
+        pairs = zip(whole[name].to_pylist(), part[name].to_pylist(), strict=True)
+        assert all(interrupted in (None, value) for value, interrupted in pairs), name
 
 
 def test_a_signal_to_the_launcher_alone(study: StudyCommand, folder: Path) -> None:
