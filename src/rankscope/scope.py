@@ -384,8 +384,6 @@ def _trains(model: torch.nn.Module) -> bool:
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
-    if len(args) < 2 and not kwargs:
-        return False
     return any(callable(given) for given in (*args[1:], *kwargs.values()))
 
 

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rankscope.capture.kernels.bits import chunk_bytes, native_sum, signed, sum_words
+from rankscope.capture.kernels.flat import has_memory
 
 _CPU_ELEMENTS = 1 << 16  # of a tensor that is not contiguous, copied at once
 _ACCELERATOR_ELEMENTS = 1 << 20
@@ -191,8 +192,7 @@ def _lies_on_host(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and _is_flat(tensor)
-        and (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-        <= tensor.untyped_storage().nbytes()
+        and has_memory(tensor)
     )
 
 
@@ -202,12 +202,7 @@ def _has_bits(tensor: Tensor) -> bool:
         return False
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # nothing is as it seems
         return False
-    length = tensor.numel()
-    if not tensor.is_contiguous():
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        length = 1 + sum((size - 1) * stride for size, stride in steps)
-    needed = (tensor.storage_offset() + length) * tensor.itemsize
-    return not length or tensor.untyped_storage().nbytes() >= needed
+    return has_memory(tensor)
 
 
 def _described(tensor: Tensor) -> int:

@@ -5,7 +5,7 @@ on to those that want it, and :class:`NoEvidence` to none.
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -64,11 +64,6 @@ class ExactEvidence:
         self._loader = LoaderMeter(loader)
         self._precision: float = math.nan
         self._step = -1
-        self.wanted = state.wanted
-        """Names of the parameters whose local gradients are asked for in this step.
-
-        It is always the same object; :meth:`see_local` does nothing for any other name.
-        """
         self.see_local = state.see_local
         self.see_reduced = state.see_reduced
         self.see_applied = state.see_applied
@@ -113,8 +108,6 @@ class ExactEvidence:
 
 class NoEvidence:
     """Compares nothing."""
-
-    wanted: Container[str] = frozenset()
 
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Look away."""

@@ -173,8 +173,7 @@ class StateMeter:
         self._plan: Plan | None = None
         self._told = False
         self._items: list[Item] = []
-        self.wanted: dict[str, list[tuple[int, int, Slice]]] = {}
-        """The parameters whose local gradients are read in this step; always the same object."""
+        self._wanted: dict[str, list[tuple[int, int, Slice]]] = {}
         self._local: dict[tuple[int, int], PendingDigest] = {}
         self._digests: dict[StateKind, list[list[PendingDigest]]] = {}
         self._norms = GradientNorms(len(_MOMENTS))
@@ -194,7 +193,7 @@ class StateMeter:
         for number, item in enumerate(self._items):
             if StateKind.REDUCED in item.kinds:
                 for index, part in enumerate(item.slices):
-                    self.wanted.setdefault(part.place.name, []).append((number, index, part))
+                    self._wanted.setdefault(part.place.name, []).append((number, index, part))
 
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, before the reduction; the last one counts.
@@ -203,7 +202,7 @@ class StateMeter:
             name: The parameter's canonical name.
             gradient: Any shape; it may be overwritten as soon as this returns.
         """
-        for number, index, part in self.wanted.get(name, ()):
+        for number, index, part in self._wanted.get(name, ()):
             self._local[number, index] = self._digest(gradient, part)
 
     def see_reduced(self) -> None:
@@ -237,7 +236,7 @@ class StateMeter:
 
     def _clear(self) -> None:
         self._items = []
-        self.wanted.clear()
+        self._wanted.clear()
         self._local, self._digests = {}, {}
 
     def _make_plan(self) -> None:

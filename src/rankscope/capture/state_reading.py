@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.capture.digest import PendingDigest, digest_bits, flat_pieces, word_of
 from rankscope.capture.kernels import PERIOD, Kernel, choose_kernel
+from rankscope.capture.kernels.flat import check_memory
 from rankscope.capture.kernels.native import NativeKernel, reads
 from rankscope.capture.state_plan import Slice
 from rankscope.capture.totals import GradientTotals
@@ -128,6 +129,7 @@ class GradientNorms:
                 gradient = gradient.view(-1)[start:stop]
             self._at_once.append((gradient, moment))
             return
+        check_memory(gradient)
         self.end(moment)  # in order: sums of floats depend on it
         for flat in _real_pieces(gradient, start, stop):
             kernel.measure_norm(flat, self._totals, moment)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rankscope.errors import UnsupportedError
+
 _CPU_ELEMENTS = 1 << 18
 _ACCELERATOR_ELEMENTS = 1 << 22
 
@@ -22,14 +24,38 @@ def flat_parts(gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
 
     Yields:
         Position of the first element, and the elements ``[n]``, n > 0.
+
+    Raises:
+        UnsupportedError: The training has freed the gradient's memory.
     """
     gradient = gradient.detach()
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()
+    if gradient.layout == torch.strided:
+        check_memory(gradient)
     limit = _CPU_ELEMENTS if gradient.device.type == "cpu" else _ACCELERATOR_ELEMENTS
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient.resolve_conj())
     return _parts(gradient, limit, 0)
+
+
+def check_memory(tensor: Tensor) -> None:
+    """Raise an UnsupportedError unless the memory of a strided tensor is there to be read."""
+    if not has_memory(tensor):
+        raise UnsupportedError(
+            f"expected a gradient that can be read, got one of shape {tuple(tensor.shape)} whose "
+            "memory has been freed: something in the training takes gradients away too early"
+        )
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether all elements of a strided tensor lie inside of its memory."""
+    length = tensor.numel()
+    if length and not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = 1 + sum((size - 1) * stride for size, stride in steps)
+    needed = (tensor.storage_offset() + length) * tensor.itemsize
+    return not length or tensor.untyped_storage().nbytes() >= needed
 
 
 def _parts(tensor: Tensor, limit: int, position: int) -> Iterator[tuple[int, Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rankscope.capture.kernels.build import BuildError, built_library
+from rankscope.capture.kernels.flat import has_memory
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
 from rankscope.capture.totals import GradientTotals
@@ -128,6 +129,7 @@ def reads(gradient: Tensor) -> bool:
         and gradient.layout is torch.strided
         and gradient.dtype in TYPES
         and gradient.is_contiguous()
+        and has_memory(gradient)
     )
 
 
