@@ -1,4 +1,4 @@
-"""The rotation of exact digests through a model's state."""
+"""Exact digests of a model's state: what is read, and what is told of it."""
 
 import copy
 import random
@@ -7,171 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import state_meter, state_reading
 from rankscope.capture.digest import PendingDigest, digest_bits
 from rankscope.capture.state_meter import StateMeter
-from rankscope.capture.state_plan import Plan, survey
 from rankscope.core.replicas import StateKind, differences
-from support.ranks import run_ranks
-
-KINDS = [StateKind.PARAMETER, StateKind.OPTIMIZER, StateKind.REDUCED, StateKind.APPLIED]
-
-
-class Model(nn.Module):
-    """An embedding larger than one step's share, small layers, and buffers."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(5000, 64)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.norm = nn.BatchNorm1d(64)
-
-    def forward(self, ids):
-        hidden = self.embed(ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden).relu()
-        return self.norm(hidden).square().mean()
-
-
-def make(seed=0, **options):
-    model = Model(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, optimizer, StateMeter(model, optimizer, replicated=True, **options)
-
-
-def train(model, optimizer, meter, step, local=None, between=None):
-    """Make a step and return what the meter saw; ``between`` runs before the optimizer."""
-    meter.begin_step(step)
-    optimizer.zero_grad()
-    torch.manual_seed(step)
-    model(torch.randint(5000, (8,))).backward()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            seen = parameter.grad if local is None else local(name, parameter.grad)
-            meter.see_local(name, seen)
-    meter.see_reduced()
-    if between is not None:
-        between()
-    meter.see_applied()
-    optimizer.step()
-    meter.see_state()
-    return meter.collect().read()
-
-
-def look(meter, step):
-    """See a state that rests."""
-    meter.begin_step(step)
-    meter.see_reduced()
-    meter.see_applied()
-    meter.see_state()
-    return meter.collect().read()
-
-
-def covered(plan):
-    """Return how often each element of each kind has its turn in a rotation."""
-    counts = {}
-    for step in range(plan.length):
-        for item in plan.chosen(step):
-            for part in item.slices:
-                for kind in item.kinds:
-                    size = max(1, part.length)
-                    count = counts.setdefault((kind, part.place.name), np.zeros(size, np.int32))
-                    count[part.start : part.stop] += 1
-    return counts
-
-
-def expected_kinds(model):
-    parameters = {(kind, name) for name, _ in model.named_parameters() for kind in KINDS}
-    return parameters | {(StateKind.BUFFER, name) for name, _ in model.named_buffers()}
-
-
-@pytest.mark.parametrize("turns", [2, 8, 64])
-def test_everything_has_its_turn_once_in_a_rotation(turns):
-    model, optimizer, _ = make()
-    plan = Plan(survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=32)
-    counts = covered(plan)
-    assert counts.keys() == expected_kinds(model)
-    parameters = [count for (kind, _), count in counts.items() if kind is not StateKind.BUFFER]
-    assert all((count == 1).all() for count in parameters)
-    assert plan.length <= turns
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.integers(0, 3_000_000), min_size=1, max_size=120),
-    st.lists(st.integers(0, 300_000), max_size=40),
-    st.sampled_from([(64, 32), (8, 32), (64, 12), (16, 5)]),
-)
-def test_any_model_is_dealt_out(sizes, buffers, limits):
-    turns, max_items = limits
-    model = nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
-    for number, size in enumerate(buffers):
-        model.register_buffer(f"b{number}", torch.empty(size, device="meta"))
-    optimizer = torch.optim.SGD(model.parameters())
-    plan = Plan(
-        survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=max_items
-    )
-    counts = covered(plan)
-    assert counts.keys() == expected_kinds(model)
-    assert all((count >= 1).all() for count in counts.values())
-    rounds = [plan.chosen(step) for step in range(plan.length)]
-    assert all(sum(len(item.kinds) for item in items) <= max_items for items in rounds)
-    assert plan.length <= turns
-    total = 4 * (sum(sizes) + sum(buffers))
-    assert max(sum(i.bytes for i in items) for items in rounds) <= 4 * max(total / turns, 1 << 18)
-
-
-def test_a_step_reads_about_its_share():
-    model = nn.ModuleList(nn.Linear(500, 500) for _ in range(100))
-    found = survey(model, torch.optim.SGD(model.parameters()))
-    plan = Plan(found, replicated=True, called=True, turns=64, max_items=32)
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    sizes = [sum(item.bytes for item in plan.chosen(step)) for step in range(plan.length)]
-    assert sum(sizes) == total
-    assert max(sizes) <= 1.5 * total / 64
-
-
-def test_small_models_are_done_whole_in_each_step():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    meter = StateMeter(model, torch.optim.SGD(model.parameters()), replicated=True)
-    for step in range(3):
-        names = set(look(meter, step)[0].names)
-        assert names == {name for name, _ in model.named_parameters()}
-
-
-def test_many_small_parameters_share_a_digest():
-    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(600))
-    meter = StateMeter(model, torch.optim.SGD(model.parameters()), replicated=True)
-    names = look(meter, 0)[0].names
-    assert "0.weight … 1.weight (3 tensors)" in names
-    assert len(names) <= 32
-    before = look(meter, 0)[0]
-    with torch.no_grad():
-        model[1].weight[1, 0] += 1
-    after = look(meter, 0)[0]
-    changed = np.flatnonzero(before.digests_D != after.digests_D)
-    assert [after.names[d] for d in changed] == ["0.weight … 1.weight (3 tensors)"]
-
-
-def test_workers_with_equal_models_choose_the_same_items():
-    (one, first, meter), (other, second, late) = make(seed=0), make(seed=1)
-    look(late, 3)  # another history
-    for step in range(5, 30):
-        (a, values_a), (b, values_b) = (
-            train(model, optimizer, m, step)
-            for model, optimizer, m in ((one, first, meter), (other, second, late))
-        )
-        assert (a.kinds, a.names, a.items) == (b.kinds, b.names, b.items)
-        assert values_a["state_layout"] == values_b["state_layout"]
-        assert values_a["param_digest"] != values_b["param_digest"]
+from support.state import KINDS, Model, look, make, of, reductions, train
 
 
 @pytest.mark.parametrize(
@@ -207,16 +49,6 @@ def test_one_changed_element_is_found_in_one_rotation_and_named(kind, name, faul
         start, stop = found.pop()[1][len(name) : -1].split(":")
         place = 4321 * 64 + 7 if kind is StateKind.PARAMETER else 9 * 64
         assert int(start) <= place < int(stop)
-
-
-def of(state, kind):
-    return {n: int(d) for k, n, d in zip(state.kinds, state.names, state.digests_D, strict=True)
-            if k is kind}  # fmt: skip
-
-
-def reductions(state):
-    return {n: bool(u) for k, n, u in zip(state.kinds, state.names, state.unchanged_D, strict=True)
-            if k is StateKind.REDUCED}  # fmt: skip
 
 
 def test_what_the_reduction_left_alone_is_told():
@@ -487,102 +319,3 @@ def test_the_training_keeps_all_its_bits():
     assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
     assert plain_rng[0] == seen_rng[0]
     np.testing.assert_array_equal(plain_rng[1], seen_rng[1])
-
-
-def _train_on_rank(rank, desynchronised):
-    model = Model()
-    ddp = DistributedDataParallel(model, broadcast_buffers=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    meter = StateMeter(model, optimizer, replicated=True)
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda parameter, name=name: meter.see_local(name, parameter.grad)
-        )
-    torch.manual_seed(rank)
-    results = []
-    for step in range(6):
-        meter.begin_step(step)
-        optimizer.zero_grad()
-        if desynchronised:
-            with ddp.no_sync():
-                ddp(torch.randint(5000, (8,))).backward()
-        else:
-            ddp(torch.randint(5000, (8,))).backward()
-        meter.see_reduced()
-        meter.see_applied()
-        optimizer.step()
-        meter.see_state()
-        state, values = meter.collect().read()
-        results.append((state, values))
-    assert dist.get_world_size() == 2
-    return results
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("desynchronised", [False, True])
-def test_real_ranks_agree_for_as_long_as_they_reduce(desynchronised):
-    one, other = run_ranks(_train_on_rank, 2, desynchronised)
-    for (a, values_a), (b, values_b) in zip(one, other, strict=True):
-        assert a.items == b.items
-        unequal = {
-            kind
-            for kind in StateKind
-            if kind is not StateKind.BUFFER and of(a, kind) != of(b, kind)
-        }
-        told = [reductions(a), reductions(b)]
-        if desynchronised:
-            assert unequal == set(KINDS)
-            assert all(unchanged for each in told for unchanged in each.values())
-        else:
-            assert not unequal
-            assert not any(unchanged for each in told for unchanged in each.values())
-            assert values_a["applied_scale"] == values_b["applied_scale"] == 1.0
-
-
-def _shard_on_rank(rank):
-    model = Model()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    meter = StateMeter(model, optimizer, replicated=True)
-    torch.manual_seed(rank)
-    results = []
-    for step in range(70):
-        meter.begin_step(step)
-        if step < 2:
-            optimizer.zero_grad()
-            model(torch.randint(5000, (8,))).backward()
-        meter.see_reduced()
-        meter.see_applied()
-        if step < 2:
-            optimizer.step()
-        if step == 3 and rank == 3:
-            with torch.no_grad():
-                model.embed.weight.to_local()[2400, 3] += 1
-        meter.see_state()
-        results.append(meter.collect().read())
-    return results
-
-
-@pytest.mark.ranks
-def test_equal_shards_are_compared_by_their_local_parts():
-    ranks = run_ranks(_shard_on_rank, 4)
-    different = set()
-    for step in range(70):
-        states = [results[step][0] for results in ranks]
-        assert len({state.items for state in states}) == 1
-        assert len({results[step][1]["state_layout"] for results in ranks}) == 1
-        digests_WD = np.stack([state.digests_D for state in states])
-        found = differences(
-            states[0], digests_WD, np.zeros_like(digests_WD, bool), np.array([0, 1, 0, 1])
-        )
-        for difference in found:
-            if difference.kind is not StateKind.BUFFER:
-                assert difference.digests_W[0] == difference.digests_W[2]
-                different.add((difference.kind, difference.name))
-    ((kind, name),) = different
-    assert kind is StateKind.PARAMETER
-    start, stop = name.removeprefix("embed.weight[").removesuffix("]").split(":")
-    assert int(start) <= 2400 * 64 + 3 < int(stop) <= 2500 * 64

@@ -23,7 +23,7 @@ from rankscope.core.consensus import (
 from rankscope.core.scale import undo_common_scale
 from rankscope.core.signals import schema_hash
 from rankscope.core.step import GatheredStep, MeasuredGradient
-from rankscope.exchange.channel import Channel
+from rankscope.exchange.channel import Bytes, Channel
 from rankscope.exchange.payload import Goodbye, Layout, PayloadError, WorkerStep
 
 MAX_PAIRED = 64
@@ -88,15 +88,7 @@ class FlatGathering:
         grown = layout.grown(messages)
         if grown is not layout:
             self._layout = replace(grown, measured=True)
-        gathered = layout.unpack(
-            messages,
-            step=message.step,
-            time=time.time(),
-            state=message.state,
-            interval=interval,
-            trace=message.trace,
-        )
-        gathered = undo_common_scale(gathered)
+        gathered = undo_common_scale(_unpacked(layout, messages, message, interval))
         return Outcome(
             step=message.step,
             observed=gathered.observed,
@@ -147,14 +139,7 @@ class RootGathering:
         messages = self._channel.gather_to_root(packed)
         gathered = None
         if messages is not None:
-            gathered = layout.unpack(
-                messages,
-                step=message.step,
-                time=time.time(),
-                state=message.state,
-                interval=interval,
-                trace=message.trace,
-            )
+            gathered = _unpacked(layout, messages, message, interval)
             gathered = undo_common_scale(
                 replace(gathered, consensus=consensus, groups_in_turn=turn)
             )
@@ -203,6 +188,18 @@ def choose_gathering(channel: Channel, layout: Layout) -> Gathering:
 
 def _layout_of(layout: Layout, step: int, interval: int) -> Layout:
     return layout if step % interval == 0 else layout.without_gradient()
+
+
+def _unpacked(layout: Layout, messages: Bytes, message: WorkerStep, interval: int) -> GatheredStep:
+    """Return the step of all messages; what a message does not hold is this worker's own."""
+    return layout.unpack(
+        messages,
+        step=message.step,
+        time=time.time(),
+        state=message.state,
+        interval=interval,
+        trace=message.trace,
+    )
 
 
 def _audited(

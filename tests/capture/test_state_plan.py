@@ -1,0 +1,112 @@
+"""How a model's state is dealt out to the steps of a rotation."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rankscope.capture.state_meter import StateMeter
+from rankscope.capture.state_plan import Plan, survey
+from rankscope.core.replicas import StateKind
+from support.state import KINDS, look, make, train
+
+
+def covered(plan):
+    """Return how often each element of each kind has its turn in a rotation."""
+    counts = {}
+    for step in range(plan.length):
+        for item in plan.chosen(step):
+            for part in item.slices:
+                for kind in item.kinds:
+                    size = max(1, part.length)
+                    count = counts.setdefault((kind, part.place.name), np.zeros(size, np.int32))
+                    count[part.start : part.stop] += 1
+    return counts
+
+
+def expected_kinds(model):
+    parameters = {(kind, name) for name, _ in model.named_parameters() for kind in KINDS}
+    return parameters | {(StateKind.BUFFER, name) for name, _ in model.named_buffers()}
+
+
+@pytest.mark.parametrize("turns", [2, 8, 64])
+def test_everything_has_its_turn_once_in_a_rotation(turns):
+    model, optimizer, _ = make()
+    plan = Plan(survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=32)
+    counts = covered(plan)
+    assert counts.keys() == expected_kinds(model)
+    parameters = [count for (kind, _), count in counts.items() if kind is not StateKind.BUFFER]
+    assert all((count == 1).all() for count in parameters)
+    assert plan.length <= turns
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 3_000_000), min_size=1, max_size=120),
+    st.lists(st.integers(0, 300_000), max_size=40),
+    st.sampled_from([(64, 32), (8, 32), (64, 12), (16, 5)]),
+)
+def test_any_model_is_dealt_out(sizes, buffers, limits):
+    turns, max_items = limits
+    model = nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
+    for number, size in enumerate(buffers):
+        model.register_buffer(f"b{number}", torch.empty(size, device="meta"))
+    optimizer = torch.optim.SGD(model.parameters())
+    plan = Plan(
+        survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=max_items
+    )
+    counts = covered(plan)
+    assert counts.keys() == expected_kinds(model)
+    assert all((count >= 1).all() for count in counts.values())
+    rounds = [plan.chosen(step) for step in range(plan.length)]
+    assert all(sum(len(item.kinds) for item in items) <= max_items for items in rounds)
+    assert plan.length <= turns
+    total = 4 * (sum(sizes) + sum(buffers))
+    assert max(sum(i.bytes for i in items) for items in rounds) <= 4 * max(total / turns, 1 << 18)
+
+
+def test_a_step_reads_about_its_share():
+    model = nn.ModuleList(nn.Linear(500, 500) for _ in range(100))
+    found = survey(model, torch.optim.SGD(model.parameters()))
+    plan = Plan(found, replicated=True, called=True, turns=64, max_items=32)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    sizes = [sum(item.bytes for item in plan.chosen(step)) for step in range(plan.length)]
+    assert sum(sizes) == total
+    assert max(sizes) <= 1.5 * total / 64
+
+
+def test_small_models_are_done_whole_in_each_step():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    meter = StateMeter(model, torch.optim.SGD(model.parameters()), replicated=True)
+    for step in range(3):
+        names = set(look(meter, step)[0].names)
+        assert names == {name for name, _ in model.named_parameters()}
+
+
+def test_many_small_parameters_share_a_digest():
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(600))
+    meter = StateMeter(model, torch.optim.SGD(model.parameters()), replicated=True)
+    names = look(meter, 0)[0].names
+    assert "0.weight … 1.weight (3 tensors)" in names
+    assert len(names) <= 32
+    before = look(meter, 0)[0]
+    with torch.no_grad():
+        model[1].weight[1, 0] += 1
+    after = look(meter, 0)[0]
+    changed = np.flatnonzero(before.digests_D != after.digests_D)
+    assert [after.names[d] for d in changed] == ["0.weight … 1.weight (3 tensors)"]
+
+
+def test_workers_with_equal_models_choose_the_same_items():
+    (one, first, meter), (other, second, late) = make(seed=0), make(seed=1)
+    look(late, 3)  # another history
+    for step in range(5, 30):
+        (a, values_a), (b, values_b) = (
+            train(model, optimizer, m, step)
+            for model, optimizer, m in ((one, first, meter), (other, second, late))
+        )
+        assert (a.kinds, a.names, a.items) == (b.kinds, b.names, b.items)
+        assert values_a["state_layout"] == values_b["state_layout"]
+        assert values_a["param_digest"] != values_b["param_digest"]
