@@ -1,6 +1,8 @@
 """``rankscope faults``: its list, its options, and what it says of bad usage."""
 
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -83,6 +85,23 @@ def test_an_interrupted_bench_goes_on_where_it_stood(monkeypatch, capsys, tmp_pa
     assert "D7 as expected" in out
     assert "D5" not in err
     assert [score["id"] for score in json.loads(file.read_text())] == ["D5", "D7"]
+
+
+@pytest.mark.ranks
+def test_ctrl_c_ends_with_what_is_scored(tmp_path):
+    words = ["run", "D5", "H1", "--workers", "2", "--steps", "100"]
+    files = ["--json", "f.json", "--markdown", "f.md"]
+    command = [sys.executable, "-m", "rankscope", "faults", *words, *files]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=tmp_path) as bench:
+        first = bench.stderr.readline()
+        bench.send_signal(signal.SIGINT)  # the second has begun, and takes seconds
+        out, err = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert first.startswith("D5 as expected after 0 steps")
+    assert err == "rankscope: interrupted after 1 of 2 runs; --resume --json f.json goes on\n"
+    assert out.startswith(first)
+    assert [score["id"] for score in json.loads((tmp_path / "f.json").read_text())] == ["D5"]
+    assert "1 of 2 runs are still to be made" in (tmp_path / "f.md").read_text()
 
 
 def test_a_file_without_scores_is_not_continued(monkeypatch, capsys, tmp_path):

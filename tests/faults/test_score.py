@@ -142,7 +142,7 @@ def test_the_lasting_shift_is_in_standard_deviations(tmp_path):
 def test_the_page_shows_every_fault_and_judges_the_goals(tmp_path):
     good = scored(tmp_path / "a", T4, finding(23))
     bad = scored(tmp_path / "b", H1, finding(5, severity=Severity.WARNING))
-    page = markdown([good, bad], catalogue().values(), "rankscope faults run --all")
+    page = markdown([good, bad], catalogue().values(), "rankscope faults run --all", 2)
     for fault in catalogue().values():
         assert f"| {fault.id} | {fault.mechanism} |" in page
     assert "| Exact faults: detected | 1 | 100% | ≥ 99% | reached |" in page

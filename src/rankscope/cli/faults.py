@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,7 +93,10 @@ def run_faults(
 ) -> None:
     """Inject faults into a small training job on gloo ranks and score what is found.
 
-    Exit code: 0 when everything is as the catalogue expects, 1 otherwise, 2 bad usage.
+    Ctrl-C ends it with what is scored so far.
+
+    Exit code: 0 when everything is as the catalogue expects, 1 otherwise, 2 bad usage, 130
+    interrupted.
     """
     from rankscope.faults import bench, catalogue
 
@@ -118,7 +122,12 @@ def run_faults(
     if markdown_file is not None:
         from rankscope.faults.summary import markdown
 
-        _write(markdown_file, markdown(scores, known, _command()))
+        _write(markdown_file, markdown(scores, known, _command(), len(runs)))
+    if len(scores) < len(runs):
+        rest = "" if json_file is None else f"; --resume --json {json_file} goes on"
+        line = f"rankscope: interrupted after {len(scores)} of {len(runs)} runs{rest}"
+        Console(stderr=True).print(Text(line), soft_wrap=True)
+        raise KeyboardInterrupt
     if not all(score.as_expected for score in scores):
         raise typer.Exit(1)
 
@@ -151,14 +160,14 @@ def _runs(
 def _run(
     runs: "list[_Run]", before: "Sequence[Score]", json_file: Path | None, keep: Path | None
 ) -> "list[Score]":
-    """Run what has no score yet; return all scores, in the order of the runs."""
+    """Run what has no score yet, until all is run or Ctrl-C; return all scores, in order."""
     from rankscope.faults import bench
 
     console = Console(stderr=True)
     scores = {
         (score.fault.id, score.num_workers, score.seed, score.num_steps): score for score in before
     }
-    with _bar(console) as bar, bench.Bench(keep) as ranks:
+    with suppress(KeyboardInterrupt), _bar(console) as bar, bench.Bench(keep) as ranks:
         task = bar.add_task("", total=len(runs))
         for fault, number, seed, length in runs:
             key = (fault.id, number, seed, length)
@@ -170,7 +179,8 @@ def _run(
                 if not console.is_terminal:
                     console.print(_line(scores[key]), soft_wrap=True)
             bar.advance(task)
-    return [scores[fault.id, number, seed, length] for fault, number, seed, length in runs]
+    keys = [(fault.id, number, seed, length) for fault, number, seed, length in runs]
+    return [scores[key] for key in keys if key in scores]
 
 
 def _read_scores(file: Path) -> "list[Score]":

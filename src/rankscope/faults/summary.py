@@ -80,16 +80,21 @@ def is_small(score: Score) -> bool:
     return score.shift is not None and score.shift < SMALL
 
 
-def markdown(scores: Sequence[Score], faults: Iterable[Fault], command: str) -> str:
+def markdown(
+    scores: Sequence[Score], faults: Iterable[Fault], command: str, num_planned: int
+) -> str:
     """Return the page on a run of the bench.
 
     Args:
         scores: One per run.
         faults: The whole catalogue, those that are not reproduced included.
         command: What was run.
+        num_planned: Runs that the command asked for; more than scores if it was interrupted.
     """
     workers = sorted({score.num_workers for score in scores})
     seeds = sorted({score.seed for score in scores})
+    missed = num_planned - len(scores)
+    cut = f" **Interrupted: {missed:,} of {num_planned:,} runs are still to be made.**"
     parts = [
         "# The fault bench",
         f"Written by `{command}`, never by hand. Every fault and every healthy look-alike of the "
@@ -97,7 +102,8 @@ def markdown(scores: Sequence[Score], faults: Iterable[Fault], command: str) -> 
         "run) is injected into a real training job on real gloo ranks, which meets rankscope "
         "through `rankscope.watch` only.",
         f"Workers: {_listed(workers)}. Seeds: {_listed(seeds)}. rankscope {rankscope.__version__}, "
-        f"torch {torch.__version__}, numpy {np.__version__}, Python {platform.python_version()}.",
+        f"torch {torch.__version__}, numpy {np.__version__}, Python {platform.python_version()}."
+        + (cut if missed else ""),
         "## Against the goals",
         _table(
             ("what", "runs", "share", "goal", ""),
