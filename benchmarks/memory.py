@@ -1,127 +1,93 @@
-"""Extra memory, exactly: what torch's allocator and Python hand out, watched and unwatched.
+"""Extra memory, exactly: what the process has been given by malloc, watched and unwatched.
 
-Run ``python benchmarks/memory.py``. The profiler records every allocation and every free of torch's
-CPU allocator on the training thread, from before the model is made; what counts is the peak of
-their running sum in later steps, forward, backward and optimizer included. What Python and numpy
-hold is traced in other steps, since the profiler would show in it. The memory of the process as a
-whole cannot tell: it moves by tens of megabytes from one run to the next.
+Run ``python benchmarks/memory.py``; it needs glibc and a C compiler. A few lines of C
+(``heap.c``) stand before ``malloc`` and ``free`` of every library, and count the bytes that all
+threads hold: torch's, gloo's, numpy's, Arrow's and Python's, which is told to use malloc for the
+smallest object. What counts is the peak inside a step, forward, backward and optimizer included.
+The size of the process as a whole cannot tell: it moves by tens of megabytes from one run to the
+next.
 """
 
 import argparse
+import ctypes
 import gc
 import json
+import os
+import shutil
+import subprocess
 import tempfile
-import tracemalloc
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest import mock
 
-import pyarrow as pa
 import torch
 from harness import BLOCKS, Model, Step, num_parameters, run_ranks
 from steps import make_ddp_step, make_fsdp2_step
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from rankscope.capture.sketch import DEFAULT_WIDTH
 from rankscope.core.groups import group_parameters
 
-WARM_UP, STEPS = 3, 2  # buckets are rebuilt after the first step
+WARM_UP, STEPS = 6, 10  # buckets are rebuilt after the first step
+TURNS = ("plain", "sketch", "sketch", "plain")  # what grows by itself counts for both alike
+TOKENS = 512
 CASES = (("DDP", BLOCKS), ("DDP", 16), ("FSDP2", BLOCKS))
-_MEASURED = "measured steps"
-_NOT_SEEN = (
-    "Of FSDP2, torch's part is not measured: a reduced buffer may be freed by gloo's own thread, "
-    "which the profiler does not see, so that the sums move by whole buffers."
-)
+_SOURCE = Path(__file__).with_name("heap.c")
 _BUCKET_BYTES = 25 * 2**20  # what DDP fills a bucket to, as far as parameters are not larger
 
 
 def run_cases() -> list[dict[str, Any]]:
-    """Return a row of the table for each case, in the tier ``sketch``."""
-    return [run_case(kind, blocks) for kind, blocks in CASES]
+    """Return a row of the table for each case, in the tier ``sketch``; none without a compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        library = str(Path(folder) / "heap.so")
+        subprocess.run(
+            [compiler, "-O2", "-shared", "-fPIC", "-o", library, str(_SOURCE)], check=True
+        )
+        counted = {
+            "LD_PRELOAD": library, "PYTHONMALLOC": "malloc", "ARROW_DEFAULT_MEMORY_POOL": "system"
+        }  # fmt: skip
+        with mock.patch.dict(os.environ, counted):
+            return [run_case(kind, blocks) for kind, blocks in CASES]
 
 
-def run_case(kind: str, blocks: int, tokens: int = 512, ranks: int = 2) -> dict[str, Any]:
+def run_case(kind: str, blocks: int, ranks: int = 2) -> dict[str, Any]:
     """Measure one way of going data parallel, watched and not."""
-    plain, watched = run_ranks(measure_both, ranks, kind, tokens, blocks)
-    extra = {f"{name}_extra_bytes": watched[name] - plain[name] for name in plain}
-    if kind == "FSDP2":  # see _NOT_SEEN
-        extra |= {"torch_peak_extra_bytes": None, "torch_held_extra_bytes": None}
+    seen: dict[str, dict[str, list[int]]] = run_ranks(measure_in_turns, ranks, kind, blocks)
+    plain, watched = seen["plain"], seen["sketch"]
     return {
         "what": f"{kind}, sketch, {num_parameters(blocks) / 1e6:.1f} M parameters",
-        "plain_peak_bytes": None if kind == "FSDP2" else plain["torch_peak"],
-        **extra,
+        "peak_extra_bytes": median(watched["peak"]) - median(plain["peak"]),
+        "held_extra_bytes": median(watched["held"]) - median(plain["held"]),
         "sketch_bytes": sketch_bytes(blocks),
         "bucket_bytes": bucket_bytes(kind, blocks),
+        "plain_peak_bytes": median(plain["peak"]),
+        "plain_peak_range": [min(plain["peak"]), max(plain["peak"])],
     }
 
 
-def measure_both(kind: str, tokens: int, blocks: int) -> list[dict[str, int]]:
-    """Measure unwatched and watched steps in one process, one after the other."""
+def measure_in_turns(kind: str, blocks: int) -> dict[str, dict[str, list[int]]]:
+    """Return the bytes that this process holds at the peak of each step, and after it."""
+    heap = ctypes.CDLL(None)
+    heap.heap_peak.restype = heap.heap_held.restype = ctypes.c_long
     _watch_something_small(kind)
-    results = []
-    for variant in ("plain", "sketch"):
-        result = measure_torch(kind, variant, tokens, blocks)
+    seen: dict[str, dict[str, list[int]]] = {variant: {"peak": [], "held": []} for variant in TURNS}
+    for variant in TURNS:
         gc.collect()
-        results.append({**result, **measure_python(kind, variant, tokens, blocks)})
-        gc.collect()
-    return results
-
-
-def measure_torch(kind: str, variant: str, tokens: int, blocks: int) -> dict[str, int]:
-    """Return the bytes that torch has handed out: at the peak of later steps, and after them."""
-    with ExitStack() as stack:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step = _make(kind, variant, tokens, stack, blocks)
+        with ExitStack() as stack:
+            step = _make(kind, variant, TOKENS, stack, blocks)
             for _ in range(WARM_UP):
                 step()
-            with record_function(_MEASURED):
-                for _ in range(STEPS):
-                    step()
-        with tempfile.TemporaryDirectory() as folder:
-            profiler.export_chrome_trace(f"{folder}/trace.json")
-            return running_sums(json.loads(Path(f"{folder}/trace.json").read_text()))
-
-
-def running_sums(trace: dict[str, Any]) -> dict[str, int]:
-    """Return peak and end of the running sum of what was allocated and freed in measured steps.
-
-    Args:
-        trace: A profile with memory, as the profiler saves it.
-    """
-    events = [event for event in trace["traceEvents"] if event.get("ph") in ("i", "X")]
-    (measured,) = [event for event in events if event["name"] == _MEASURED]
-    start, end = measured["ts"], measured["ts"] + measured["dur"]
-    changes = sorted(
-        (event for event in events if event["name"] == "[memory]" and event["ts"] <= end),
-        key=lambda event: event["ts"],
-    )
-    sizes: dict[int, int] = {}  # what was there before all this does not count when it is freed
-    held = peak = 0
-    for event in changes:
-        if event["ts"] >= start:
-            peak = max(peak, held)
-        count, address = event["args"]["Bytes"], event["args"]["Addr"]
-        if count > 0:
-            held += count - sizes.get(address, 0)  # freed on another thread, if it was there
-            sizes[address] = count
-        else:
-            held -= sizes.pop(address, 0)
-    return {"torch_peak": max(peak, held), "torch_held": held}
-
-
-def measure_python(kind: str, variant: str, tokens: int, blocks: int) -> dict[str, int]:
-    """Return the peak of what Python, numpy and Arrow have allocated, in later steps."""
-    with ExitStack() as stack:
-        tracemalloc.start()
-        step = _make(kind, variant, tokens, stack, blocks)
-        for _ in range(WARM_UP):
-            step()
-        tracemalloc.reset_peak()
-        for _ in range(STEPS):
-            step()
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return {"python_peak": peak + pa.default_memory_pool().max_memory()}
+            gc.collect()
+            for _ in range(STEPS):
+                heap.heap_peak()
+                step()
+                seen[variant]["peak"].append(heap.heap_peak())
+                seen[variant]["held"].append(heap.heap_held())
+    return seen
 
 
 def sketch_bytes(blocks: int) -> int:
@@ -156,32 +122,32 @@ def _watch_something_small(kind: str) -> None:
 def render(rows: list[dict[str, Any]]) -> str:
     """Return the table and what it says, in Markdown."""
     lines = [
-        "| what | torch: peak of a step, watched − unwatched | of it, held between steps "
-        "| Python, numpy, Arrow | sketches | a bucket | unwatched peak |",
-        "|---|---|---|---|---|---|---|",
+        "| what | peak of a step, watched − unwatched | held between steps, watched − unwatched "
+        "| sketches | a bucket | unwatched peak |",
+        "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['what']} | {_mb(row['torch_peak_extra_bytes'])} "
-        f"| {_mb(row['torch_held_extra_bytes'])} | {_mb(row['python_peak_extra_bytes'])} "
+        f"| {row['what']} | {_mb(row['peak_extra_bytes'])} | {_mb(row['held_extra_bytes'])} "
         f"| {_mb(row['sketch_bytes'])} | {_mb(row['bucket_bytes'])} "
-        f"| {_mb(row['plain_peak_bytes'])} |"
+        f"| {_mb(row['plain_peak_bytes'])} "
+        f"({' – '.join(f'{bytes_ / 1e6:.1f}' for bytes_ in row['plain_peak_range'])}) |"
         for row in rows
     ]
     lines += [
         "",
-        "`python benchmarks/bench.py --parts memory`: every allocation and free of torch's CPU "
-        f"allocator on the training thread of rank 0, in {STEPS} steps of 512 tokens after "
-        f"{WARM_UP} others, forward, backward and optimizer included; both in one process. "
-        "Python, numpy and Arrow: the difference of the peaks of `tracemalloc` and Arrow's pool "
-        "in as many other steps; it holds objects, the rows that wait to be written, and numpy's "
-        "arrays. Sketches: those of all groups, once. A bucket: what is reduced at once, "
-        "25 MB of DDP's, the largest module of FSDP2's.",
+        "`python benchmarks/bench.py --parts memory`: all that malloc has given to rank 0, by all "
+        "threads and libraries, Python's smallest objects and the monitor's rows and threads "
+        f"included; medians over {2 * STEPS} steps of {TOKENS} tokens each, after {WARM_UP} "
+        "others, in one process, unwatched before and after watched. In brackets the least and "
+        "the most of the unwatched steps: a reduced buffer of FSDP2 is freed by gloo's own thread, "
+        "now before the next is made and now after. Sketches: those of all groups, once. A bucket: "
+        "what is reduced at once, 25 MB of DDP's, the largest module of FSDP2's.",
     ]
-    return "\n".join([*lines, "", _NOT_SEEN])
+    return "\n".join(lines)
 
 
-def _mb(count: int | None) -> str:
-    return "not measured" if count is None else f"{count / 1e6:.2f} MB"
+def _mb(count: float) -> str:
+    return f"{count / 1e6:.2f} MB"
 
 
 def main() -> None:
