@@ -1,6 +1,7 @@
 """The catalogue: complete, and each row has an injector or a reason."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,12 @@ FAULTS = {
 
 def test_the_catalogue_is_complete_and_in_order() -> None:
     assert list(catalogue()) == [f"{kind}{n}" for kind, ns in FAULTS.items() for n in ns]
+
+
+def test_the_readme_counts_what_the_bench_runs() -> None:
+    healthy = [fault.healthy for fault in catalogue().values() if not fault.missing]
+    counted = f"{healthy.count(False)} real faults and {healthy.count(True)} healthy look-alikes"
+    assert counted in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 @pytest.mark.parametrize("fault", catalogue().values(), ids=lambda fault: fault.id)
