@@ -12,8 +12,7 @@ them, so that one sees when it heals.
 Legend of shapes: S signals, U units, B bets, A units set apart.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +32,7 @@ from rankscope.core.bets import (
 )
 from rankscope.core.edetector import ShiryaevRoberts
 from rankscope.core.friedman import friedman
-from rankscope.core.recent import RECENT, RecentSteps, without_size
+from rankscope.core.recent import RECENT, RecentSteps
 from rankscope.core.state import State, StateError
 
 MANY = 8
@@ -46,8 +45,6 @@ _FAR_OUT = 3.5
 _NEAR_THE_STRONGEST = 0.6
 _NEARLY_AS_STRONG = 0.8
 _ONE_SIDED = 0.7
-_LOWEST = -0.999
-_BY_CHANCE = math.log(1e3)  # of the best of some dozen signals, bets and beginnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +109,13 @@ class ExchangeabilityTest:
         """Units that are set apart, in the order in which that was done."""
         return tuple(self._apart)
 
-    def observe(self, values_SU: Floats, rows: Ints, sizes_U: Floats | None = None) -> None:
+    def observe(self, values_SU: Floats, rows: Ints) -> None:
         """Take one step.
 
         Args:
             values_SU: Values of the signals named by ``rows``, NaN where a unit has none. Units
                 that are set apart have theirs, too.
             rows: Indices of the signals that this step measures, ascending.
-            sizes_U: Logarithm of the size of what each unit was given, to be asked of later.
         """
         values = np.array(values_SU, np.float64)
         finite = np.isfinite(values)
@@ -136,7 +132,7 @@ class ExchangeabilityTest:
         e = self._e[:, : len(rows)]
         self._betting.write_e_values(ranked, away, scales_S, e)
         self._detectors.observe(e, (slice(None), measured))
-        self._remember(values, middle_S, scales_S, measured, sizes_U)
+        self._remember(values, middle_S, scales_S, measured)
         for unit, apart in self._apart.items():
             z_S = self.z_SU[rows, unit]
             apart.observe(compare_with_others(values[:, unit], z_S, ranked, self._bets), rows)
@@ -202,49 +198,6 @@ class ExchangeabilityTest:
             return age
         since_BT = _evidence_since(self._compared(unit, signal, RECENT), unit, (bet,))
         return float(since_BT[0].argmax() + 1)
-
-    def explained_by_size(self, unit: int, signals: Iterable[int], age: float) -> bool | None:
-        """Return whether a unit differs because what it was given is larger or smaller.
-
-        That is so when hardly any evidence is left once each signal is freed from what follows
-        from the size, as the other units tell it.
-
-        Args:
-            unit: The unit.
-            signals: The signals in which it differs.
-            age: Over how many recent steps, as far as they are remembered.
-
-        Returns:
-            None when these steps show too little of the difference to tell.
-        """
-        shown = left = 0.0
-        for signal in signals:
-            recent_TU = self._compared(unit, signal, max(age, _FEWEST_STEPS))
-            if self._relative_S[signal]:  # as sizes are: a power of the size is a straight line
-                recent_TU = np.log1p(np.maximum(recent_TU, _LOWEST))
-            sizes_TU = self._recent.sizes(signal, len(recent_TU))
-            known = np.isfinite(sizes_TU).any(axis=1).all()
-            freed = without_size(recent_TU, sizes_TU, unit) if known else [recent_TU]
-            shown = max(shown, self._strongest(recent_TU, unit))
-            left = max(left, min(self._strongest(freed_TU, unit) for freed_TU in freed))
-        return None if shown < _BY_CHANCE else left < min(shown / 2, _BY_CHANCE)
-
-    def _strongest(self, recent_TU: Floats, unit: int) -> float:
-        return float(_evidence_since(recent_TU, unit, self._bets).max())
-
-    def range_of_size(self, unit: int, signal: int, age: float) -> tuple[float, float]:
-        """Return between what and what the size of what a unit was given lies in most steps.
-
-        Returns:
-            The 10 % and 90 % quantiles of its size over the median of all; NaN if it is unknown.
-        """
-        sizes_TU = self._recent.sizes(signal, age)
-        known_TU = sizes_TU[np.isfinite(sizes_TU).all(axis=1)]
-        if not len(known_TU):
-            return float("nan"), float("nan")
-        over_median_T = known_TU[:, unit] - np.median(known_TU, axis=1)
-        low, high = np.exp(np.quantile(over_median_T, (0.1, 0.9))).tolist()
-        return low, high
 
     def odd_ones_out(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
         """Return who must be left out for the other units to be alike in a signal.
@@ -336,16 +289,14 @@ class ExchangeabilityTest:
         scales_S[usable] = self._scale.observe(current_S[usable], self._all_S[rows][usable])
         return scales_S
 
-    def _remember(
-        self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Rows, sizes: Floats | None
-    ) -> None:
+    def _remember(self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Rows) -> None:
         away = values - middle_S[:, None]
         unit_S = np.where(self._relative_S[rows] & (middle_S > 0), middle_S, 1.0)
         scale_S = np.where(scales_S > 0, scales_S, np.nan)
         if len(away) < len(self.z_SU):
             self.z_SU[:] = 0
         with np.errstate(invalid="ignore", over="ignore"):
-            self._recent.remember(away / unit_S[:, None], rows, sizes)
+            self._recent.remember(away / unit_S[:, None], rows)
             np.abs(away, out=away)
             away /= scale_S[:, None]
             self.z_SU[rows] = np.fmax(away, 0.0)  # 0 where it is not known

@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.bets import worker_bets
 from rankscope.core.exchangeability import ExchangeabilityTest
+from rankscope.core.sizes import SizeEffect
+from rankscope.core.state import State
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.outlier_words import Signal, Traces
+from rankscope.diagnose.outlier_words import Signal
 
 TOTALS = (
     Signal("loss", "loss", relative=True),
@@ -34,25 +36,28 @@ class Part:
         equal_S = np.full(len(signals), 1 / len(signals))
         relative_S = np.array([signal.relative for signal in signals])
         self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
-        self._in_groups = bool(self.group_names)
+        self._size_effect = SizeEffect(relative_S, num_workers)
 
-    def observe(
-        self, values_SW: Floats, usable_W: NDArray[np.bool_], sizes_W: Floats | None
-    ) -> None:
-        """Take the first signals of one step, as many as were measured."""
+    def observe(self, values_SW: Floats, usable_W: NDArray[np.bool_], sizes_W: Floats) -> None:
+        """Take the first signals of one step, as many as were measured, free of batch sizes."""
         values = np.where(usable_W, values_SW, np.nan)
         rows = np.logical_or.reduce(np.isfinite(values), axis=1).nonzero()[0]
         if len(rows):
-            self.test.observe(values[rows], rows, sizes_W)
+            self.test.observe(self._size_effect.take_away(values[rows], rows, sizes_W), rows)
 
-    def explained_by_size(self, worker: int, traces: Traces, since: int) -> bool | None:
-        """Return whether the sizes of its batches explain how a worker differs in this part.
+    def state(self) -> State:
+        """Return a copy of all that it remembers."""
+        return {"test": self.test.state(), "sizes": self._size_effect.state()}
 
-        Returns:
-            None when too little of the difference lies in this part's recent steps.
+    def restore(self, state: State) -> None:
+        """Remember what a part of the same workers and signals remembered.
+
+        Raises:
+            KeyError: Something is missing.
+            StateError: The state does not fit.
         """
-        mine = [trace.signal for signal, trace in traces if bool(signal.group) == self._in_groups]
-        return self.test.explained_by_size(worker, mine, since) if mine else None
+        self.test.restore(state["test"])
+        self._size_effect.restore(state["sizes"])
 
 
 def group_signals(groups: Sequence[str]) -> list[Signal]:

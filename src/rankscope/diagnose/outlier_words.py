@@ -53,8 +53,6 @@ class Fault:
         told: ``count`` when it was last told.
         wait: For a tie, steps without any evidence after which it counts as healed.
         absorbed: Whether a tie has taken its place.
-        sizes: Of those workers that differ because their batches are larger or smaller: between
-            what and what their label tokens lie in most steps, over the median of all.
     """
 
     key: str
@@ -68,12 +66,6 @@ class Fault:
     told: int = 0
     wait: int = 0
     absorbed: bool = False
-    sizes: dict[int, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def by_size(self) -> bool:
-        """Whether all its workers differ because their batches are larger or smaller."""
-        return set(self.sizes) == set(self.ranks) and not (self.tie or self.absorbed)
 
     @property
     def is_open(self) -> bool:
@@ -97,7 +89,6 @@ class Fault:
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
         plain = {name: getattr(self, name) for name in _PLAIN}
-        plain["sizes"] = [[worker, *sizes] for worker, sizes in self.sizes.items()]
         plain["traces"] = [
             [worker, [[asdict(signal), *_trace_to_plain(trace)] for signal, trace in traces]]
             for worker, traces in self.traces.items()
@@ -113,7 +104,6 @@ class Fault:
             TypeError, ValueError: Something is of another kind.
         """
         fault = cls(**{name: plain[name] for name in _PLAIN})
-        fault.sizes = {int(w): (float(low), float(high)) for w, low, high in plain["sizes"]}
         fault.traces = {
             int(worker): [(Signal(**signal), _trace_from_plain(*rest)) for signal, *rest in traces]
             for worker, traces in plain["traces"]
@@ -121,7 +111,7 @@ class Fault:
         return fault
 
 
-_PLAIN = tuple(each.name for each in fields(Fault) if each.name not in ("traces", "sizes"))
+_PLAIN = tuple(each.name for each in fields(Fault) if each.name != "traces")
 
 
 def _trace_to_plain(trace: Trace) -> list[Any]:
@@ -180,7 +170,6 @@ def describe_fault(
         "steps": count(num_steps, "step"),
         "bound": f"{false_alarm_bound(num_steps):.1g}",
         "workers": num_workers,
-        "sizes": _sizes(fault),
     }
     numbers = {
         "steps_compared": num_steps,
@@ -193,15 +182,13 @@ def describe_fault(
 def _cause(fault: Fault) -> str:
     if fault.tie:
         return "inconclusive"
-    if fault.by_size:
-        return "data.batch_sizes"
     in_loss = any(name == "loss" for name, _ in fault.ways)
     return "data.worker_outlier" if in_loss else "compute.worker_outlier"
 
 
 def _severity(fault: Fault, num_workers: int) -> Severity:
     """Return how bad it is; a tie among many is more likely meant (domains) than a fault."""
-    harmless = fault.absorbed or fault.by_size or (fault.tie and num_workers > 3)
+    harmless = fault.absorbed or (fault.tie and num_workers > 3)
     return Severity.NOTE if harmless else Severity.WARNING
 
 
@@ -215,14 +202,6 @@ def _what(fault: Fault) -> str:
             whose = f" (rank {worker})" if fault.tie else ""
             found.setdefault(signal.name, _phrase(signal, trace) + whose)
     return ", ".join(found.values()) or "too little by now to tell"
-
-
-def _sizes(fault: Fault) -> str:
-    """Return between what and what the sizes of the batches lie: ``× 0.62 to × 1.10``."""
-    if not fault.sizes:
-        return ""
-    lows, highs = zip(*fault.sizes.values(), strict=True)
-    return f"× {min(lows):.2f} to × {max(highs):.2f}"
 
 
 def _strength(traces: Traces) -> float:

@@ -95,8 +95,8 @@ class WorkerOutliers:
         """Return a copy of all that it remembers."""
         groups = self._groups
         return {
-            "totals": self._totals.test.state(),
-            "groups": None if groups is None else groups.test.state(),
+            "totals": self._totals.state(),
+            "groups": None if groups is None else groups.state(),
             "group_names": [] if groups is None else groups.group_names,
             "batches": self._batches.state(),
             "gross": self._gross.state(),
@@ -114,8 +114,8 @@ class WorkerOutliers:
             if state["groups"] is not None:
                 names = state["group_names"]
                 self._groups = Part(self._num_workers, group_signals(names))
-                self._groups.test.restore(state["groups"])
-            self._totals.test.restore(state["totals"])
+                self._groups.restore(state["groups"])
+            self._totals.restore(state["totals"])
             self._batches.restore(state["batches"])
             self._gross.restore(state["gross"])
             self._faults = [Fault.from_plain(plain) for plain in state["faults"]]
@@ -136,7 +136,7 @@ class WorkerOutliers:
             rows.append(gathered.workers["grad_norm"])
             if "cosine_rest" in report.derived and not step.identical:  # copies agree with copies
                 rows.append(report.derived["cosine_rest"])
-        sizes_W = log_sizes(gathered) if gathered.observed else None
+        sizes_W = log_sizes(gathered)
         self._totals.observe(np.array(rows), usable_W, sizes_W)
         norms_WG = gathered.group_norms_WG
         if not gathered.observed or norms_WG is None or len(gathered.groups) < 2:
@@ -202,7 +202,6 @@ class WorkerOutliers:
             fault = Fault(f"outlier-{len(self._faults) + 1}", first_step=first, count=since)
             self._faults.append(fault)
         fault.add(worker, traces, gathered.step)
-        self._ask_for_size(fault, worker)
         return fault
 
     def _same_fault(self, worker: int, traces: Traces, first: int, now: int) -> Fault | None:
@@ -306,23 +305,12 @@ class WorkerOutliers:
         interval = 1 if signal.name == "loss" else gathered.interval
         return max(0, gathered.step - since * interval)
 
-    def _ask_for_size(self, fault: Fault, worker: int) -> None:
-        """See whether larger or smaller batches explain how a worker differs."""
-        since = fault.last_step - fault.first_step + 1
-        told = [part.explained_by_size(worker, fault.traces[worker], since) for part in self._parts]
-        told = [explained for explained in told if explained is not None]
-        if told:
-            fault.sizes.pop(worker, None)
-            if all(told):
-                fault.sizes[worker] = self._totals.test.range_of_size(worker, 0, since)
-
     def _evidence(self, fault: Fault) -> Evidence:
         fault.told = fault.count
         for worker in fault.active[:NAMED_WORKERS]:
             if not fault.tie:
                 since = fault.last_step - fault.first_step + 1
                 fault.traces[worker] = self._traces(worker, since) or fault.traces[worker]
-                self._ask_for_size(fault, worker)
         said = describe_fault(fault, self._num_workers, self._hosts, self._steps, self._num_groups)
         return Evidence(
             cause=said.cause,

@@ -1,0 +1,82 @@
+"""What follows from how much each unit was given, taken away before units are compared.
+
+The more label tokens a batch holds, the smaller is the noise of its gradient; and long texts are
+other texts. A worker whose shard holds the longer ones is unlike the others for no fault. In
+logarithms a power of the size is a straight line. Its slope is learnt for each signal from the
+steps before: each unit's own by least squares, and of these the median over units, so that what is
+wrong with one unit is not taken for a rule.
+
+The slope is one for all units and comes from the past alone. Where values and sizes are
+exchangeable jointly, so is what is left of the values.
+
+Legend of shapes: S signals, R signals of a step, U units.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.arrays import Floats
+from rankscope.core.bets import Rows
+from rankscope.core.state import Stateful
+
+_KEPT = 0.99
+"""What is left of a step's weight in the next one: about 100 steps count."""
+_LEAST_SQUARES = 0.01
+"""Sum of squared sizes below which a slope counts as none."""
+
+
+class SizeEffect(Stateful):
+    """Learns how signals follow sizes, and frees them from it, in constant memory.
+
+    Args:
+        relative_S: Whether a signal follows a power of the size; if not, its logarithm.
+        num_units: U.
+    """
+
+    SETTINGS = ("_relative_S",)
+
+    def __init__(self, relative_S: NDArray[np.bool_], num_units: int) -> None:
+        self._relative_S = relative_S
+        self._products_SU = np.zeros((len(relative_S), num_units))
+        self._squares_SU = np.zeros((len(relative_S), num_units))
+
+    def take_away(self, values_RU: Floats, rows: Rows, sizes_U: Floats) -> Floats:
+        """Return the values of one step as of units of the median size, then learn from the step.
+
+        Args:
+            values_RU: Values of the signals named by ``rows``, NaN where a unit has none.
+            rows: The signals that this step measures.
+            sizes_U: Logarithm of the size of what each unit was given; NaN where it is unknown.
+
+        Returns:
+            The values themselves where a size is unknown or none differs.
+        """
+        present_U = np.isfinite(values_RU).any(axis=0)
+        sizes = sizes_U[present_U]
+        if not len(sizes) or not np.isfinite(sizes).all() or sizes.min() == sizes.max():
+            return values_RU
+        relative_U = np.where(present_U, sizes_U - np.median(sizes), 0.0)
+        slope_R1 = self._slopes(rows)[:, None]
+        relative_R1 = self._relative_S[rows][:, None]
+        self._learn(values_RU, relative_R1, relative_U, rows)
+        expected_RU = slope_R1 * relative_U
+        return np.where(relative_R1, values_RU * np.exp(-expected_RU), values_RU - expected_RU)
+
+    def _slopes(self, rows: Rows) -> Floats:
+        slopes_RU = self._products_SU[rows] / (self._squares_SU[rows] + _LEAST_SQUARES)
+        slopes: Floats = np.median(slopes_RU, axis=1)
+        return slopes
+
+    def _learn(
+        self, values_RU: Floats, relative_R1: NDArray[np.bool_], relative_U: Floats, rows: Rows
+    ) -> None:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            follows_RU = np.where(relative_R1, np.log(values_RU), values_RU)
+        known_RU = np.isfinite(follows_RU)
+        follows_RU = np.where(known_RU, follows_RU, np.nan)
+        usable_R = known_RU.any(axis=1)
+        follows_RU[usable_R] -= np.nanmedian(follows_RU[usable_R], axis=1, keepdims=True)
+        follows_RU[~known_RU] = 0
+        squares_RU = np.where(known_RU, relative_U**2, 0.0)
+        self._products_SU[rows] = _KEPT * self._products_SU[rows] + follows_RU * relative_U
+        self._squares_SU[rows] = _KEPT * self._squares_SU[rows] + squares_RU
