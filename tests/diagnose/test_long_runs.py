@@ -1,10 +1,11 @@
 """Assessments of runs that are too long to read whole, and numbers that stay as they were."""
 
 import math
+from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rankscope.core.block_ratio import BlockRatio
@@ -110,6 +111,7 @@ def test_a_long_run_without_roll_ups_is_read_whole(tmp_path, monkeypatch):
 
 @untimed
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=40), st.integers(1, 400), st.randoms())
+@example([(0.0, -0.0)], 1, Random(0))
 def test_many_steps_at_once_give_the_bits_of_one_after_the_other(pairs, repeats, random):
     steps = [*(pairs * repeats)][:6000]
     one, many = BlockRatio(), BlockRatio()

@@ -98,9 +98,8 @@ class BlockRatio(Stateful):
                 count = min(room, len(pairs_T2) // self._length)
                 taken = count * self._length
                 blocks = pairs_T2[:taken].reshape(count, self._length, 2)
-                self._sums_B2[self._blocks : self._blocks + count] = np.add.accumulate(
-                    blocks, axis=1
-                )[:, -1]
+                sums = np.add.accumulate(blocks, axis=1)[:, -1] + 0.0  # a sum of −0 is 0, as in add
+                self._sums_B2[self._blocks : self._blocks + count] = sums
                 self._blocks += count
             pairs_T2 = pairs_T2[taken:]
 
