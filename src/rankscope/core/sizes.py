@@ -73,10 +73,20 @@ class SizeEffect(Stateful):
         with np.errstate(invalid="ignore", divide="ignore"):
             follows_RU = np.where(relative_R1, np.log(values_RU), values_RU)
         known_RU = np.isfinite(follows_RU)
-        follows_RU = np.where(known_RU, follows_RU, np.nan)
-        usable_R = known_RU.any(axis=1)
-        follows_RU[usable_R] -= np.nanmedian(follows_RU[usable_R], axis=1, keepdims=True)
-        follows_RU[~known_RU] = 0
-        squares_RU = np.where(known_RU, relative_U**2, 0.0)
-        self._products_SU[rows] = _KEPT * self._products_SU[rows] + follows_RU * relative_U
+        middle_R = _medians(follows_RU, known_RU)
+        away_RU = np.where(known_RU, follows_RU - middle_R[:, None], 0.0)
+        squares_RU = known_RU * relative_U**2
+        self._products_SU[rows] = _KEPT * self._products_SU[rows] + away_RU * relative_U
         self._squares_SU[rows] = _KEPT * self._squares_SU[rows] + squares_RU
+
+
+def _medians(values_RU: Floats, known_RU: NDArray[np.bool_]) -> Floats:
+    """Return the median of each row's known values; 0 where none is known."""
+    medians_R = np.zeros(len(values_RU))
+    if known_RU.all():  # nanmedian takes much longer
+        medians_R[:] = np.median(values_RU, axis=1)
+    else:
+        some_R = known_RU.any(axis=1)
+        values_RU = np.where(known_RU, values_RU, np.nan)
+        medians_R[some_R] = np.nanmedian(values_RU[some_R], axis=1)
+    return medians_R
