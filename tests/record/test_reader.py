@@ -7,7 +7,7 @@ import pytest
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
-from rankscope.errors import RunError
+from rankscope.errors import RunError, UsageError
 from rankscope.record import Run, RunWriter, arrow_schema
 from record.step_reports import (
     expected_steps,
@@ -159,6 +159,15 @@ def test_an_unknown_column(tmp_path):
         run.columns(Table.STEPS, "los_mean")
     with pytest.raises(KeyError):
         run.per_worker("los")
+
+
+def test_tables_go_by_their_names_too(tmp_path):
+    run = record(tmp_path / "run", [make_report(0), make_report(1)])
+    assert run.table("workers").equals(run.table(Table.WORKERS))
+    np.testing.assert_array_equal(run.columns("steps", "step")["step"], [0, 1])
+    for ask in (run.table, run.columns):
+        with pytest.raises(UsageError, match="one of the tables steps, workers.*got 'losses'"):
+            ask("losses")
 
 
 def test_columns_of_lists_are_arrays_of_arrays(tmp_path):

@@ -14,7 +14,7 @@ from rankscope.core.direction import from_upper_triangle
 from rankscope.core.finding import Finding
 from rankscope.core.signals import DType, Table, signal, signals
 from rankscope.core.step import StepReport
-from rankscope.errors import RunError
+from rankscope.errors import RunError, UsageError
 from rankscope.record.bounded import even_rows, even_single_rows, latest_rows
 from rankscope.record.overview import MAX_ROWS, Overview, read_overviews
 from rankscope.record.replay import read_reports
@@ -96,17 +96,19 @@ class Run:
         ranks = self.columns(Table.WORKERS, "rank")["rank"]
         return int(ranks.max()) + 1 if len(ranks) else 0
 
-    def table(self, table: Table) -> pa.Table:
+    def table(self, table: Table | str) -> pa.Table:
         """Return one table, sorted by step, rank and micro-batch.
 
         A table without files is empty; columns that the files lack are null.
 
         Raises:
+            UsageError: There is no such table.
             RunError: A file cannot be read.
         """
+        table = _table(table)
         return self._rows(table, _names(table))
 
-    def columns(self, table: Table, *names: str) -> Columns:
+    def columns(self, table: Table | str, *names: str) -> Columns:
         """Return columns of one table as numpy arrays ``[rows]``; all of them without names.
 
         A null is NaN in a float column, ``MISSING_INT`` in an integer one and False in a boolean
@@ -114,8 +116,10 @@ class Run:
 
         Raises:
             KeyError: There is no such column.
+            UsageError: There is no such table.
             RunError: A file cannot be read.
         """
+        table = _table(table)
         names = names or _names(table)
         return to_columns(table, self._rows(table, names), names)
 
@@ -201,8 +205,10 @@ class Run:
 
         Raises:
             KeyError: There is no such column.
+            UsageError: There is no such table.
             RunError: A file cannot be read.
         """
+        table = _table(table)
         names = names or _names(table)
         files, schema = parts_of(self.path, table), schema_with(table, names)
         return to_columns(table, latest_rows(files, schema, max_rows), names)
@@ -327,6 +333,13 @@ def _stamp(file: Path) -> str:
     except OSError:
         return "-"
     return f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+
+
+def _table(name: Table | str) -> Table:
+    try:
+        return Table(name)
+    except ValueError:
+        raise UsageError(f"expected one of the tables {', '.join(Table)}, got {name!r}") from None
 
 
 def _names(table: Table) -> tuple[str, ...]:
