@@ -165,8 +165,8 @@ def test_tables_go_by_their_names_too(tmp_path):
     run = record(tmp_path / "run", [make_report(0), make_report(1)])
     assert run.table("workers").equals(run.table(Table.WORKERS))
     np.testing.assert_array_equal(run.columns("steps", "step")["step"], [0, 1])
-    for ask in (run.table, run.columns):
-        with pytest.raises(UsageError, match="one of the tables steps, workers.*got 'losses'"):
+    for ask in (run.table, run.columns, run.latest):
+        with pytest.raises(UsageError, match=r"one of the tables steps, workers.*got 'losses'"):
             ask("losses")
 
 

@@ -177,7 +177,7 @@ class Run:
             self._seen, self._overviews = seen, known
         return {name: known[name] for name in names}
 
-    def sampled(self, table: Table, *names: str, max_rows: int) -> Columns:
+    def sampled(self, table: Table | str, *names: str, max_rows: int) -> Columns:
         """Return columns of an even choice of a table's steps, as :meth:`columns` does.
 
         Args:
@@ -187,12 +187,14 @@ class Run:
 
         Raises:
             KeyError: There is no such column.
+            UsageError: There is no such table.
             RunError: A file cannot be read.
         """
+        table = _table(table)
         files, schema = parts_of(self.path, table), schema_with(table, names)
         return to_columns(table, even_rows(files, schema, max_rows), names)
 
-    def latest(self, table: Table, *names: str, max_rows: int = 2**17) -> Columns:
+    def latest(self, table: Table | str, *names: str, max_rows: int = 2**17) -> Columns:
         """Return columns of the last steps of a table, as :meth:`columns` does.
 
         The map of groups and workers is made from them: with W workers and G groups, a step has
