@@ -68,6 +68,23 @@ def test_one_unit_alone_teaches_nothing():
         np.testing.assert_array_equal(left, values)
 
 
+def test_of_two_units_nothing_is_taken_away():
+    rng = np.random.default_rng(4)
+    effect = SizeEffect(BOTH, 2)
+    for _ in range(20):
+        sizes_U, values = np.array([0.0, 0.5]), np.array([[1.0, 1.5], [0.3, 0.2]]) + rng.random()
+        assert effect.take_away(values, np.arange(2), sizes_U) is values
+
+
+def test_values_that_explode_are_told_by_no_warning():
+    effect = SizeEffect(BOTH, UNITS)
+    sizes_U = 0.1 * np.arange(UNITS)
+    for _ in range(20):
+        effect.take_away(np.exp(np.array([300 * sizes_U, sizes_U])), np.arange(2), sizes_U)
+    left = effect.take_away(np.ones((2, UNITS)), np.arange(2), 100 * sizes_U)
+    assert np.isinf(left[0, 0])
+
+
 def test_a_fault_stays_whole():
     rng = np.random.default_rng(5)
     effect = SizeEffect(BOTH, UNITS)

@@ -21,6 +21,7 @@ from rankscope.core.state import Stateful
 
 _KEPT = 0.99
 """What is left of a step's weight in the next one: about 100 steps count."""
+_FEWEST = 3
 _LEAST_SQUARES = 0.01
 """Sum of squared sizes below which a slope counts as none."""
 
@@ -49,18 +50,20 @@ class SizeEffect(Stateful):
             sizes_U: Logarithm of the size of what each unit was given; NaN where it is unknown.
 
         Returns:
-            The values themselves where a size is unknown or none differs.
+            The values themselves where a size is unknown or none differs, and of two units: what
+            is wrong with one of them would look like a rule.
         """
         present_U = np.isfinite(values_RU).any(axis=0)
         sizes = sizes_U[present_U]
-        if not len(sizes) or not np.isfinite(sizes).all() or sizes.min() == sizes.max():
+        if len(sizes) < _FEWEST or not np.isfinite(sizes).all() or sizes.min() == sizes.max():
             return values_RU
         relative_U = np.where(present_U, sizes_U - np.median(sizes), 0.0)
         slope_R1 = self._slopes(rows)[:, None]
         relative_R1 = self._relative_S[rows][:, None]
         self._learn(values_RU, relative_R1, relative_U, rows)
         expected_RU = slope_R1 * relative_U
-        return np.where(relative_R1, values_RU * np.exp(-expected_RU), values_RU - expected_RU)
+        with np.errstate(over="ignore", invalid="ignore"):  # not finite is not compared
+            return np.where(relative_R1, values_RU * np.exp(-expected_RU), values_RU - expected_RU)
 
     def _slopes(self, rows: Rows) -> Floats:
         slopes_RU = self._products_SU[rows] / (self._squares_SU[rows] + _LEAST_SQUARES)
