@@ -142,7 +142,8 @@ def test_the_lasting_shift_is_in_standard_deviations(tmp_path):
 def test_the_page_shows_every_fault_and_judges_the_goals(tmp_path):
     good = scored(tmp_path / "a", T4, finding(23))
     bad = scored(tmp_path / "b", H1, finding(5, severity=Severity.WARNING))
-    page = markdown([good, bad], catalogue().values(), "rankscope faults run --all", 2)
+    page = markdown([good, bad], list(catalogue().values()), "rankscope faults run --all", 2)
+    assert page.startswith("# The fault bench\n")
     for fault in catalogue().values():
         assert f"| {fault.id} | {fault.mechanism} |" in page
     assert "| Exact faults: detected | 1 | 100% | ≥ 99% | reached |" in page
@@ -151,3 +152,16 @@ def test_the_page_shows_every_fault_and_judges_the_goals(tmp_path):
     by_name = {share.what: share for share in shares([good, bad])}
     assert by_name["Exact faults: worker named"].reached
     assert not by_name["Healthy look-alikes: notes only"].reached
+
+
+def test_the_page_of_a_selection_is_of_what_was_chosen(tmp_path):
+    good = scored(tmp_path / "a", T4, finding(23))
+    calm = scored(tmp_path / "b", H1)
+    page = markdown([calm], [H1], "rankscope faults run H1", 1, whole=False)
+    assert page.startswith("# The fault bench: healthy look-alikes\n")
+    assert f"| H1 | {H1.mechanism} | 1 × " in page
+    assert "T4" not in page
+    assert "Every fault" not in page
+    page = markdown([calm, good], [H1, T4], "rankscope faults run H1 T4", 2, whole=False)
+    assert page.startswith("# The fault bench: a selection\n")
+    assert page.index("| T4 |") < page.index("| H1 |")

@@ -122,7 +122,8 @@ def run_faults(
     if markdown_file is not None:
         from rankscope.faults.summary import markdown
 
-        _write(markdown_file, markdown(scores, known, _command(), len(runs)))
+        page = markdown(scores, chosen, _command(), len(runs), whole=everything)
+        _write(markdown_file, page)
     if len(scores) < len(runs):
         rest = "" if json_file is None else f"; --resume --json {json_file} goes on"
         line = f"rankscope: interrupted after {len(scores)} of {len(runs)} runs{rest}"
@@ -204,8 +205,8 @@ def _read_scores(file: Path) -> "list[Score]":
 
 
 def _write_scores(file: Path, scores: "Iterable[Score]") -> None:
-    scored = [score.to_json() for score in scores]
-    _write(file, json.dumps(scored, indent=2, ensure_ascii=False) + "\n")
+    lines = [json.dumps(score.to_json(), ensure_ascii=False) for score in scores]
+    _write(file, "[\n" + ",\n".join(lines) + "\n]\n")  # a run is a line, which diff can show
 
 
 def _bar(console: Console) -> Progress:

@@ -26,6 +26,14 @@ _HEADINGS = {
     FaultClass.HEALTHY: "Healthy look-alikes",
 }
 
+_TERMS = (
+    "*Detected*: a finding of a warning or more (of a note, where the catalogue says so) opened "
+    "after the fault had begun. *Worker*, *first* and *first two*: the workers and the cause by "
+    "the findings that are ranked first, over all runs, detected or not. Of a fault that hits all "
+    "workers alike, a finding names all of them or none. *Steps*: from the fault's first step to "
+    "the finding, the median over runs."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -81,23 +89,32 @@ def is_small(score: Score) -> bool:
 
 
 def markdown(
-    scores: Sequence[Score], faults: Iterable[Fault], command: str, num_planned: int
+    scores: Sequence[Score],
+    faults: Sequence[Fault],
+    command: str,
+    num_planned: int,
+    *,
+    whole: bool = True,
 ) -> str:
     """Return the page on a run of the bench.
 
     Args:
         scores: One per run.
-        faults: The whole catalogue, those that are not reproduced included.
+        faults: What was chosen of the catalogue, what is not reproduced included.
         command: What was run.
         num_planned: Runs that the command asked for; more than scores if it was interrupted.
+        whole: Whether the whole catalogue was chosen.
     """
+    classes = [kind for kind in _HEADINGS if any(fault.fault_class is kind for fault in faults)]
+    part = _HEADINGS[classes[0]].lower() if len(classes) == 1 else "a selection"
+    chosen = "Every fault and every healthy look-alike" if whole else "Each of these entries"
     workers = sorted({score.num_workers for score in scores})
     seeds = sorted({score.seed for score in scores})
     missed = num_planned - len(scores)
     cut = f" **Interrupted: {missed:,} of {num_planned:,} runs are still to be made.**"
     parts = [
-        "# The fault bench",
-        f"Written by `{command}`, never by hand. Every fault and every healthy look-alike of the "
+        "# The fault bench" + ("" if whole else f": {part}"),
+        f"Written by `{command}`, never by hand. {chosen} of the "
         "catalogue (`src/rankscope/faults/catalogue.toml`, expectations written before the first "
         "run) is injected into a real training job on real gloo ranks, which meets rankscope "
         "through `rankscope.watch` only.",
@@ -109,21 +126,16 @@ def markdown(
             ("what", "runs", "share", "goal", ""),
             [_share_row(share) for share in shares(scores) if share.total],
         ),
-        "*Detected*: a finding of a warning or more (of a note, where the catalogue says so) "
-        "opened after the fault had begun. *Worker*, *first* and *first two*: the workers and the "
-        "cause by the findings that are ranked first, over all runs, detected or not. Of a fault "
-        "that hits all workers alike, a finding names all of them or none. *Steps*: from the "
-        "fault's first step to the finding, the median over runs.",
     ]
-    rows = list(faults)
-    for fault_class, heading in _HEADINGS.items():
-        of_class = [fault for fault in rows if fault.fault_class is fault_class]
-        if of_class:
-            parts += [f"## {heading}", _class_table(of_class, scores)]
-    missing = [f"- {fault.id}: {fault.missing}" for fault in rows if fault.missing]
+    if classes != [FaultClass.HEALTHY]:
+        parts.append(_TERMS)
+    for kind in classes:
+        of_class = [fault for fault in faults if fault.fault_class is kind]
+        parts += [f"## {_HEADINGS[kind]}", _class_table(of_class, scores)]
+    missing = [f"- {fault.id}: {fault.missing}" for fault in faults if fault.missing]
     if missing:
         parts += ["## Not reproduced", "\n".join(missing)]
-    lines = [f"- {fault.id}: {fault.evidence}" for fault in rows if fault.evidence]
+    lines = [f"- {fault.id}: {fault.evidence}" for fault in faults if fault.evidence]
     if lines:
         parts += ["## What the evidence needs, and where it ends", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
