@@ -110,15 +110,16 @@ def _default_directory(context: Any) -> Path:
 def _close_at_the_end(scope: "Scope", device: torch.device) -> None:
     """Close the scope when the thread that runs the training function has ended.
 
-    Ray takes the process group down once that thread is over, so it is told that it is not, until
-    the last step is gathered.
+    Ray takes all workers down once one of them has an error, and the process group once their
+    threads are over; so until the run is written it hears of neither.
     """
     training, runner, closed = threading.current_thread(), _runner(), threading.Event()
 
     def wait_and_close() -> None:
         training.join()
         try:
-            error = None if runner is None else runner.get_error()
+            # Past the attribute, which is silent while another scope of this worker closes.
+            error = None if runner is None else type(runner).get_error(runner)
             with _on(device):
                 if error is None:
                     scope.close()
@@ -130,8 +131,9 @@ def _close_at_the_end(scope: "Scope", device: torch.device) -> None:
             closed.set()
 
     if runner is not None:
-        runs = runner.is_running
+        runs, get_error = runner.is_running, runner.get_error
         runner.is_running = lambda: runs() or not closed.is_set()
+        runner.get_error = lambda: get_error() if closed.is_set() else None
     threading.Thread(target=wait_and_close, name="rankscope-closing", daemon=True).start()
 
 
