@@ -11,7 +11,7 @@ from diagnose.streams import gathered, replicated, sharded
 from rankscope.core.state import StateError
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.detectors import NonFinite
-from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
+from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run, diagnosis_of
 from rankscope.diagnose.restart import state_after
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
@@ -169,6 +169,42 @@ def test_a_killed_run_goes_on_from_the_last_row_on_disk(tmp_path):
     assert spoken(whole.findings) == spoken(job.diagnosis.findings)
     assert job.diagnosis.num_steps == 120
     assert (run.info["continues"], run.info["first_step"]) == ("sft", 46)
+
+
+def test_what_a_killed_run_wrote_last_is_held_against_its_own_plan(tmp_path):
+    plan = {"random": "same", "repeats": True, "seed": 3}
+    ranks = [
+        {"rank": rank, "host": host, "environment": {"torch": "2.13"}, "sampler_seed": 4}
+        for rank, host in enumerate(HOSTS)
+    ]
+    info = {"num_workers": W, "options": {"groups": [], "plan": plan}, "ranks": ranks}
+    writer, reports = RunWriter(tmp_path / "run", info), copies(40)
+    live = diagnosis_of(Run.open(tmp_path / "run"))
+    for report in reports:
+        writer.add(report)
+        writer.add_findings(live.observe(report))
+        if report.step == 0:
+            writer.flush()
+            writer.save_state(live.state)
+    writer.flush()  # and is killed
+    start = state_after(tmp_path / "run", W, HOSTS, ())
+    live.close()
+    after = Diagnosis(W, HOSTS)
+    after.restore(through_a_file(start))
+    assert plain(after.findings) == plain(live.findings)
+    assert {f.id: str(f.severity) for f in after.findings} == {
+        "data.duplicate_batches": "note",
+        "seed-not-planned": "warning",
+    }
+
+
+def copies(num_steps):
+    """Return reports of a job whose workers all draw the same samples and random numbers."""
+    drawn = {"rng_used": [4] * W, "optimizer_steps": [1] * W, "samples_named": [True] * W}
+    return [
+        summarize(gathered(step, batches * W, rng_digest=[100 + step] * W, **drawn))
+        for step, batches in enumerate(islice(replicated(3000, 4, [0]), num_steps))
+    ]
 
 
 def test_a_chain_of_restarts(tmp_path):

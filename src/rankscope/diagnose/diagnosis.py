@@ -240,6 +240,25 @@ def reduced_in_of(info: Mapping[str, Any]) -> Mapping[str, str] | None:
     return types if isinstance(types, Mapping) else None
 
 
+def diagnosis_of(run: Run) -> Diagnosis:
+    """Return a diagnosis as the live run had it when it began: of its hosts, facts and plan.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The diagnosis, which has seen no step.
+    """
+    return Diagnosis(
+        run.num_workers,
+        hosts_of(run.info),
+        facts_of(run.info),
+        plan_of(run.info),
+        reduced_in=reduced_in_of(run.info),
+        sampler_seeds=seeds_of(run.info),
+    )
+
+
 def diagnose_run(run: Run) -> tuple[Finding, ...]:
     """Diagnose a recorded run again, from its tables alone.
 
@@ -252,14 +271,7 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
     Raises:
         RunError: A file of the run cannot be read.
     """
-    diagnosis = Diagnosis(
-        run.num_workers,
-        hosts_of(run.info),
-        facts_of(run.info),
-        plan_of(run.info),
-        reduced_in=reduced_in_of(run.info),
-        sampler_seeds=seeds_of(run.info),
-    )
+    diagnosis = diagnosis_of(run)
     if "continues" in run.info:
         diagnosis.restore(_state_at_start(run))
     for report in run.iter_reports():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankscope.core.state import State, StateError
-from rankscope.diagnose.diagnosis import Diagnosis, reduced_in_of
+from rankscope.diagnose.diagnosis import Diagnosis, diagnosis_of
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
@@ -34,7 +34,7 @@ def state_after(
         The state of a diagnosis; None when the detectors have to start anew, which is logged.
     """
     try:
-        state = _diagnosis_after(previous, num_workers, hosts, groups).state()
+        state = _diagnosis_after(previous, num_workers, groups).state()
         Diagnosis(num_workers, hosts).restore(unpack_state(pack_state(state)))  # as all ranks will
         return state
     except (StateError, RunError) as error:
@@ -46,15 +46,13 @@ def state_after(
     return None
 
 
-def _diagnosis_after(
-    previous: Path, num_workers: int, hosts: Sequence[str], groups: Sequence[str]
-) -> Diagnosis:
+def _diagnosis_after(previous: Path, num_workers: int, groups: Sequence[str]) -> Diagnosis:
     run = Run.open(previous)
     if run.num_workers != num_workers:
         raise StateError(f"it had {run.num_workers} workers, this job has {num_workers}")
     if list(run.info.get("options", {}).get("groups", groups)) != list(groups):
         raise StateError("it had other groups of parameters")
-    diagnosis = Diagnosis(num_workers, hosts, reduced_in=reduced_in_of(run.info))
+    diagnosis = diagnosis_of(run)  # what came later was meant to follow that run's plan
     diagnosis.restore(_last_state(previous))
     for report in run.iter_reports(diagnosis.next_step):
         diagnosis.observe(report)
