@@ -10,7 +10,7 @@ from rankscope.core.direction import cosines_from_gram, mean_cosine, norm_weight
 from rankscope.core.reduction import clip_limit, norm_of_mean
 from rankscope.core.step import StepReport
 from rankscope.diagnose.evidence import Observation
-from rankscope.diagnose.reduction import STEPS, ReductionChecks
+from rankscope.diagnose.reduction import STEPS, STEPS_APPLIED, ReductionChecks
 from rankscope.diagnose.rules import describe
 
 SIZE = 600
@@ -29,7 +29,7 @@ def gradients(num_steps, num_workers=4, seed=0, common=0.5):
         yield np.exp(0.3 * rng.standard_normal()) * (own_WP + shared_P)
 
 
-def watch(gradients_TWP, reduce, applied=None, noise=0.01):
+def watch(gradients_TWP, reduce, applied=None, noise=0.01, loss_scale=None):
     """Return the evidence of a run whose reduction is ``reduce(gradients_WP, step)``."""
     rng = np.random.default_rng(1)
     detector, told = None, []
@@ -45,6 +45,8 @@ def watch(gradients_TWP, reduce, applied=None, noise=0.01):
         workers = {"grad_norm": np.linalg.norm(gradients_WP, axis=1)}
         if applied is not None:
             workers["applied_scale"] = np.full(num_workers, applied(step))
+        if loss_scale is not None:
+            workers["grad_scale"] = np.full(num_workers, loss_scale)
         report = StepReport(
             gathered(step, [[]] * num_workers, **workers), {**cosines, "grad_norm_reduced": reduced}
         )
@@ -77,7 +79,33 @@ def test_a_factor_that_stays(factor, words):
 def test_a_division_after_the_reduction():
     told = watch(gradients(STEPS), mean, applied=lambda t: 0.25)
     assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}
-    assert told[0].last_step < STEPS
+
+    assert (told[0].first_step, told[0].count) == (0, STEPS_APPLIED)
+    assert told[0].last_step == STEPS_APPLIED - 1
+    assert (
+        f"{STEPS_APPLIED} observed steps"
+        in describe(told[0].cause, told[0].severity, told[0].fields)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("applied", "loss_scale"),
+    [(0.25, None), (0.25, 1.0), (0.25, 1.2), (0.25, 0.01), (4.0, 1.0), (4.0, 8.0)],
+)
+def test_a_factor_after_the_reduction_that_nothing_explains(applied, loss_scale):
+    told = watch(gradients(STEPS), mean, applied=lambda t: applied, loss_scale=loss_scale)
+    assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}
+
+
+@pytest.mark.parametrize("loss_scale", [4.0, 32.0])
+def test_a_scaler_that_is_undone_is_no_division(loss_scale):
+    """Scalers divide after the reduction; so does who sums the losses of W micro-batches."""
+    told = watch(gradients(3 * STEPS), mean, applied=lambda t: 0.25, loss_scale=loss_scale)
+    assert told == []
+
+
+def test_a_loss_divided_before_is_multiplied_after():
+    assert watch(gradients(3 * STEPS), mean, applied=lambda t: 4.0, loss_scale=0.25) == []
 
 
 def test_the_gradient_of_the_step_before():

@@ -1,5 +1,6 @@
 """Undoing what the loss was multiplied by before backward."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,9 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
     Returns:
         The same step with gradients of the unscaled loss, averaged over micro-batches.
     """
-    scales_W = np.abs(gathered.workers["grad_scale"])
-    known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
-    if not known.size:
+    scale = common_scale(gathered)
+    if math.isnan(scale):
         return gathered
-    scale = _median(known)
     norms = {name: gathered.workers[name] / scale for name in _NORMS if name in gathered.workers}
     return replace(
         gathered,
@@ -41,6 +40,13 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
         gram_WW=_divided(gathered.gram_WW, scale**2),
         reduced_products_W=_divided(gathered.reduced_products_W, scale**2),
     )
+
+
+def common_scale(gathered: GatheredStep) -> float:
+    """Return the factor that most workers put on their loss; NaN when it is not known."""
+    scales_W = np.abs(gathered.workers["grad_scale"])
+    known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
+    return _median(known) if known.size else math.nan
 
 
 def _median(values: Floats) -> float:

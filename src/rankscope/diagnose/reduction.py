@@ -13,6 +13,7 @@ import numpy as np
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.reduction import clip_limit, norm_of_mean
+from rankscope.core.scale import common_scale
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
@@ -20,6 +21,9 @@ from rankscope.diagnose.rules import count, name_ranks
 
 STEPS = 16
 """Observed steps that must agree."""
+
+STEPS_APPLIED = STEPS // 2
+"""Steps that must agree on a factor after the reduction, which is measured, not estimated."""
 
 APART = 0.2
 """Relative distance of the reduced from the expected norm, from which it is wrong."""
@@ -44,7 +48,7 @@ class ReductionChecks(Stateful):
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._history: deque[tuple[float, ...]] = deque(maxlen=STEPS)
-        self._applied: deque[float] = deque(maxlen=STEPS // 2)
+        self._applied: deque[float] = deque(maxlen=STEPS_APPLIED)
         self._pinned: deque[float] = deque(maxlen=STEPS)
         self._found: dict[str, list[int]] = {}
 
@@ -85,14 +89,18 @@ class ReductionChecks(Stateful):
         width = self._num_workers
         first, spread = float(scales_W[0]), float(scales_W.max()) - float(scales_W.min())
         common = spread <= _EXACT * abs(first) < math.inf  # false with NaN, or an infinity
-        self._applied.append(first if common else math.nan)
-        if len(self._applied) < STEPS // 2:
+        self._applied.append(first if common and not _undoes_scale(gathered, first) else math.nan)
+        if len(self._applied) < STEPS_APPLIED:
             return None
         for factor, words in ((1 / width, "divided"), (width, "multiplied")):
             if all(abs(scale / factor - 1) < _EXACT for scale in self._applied):
                 what = f"{words} once more by the number of workers"
                 return self._tell(
-                    "sync.wrong_scale", gathered.step, factor=float(factor), what=what
+                    "sync.wrong_scale",
+                    gathered.step,
+                    factor=float(factor),
+                    what=what,
+                    window=STEPS_APPLIED,
                 )
         return None
 
@@ -155,9 +163,16 @@ class ReductionChecks(Stateful):
         return ""
 
     def _tell(
-        self, cause: str, step: int, *, factor: float = 1.0, what: str = "", limit: float = 0.0
+        self,
+        cause: str,
+        step: int,
+        *,
+        factor: float = 1.0,
+        what: str = "",
+        limit: float = 0.0,
+        window: int = STEPS,
     ) -> Evidence:
-        first, steps = self._found.setdefault(cause, [max(step - STEPS + 1, 0), STEPS - 1])
+        first, steps = self._found.setdefault(cause, [max(step - window + 1, 0), window - 1])
         self._found[cause][1] = steps + 1
         ranks = tuple(range(self._num_workers))
         error = cause != "sync.clipped_locally"
@@ -179,6 +194,17 @@ class ReductionChecks(Stateful):
             },
             numbers={"factor": factor, "limit": limit, "steps": steps + 1},
         )
+
+
+def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
+    """Return whether a factor after the reduction brings the loss's multiplier nearer to 1.
+
+    A gradient scaler's ``unscale_`` divides there, and so does who sums losses over micro-batches.
+    """
+    scale = common_scale(gathered)
+    if not (scale > 0 and 0 < applied < math.inf):  # false with NaN
+        return False
+    return abs(math.log(scale * applied)) < abs(math.log(scale))
 
 
 def _rms(values: Floats) -> float:
