@@ -226,8 +226,8 @@ def _project(output: Tensor) -> Tensor:
 
 
 def _signs(count: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, (count,), generator=generator).float() * 2 - 1
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randint(2, (count,), generator=generator, device="cpu").float() * 2 - 1
 
 
 def _result(loss: Tensor, gradients: Sequence[Tensor | None]) -> PendingResult:

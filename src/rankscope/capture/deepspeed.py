@@ -219,7 +219,8 @@ class DeepSpeedTap:
 def _loss_scale(engine: Any) -> Tensor:
     """Return what DeepSpeed multiplies a loss by, besides dividing it by accumulation steps."""
     with torch.enable_grad():
-        loss = torch.ones((), device=engine.device, requires_grad=True).clone()
+        one = torch.ones((), device=engine.device, dtype=torch.float32, requires_grad=True)
+        loss = one.clone()
         if hasattr(engine.optimizer, "scale_if_loss"):
             loss = engine.optimizer.scale_if_loss(loss)
         elif engine.torch_autocast_z0_gradscaler:

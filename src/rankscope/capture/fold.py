@@ -28,5 +28,6 @@ def fold(sketches: Tensor, width: int = 251, seed: int = 0) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _signs(count: int, seed: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, (count,), generator=generator).mul_(2).sub_(1).to(device, torch.float32)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    bits = torch.randint(2, (count,), generator=generator, device="cpu")
+    return bits.mul_(2).sub_(1).to(device, torch.float32)

@@ -21,7 +21,7 @@ class HostCopy:
         if tensor.device.type == "cpu":
             self._copy = tensor if own else tensor.clone()
             return
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(tensor, non_blocking=True)
         self._event = torch.Event(device=tensor.device)
         self._event.record()

@@ -45,7 +45,7 @@ class LoaderMeter:
             return
         if not hasattr(loader, "worker_init_fn"):
             return
-        table = torch.zeros(num_workers, 2 * len(_READERS), dtype=torch.int64)
+        table = torch.zeros(num_workers, 2 * len(_READERS), dtype=torch.int64, device="cpu")
         table.share_memory_()  # type: ignore[no-untyped-call]
         self._starts = _Starts(loader.worker_init_fn, table)
         loader.worker_init_fn = self._starts

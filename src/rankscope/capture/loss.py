@@ -90,20 +90,20 @@ class LossMeter:
         Raises:
             UsageError: Shapes other than these.
         """
-        unit = None if factor is None else torch.as_tensor(factor).detach().to(torch.float64)
+        unit = None if factor is None else _in_double(factor)
         multiplier = _multiplier(value, unit)
-        values = torch.as_tensor(value).detach()
+        values = _in_double(value)
         if values.dim() > 1:
             raise UsageError(
                 "loss() expected a scalar or one loss per sample, got shape "
                 f"{tuple(values.shape)}; reduce it over tokens first"
             )
-        values = values.reshape(-1).to(torch.float64)
+        values = values.reshape(-1)
         if unit is not None:
             values = _taken_out(unit, values)
         weights = None
         if weight is not None:
-            weights = torch.as_tensor(weight).detach().reshape(-1).to(torch.float64)
+            weights = _in_double(weight).reshape(-1)
             if weights.shape != values.shape:
                 raise UsageError(
                     f"loss() expected one weight per loss, got {weights.numel()} weights for "
@@ -188,11 +188,18 @@ def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
     return _Multiplier(loss, None if unit is None else unit.sum()) if watched else None
 
 
+def _in_double(value: Any) -> Tensor:
+    """Return a tensor in float64 where it lives, and any other number on the host."""
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu")
+
+
 def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
     """Return own label tokens per token that the loss was divided by ``[1]``, None if all."""
     if weights is None or not isinstance(num_items, (int, float, Tensor)):
         return None
-    items = torch.as_tensor(num_items, device=weights.device).to(torch.float64)
+    items = _in_double(num_items).to(weights.device)
     return weights / items if items.numel() == 1 else None
 
 

@@ -127,7 +127,8 @@ def _digests(batch: Tensor, mask: Tensor | None) -> Tensor:
     if words.device.type == "cpu":  # numpy does the same on the host, in a fraction of the time
         seen = None if present is None else present.numpy()
         return torch.from_numpy(_mixed(words.numpy(), seen, _weights_on_host()))
-    return torch.as_tensor(_mixed(words, present, _weights(words.device)))
+    digests: Tensor = _mixed(words, present, _weights(words.device))
+    return digests
 
 
 def _mixed(words: Any, present: Any, weights: Any) -> Any:
@@ -173,9 +174,10 @@ def _words(batch: Tensor, *, whole: bool) -> Tensor:
 @cache
 def _weights(device: torch.device) -> Tensor:
     """Return one odd random weight per position, the same on every worker."""
-    generator = torch.Generator().manual_seed(0x5EED)
+    generator = torch.Generator(device="cpu").manual_seed(0x5EED)
     low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-    return (torch.randint(low, high, (MAX_WORDS,), generator=generator) | 1).to(device)
+    words = torch.randint(low, high, (MAX_WORDS,), generator=generator, device="cpu")
+    return (words | 1).to(device)
 
 
 @cache

@@ -161,4 +161,5 @@ def _real_pieces(gradient: Tensor, start: int, stop: int) -> Iterator[Tensor]:
 def _kernel() -> Kernel:
     cpu = torch.device("cpu")
     with torch.inference_mode(False):
-        return choose_kernel(cpu, _WIDTH, torch.ones(PERIOD, device=cpu))
+        period = torch.ones(PERIOD, device=cpu, dtype=torch.float32)
+        return choose_kernel(cpu, _WIDTH, period)

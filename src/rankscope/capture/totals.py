@@ -33,9 +33,9 @@ class GradientTotals:
     def zeros(cls, num_rows: int, width: int, device: torch.device) -> "GradientTotals":
         """Return the totals of nothing."""
         return cls(
-            torch.zeros(num_rows, width, device=device),
+            torch.zeros(num_rows, width, device=device, dtype=torch.float32),
             torch.zeros(num_rows, device=device, dtype=torch.float64),
-            torch.zeros(num_rows, device=device),
+            torch.zeros(num_rows, device=device, dtype=torch.float32),
             torch.zeros(num_rows, device=device, dtype=torch.int64),
         )
 

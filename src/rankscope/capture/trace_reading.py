@@ -214,9 +214,9 @@ class _Fold:
     """
 
     def __init__(self, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(_SEED)
-        signs = torch.randint(2, (DEFAULT_WIDTH,), generator=generator).mul_(2).sub_(1)
-        self._signs = signs.to(device, torch.float64)
+        generator = torch.Generator(device="cpu").manual_seed(_SEED)
+        bits = torch.randint(2, (DEFAULT_WIDTH,), generator=generator, device="cpu")
+        self._signs = bits.mul_(2).sub_(1).to(device, torch.float64)
         width = -(-DEFAULT_WIDTH // TRACE_WIDTH) * TRACE_WIDTH
         self._room = torch.zeros(_ROWS, width, dtype=torch.float64, device=device)
 

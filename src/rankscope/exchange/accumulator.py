@@ -314,7 +314,8 @@ def _check(native: _Native) -> None:
     """
     generator = torch.Generator(device="cpu").manual_seed(8)
     exponents = torch.randint(-100, 30, (2, 1009), generator=generator, device="cpu").float()
-    numbers = torch.randn(2, 1009, generator=generator, device="cpu") * exponents.exp2()
+    numbers = torch.randn(2, 1009, generator=generator, dtype=torch.float32, device="cpu")
+    numbers *= exponents.exp2()
     for dtype in DTYPES:
         digits = [torch.zeros(1009, 2, dtype=torch.int64, device="cpu") for _ in range(2)]
         bounds = [torch.zeros(3, dtype=torch.float64, device="cpu") for _ in range(2)]
@@ -322,7 +323,7 @@ def _check(native: _Native) -> None:
             native.deposit(row, digits[0], bounds[0], False)
             _deposit(row, digits[1], bounds[1], False)
         for odd in (False, True):
-            values = torch.empty(1009, device="cpu")
+            values = torch.empty(1009, dtype=torch.float32, device="cpu")
             native.convert(digits[0][None], values, 3, odd=odd)
             wide = _to_double(digits[1]).div_(3)
             expected = (_cut_to_odd(wide) if odd else wide).float()

@@ -189,7 +189,7 @@ def try_all_to_all(group: dist.ProcessGroup, device: torch.device) -> str | None
     Returns:
         What was expected and what the backend said; None when it has an all-to-all.
     """
-    sent = torch.zeros(group.size(), device=device)
+    sent = torch.zeros(group.size(), dtype=torch.float32, device=device)
     try:
         dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
     except (RuntimeError, NotImplementedError, ValueError) as error:

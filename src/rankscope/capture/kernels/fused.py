@@ -46,9 +46,10 @@ class TritonKernel:
         self._norm_grid = _Grid(_NORM_WIDTH, num_processors)
         self._period = _shifted_copies(period, self._sketch_grid.reach).to(device)
         programs = max(self._sketch_grid.most_programs, self._norm_grid.most_programs)
-        self._sketches = torch.empty(self._sketch_grid.most_slices, width, device=device)
+        slices = self._sketch_grid.most_slices
+        self._sketches = torch.empty(slices, width, device=device, dtype=torch.float32)
         self._norms = torch.empty(programs, device=device, dtype=torch.float64)
-        self._tops = torch.empty(programs, device=device)
+        self._tops = torch.empty(programs, device=device, dtype=torch.float32)
         self._nonfinite = torch.empty(programs, device=device, dtype=torch.int64)
 
     def measure(

@@ -19,6 +19,7 @@ from rankscope.capture.totals import GradientTotals
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the compiled functions call the types that they read."""
 
+_TYPES_OF_TOTALS = (torch.float32, torch.float64, torch.float32, torch.int64)
 _NORM_ROW = 4096  # the norm alone needs no row of the sketch's width
 _UNLIMITED = 1 << 62
 _SHORT = 1 << 15  # elements, read in less time than it may take to get the lock back
@@ -175,6 +176,9 @@ class NativePlace:
 
 
 def _scalars(into: GradientTotals, group: int) -> tuple[int, int, int]:
+    """Return the addresses of a row's numbers, once they are known to be of the types in C."""
+    if tuple(tensor.dtype for tensor in into.tensors) != _TYPES_OF_TOTALS:
+        raise TypeError(f"expected totals of {_TYPES_OF_TOTALS}, got {into.sketches.dtype}")
     return (
         into.squared_norms.data_ptr() + 8 * group,
         into.largest.data_ptr() + 4 * group,

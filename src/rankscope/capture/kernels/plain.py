@@ -35,7 +35,7 @@ class PlainKernel:
         self._width = width
         self._size = max(1, elements // width) * width
         self._one_period = period
-        self._scratch = self._period = torch.empty(0, device=device)
+        self._scratch = self._period = torch.empty(0, device=device, dtype=torch.float32)
         waits = device.type == "cpu" if waits is None else waits
         self._sums: type[_HostSums | _DeviceSums] = _HostSums if waits else _DeviceSums
 
@@ -74,7 +74,7 @@ class PlainKernel:
         """Make scratch space when it is first needed: a faster kernel may do all the work."""
         if not len(self._scratch):
             device = self._scratch.device
-            self._scratch = torch.empty(self._size, device=device)
+            self._scratch = torch.empty(self._size, device=device, dtype=torch.float32)
             self._period = extend(self._one_period, PERIOD + self._size).to(device)
 
     def _sign(self, chunk: Tensor, position: int) -> Tensor:

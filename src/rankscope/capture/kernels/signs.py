@@ -26,10 +26,10 @@ class ParameterSigns:
     def __init__(self, name: str, seed: int, device: torch.device) -> None:
         digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
         self.first = int.from_bytes(digest[8:], "little")
-        self._generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        self._generator = _generator(int.from_bytes(digest[:8], "little") >> 1)
         self._device = device
-        self.shift = int(torch.randint(PERIOD, (), generator=self._generator))
-        self._rows = torch.empty(0, device=device)
+        self.shift = int(torch.randint(PERIOD, (), generator=self._generator, device="cpu"))
+        self._rows = torch.empty(0, device=device, dtype=torch.float32)
 
     def rows(self, count: int) -> Tensor:
         """Return the signs of at least the first ``count`` rows; a longer draw begins alike."""
@@ -42,7 +42,7 @@ class ParameterSigns:
 
 def period_signs(seed: int) -> Tensor:
     """Return the signs of prime period ``[PERIOD]``, float32, on the CPU."""
-    return _random_signs(PERIOD, torch.Generator().manual_seed(seed))
+    return _random_signs(PERIOD, _generator(seed))
 
 
 def extend(signs: Tensor, length: int) -> Tensor:
@@ -51,4 +51,9 @@ def extend(signs: Tensor, length: int) -> Tensor:
 
 
 def _random_signs(count: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(2, (count,), generator=generator, dtype=torch.float32).mul_(2).sub_(1)
+    bits = torch.randint(2, (count,), generator=generator, dtype=torch.float32, device="cpu")
+    return bits.mul_(2).sub_(1)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator(device="cpu").manual_seed(seed)
