@@ -152,6 +152,7 @@ def test_bad_input_is_an_error_of_ours_in_one_line(tmp_path: Path):
     empty.mkdir()
     for path, message in [
         (tmp_path / "none", "no run directory"),
+        (tmp_path / ("n" * 300), "(File name too long): check the path"),
         (empty, "no run.json"),
         (unfinished, "no summary.json yet"),
     ]:

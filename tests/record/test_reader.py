@@ -1,4 +1,5 @@
 import json
+from unittest import mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -77,6 +78,23 @@ def test_a_missing_directory(tmp_path):
 def test_a_directory_that_is_no_run(tmp_path):
     with pytest.raises(RunError, match=r"it has no run\.json"):
         Run.open(tmp_path)
+
+
+def test_a_path_that_the_system_refuses_is_no_run(tmp_path):
+    path = tmp_path / ("n" * 300)  # Path.is_file raises for it
+    assert not Run.is_run(path)
+    with pytest.raises(RunError, match=r"run\.json \(File name too long\): check the path and its"):
+        Run.open(path)
+
+
+def test_a_table_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    run = record(tmp_path / "run", [make_report(0)])
+    denied = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr("os.scandir", denied)
+    with pytest.raises(
+        RunError, match=r"cannot read .*/steps \(Permission denied\): check the path"
+    ):
+        run.table(Table.STEPS)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema_version":', "\xff\xfe"])

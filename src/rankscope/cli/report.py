@@ -30,7 +30,7 @@ from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.diagnose.rules import page_of
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run
-from rankscope.record.files import to_plain
+from rankscope.record.files import is_file, to_plain
 from rankscope.web.study_words import headline_of, is_study, open_study
 
 
@@ -135,7 +135,7 @@ def report(
 
 
 def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
-    if (path / "study.json").is_file():
+    if is_file(path / "study.json"):
         raise RunError(
             f"the study in {path} has no summary.json yet: wait until it has finished, continue "
             f"it with rankscope study --resume, or report one of the runs in {path / 'runs'}"

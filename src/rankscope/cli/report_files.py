@@ -16,6 +16,7 @@ from rich.text import Text
 from rankscope.diagnose.assessment import Assessment
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.record import Run
+from rankscope.record.files import is_directory
 from rankscope.web import write_figures, write_report, write_run_figures, write_study_report
 from rankscope.web.markdown import run_markdown, study_markdown
 from rankscope.web.study_words import Study
@@ -80,7 +81,7 @@ def places(directory: Path, formats: Sequence[Format], output: Path | None) -> d
         return {one: directory / NAMES[one] for one in formats}
     if output == STDOUT and (len(formats) != 1 or formats[0] not in {Format.MD, Format.JSON}):
         raise UsageError("--output - takes one format that is text: --format md or --format json")
-    if len(formats) == 1 and not (output.is_dir() and formats[0] is not Format.PNG):
+    if len(formats) == 1 and not (is_directory(output) and formats[0] is not Format.PNG):
         return {formats[0]: output}
     return {one: output / NAMES[one] for one in formats}
 

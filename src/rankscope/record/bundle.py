@@ -32,7 +32,7 @@ from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.record.files import replace, to_plain, write_error
+from rankscope.record.files import is_file, replace, to_plain, write_error
 
 FOLDER = "replay"
 """Where a run keeps its bundles."""
@@ -99,7 +99,7 @@ def save_bundle(run_dir: Path, bundle: ReplayBundle) -> Path:
     """
     target = run_dir / FOLDER / bundle.name
     info = (json.dumps(_info(bundle), indent=2, allow_nan=False) + "\n").encode()
-    if (target / _INFO).is_file():
+    if is_file(target / _INFO):
         replace(target / _INFO, info)
         return target
     hidden = target.with_name(f".{target.name}.tmp")

@@ -24,6 +24,28 @@ def to_plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
+def is_file(path: Path) -> bool:
+    """Return whether a path leads to a file; False, too, where that cannot be told.
+
+    ``Path.is_file`` raises there until Python 3.14: the directory may not be entered, the name is
+    too long, the server has gone.
+    """
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether a path leads to a directory; False, too, where that cannot be told."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def unreadable(path: Path, error: OSError) -> RunError:
+    """Return the error to raise when the system does not let a file or directory be read."""
+    return RunError(
+        f"cannot read {path} ({error.strerror or error}): check the path and its permissions, "
+        "and try again"
+    )
+
+
 def create_directory(path: Path) -> None:
     """Create a directory and its parents; an empty one may be there already.
 

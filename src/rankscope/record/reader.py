@@ -16,6 +16,7 @@ from rankscope.core.signals import DType, Table, signal, signals
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.record.bounded import even_rows, even_single_rows, latest_rows
+from rankscope.record.files import is_directory, is_file, unreadable
 from rankscope.record.overview import MAX_ROWS, Overview, read_overviews
 from rankscope.record.replay import read_reports
 from rankscope.record.rollups import Cells, Coverage, has_rollups, is_sorted, read_coverage
@@ -40,7 +41,7 @@ class Run:
     @staticmethod
     def is_run(path: str | Path) -> bool:
         """Return whether a path looks like a run directory: it holds a ``run.json``."""
-        return (Path(path) / "run.json").is_file()
+        return is_file(Path(path) / "run.json")
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -51,10 +52,6 @@ class Run:
                 a newer rankscope wrote it.
         """
         path = Path(path)
-        if not path.is_dir():
-            raise RunError(f"there is no run directory {path}: check the path")
-        if not cls.is_run(path):
-            raise RunError(f"{path} is not a run directory: it has no run.json; check the path")
         info = _read_info(path / "run.json")
         version = info["schema_version"]
         if version > SCHEMA_VERSION:
@@ -74,6 +71,9 @@ class Run:
         """What changes with every flush and every finding: names, sizes and times of three files.
 
         Cheap at any length of the run; for whoever wants to know whether to read it again.
+
+        Raises:
+            RunError: The files of the steps cannot be listed.
         """
         last = parts_of(self.path, Table.STEPS)[-1:]  # each flush writes this table after the rest
         files = [self.path / "run.json", self.path / "findings.jsonl", *last]
@@ -283,7 +283,7 @@ class Run:
         try:
             lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
         except OSError as error:
-            raise RunError(f"cannot read {file} ({error.strerror}): check permissions") from error
+            raise unreadable(file, error) from error
         latest: dict[str, Finding] = {}
         for number, line in enumerate(lines, start=1):
             try:
@@ -351,7 +351,15 @@ def _names(table: Table) -> tuple[str, ...]:
 def _read_info(file: Path) -> dict[str, Any]:
     try:
         info = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        if not is_directory(file.parent):
+            raise RunError(f"there is no run directory {file.parent}: check the path") from error
+        raise RunError(
+            f"{file.parent} is not a run directory: it has no run.json; check the path"
+        ) from error
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except ValueError as error:
         raise RunError(f"{file} cannot be read as JSON ({error}): the run is damaged") from error
     if not isinstance(info, dict) or not isinstance(info.get("schema_version"), int):
         raise RunError(f"{file} states no schema_version: it is not the run.json of a run")

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from rankscope.core.signals import Table, signal, signals
 from rankscope.errors import RunError
+from rankscope.record.files import unreadable
 from rankscope.record.schema import Array, arrow_schema, to_numpy
 
 Columns = dict[str, Array]
@@ -18,12 +19,20 @@ _BLOCK_ROWS = 8192
 
 
 def parts_of(run: Path, table: Table) -> list[Path]:
-    """Return the files of one table of a run directory, in order."""
+    """Return the files of one table of a run directory, in order.
+
+    Raises:
+        RunError: They cannot be listed.
+    """
     return parts_in(run / table)
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """Return the Parquet files of a directory in order; none when there is no such directory."""
+    """Return the Parquet files of a directory in order; none when there is no such directory.
+
+    Raises:
+        RunError: They cannot be listed.
+    """
     return [folder / name for name in _part_names(folder)]
 
 
@@ -32,6 +41,8 @@ def _part_names(folder: Path) -> list[str]:
         names = sorted(entry.name for entry in os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise unreadable(folder, error) from error
     return [name for name in names if name.startswith("part-") and name.endswith(".parquet")]
 
 

@@ -10,6 +10,7 @@ from rankscope.core.finding import Severity
 from rankscope.diagnose.rules import count
 from rankscope.errors import RunError
 from rankscope.record import Run
+from rankscope.record.files import is_directory, is_file, unreadable
 from rankscope.web.words import missing, number
 
 _ORDER = ("sharded", "replicated")
@@ -117,12 +118,12 @@ class Study:
         """
         for entry in self.entries:
             path = self.path / entry.text("run")
-            yield entry, Run.open(path) if entry.text("run") and path.is_dir() else None
+            yield entry, Run.open(path) if entry.text("run") and is_directory(path) else None
 
 
 def is_study(path: Path) -> bool:
     """Tell whether a directory looks like a study: it holds a ``summary.json``."""
-    return (path / "summary.json").is_file()
+    return is_file(path / "summary.json")
 
 
 def open_study(path: Path | str) -> Study:
@@ -139,7 +140,7 @@ def open_study(path: Path | str) -> Study:
         raise RunError(f"{path / 'summary.json'} should be a list of runs: run the study again")
     if not listed:
         raise RunError(f"{path / 'summary.json'} lists no run: run the study again")
-    info = _read_json(path / "study.json") if (path / "study.json").is_file() else {}
+    info = _read_json(path / "study.json") if is_file(path / "study.json") else {}
     entries = sorted((Entry(item) for item in listed), key=_position)
     return Study(path, info if isinstance(info, dict) else {}, tuple(entries))
 
@@ -152,7 +153,9 @@ def _position(entry: Entry) -> tuple[int, str, str]:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
         raise RunError(f"{path} cannot be read as JSON ({error}): run the study again") from error
 
 

@@ -1,5 +1,7 @@
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,47 @@ def test_any_name_has_an_id_of_its_own_that_needs_no_escaping():
         assert all(sign.isascii() and (sign.isalnum() or sign in "._-~/") for sign in made), made
         assert not {"", ".", ".."} & set(made.split("/"))
     assert id_of("ab/c") == "ab/c"
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let nobody look into a directory, as its permissions do for all but root."""
+
+    def guarded(call: Callable[..., Any], inside: bool) -> Callable[..., Any]:
+        def refuse(path: Any = ".", *args: Any, **named: Any) -> Any:
+            asked = Path(os.fsdecode(path)) if not isinstance(path, int) else Path()
+            if folder in asked.parents or (inside and asked == folder):
+                raise PermissionError(13, "Permission denied", str(asked))
+            return call(path, *args, **named)
+
+        return refuse
+
+    monkeypatch.setattr("os.stat", guarded(os.stat, inside=False))
+    monkeypatch.setattr("os.scandir", guarded(os.scandir, inside=True))
+
+
+def test_a_directory_that_may_not_be_entered_hides_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_at(tmp_path / "good")
+    run_at(tmp_path / "lost+found")
+    forbid(monkeypatch, tmp_path / "lost+found")
+    assert set(places(tmp_path)) == {"good"}
+
+
+def test_a_run_that_may_not_be_entered_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = run_at(tmp_path / "run")
+    place = Place("run", run, "run")
+    (run / "steps").mkdir()
+    (run / "steps" / "part-000000.parquet").touch()
+    seen = stamp(place, tmp_path)
+    with monkeypatch.context() as patch:
+        forbid(patch, run / "steps")
+        hidden = stamp(place, tmp_path)
+    assert None not in (seen, hidden)
+    assert hidden != seen
+    forbid(monkeypatch, run)
+    with pytest.raises(RunError, match=r"cannot read .*run \(Permission denied\): check the path"):
+        stamp(place, tmp_path)
 
 
 def test_links_are_not_followed(tmp_path: Path):

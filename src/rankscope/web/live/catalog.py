@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import RunError
+from rankscope.record import Run
+from rankscope.record.files import unreadable
 
 MAX_DEPTH = 6
 """Levels below the served directory at which runs are looked for."""
@@ -79,7 +81,8 @@ def stamp(place: Place, root: Path) -> Stamp | None:
     """Return the state of a run's files; None when the run is gone.
 
     Raises:
-        RunError: A file or table of it is a link out of the served directory.
+        RunError: A file or table of it is a link out of the served directory, or the directory
+            cannot be read.
     """
     lines = []
     changed = 0.0
@@ -91,8 +94,10 @@ def stamp(place: Place, root: Path) -> Stamp | None:
                 continue  # replaced just now: the next look sees it
             lines.append(f"{entry.path}\0{known.st_size}\0{known.st_mtime_ns}\0{known.st_ino}")
             changed = max(changed, known.st_mtime)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise unreadable(place.path, error) from error
     if not any(line.startswith(f"{place.path / 'run.json'}\0") for line in lines):
         return None
     text = "\n".join(sorted(lines)).encode(errors="surrogateescape")
@@ -111,13 +116,12 @@ def _files(path: Path, root: Path) -> Iterator[os.DirEntry[str]]:
         if entry.name in ("run.json", "findings.jsonl"):
             _stay_inside(entry, root)
             yield entry
-        elif not entry.name.startswith(".") and entry.is_dir():
+        elif not entry.name.startswith(".") and _is_directory(entry, links=True):
             _stay_inside(entry, root)
-            with os.scandir(entry.path) as parts:
-                for part in parts:
-                    if part.name.endswith(".parquet") and not part.name.startswith("."):
-                        _stay_inside(part, root)
-                        yield part
+            for part in _entries(entry.path):
+                if part.name.endswith(".parquet") and not part.name.startswith("."):
+                    _stay_inside(part, root)
+                    yield part
 
 
 def _stay_inside(entry: os.DirEntry[str], root: Path) -> None:
@@ -130,7 +134,7 @@ def _stay_inside(entry: os.DirEntry[str], root: Path) -> None:
 
 def _runs(root: Path) -> Iterator[tuple[Path, str]]:
     """Yield runs with their names, level by level; nothing inside a run is one."""
-    if _is_run(root):
+    if Run.is_run(root):
         yield root, root.name or "run"
         return
     level = [(root, "")]
@@ -143,7 +147,7 @@ def _runs(root: Path) -> Iterator[tuple[Path, str]]:
                 return
             for child in _directories(path):
                 inside = f"{name}/{child.name}" if name else child.name
-                if _is_run(Path(child.path)):
+                if Run.is_run(child.path):
                     yield Path(child.path), inside
                 else:
                     below.append((Path(child.path), inside))
@@ -151,17 +155,25 @@ def _runs(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _directories(path: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            found = [
-                entry
-                for entry in entries
-                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
-            ]
-    except OSError:
-        return []
+    found = [
+        entry
+        for entry in _entries(path)
+        if not entry.name.startswith(".") and _is_directory(entry, links=False)
+    ]
     return sorted(found, key=lambda entry: entry.name)
 
 
-def _is_run(path: Path) -> bool:
-    return (path / "run.json").is_file()
+def _entries(path: Path | str) -> list[os.DirEntry[str]]:
+    """Return what a directory holds; nothing of one that cannot be listed."""
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _is_directory(entry: os.DirEntry[str], *, links: bool) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=links)
+    except OSError:
+        return False

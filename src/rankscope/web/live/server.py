@@ -11,6 +11,7 @@ from urllib.parse import quote
 import uvicorn
 
 from rankscope.errors import UsageError
+from rankscope.record.files import is_directory
 from rankscope.web.live.app import make_app
 from rankscope.web.live.assets import addresses, asset
 from rankscope.web.live.board import REFRESH_SECONDS, Board
@@ -49,7 +50,7 @@ class LiveServer(uvicorn.Server):
         poll_seconds: float = POLL_SECONDS,
         refresh_seconds: float = REFRESH_SECONDS,
     ) -> None:
-        if not directory.is_dir():
+        if not is_directory(directory):
             raise UsageError(
                 f"there is no directory {directory}: name a run or one that holds runs"
             )
