@@ -10,11 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from rankscope import errors
 from rankscope.canary import LiveCanary, check_canary
 from rankscope.capture import ReadReduced
 from rankscope.capture.environment import environment_facts, vocabulary_digest
@@ -22,18 +20,14 @@ from rankscope.capture.training_facts import sampler_seed, training_facts
 from rankscope.core.groups import GroupsOption
 from rankscope.core.hang import HangReport
 from rankscope.core.plan import Plan
-from rankscope.core.signals import schema_hash
 from rankscope.core.tiers import Tier
-from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.restart import state_after
-from rankscope.errors import RankscopeError, RunError, UsageError
-from rankscope.exchange import Channel, GlooChannel, Hello
+from rankscope.exchange import Channel, GlooChannel
 from rankscope.exchange.heartbeat import Heartbeat, default_store
 from rankscope.instruments import Options, choice, choose_instruments
-from rankscope.record import Run, RunWriter
-from rankscope.record.states import pack_state, unpack_state
+from rankscope.opening import open_run
+from rankscope.record import RunWriter
 from rankscope.scope import OnFinding, Scope
-from rankscope.sinks import PlannedSink, RunInfo, SinkOption, Sinks, plan_sinks
+from rankscope.sinks import SinkOption
 from rankscope.wrapping import Wrapped, find_wrapper, plain_optimizer
 
 _log = logging.getLogger("rankscope")
@@ -132,7 +126,7 @@ def watch(
         UnsupportedError: The model goes data parallel in a way that cannot be watched.
         UsageError: An option cannot work, or options differ between ranks.
         MissingExtraError: The package of a sink is not installed.
-        RunError: Rank 0 cannot write ``run_dir``.
+        RunError: Rank 0 cannot write ``run_dir``, or some rank cannot begin for another reason.
     """
     options = Options(
         tier=choice(Tier, "tier", tier),
@@ -162,11 +156,17 @@ def watch(
         "canary": canary,
         "canary_every": canary_every,
     }
-    facts = _facts(instruments.device, tokenizer, loader)
-    training = training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group)
-    info = {"facts": facts, "config": dict(config or {}), "training": training, "sinks": sinks}
-    directory = _own_directory(Path(run_dir), dist.get_process_group_ranks(group))
-    writer, diagnosis, feeders = _open_run(channel, directory, described, info, flush_seconds)
+
+    def describe() -> dict[str, Any]:
+        return {
+            "facts": _facts(instruments.device, tokenizer, loader),
+            "config": dict(config or {}),
+            "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
+            "sinks": sinks,
+            "run_dir": _own_directory(Path(run_dir), dist.get_process_group_ranks(group)),
+        }
+
+    writer, diagnosis, feeders = open_run(channel, described, describe, flush_seconds)
     if channel.rank != 0:
         instruments = dataclasses.replace(instruments, make_trace_meter=None)
     return Scope(
@@ -211,114 +211,11 @@ def _tell_of_hang(rank: int, report: HangReport) -> None:
     _log.log(level, "rankscope, rank %d: %s", rank, report)
 
 
-def _open_run(
-    channel: Channel, run_dir: Path, options: dict[str, Any], info: dict[str, Any], flush: float
-) -> tuple[RunWriter | None, Diagnosis, Sinks | None]:
-    """Agree on options with all ranks, and open the run's directory and sinks on rank 0.
-
-    Returns:
-        The writer, on rank 0, the diagnosis, which may go on from the run before, and the sinks.
-    """
-    facts, sinks = info.pop("facts"), info.pop("sinks")
-    hellos = channel.gather_hellos(Hello({"schema": schema_hash(), **options}, facts))
-    for rank, hello in enumerate(hellos):
-        if hello.agreement != hellos[0].agreement:
-            raise UsageError(
-                f"watch() expected the same options on every rank, got {hello.agreement} on rank "
-                f"{rank} and {hellos[0].agreement} on rank 0; pass equal options"
-            )
-    hosts = tuple(str(hello.facts["host"]) for hello in hellos)
-    writer, problem, start = None, None, None
-    planned: tuple[PlannedSink, ...] = ()
-    if channel.rank == 0:
-        ranks = [{"rank": rank, **hello.facts} for rank, hello in enumerate(hellos)]
-        info = {
-            "num_workers": channel.num_workers,
-            "world_size": dist.get_world_size(),
-            "ranks": ranks,
-            "options": options,
-            **info,
-        }
-        try:
-            planned = plan_sinks(sinks)
-            previous, path = _free_directory(run_dir)
-            if previous is not None and options["resume"]:
-                start = state_after(previous, channel.num_workers, hosts, options["groups"])
-            if previous is not None and start is not None:
-                info |= {"continues": previous.name, "first_step": start["step"] + 1}
-            writer = RunWriter(path, info, flush_seconds=flush, start=start)
-        except RankscopeError as error:
-            problem = error
-    environments = [hello.facts["environment"] for hello in hellos]
-    diagnosis = Diagnosis(
-        channel.num_workers,
-        hosts,
-        environments,
-        Plan.of(options["plan"]),
-        reduced_in=options["reduced_in"],
-        sampler_seeds=[hello.facts["sampler_seed"] for hello in hellos],
-    )
-    _share_start(channel, diagnosis, b"" if start is None else pack_state(start), problem)
-    if writer is not None:
-        writer.add_findings(diagnosis.findings)
-    return writer, diagnosis, _start_sinks(planned, writer, diagnosis, info, options)
-
-
-def _start_sinks(
-    planned: tuple[PlannedSink, ...],
-    writer: RunWriter | None,
-    diagnosis: Diagnosis,
-    info: dict[str, Any],
-    options: dict[str, Any],
-) -> Sinks | None:
-    if writer is None or not planned:
-        return None
-    if dist.get_rank() != 0:  # one tracker, one port, one webhook for the job
-        _log.info("sinks show the data-parallel group of global rank 0; this is another")
-        return None
-    known = tuple(diagnosis.findings)
-    run = RunInfo(writer.path, info["num_workers"], info["config"], options, known)
-    return Sinks(planned, run)
-
-
-def _share_start(
-    channel: Channel, diagnosis: Diagnosis, packed: bytes, problem: RankscopeError | None
-) -> None:
-    """Tell all ranks what rank 0 could not do, or else let all begin with its state.
-
-    Raises:
-        RankscopeError: Rank 0 has a problem; of its kind, on all ranks.
-    """
-    facts = {"state_bytes": len(packed), "kind": type(problem).__name__}
-    answer = channel.gather_hellos(Hello({}, facts, str(problem or "")))[0]
-    if answer.problem:
-        kind = getattr(errors, answer.facts["kind"], RunError)
-        raise kind.__new__(kind, answer.problem)  # the sentence is whole; __init__ would add to it
-    if answer.facts["state_bytes"]:
-        message = np.zeros(answer.facts["state_bytes"], np.uint8)
-        message[: len(packed)] = np.frombuffer(packed, np.uint8)
-        diagnosis.restore(unpack_state(channel.broadcast(message).tobytes()))
-
-
 def _own_directory(run_dir: Path, ranks: list[int]) -> Path:
     """Return the directory of one data-parallel group, so that no two groups write the same."""
     if 0 in ranks:
         return run_dir
     return run_dir.with_name(f"{run_dir.name}-from-rank-{ranks[0]}")
-
-
-def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
-    """Return the run before, if ``run_dir`` holds one already, and where to record this one.
-
-    Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
-    """
-    previous, candidate, number = None, run_dir, 1
-    while Run.is_run(candidate):
-        number += 1
-        previous, candidate = candidate, run_dir.with_name(f"{run_dir.name}-{number}")
-    if previous is not None:
-        _log.warning("%s already holds a run; this one is recorded in %s", run_dir, candidate)
-    return previous, candidate
 
 
 def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from rankscope import Run
 from rankscope.core.recorded import as_recorded
 from rankscope.core.signals import Table
 from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.opening import _free_directory
 from rankscope.record import writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
-from rankscope.start import _free_directory
 from support.loops import Loop
 from support.ranks import RankError, run_ranks
 from support.same import assert_same

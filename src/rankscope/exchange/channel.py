@@ -49,11 +49,13 @@ class Hello:
         agreement: What must be equal on all workers: schema, options.
         facts: What is worth recording of this worker: host, device, versions.
         problem: Why this worker cannot start; empty when it can.
+        kind: Name of the class of error that the problem is.
     """
 
     agreement: dict[str, Any]
     facts: dict[str, Any]
     problem: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
