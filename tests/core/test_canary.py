@@ -16,6 +16,7 @@ from rankscope.core.canary_plan import (
     all_asked,
 )
 from rankscope.core.finding import Finding, Severity
+from rankscope.core.governor import LAG
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.step import MISSING_INT
 
@@ -223,6 +224,18 @@ def test_a_schedule():
     assert {(one.suspect, one.peer, one.reason) for one in seen} == {(0, 1, "scheduled")}
     assert not any(one.of_finding for one in seen)
     assert len(planned(CanaryPlan(3, every=1), 0, 100)) == 4  # one after the other
+
+
+@pytest.mark.parametrize("every", [1, 50, 199])
+def test_scheduled_canaries_do_not_put_off_those_of_findings(every):
+    plan = CanaryPlan(4, every)
+    planned(plan, 0, 310)
+    both = [finding(), finding("rank-1", ranks=(1,))]
+    of_findings = [one for one in planned(plan, 310, 1000, findings=both) if one.of_finding]
+    assert [one.reason for one in of_findings] == ["rank-2", "rank-1"]
+    first, second = (one.capture_at - LAG for one in of_findings)
+    assert first <= 310 + 2 * LAG  # the present one has to end
+    assert SPACING <= second - first <= SPACING + 2 * LAG
 
 
 def test_one_that_is_asked_for_waits_for_the_present_one():

@@ -118,7 +118,8 @@ class CanaryPlan:
             if step < not_before or not (spaced or planned.attempt > 1):
                 continue
             del self._waiting[index]
-            self._last = step
+            if planned.of_finding:
+                self._last = step
             self.current = replace(planned, capture_at=step + LAG, run_at=step + 2 * LAG)
             return self.current
         return None
