@@ -131,7 +131,7 @@ def test_healthy_shards(tmp_path):
 
 
 def test_shards_by_different_seeds(tmp_path):
-    run, _ = record(tmp_path, sharded(4096, 8, 4, seeds=list(range(8))))
+    run, _ = record(tmp_path, sharded(2048, 8, 4, seeds=list(range(8))))
     found = assess(run)
     assert found.severity is Severity.ERROR
     assert "overlap" in found.headline

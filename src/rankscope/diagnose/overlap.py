@@ -20,8 +20,8 @@ from rankscope.diagnose.evidence import Evidence, Groups, Observation
 from rankscope.diagnose.padding import Padding
 from rankscope.diagnose.rules import count, name_ranks
 
-SURE = 1e-3
-LIKELY = 0.05
+SURE = 1e-6
+LIKELY = 1e-4
 """Probabilities of the innocent reading below which a finding is an error, or a warning."""
 
 _STEPS_OF_OVERLAP = 3
@@ -39,7 +39,9 @@ class OverlappingShards(Stateful):
     Sampling with replacement overlaps too, on purpose; so does content that occurs several times
     in the data. Both hit a worker's own samples in a share of at least 1/W of all repeats
     (:class:`_ShareTest`), and neither prefers one worker (``chance_of_one_worker``). These two
-    tests may be read after every step; each is wrong with at most the probability that it states.
+    tests may be read after every step, and together are wrong with at most the probability that
+    is stated. It holds as long as repeats come one by one. Whole shards that are drawn with
+    replacement come in hundreds: such a job needs ``repeats``.
 
     Workers with identical batches count as one worker here: :class:`DuplicateBatches` speaks of
     them. Beyond ``capacity`` different samples, only a random share of them is followed: the same
@@ -137,12 +139,13 @@ class OverlappingShards(Stateful):
 
     def _severity(self) -> tuple[Severity, float]:
         """Return severity and a bound on the probability of the innocent readings."""
-        far, close = self._known.far_apart.chance, self._known.close_by.chance
-        one_worker = self._known.chance_of_one_worker()
+        known = self._known
+        far, close = known.far_apart.log_ratio, known.close_by.log_ratio
+        one_worker = known.chance_of_one_worker()
+        chance = _either(_chance(far, close, far + close), one_worker)
         # Equal contents beside each other in a file share a step or follow closely, without fault.
-        sure = far * close if self._named else far
-        self._error = self._error or min(sure, one_worker) < SURE
-        chance = min(far * close, one_worker)
+        sure = chance if self._named else _either(_chance(far), one_worker)
+        self._error = self._error or sure < SURE
         if self._error:
             return Severity.ERROR, min(chance, SURE)
         return (Severity.WARNING if chance < LIKELY else Severity.NOTE), chance
@@ -330,7 +333,23 @@ class _ShareTest(Stateful):
         self._log_half += later._log_half
 
     @property
-    def chance(self) -> float:
-        """Bound on the probability that the null looks like this, in [0, 1]."""
-        log_average = float(np.logaddexp(self._log_never, self._log_half)) - math.log(2)
-        return math.exp(-max(log_average, 0.0))
+    def log_ratio(self) -> float:
+        """Logarithm of that average."""
+        return float(np.logaddexp(self._log_never, self._log_half)) - math.log(2)
+
+
+def _either(one: float, other: float) -> float:
+    """Bound the probability that the smaller of two bounds is wrong."""
+    return min(1.0, 2 * min(one, other))
+
+
+def _chance(*log_ratios: float) -> float:
+    """Bound the probability that the null ever looks like this, in [0, 1].
+
+    The average of supermartingales of mean 1 is one, too.
+
+    Args:
+        log_ratios: Their logarithms.
+    """
+    log_average = float(np.logaddexp.reduce(log_ratios)) - math.log(len(log_ratios))
+    return math.exp(-max(log_average, 0.0))

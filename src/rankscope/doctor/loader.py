@@ -18,7 +18,7 @@ TITLES = {
     ORDER: "Epoch order",
 }
 
-SURE, LIKELY = 1e-3, 0.05
+SURE, LIKELY = 1e-6, 1e-4
 """Probabilities of an innocent reading below which an overlap is an error, or a warning."""
 UNEVEN, VERY_UNEVEN, TILTED = 1.1, 4.0, 1.5
 """Factors between label tokens: of a step for a note and a warning, of the whole for a warning."""
