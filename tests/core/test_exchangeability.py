@@ -102,6 +102,19 @@ def test_the_scale_remembers_the_past_and_follows_a_common_growth():
     assert scale.observe(np.array([100.0]), rows)[0] == pytest.approx(50)  # half of it at once
 
 
+def test_a_step_of_equal_units_teaches_no_scale():
+    scale, usual = RobustScale(2), RobustScale(2)
+    rows = np.arange(2)
+    assert scale.observe(np.zeros(2), rows).tolist() == [0, 0]  # nothing is known yet
+    for _ in range(30):
+        scale.observe(np.array([1.0, 2.0]), rows)
+        usual.observe(np.array([1.0, 2.0]), rows)
+    for nothing in (0.0, np.inf) * 500:
+        scale.observe(np.full(2, nothing), rows)
+    for current_S in np.array([[1e-16, 3.0], [0.5, 1.0]]):
+        assert scale.observe(current_S, rows).tolist() == usual.observe(current_S, rows).tolist()
+
+
 def test_an_e_detector_is_the_sum_over_beginnings():
     rng = np.random.default_rng(0)
     e_T = rng.exponential(size=40).astype(np.float32)
@@ -150,6 +163,18 @@ def test_evidence_grows_by_one_a_step_on_average_in_a_healthy_run(num_units):
         final.append(test.evidence)
     error = np.std(final) / np.sqrt(runs)
     assert abs(np.mean(final) - steps) < 4 * error
+
+
+def test_a_rounding_after_many_steps_of_equal_units_is_not_far_out():
+    test = make()
+    feed(test, np.random.default_rng(0), 50)
+
+    def equal(values):
+        values[:] = 0.5
+
+    feed(test, np.random.default_rng(0), 2000, equal)
+    test.observe(np.array([[0.5] * 7 + [0.5 + 1e-15]]), np.zeros(1, np.int64))
+    assert 0 < test.z_SU.max() < 1
 
 
 def shift(unit, by, signal=0):

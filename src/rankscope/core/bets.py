@@ -91,7 +91,8 @@ class RobustScale(Stateful):
     """A robust standard deviation per signal, of this step and of the recent past.
 
     The median distance from the median of eight workers errs by a third; the past steadies it. It
-    follows when all units spread out together.
+    follows when all units spread out together. A step in which more than half of the units are
+    equal says nothing of how far they usually are apart: nothing is learnt from it.
 
     Args:
         num_signals: S.
@@ -104,11 +105,13 @@ class RobustScale(Stateful):
     def observe(self, current_S: Floats, rows: Rows) -> Floats:
         """Return the scale of these signals, given the one of this step alone."""
         past = self.past_S[rows]
-        self.count_S[rows] += 1
-        gain = np.maximum(1 / self.count_S[rows], _MEMORY)
         known = np.isfinite(past)
         scale_S = np.where(known, np.maximum(past, current_S / 2), current_S)
-        self.past_S[rows] = np.where(known, (1 - gain) * past + gain * current_S, current_S)
+        learns = (current_S > 0) & (current_S < np.inf)
+        self.count_S[rows] += learns
+        gain = np.maximum(1 / np.maximum(self.count_S[rows], 1), _MEMORY)
+        learnt = np.where(known, (1 - gain) * past + gain * current_S, current_S)
+        self.past_S[rows] = np.where(learns, learnt, past)
         return scale_S
 
 
