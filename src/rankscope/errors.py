@@ -6,6 +6,7 @@
     ├── UsageError (ValueError)    an argument or option that cannot work
     ├── DataError (ValueError)     a data file or record that cannot be used
     ├── RunError (ValueError)      a run directory that cannot be read or written
+    │   └── record: RunTakenError (another job has begun a run in the directory)
     ├── UnsupportedError           a way of training that cannot be watched (yet)
     ├── MissingExtraError          an optional dependency that is not installed
     ├── study.launch: StudyInterrupted, WorkerFailedError

@@ -20,7 +20,7 @@ from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.diagnose.restart import state_after
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.exchange import Channel, Hello
-from rankscope.record import Run, RunWriter
+from rankscope.record import Run, RunTakenError, RunWriter
 from rankscope.record.states import pack_state, unpack_state
 from rankscope.sinks import PlannedSink, RunInfo, Sinks, plan_sinks
 
@@ -118,6 +118,24 @@ def _begin_record(
     flush: float,
 ) -> _Record:
     """Open the run's directory; the diagnosis goes on from the run before, if there is one."""
+    while True:
+        try:
+            writer, packed = _begin_writer(run_dir, info, flush)
+            break
+        except RunTakenError:  # by a job that begins at the same time: the next sibling is ours
+            continue
+    if packed:
+        diagnosis.restore(unpack_state(packed))
+    writer.add_findings(diagnosis.findings)
+    return _Record(writer, planned, packed)
+
+
+def _begin_writer(run_dir: Path, info: dict[str, Any], flush: float) -> tuple[RunWriter, bytes]:
+    """Return the writer of a new run, and what its detectors go on from, see ``_Record``.
+
+    Raises:
+        RunTakenError: Another job was faster.
+    """
     options = info["options"]
     previous, path = _free_directory(run_dir)
     start = None
@@ -127,11 +145,7 @@ def _begin_record(
     if previous is not None and start is not None:
         info = {**info, "continues": previous.name, "first_step": start["step"] + 1}
     packed = b"" if start is None else pack_state(start)
-    writer = RunWriter(path, info, flush_seconds=flush, start=start)
-    if packed:
-        diagnosis.restore(unpack_state(packed))
-    writer.add_findings(diagnosis.findings)
-    return _Record(writer, planned, packed)
+    return RunWriter(path, info, flush_seconds=flush, start=start), packed
 
 
 def _start_sinks(

@@ -1,12 +1,16 @@
 import contextlib
 import json
+import os
 import resource
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from rankscope.errors import RunError
-from rankscope.record import RunWriter
+from rankscope.record import RunTakenError, RunWriter, writer
+from rankscope.record.files import staged
+from rankscope.record.states import START_FILE, read_state
 from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
 from record.step_reports import expected_steps, expected_workers, files_of, make_report
 
@@ -44,9 +48,67 @@ def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path, below):
         RunWriter(tmp_path / below, {})
 
 
-def test_a_directory_that_takes_no_file_is_refused(tmp_path):
+@pytest.mark.parametrize("start", [None, {"step": 6}])
+def test_a_directory_that_takes_no_file_is_refused_and_taken_later(tmp_path, start):
     with full_disk(0), pytest.raises(RunError, match="cannot write"):
-        RunWriter(tmp_path / "run", {})
+        RunWriter(tmp_path / "run", {}, start=start)
+    assert files_of(tmp_path) == []
+    RunWriter(tmp_path / "run", {}, start=start)
+
+
+@pytest.mark.parametrize("start", [None, {"step": 6}])
+def test_what_a_start_that_was_killed_has_left_is_in_nobodys_way(tmp_path, start):
+    for name in (".run.tmp", ".run.7-0123abcd.tmp", START_FILE):
+        (tmp_path / name).write_text("half of")
+    RunWriter(tmp_path, {}, start=start)
+    seen = [name for name in files_of(tmp_path) if not name.startswith(".")]
+    assert seen == ([START_FILE] if start else []) + ["run.json"]
+    assert not start or read_state(tmp_path / START_FILE) == start
+
+
+# Jobs that begin at once --------------------------------------------------------------------------
+
+
+def overtake(monkeypatch, path):
+    """Let another job begin its run when the next one has found the directory free."""
+    create = writer.create_directory
+
+    def overtaken(*arguments, **named):
+        create(*arguments, **named)
+        monkeypatch.setattr(writer, "create_directory", create)
+        RunWriter(path, {"job": "other"})
+
+    monkeypatch.setattr(writer, "create_directory", overtaken)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_jobs_that_begin_at_once_one_has_the_directory(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr("os.link", mock.Mock(side_effect=PermissionError(1, "not supported")))
+    overtake(monkeypatch, tmp_path)
+    for _ in range(2):  # overtaken, and late
+        with pytest.raises(RunTakenError, match="not empty: choose another or remove it"):
+            RunWriter(tmp_path, {"job": "this"}, start={"step": 6})
+    assert files_of(tmp_path) == ["run.json"]
+    assert read_info(tmp_path)["job"] == "other"
+
+
+def test_an_answer_that_a_file_server_has_lost_is_no_other_job(tmp_path, monkeypatch):
+    link = os.link
+
+    def lose_the_answer(source, target, **named):
+        link(source, target, **named)
+        link(source, target, **named)
+
+    monkeypatch.setattr("os.link", lose_the_answer)
+    RunWriter(tmp_path, {"job": "this"})
+    assert read_info(tmp_path)["job"] == "this"
+
+
+def test_writers_of_one_file_do_not_share_what_is_half_written(tmp_path):
+    with staged(tmp_path / "file", b"a") as one, staged(tmp_path / "file", b"b") as other:
+        assert one.read_bytes() + other.read_bytes() == b"ab"
+    assert files_of(tmp_path) == []
 
 
 # A full disk ----------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import pytest
 from rankscope import Run
 from rankscope.core.recorded import as_recorded
 from rankscope.core.signals import Table
-from rankscope.diagnose.diagnosis import diagnose_run
-from rankscope.opening import _free_directory
-from rankscope.record import writer
+from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
+from rankscope.opening import _begin_record, _free_directory
+from rankscope.record import RunWriter, writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
 from support.loops import Loop
 from support.ranks import RankError, run_ranks
@@ -130,6 +130,24 @@ def test_a_restart_is_recorded_after_the_last_sibling(tmp_path):
     assert _free_directory(tmp_path / "run") == (tmp_path / "run-2", tmp_path / "run-3")
     assert _free_directory(tmp_path / "run-x") == (tmp_path / "run-x", tmp_path / "run-x-2")
     assert _free_directory(tmp_path / "run-3") == (None, tmp_path / "run-3")
+
+
+def test_a_job_that_another_has_overtaken_records_beside_it(tmp_path, monkeypatch):
+    create = writer.create_directory
+
+    def overtaken(*arguments, **named):
+        create(*arguments, **named)
+        monkeypatch.setattr(writer, "create_directory", create)
+        RunWriter(tmp_path / "run", {"num_workers": 2})
+
+    monkeypatch.setattr(writer, "create_directory", overtaken)
+    hosts = ("a", "b")
+    ranks = [{"host": host} for host in hosts]
+    options = {"resume": True, "groups": []}
+    info = {"num_workers": 2, "options": options, "ranks": ranks}
+    record = _begin_record(tmp_path / "run", Diagnosis(2, hosts), (), info, 10.0)
+    assert (record.writer.path, record.start) == (tmp_path / "run-2", b"")
+    assert "continues" not in Run.open(tmp_path / "run-2").info
 
 
 def seen_live(rank, run_dir, tier):

@@ -18,6 +18,7 @@
     detectors-start.npz what they remembered when the run began, if it continues another
 """
 
+from rankscope.record.files import RunTakenError
 from rankscope.record.overview import Overview
 from rankscope.record.reader import Run
 from rankscope.record.rollups import Coverage
@@ -25,4 +26,13 @@ from rankscope.record.schema import SCHEMA_VERSION, arrow_schema
 from rankscope.record.tables import Columns
 from rankscope.record.writer import RunWriter
 
-__all__ = ["SCHEMA_VERSION", "Columns", "Coverage", "Overview", "Run", "RunWriter", "arrow_schema"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Columns",
+    "Coverage",
+    "Overview",
+    "Run",
+    "RunTakenError",
+    "RunWriter",
+    "arrow_schema",
+]

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +47,38 @@ def unreadable(path: Path, error: OSError) -> RunError:
     )
 
 
-def create_directory(path: Path) -> None:
-    """Create a directory and its parents; an empty one may be there already.
+class RunTakenError(RunError):
+    """Another job has begun a run in the directory."""
+
+
+def create_directory(path: Path, mark: str, leftovers: Collection[str] = ()) -> None:
+    """Create a directory and its parents; one that holds nothing of use may be there already.
+
+    Args:
+        path: The directory.
+        mark: The file that a job which has taken the directory put there, see ``claim``.
+        leftovers: Names of files that a start which did not get so far may have left, besides
+            hidden ones that were never finished.
 
     Raises:
-        RunError: It holds something, or cannot be created.
+        RunTakenError: Another job has taken it.
+        RunError: It holds something else, or cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        occupied = any(path.iterdir())
+        names = {entry.name for entry in path.iterdir()} - {*leftovers}
     except OSError as error:
         raise RunError(
             f"cannot create the run directory {path} ({error.strerror}): choose another path"
         ) from error
-    if occupied:
-        raise RunError(
-            f"the run directory {path} already exists and is not empty: choose another or remove it"
-        )
+    if mark in names and is_file(path / mark):
+        raise RunTakenError(_not_empty(path))
+    if any(not (name.startswith(".") and name.endswith(".tmp")) for name in names):
+        raise RunError(_not_empty(path))
+
+
+def _not_empty(path: Path) -> str:
+    return f"the run directory {path} already exists and is not empty: choose another or remove it"
 
 
 def write_error(path: Path, error: OSError) -> RunError:
@@ -83,17 +99,64 @@ def replace(path: Path, content: bytes) -> None:
     Raises:
         RunError: It cannot be written; the old file is then untouched.
     """
-    hidden = path.with_name(f".{path.stem}.tmp")
+    with staged(path, content) as hidden:
+        hidden.replace(path)
+
+
+@contextlib.contextmanager
+def staged(path: Path, content: bytes) -> Iterator[Path]:
+    """Write the content of a file to the disk under a hidden name, which no other writer uses.
+
+    Whoever asked for it renames or links it; it is removed afterwards if it still is there.
+
+    Args:
+        path: The file that it shall become.
+        content: What it holds.
+
+    Raises:
+        RunError: It cannot be written, or not be renamed.
+    """
+    hidden = path.with_name(f".{path.stem}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with hidden.open("wb") as file:
+        with hidden.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        hidden.replace(path)
+        yield hidden
     except OSError as error:
+        raise write_error(path, error) from error
+    finally:
         with contextlib.suppress(OSError):
             hidden.unlink()
-        raise write_error(path, error) from error
+
+
+def claim(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, as a whole: of several jobs at once, one succeeds.
+
+    Args:
+        path: The file, which stands for the directory that holds it.
+        content: What it holds then.
+
+    Raises:
+        RunTakenError: Another job was first.
+        RunError: It cannot be written.
+    """
+    with staged(path, content) as hidden:
+        try:
+            path.hardlink_to(hidden)
+        except FileExistsError:
+            if not path.samefile(hidden):  # the same: the file server's first answer was lost
+                raise RunTakenError(_not_empty(path.parent)) from None
+        except OSError:  # no links on this file system
+            _claim_without_links(path, hidden)
+
+
+def _claim_without_links(path: Path, hidden: Path) -> None:
+    try:
+        path.open("xb").close()
+    except FileExistsError:
+        raise RunTakenError(_not_empty(path.parent)) from None
+    hidden.replace(path)
 
 
 def append(path: Path, data: bytes) -> None:

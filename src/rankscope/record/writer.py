@@ -5,6 +5,7 @@ file sees a whole one. The last Parquet part of a table grows at each flush unti
 then stays as it is: few files, and never a row twice or a gap.
 """
 
+import contextlib
 import json
 import math
 import platform
@@ -26,7 +27,15 @@ from rankscope.core.state import State
 from rankscope.core.step import StepReport
 from rankscope.core.trace import TRACE_WIDTH
 from rankscope.errors import RunError
-from rankscope.record.files import append, create_directory, replace, to_plain, write_error
+from rankscope.record.files import (
+    append,
+    claim,
+    create_directory,
+    replace,
+    staged,
+    to_plain,
+    write_error,
+)
 from rankscope.record.part import GrowingPart
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
@@ -39,6 +48,9 @@ from rankscope.record.schema import (
     to_arrow_lists,
 )
 from rankscope.record.states import START_FILE, STATE_FILE, pack_state
+
+INFO_FILE = "run.json"
+"""Says what a run is; the job that put it there has the directory."""
 
 PART_BYTES = 16 * 2**20
 """Bytes after which a part is finished and the next one begins."""
@@ -68,13 +80,15 @@ class RunWriter:
     ``close``. After a write error the rows are kept, so that a later flush can still write them.
 
     Args:
-        path: The directory; created with its parents. It may exist when it is empty.
+        path: The directory; created with its parents. It may exist when it is empty, but for what
+            a start that was cut short has left.
         info: What ``run.json`` says about the run: configuration, hosts, versions. Values that
             JSON does not know (numpy, paths) are made plain, numbers that are not finite null.
         flush_seconds: Time between two writes of ``flush_if_due``.
         start: What the detectors remember when the run begins, if it continues another.
 
     Raises:
+        RunTakenError: Another job has begun a run in it.
         RunError: The directory is not empty, or cannot be created or written.
     """
 
@@ -112,10 +126,7 @@ class RunWriter:
             "status": "running",
             "started": _now(),
         }
-        create_directory(self.path)
-        if start is not None:
-            replace(self.path / START_FILE, pack_state(start))
-        self._write_info()
+        self._begin(start)
 
     def add(self, report: StepReport) -> None:
         """Append one step to all tables, in memory.
@@ -217,12 +228,26 @@ class RunWriter:
             self.flush()
             self._info |= {"status": status, "finished": _now(), "steps": self._num_steps}
             self._info |= facts
-            self._write_info()
+            replace(self.path / INFO_FILE, self._info_text())
             self._closed = True
 
-    def _write_info(self) -> None:
-        text = json.dumps(to_plain(self._info), indent=2) + "\n"
-        replace(self.path / "run.json", text.encode())
+    def _begin(self, start: State | None) -> None:
+        """Take the directory: what the detectors remember becomes visible with ``run.json``."""
+        create_directory(self.path, INFO_FILE, leftovers=[START_FILE])
+        with contextlib.ExitStack() as stack:
+            remembered = self.path / START_FILE
+            hidden = None
+            if start is not None:
+                hidden = stack.enter_context(staged(remembered, pack_state(start)))
+            claim(self.path / INFO_FILE, self._info_text())
+            if hidden is not None:
+                hidden.replace(remembered)
+            else:  # one of a start that did not get so far is not this run's
+                with contextlib.suppress(OSError):
+                    remembered.unlink()
+
+    def _info_text(self) -> bytes:
+        return (json.dumps(to_plain(self._info), indent=2) + "\n").encode()
 
 
 class _PartWriter:
