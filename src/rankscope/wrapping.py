@@ -100,8 +100,9 @@ def find_wrapper(model: nn.Module) -> Wrapped:
     inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
     if isinstance(inner, DistributedDataParallel):
         _check_ddp(inner)
-        device = next(inner.parameters()).device
-        return Wrapped("DDP", inner, _trained(inner), inner.process_group, device)
+        parameters = _trained(inner)
+        device = next(iter(parameters.values()), next(inner.parameters())).device
+        return Wrapped("DDP", inner, parameters, inner.process_group, device)
     if isinstance(inner, FullyShardedDataParallel):
         raise UnsupportedError(
             "watch() expected DDP or FSDP2, got FSDP1, whose flat parameters hide the local "

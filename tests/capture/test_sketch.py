@@ -19,9 +19,10 @@ from capture.structures import (
 from rankscope.capture import GradientTotals, Sketcher
 from rankscope.capture.fold import fold
 from rankscope.capture.kernels.flat import flat_parts
+from rankscope.capture.kernels.native import reads
 from rankscope.capture.norms import NormMeter
 from rankscope.core.groups import group_parameters
-from rankscope.errors import UsageError
+from rankscope.errors import UnsupportedError, UsageError
 
 CPU = torch.device("cpu")
 WIDTH = 1021
@@ -328,6 +329,21 @@ def test_norms_of_several_gradients_have_the_bits_of_one_after_the_other():
     for name, gradient in named:
         sketcher.measure_norm(name, gradient, one_by_one)
     expect_equal(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("meter", [Sketcher, NormMeter])
+def test_a_gradient_on_another_device_is_an_error_that_is_told(meter):
+    sketcher = meter(CPU, ONE, WIDTH)
+    totals = sketcher.new_totals()
+    elsewhere = torch.ones(30, 30, device="meta")  # the compiled kernel would read at address 0
+    assert not reads(elsewhere)
+    for _ in range(2):  # the second time, all is prepared
+        with pytest.raises(UnsupportedError, match=r"a gradient on cpu.*got one on meta"):
+            sketcher.measure("weight", elsewhere, totals)
+        with pytest.raises(UnsupportedError, match="got one on meta"):
+            sketcher.measure_norms([("weight", elsewhere)], totals)
+        sketcher.measure("weight", torch.ones(30, 30), totals)
+    assert float(totals.squared_norms[0]) == 2 * 30 * 30
 
 
 @pytest.mark.parametrize("width", [0, 1, 4096, 8191])

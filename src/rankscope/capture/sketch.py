@@ -32,7 +32,7 @@ from rankscope.capture.kernels.native import NativeKernel, NativePlace, reads
 from rankscope.capture.totals import GradientTotals
 from rankscope.core.groups import Groups
 from rankscope.core.sections import Range, Sections
-from rankscope.errors import UsageError
+from rankscope.errors import UnsupportedError, UsageError
 
 DEFAULT_WIDTH = 4093
 
@@ -105,6 +105,9 @@ class Sketcher:
                 as its local part.
             into: The totals to add to.
             start: Position of the gradient's first element in the whole flat parameter.
+
+        Raises:
+            UnsupportedError: It lives elsewhere, or the training has freed its memory.
         """
         place = self._places.get(into, _NONE).get(name)
         if place is None or not place.measure(gradient, start):
@@ -114,6 +117,7 @@ class Sketcher:
     @torch.no_grad()
     def measure_norm(self, name: str, gradient: Tensor, into: GradientTotals) -> None:
         """Add a gradient's squared norm, largest magnitude and non-finite count; no sketch."""
+        self._check_device(gradient)
         for _, flat in flat_parts(gradient):
             self._kernel.measure_norm(flat, into, self._norm_row(name))
 
@@ -134,11 +138,19 @@ class Sketcher:
     @torch.no_grad()
     def _measure_parts(self, name: str, gradient: Tensor, into: GradientTotals, start: int) -> None:
         """Measure a gradient of any kind."""
+        self._check_device(gradient)
         signs = self._signs_of(name)
         first = signs.first % self.width
         for position, flat in flat_parts(gradient):
             for row, place, piece in self._pieces(name, flat, start + position):
                 self._kernel.measure(piece, signs, first + place, into, row)
+
+    def _check_device(self, gradient: Tensor) -> None:
+        if gradient.device != self.device:
+            raise UnsupportedError(
+                f"expected a gradient on {self.device}, where this worker's others are, got one "
+                f"on {gradient.device}; a model that is split over devices cannot be watched yet"
+            )
 
     def _prepare(self, name: str, gradient: Tensor, into: GradientTotals, start: int) -> None:
         """Have later gradients like this one measured with fewer steps, if there are such steps."""

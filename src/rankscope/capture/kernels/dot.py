@@ -67,7 +67,7 @@ class NativeDot:
         """Return the inner product; see :func:`plain_dot`."""
         kind = TYPES.get(one.dtype)
         alike = one.dtype == other.dtype and one.stride() == other.stride()
-        if kind is None or not alike or not _is_dense(one):
+        if kind is None or not alike or not (one.is_cpu and other.is_cpu) or not _is_dense(one):
             return plain_dot(one, other)
         return self._function(kind, one.data_ptr(), other.data_ptr(), one.numel())
 

@@ -127,6 +127,7 @@ def reads(gradient: Tensor) -> bool:
     """Return whether the compiled functions read a gradient as it lies in memory."""
     return (
         type(gradient) is Tensor
+        and gradient.is_cpu
         and gradient.layout is torch.strided
         and gradient.dtype in TYPES
         and gradient.is_contiguous()
