@@ -7,6 +7,7 @@ failure of its own switches it off with one warning.
 
 import atexit
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -393,7 +394,10 @@ def _is_compiled(model: torch.nn.Module) -> bool:
 
 
 def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
-    """Write what a script leaves behind that never called ``close``; waits for nobody."""
+    """Write what a script leaves behind that never called ``close``; waits for nobody.
+
+    Python has noted the exception that ends a script before it comes here.
+    """
     scope = reference()
     if scope is not None:
-        scope.close(timeout=1.0)
+        scope._close(1.0, interrupted=getattr(sys, "last_value", None) is not None)

@@ -1,6 +1,8 @@
 """Starting, pausing and ending beside real training."""
 
 import contextlib
+import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import UnsupportedError
+from rankscope.scope import _close_at_exit
 from support.loops import Loop
 from support.models import make_batch, make_model
 from support.ranks import RankError, run_ranks
@@ -142,6 +145,28 @@ def test_a_step_that_was_interrupted_on_one_rank_is_not_held_against_it(tmp_path
     """One worker's parameters are updated, the other's are not, and nothing is wrong."""
     assert run_ranks(interrupted_in_a_step, 2, str(tmp_path / "run")) == [[], []]
     run = Run.open(tmp_path / "run")
+    assert run.table(Table.STEPS).num_rows == 5
+    assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
+
+
+def crashed_in_a_step(rank, run_dir):
+    """Raise in a script of two lines: Python notes the exception, then calls what is left."""
+    loop = Loop(rank, run_dir)
+    for step in range(5):
+        loop.forward(step).backward()
+        if step == 4 and rank == 1:
+            break
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    sys.last_value = RuntimeError("out of memory")
+    _close_at_exit(weakref.ref(loop.scope))
+    return loop.warnings
+
+
+def test_a_script_that_an_exception_ends_is_incomplete_and_no_fault(tmp_path):
+    assert run_ranks(crashed_in_a_step, 2, str(tmp_path / "run")) == [[], []]
+    run = Run.open(tmp_path / "run")
+    assert run.status == "incomplete"
     assert run.table(Table.STEPS).num_rows == 5
     assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
 
