@@ -6,7 +6,7 @@ import pytest
 from rankscope.core import coverage as core_coverage
 from rankscope.core.coverage import DistinctSamples
 from rankscope.core.signals import Table
-from rankscope.record import Run, RunWriter, writer
+from rankscope.record import Run, RunWriter, bounded, writer
 from record.run_files import make_finding
 from record.step_reports import make_report
 
@@ -35,6 +35,29 @@ def test_frames_are_evenly_chosen_and_equal_to_the_recorded_ones(run):
     np.testing.assert_array_equal(few_TWW, cosines_TWW[np.isin(steps_T, few)])
     for many in (STEPS, 10 * STEPS):
         np.testing.assert_array_equal(run.cosines(max_frames=many)[1], cosines_TWW)
+
+
+@pytest.mark.parametrize("flushes", range(1, 18))
+def test_frames_of_a_run_that_grows_meanwhile_are_those_that_were_asked_for(
+    tmp_path, monkeypatch, flushes
+):
+    made = RunWriter(tmp_path / "run", {"num_workers": 4})
+    for step in range(flushes):
+        made.add(make_report(step))
+        made.flush()
+    steps_T, cosines_TWW = Run.open(made.path).cosines()
+    count = bounded._num_rows
+
+    def count_then_grow(file):
+        counted = count(file)
+        made.add(make_report(flushes))
+        made.flush()  # every fourth one merges row groups
+        return counted
+
+    monkeypatch.setattr(bounded, "_num_rows", count_then_grow)
+    few, few_TWW = Run.open(made.path).cosines(max_frames=3)
+    assert few.tolist() == sorted({0, (flushes - 1) // 2, flushes - 1})
+    np.testing.assert_array_equal(few_TWW, cosines_TWW[np.isin(steps_T, few)])
 
 
 def test_a_run_without_pairs_has_no_frames(tmp_path):

@@ -167,8 +167,29 @@ def test_a_damaged_part_is_named(tmp_path):
     run = record(tmp_path / "run", [make_report(0)])
     file = run.path / "steps" / "part-000000.parquet"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(RunError, match=r"cannot read .*steps/part-000000\.parquet"):
-        run.table(Table.STEPS)
+    for read in (lambda: run.table(Table.STEPS), lambda: run.latest(Table.STEPS)):
+        with pytest.raises(
+            RunError, match=r"cannot read .*steps/part-000000\.parquet: it is damaged"
+        ):
+            read()
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    run = record(tmp_path / "run", map(make_report, range(3)))
+    readings = {
+        "run.json": lambda: Run.open(run.path),
+        "steps/part-000000.parquet": lambda: run.table(Table.STEPS),
+        "workers/part-000000.parquet": lambda: run.is_long,
+        "pairs/part-000000.parquet": lambda: run.cosines(max_frames=2),
+        "samples/part-000000.parquet": lambda: run.latest(Table.SAMPLES),
+    }
+    denied = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr("io.open", denied)
+    for name, read in readings.items():
+        with pytest.raises(
+            RunError, match=rf"{name} \(Permission denied\): check the path and its"
+        ):
+            read()
 
 
 def test_an_unknown_column(tmp_path):

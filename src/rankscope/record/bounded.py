@@ -4,7 +4,6 @@ Whole row groups are read, and no others; a row group holds whole steps, since a
 steps.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rankscope.core.arrays import Ints
-from rankscope.record.tables import damaged, shaped
+from rankscope.record.tables import shaped, unusable
 
 MAX_FILES = 32
 """Files that an even choice of rows is taken from."""
@@ -77,26 +76,33 @@ def even_single_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) ->
     Raises:
         RunError: A file cannot be read.
     """
-    sizes = [_group_sizes(file) for file in files]
-    ends = np.cumsum([0, *(int(sizes_G.sum()) for sizes_G in sizes)])
+    ends = np.cumsum([0, *map(_num_rows, files)])
     wanted = _evenly(int(ends[-1]), max_rows)
     parts = []
-    for file, sizes_G, start, end in zip(files, sizes, ends[:-1], ends[1:], strict=True):
-        rows = wanted[(wanted >= start) & (wanted < end)] - start
-        if not len(rows):
-            continue
-        group_ends = np.cumsum(sizes_G)
-        groups = np.unique(np.searchsorted(group_ends, rows, side="right"))
-        table = _read_groups(file, schema, functools.partial(_given, groups))
-        read = np.concatenate(
-            [np.arange(group_ends[g] - sizes_G[g], group_ends[g]) for g in groups.tolist()]
-        )
-        parts.append(table.take(np.searchsorted(read, rows)))
+    for file, start, end in zip(files, ends[:-1], ends[1:], strict=True):
+        rows_R = wanted[(wanted >= start) & (wanted < end)] - start
+        if len(rows_R):
+            parts.append(_rows_at(file, schema, rows_R))
     return pa.concat_tables([schema.empty_table(), *parts])
 
 
-def _given(groups: Ints, _sizes_G: Ints) -> Ints:
-    return groups
+def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
+    """Return the rows with these numbers, out of the row groups that the file has by now.
+
+    A flush merges row groups, but never changes the number of a row.
+    """
+    read = [np.empty(0, np.int64)]
+
+    def choose(sizes_G: Ints) -> Ints:
+        ends_G = np.cumsum(sizes_G)
+        groups = np.unique(np.searchsorted(ends_G, rows_R, side="right"))
+        groups = groups[groups < len(sizes_G)]  # all, unless another file has taken its place
+        read.extend(np.arange(ends_G[g] - sizes_G[g], ends_G[g]) for g in groups.tolist())
+        return groups
+
+    table = _read_groups(file, schema, choose)
+    places = np.concatenate(read)
+    return table.take(np.flatnonzero(np.isin(places, rows_R)))
 
 
 def _evenly(length: int, count: int) -> Ints:
@@ -105,12 +111,12 @@ def _evenly(length: int, count: int) -> Ints:
     return np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))
 
 
-def _group_sizes(file: Path) -> Ints:
+def _num_rows(file: Path) -> int:
     try:
         with file.open("rb") as handle:
-            return _sizes(pq.ParquetFile(handle).metadata)
+            return int(pq.ParquetFile(handle).metadata.num_rows)
     except (OSError, pa.ArrowException) as error:
-        raise damaged(file) from error
+        raise unusable(file, error) from error
 
 
 def _read_groups(file: Path, schema: pa.Schema, choose: Choice) -> pa.Table:
@@ -122,7 +128,7 @@ def _read_groups(file: Path, schema: pa.Schema, choose: Choice) -> pa.Table:
             rows = parquet.read_row_groups(groups, columns=names)
         return shaped(rows, schema)
     except (OSError, pa.ArrowException) as error:
-        raise damaged(file) from error
+        raise unusable(file, error) from error
 
 
 def _sizes(footer: Any) -> Ints:

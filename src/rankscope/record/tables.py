@@ -62,7 +62,7 @@ def read_part(file: Path, schema: pa.Schema, first_step: int | None = None) -> p
             rows = _read_rows(pq.ParquetFile(handle), schema.names, first_step)
         return shaped(rows, schema)
     except (OSError, pa.ArrowException) as error:
-        raise damaged(file) from error
+        raise unusable(file, error) from error
 
 
 def to_columns(table: Table, rows: pa.Table, names: Sequence[str]) -> Columns:
@@ -104,7 +104,7 @@ def step_range_of(file: Path) -> tuple[int, int] | None:
             footer = pq.ParquetFile(handle).metadata
             groups = [_step_statistics(footer.row_group(g)) for g in range(footer.num_row_groups)]
     except (OSError, pa.ArrowException) as error:
-        raise damaged(file) from error
+        raise unusable(file, error) from error
     known = [group for group in groups if group is not None]
     if not known or len(known) < len(groups):
         return None
@@ -201,6 +201,8 @@ def shaped(rows: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def damaged(file: Path) -> RunError:
-    """Return the error to raise when a file of a table cannot be read."""
+def unusable(file: Path, error: Exception) -> RunError:
+    """Return the error to raise when a file of a table cannot be read: damaged, or out of reach."""
+    if isinstance(error, OSError) and error.errno is not None:  # Arrow's own have no number
+        return unreadable(file, error)
     return RunError(f"cannot read {file}: it is damaged; remove it to read the rest")

@@ -116,6 +116,8 @@ def test_a_stamp_changes_when_the_run_does_and_only_then(tmp_path: Path):
     assert last is not None
     assert last != stamps[-1]
     assert last == stamp(place, tmp_path)
+    (place.path / "run.json").chmod(0o604)  # it could not be read before, perhaps
+    assert last != stamp(place, tmp_path)
     training.close()
 
 

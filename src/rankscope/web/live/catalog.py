@@ -92,7 +92,8 @@ def stamp(place: Place, root: Path) -> Stamp | None:
                 known = entry.stat()
             except FileNotFoundError:
                 continue  # replaced just now: the next look sees it
-            lines.append(f"{entry.path}\0{known.st_size}\0{known.st_mtime_ns}\0{known.st_ino}")
+            times = f"{known.st_mtime_ns}\0{known.st_ctime_ns}"  # the second: its permissions, too
+            lines.append(f"{entry.path}\0{known.st_size}\0{times}\0{known.st_ino}")
             changed = max(changed, known.st_mtime)
     except (FileNotFoundError, NotADirectoryError):
         return None
