@@ -42,6 +42,18 @@ def test_a_block_that_is_too_much_alike_is_named(block):
     assert "cosine +0." in text
 
 
+def test_the_beginning_is_known_where_the_sampling_interval_changes_after_it():
+    detector = AlikePairs(8, tuple)
+    assert run(detector, 100) == []
+    assert run(detector, 3, start=100, seed=1, block=(2, 6)) == []
+    steps = iter(range(128, 5000, 64))
+    told = []
+    while not told:
+        step = next(steps)
+        told = run(detector, 1, start=step, seed=step, block=(2, 6))
+    assert abs(told[0].first_step - 100) <= 5
+
+
 def test_blocks_of_half_the_workers_are_a_note():
     told = run(AlikePairs(8, tuple), 200, block=(0, 1, 2, 3))
     assert {one.severity for one in told if len(one.ranks) >= 4} == {Severity.NOTE}

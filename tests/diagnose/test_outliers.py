@@ -82,6 +82,19 @@ def test_a_worker_with_bad_data_is_named_with_its_beginning_and_size():
     assert len({one.key for one in told}) == 1
 
 
+@pytest.mark.parametrize("column", ["grad_norm", "group_norms"])
+def test_the_beginning_is_known_where_the_sampling_interval_changes_after_it(column):
+    job, detector = Job(), WorkerOutliers(8)
+    fault = times(column, [5], 1.13)
+    assert job.run(detector, 100) == []
+    assert job.run(detector, 4, fault) == []
+    told = []
+    while not told and job.step < 5000:
+        job.step += 63  # every 64th step is measured from now on
+        told = job.run(detector, 1, fault)
+    assert abs(told[0].first_step - 100) <= 10
+
+
 def test_a_fault_in_one_block_names_the_block():
     def change(values):
         values["group_norms"][3, 4] *= 1.4

@@ -109,13 +109,14 @@ class ExchangeabilityTest:
         """Units that are set apart, in the order in which that was done."""
         return tuple(self._apart)
 
-    def observe(self, values_SU: Floats, rows: Ints) -> None:
+    def observe(self, values_SU: Floats, rows: Ints, step: int = 0) -> None:
         """Take one step.
 
         Args:
             values_SU: Values of the signals named by ``rows``, NaN where a unit has none. Units
                 that are set apart have theirs, too.
             rows: Indices of the signals that this step measures, ascending.
+            step: Its number, for :meth:`onset` alone.
         """
         values = np.array(values_SU, np.float64)
         finite = np.isfinite(values)
@@ -132,7 +133,7 @@ class ExchangeabilityTest:
         e = self._e[:, : len(rows)]
         self._betting.write_e_values(ranked, away, scales_S, e)
         self._detectors.observe(e, (slice(None), measured))
-        self._remember(values, middle_S, scales_S, measured)
+        self._remember(values, middle_S, scales_S, measured, step)
         for unit, apart in self._apart.items():
             z_S = self.z_SU[rows, unit]
             apart.observe(compare_with_others(values[:, unit], z_S, ranked, self._bets), rows)
@@ -198,6 +199,11 @@ class ExchangeabilityTest:
             return age
         since_BT = _evidence_since(self._compared(unit, signal, RECENT), unit, (bet,))
         return float(since_BT[0].argmax() + 1)
+
+    def onset(self, unit: int, signal: int, kind: Kind) -> int:
+        """Return the number of the step in which a unit came to differ, as :meth:`steps_since`."""
+        back = round(self.steps_since(unit, signal, kind) - 1)
+        return max(0, self._recent.step_of(signal, back))
 
     def odd_ones_out(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
         """Return who must be left out for the other units to be alike in a signal.
@@ -289,14 +295,16 @@ class ExchangeabilityTest:
         scales_S[usable] = self._scale.observe(current_S[usable], self._all_S[rows][usable])
         return scales_S
 
-    def _remember(self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Rows) -> None:
+    def _remember(
+        self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Rows, step: int
+    ) -> None:
         away = values - middle_S[:, None]
         unit_S = np.where(self._relative_S[rows] & (middle_S > 0), middle_S, 1.0)
         scale_S = np.where(scales_S > 0, scales_S, np.nan)
         if len(away) < len(self.z_SU):
             self.z_SU[:] = 0
         with np.errstate(invalid="ignore", over="ignore"):
-            self._recent.remember(away / unit_S[:, None], rows)
+            self._recent.remember(away / unit_S[:, None], rows, step)
             np.abs(away, out=away)
             away /= scale_S[:, None]
             self.z_SU[rows] = np.fmax(away, 0.0)  # 0 where it is not known

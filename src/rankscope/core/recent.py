@@ -14,7 +14,7 @@ RECENT = 64
 
 
 class RecentSteps(Stateful):
-    """Deviations of the recent steps, in constant memory.
+    """Deviations of the recent steps, and the numbers of these steps, in constant memory.
 
     Args:
         num_signals: S.
@@ -26,6 +26,7 @@ class RecentSteps(Stateful):
     def __init__(self, num_signals: int, num_units: int) -> None:
         self._all_S = np.arange(num_signals)
         self._deviations = np.full((RECENT, num_signals, num_units), np.nan, np.float32)
+        self._steps = np.zeros((RECENT, num_signals), np.int64)
         self._fed_S = np.zeros(num_signals, np.int64)
 
     @property
@@ -34,15 +35,17 @@ class RecentSteps(Stateful):
         _, num_signals, num_units = self._deviations.shape
         return num_signals, num_units
 
-    def remember(self, deviations_SU: Floats, rows: Rows) -> None:
+    def remember(self, deviations_SU: Floats, rows: Rows, step: int) -> None:
         """Take one step.
 
         Args:
             deviations_SU: Deviations of the signals named by ``rows``, NaN where there is none.
             rows: The signals that this step measured.
+            step: Its number.
         """
         places, signals = self._fed_S[rows] % RECENT, self._all_S[rows]
         self._deviations[places, signals] = deviations_SU
+        self._steps[places, signals] = step
         self._fed_S[rows] += 1
 
     def deviations(self, signal: int, age: float) -> Floats32:
@@ -51,3 +54,17 @@ class RecentSteps(Stateful):
         count = int(min(max(age, 1.0), fed, RECENT))
         recent: Floats32 = self._deviations[(fed - 1 - np.arange(count)) % RECENT, signal]
         return recent
+
+    def step_of(self, signal: int, back: int) -> int:
+        """Return the number of the step that measured a signal ``back`` times before the last one.
+
+        Where that lies before all that is remembered, steps are taken to lie as far apart as the
+        two oldest ones. The signal has been measured.
+        """
+        fed = int(self._fed_S[signal])
+        oldest = min(fed, RECENT) - 1
+        steps_T = self._steps[(fed - 1 - np.arange(oldest + 1)) % RECENT, signal].tolist()
+        if back <= oldest:
+            return int(steps_T[back])
+        apart = steps_T[-2] - steps_T[-1] if oldest > 0 else 1
+        return int(steps_T[-1] - (back - oldest) * apart)

@@ -61,7 +61,7 @@ class AlikePairs:
         if not self._num_workers or cosines_WW is None:
             return ()
         self._steps += 1
-        self._test.observe(self._cosines(cosines_WW, step)[None], _ROW)
+        self._test.observe(self._cosines(cosines_WW, step)[None], _ROW, step.gathered.step)
         changed = self._follow(step.gathered.step)
         level = alarm_level(PAIRS)
         while (evidence_P := self._test.evidence_of_units()).sum() >= level:
@@ -123,7 +123,7 @@ class AlikePairs:
         involved = {worker for index in odd or () for worker in self._pairs[index]}
         self._many = self._many or odd is None or 2 * len(involved) >= self._num_workers
         if self._count == 0:
-            self._first = max(0, gathered.step - round(age - 1) * gathered.interval)
+            self._first = self._test.onset(strongest, 0, Kind.UP)
             self._count = max(1, gathered.step - self._first)
         apart = self._test.set_apart
         for index, pair in enumerate(self._pairs):

@@ -38,12 +38,15 @@ class Part:
         self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
         self._size_effect = SizeEffect(relative_S, num_workers)
 
-    def observe(self, values_SW: Floats, usable_W: NDArray[np.bool_], sizes_W: Floats) -> None:
+    def observe(
+        self, values_SW: Floats, usable_W: NDArray[np.bool_], sizes_W: Floats, step: int
+    ) -> None:
         """Take the first signals of one step, as many as were measured, free of batch sizes."""
         values = np.where(usable_W, values_SW, np.nan)
         rows = np.logical_or.reduce(np.isfinite(values), axis=1).nonzero()[0]
         if len(rows):
-            self.test.observe(self._size_effect.take_away(values[rows], rows, sizes_W), rows)
+            free = self._size_effect.take_away(values[rows], rows, sizes_W)
+            self.test.observe(free, rows, step)
 
     def state(self) -> State:
         """Return a copy of all that it remembers."""

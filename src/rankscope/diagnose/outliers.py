@@ -137,7 +137,7 @@ class WorkerOutliers:
             if "cosine_rest" in report.derived and not step.identical:  # copies agree with copies
                 rows.append(report.derived["cosine_rest"])
         sizes_W = log_sizes(gathered)
-        self._totals.observe(np.array(rows), usable_W, sizes_W)
+        self._totals.observe(np.array(rows), usable_W, sizes_W, gathered.step)
         norms_WG = gathered.group_norms_WG
         if not gathered.observed or norms_WG is None or len(gathered.groups) < 2:
             return
@@ -148,7 +148,7 @@ class WorkerOutliers:
         columns = [norms_WG.T]
         if report.group_cosine_rest_WG is not None and not step.identical:
             columns.append(report.group_cosine_rest_WG.T)
-        self._groups.observe(np.concatenate(columns), usable_W, sizes_W)
+        self._groups.observe(np.concatenate(columns), usable_W, sizes_W, gathered.step)
 
     @property
     def _parts(self) -> tuple[Part, ...]:
@@ -301,9 +301,7 @@ class WorkerOutliers:
             return gathered.step
         signal, trace = traces[0]
         part = self._groups if signal.group and self._groups is not None else self._totals
-        since = round(part.test.steps_since(worker, trace.signal, trace.kind) - 1)
-        interval = 1 if signal.name == "loss" else gathered.interval
-        return max(0, gathered.step - since * interval)
+        return part.test.onset(worker, trace.signal, trace.kind)
 
     def _evidence(self, fault: Fault) -> Evidence:
         fault.told = fault.count
