@@ -1,11 +1,14 @@
 """What is made of the batches that all ranks have read."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from rankscope.doctor import Status, loader
 from rankscope.doctor.batches import label_tokens_of, samples_of
+from rankscope.doctor.loader_facts import look
 from rankscope.doctor.overlap import chance_of_few, compare
 
 
@@ -186,6 +189,52 @@ def test_samples_of_batches_of_many_kinds(batch, number):
     samples = samples_of(batch)
     assert samples is not None
     assert len(samples) == number
+
+
+FOUR = torch.arange(8.0).view(4, 2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"label": torch.zeros(4), "features": FOUR},
+        {"target": torch.zeros(4, 9), "features": FOUR},
+        {"attention_mask": torch.ones(4, 9), "embeds": FOUR},
+        (torch.zeros(4), FOUR),
+        [FOUR, torch.zeros(4)],
+        (torch.zeros(4), {"labels": torch.zeros(4), "x": FOUR}),
+        (torch.zeros(4, 9), ["a", "b", "c", "d"]),
+        {"weight": torch.zeros(4), "text": ["a", "b", "c", "d"]},
+        {"labels": FOUR},
+    ],
+)
+def test_samples_are_told_apart_by_what_is_largest_not_by_their_labels(batch):
+    assert len(set(samples_of(batch))) == 4
+
+
+def looked_at(batches):
+    bench = SimpleNamespace(
+        functions={"loader": lambda: batches},
+        options=SimpleNamespace(batches=100, seconds=60.0),
+        place=SimpleNamespace(num_ranks=2),
+        batch=None,
+    )
+    return look(bench)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_samples_that_look_alike_are_not_judged(batch_size):
+    generator = torch.Generator().manual_seed(0)
+    rare = [(torch.rand(100, batch_size, generator=generator) < 0.03).long() for _ in range(2)]
+    results = loader.judge([looked_at(list(labels)) for labels in rare])
+    shards, order = one(results, "shards"), one(results, "epoch_order")
+    assert [shards.status, order.status] == [Status.SKIPPED] * 2
+    assert f"a Tensor with 2 different samples of {100 * batch_size}" in shards.found
+
+
+def test_the_same_batch_again_and_again_is_judged():
+    results = loader.judge([looked_at([FOUR] * 100) for _ in range(2)])
+    assert one(results, "shards").status is Status.ERROR
 
 
 @pytest.mark.parametrize("batch", [object(), "text", 3, [], {}, (1, 2), None])

@@ -14,6 +14,8 @@ SAMPLES_IN_ALL = 1 << 20
 """Samples over all ranks that are compared."""
 ORDER_BATCHES = 20
 """Batches by which the order of two epochs is compared."""
+FEW, ALIKE = 2, 20
+"""Different samples, and draws for each one, up to and from which samples look alike."""
 
 _SAMPLER_FACTS = ("num_replicas", "rank", "seed", "shuffle", "drop_last")
 
@@ -93,14 +95,33 @@ def _read(loader: Any, most: int, most_samples: int, seconds: float) -> tuple[di
         samples.append(found or [])
         drawn += len(found or [])
         tokens.append(label_tokens_of(batch))
+    kind = "" if recognised else type(batch).__name__
+    if recognised and _look_alike(samples):
+        recognised = False
+        distinct = len({sample for found in samples for sample in found})
+        kind = f"{type(first).__name__} with {distinct:,} different samples of {drawn:,}"
     facts = {
         "samples": samples if recognised else [],
         "recognised": recognised,
-        "kind": "" if recognised else type(batch).__name__,
+        "kind": kind,
         "tokens": tokens,
         "ended": ended or _length(loader) == len(tokens),
     }
     return facts, first
+
+
+def _look_alike(samples: list[list[int]]) -> bool:
+    """Return whether one rank's samples can hardly be told apart: labels were read, perhaps.
+
+    The same few samples in batch after batch are no such case.
+    """
+    drawn = [sample for batch in samples for sample in batch]
+    distinct = len(set(drawn))
+    if distinct > max(FEW, len(drawn) // ALIKE) or len(drawn) < 2 * (distinct + 1):
+        return False
+    several = [batch for batch in samples if len(batch) > 1]
+    repeating = sum(len(set(batch)) < len(batch) for batch in several)
+    return 2 * repeating >= len(several)
 
 
 def _beginning(loader: Any, number: int) -> list[list[int]] | None:
