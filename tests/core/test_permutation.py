@@ -180,9 +180,10 @@ def test_units_without_weight_and_unknown_weights():
     np.testing.assert_array_equal(units.weights_U, [10, 30, 1, 2])
     np.testing.assert_array_equal(units.index_U, [0, 2, 0, 1])
     np.testing.assert_array_equal(units.starts_W, [0, 2])
-    unknown = pool_units([np.ones(2), np.ones(2)], [np.array([5.0, NAN]), np.ones(2)])
-    assert unknown is not None
-    np.testing.assert_array_equal(unknown.weights_U, np.ones(4))
+    for weight in (NAN, math.inf):
+        unknown = pool_units([np.ones(2), np.ones(2)], [np.array([5.0, weight]), np.ones(2)])
+        assert unknown is not None
+        np.testing.assert_array_equal(unknown.weights_U, np.ones(4))
 
 
 @pytest.mark.parametrize(

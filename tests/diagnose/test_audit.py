@@ -349,6 +349,13 @@ def test_the_norm_of_the_sum_is_known_or_under_estimated(num_workers, size):
         assert np.quantile(ratios, 0.5) > 0.9
 
 
+def test_the_norm_of_the_sum_is_unknown_where_a_gradient_is_infinite():
+    norms_WG = np.array([[1.0, np.inf], [1.0, 2.0], [1.0, 3.0]])
+    known, unknown = sums_of_gradients(norms_WG, np.full((3, 2), 0.5))
+    assert known > 0
+    assert np.isnan(unknown)
+
+
 def whole(values):
     detector, told = ReductionAudit(4), []
     for step, value in enumerate(values):

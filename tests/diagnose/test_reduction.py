@@ -104,6 +104,11 @@ def test_a_scaler_that_is_undone_is_no_division(loss_scale):
     assert told == []
 
 
+@pytest.mark.parametrize("scale", [5e-324, 1e-200, 1.7e308])
+def test_factors_at_the_ends_of_the_type(scale):
+    assert watch(gradients(STEPS), mean, applied=lambda t: scale, loss_scale=scale) == []
+
+
 def test_a_loss_divided_before_is_multiplied_after():
     assert watch(gradients(3 * STEPS), mean, applied=lambda t: 4.0, loss_scale=0.25) == []
 
@@ -148,6 +153,7 @@ def test_what_cannot_be_told_is_not_told():
     assert np.isnan(norm_of_mean(np.array([1.0, 1.0]), -1.0))
     assert np.isnan(norm_of_mean(np.array([1.0, np.nan]), 0.5))
     assert np.isnan(norm_of_mean(np.array([0.0, 0.0]), 0.5))
+    assert np.isnan(norm_of_mean(np.array([2.0, -1e308]), 0.5))
     assert np.isnan(clip_limit(1.0, float("nan"), 4))
     assert norm_of_mean(np.array([3.0, 3.0]), 1.0) == pytest.approx(3.0)
 

@@ -184,6 +184,12 @@ def test_what_is_unknown_is_silent(tokens, scales):
     assert watch(LossScale(W), steps) == {}
 
 
+@pytest.mark.parametrize("scale", [1.7e308, 5e-324])
+def test_multipliers_at_the_ends_of_the_type_are_silent(scale):
+    steps = [(t, np.full(t.shape, scale)) for t in lengths(20, micro=1)]
+    assert watch(LossScale(W), steps) == {}
+
+
 def test_what_is_meant_is_silent():
     steps = [(t, means_of_means(t)) for t in lengths(40)]
     assert watch(TokenWeighting(W, "worker"), steps) == {}

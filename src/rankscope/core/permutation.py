@@ -70,8 +70,8 @@ def pool_units(
 
     Args:
         values: One array per worker.
-        weights: Beside it; None or any NaN (unknown): all units count alike. Units of weight 0
-            are left out.
+        weights: Beside it; None, any NaN (unknown) or infinity: all units count alike. Units of
+            weight 0 are left out.
         from_index: Micro-batch index of the first unit that is taken of each worker.
 
     Returns:
@@ -84,7 +84,7 @@ def pool_units(
     lengths_W = np.array(lengths, np.int64)
     flat_U = np.concatenate(values)
     weights_U = np.ones(len(flat_U)) if weights is None else np.concatenate(weights)
-    if len(weights_U) != len(flat_U) or np.isnan(weights_U).any():
+    if len(weights_U) != len(flat_U) or not np.isfinite(weights_U).all():
         weights_U = np.ones(len(flat_U))
     begins_W = lengths_W.cumsum() - lengths_W
     owners_begin_U = begins_W.repeat(lengths_W)

@@ -30,7 +30,7 @@ def norm_of_mean(norms_W: Floats, cosine_weighted: float) -> float:
     if len(norms_W) < 2 or not math.isfinite(cosine_weighted):
         return float("nan")
     scale = float(norms_W.max())
-    if not 0 < scale < math.inf:
+    if not 0 < scale < math.inf or norms_W.min() < 0:
         return float("nan")
     scaled_W = norms_W / scale
     squares = float((scaled_W * scaled_W).sum())

@@ -74,7 +74,8 @@ def sums_of_gradients(norms_WG: Floats, cosine_rest_WG: Floats) -> Floats:
     known_WG = np.isfinite(cosine_rest_WG) & (norms_WG > 0)
     norms = np.where(known_WG, norms_WG, 0.0)
     scale_G = norms.max(axis=0, initial=0.0)
-    norms = norms / np.where(scale_G > 0, scale_G, 1.0)
+    with np.errstate(invalid="ignore"):  # of an infinite norm nothing can be told: NaN
+        norms = norms / np.where(scale_G > 0, scale_G, 1.0)
     cosines = np.clip(np.where(known_WG, cosine_rest_WG, 1.0), -1.0, 1.0)
     sines = np.sqrt(np.maximum(1.0 - np.square(cosines) - _LOST, 0.0))
     least_G = (norms * np.where(cosines >= 0, 1.0, sines)).max(axis=0, initial=0.0)

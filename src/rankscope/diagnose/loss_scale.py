@@ -23,6 +23,7 @@ ONE_WORKER = "loss-scale-one-worker"
 _CLOSE = 1e-3
 _STEPS, _STEPS_OF_ONE = 8, 3
 _POWERS = 3
+_LARGEST = 1e300  # of as many workers as there can be, the sum is finite
 
 
 class LossScale(Stateful):
@@ -61,7 +62,7 @@ class LossScale(Stateful):
         workers = gathered.workers
         self._sums.take(step.token_products)
         scales_W = np.abs(workers["grad_scale"])
-        known = scales_W.min() > 0 and scales_W.max() < math.inf  # false with NaN
+        known = scales_W.min() > 0 and scales_W.max() < _LARGEST  # false with NaN
         sizes = {len(micro) for micro in gathered.micro_losses}
         if not known or len(sizes) > 1:
             return ()

@@ -204,7 +204,7 @@ def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
     scale = common_scale(gathered)
     if not (scale > 0 and 0 < applied < math.inf):  # false with NaN
         return False
-    return abs(math.log(scale * applied)) < abs(math.log(scale))
+    return abs(math.log(scale) + math.log(applied)) < abs(math.log(scale))
 
 
 def _rms(values: Floats) -> float:
