@@ -95,6 +95,19 @@ def test_the_beginning_is_known_where_the_sampling_interval_changes_after_it(col
     assert abs(told[0].first_step - 100) <= 10
 
 
+def test_the_beginning_is_known_where_directions_are_measured_in_turns():
+    job, detector = Job(), WorkerOutliers(8)
+
+    def in_turns(values):
+        values["group_cosines"][5, 2] -= 0.15 * (job.step >= 200)
+        values["group_cosines"][:, np.arange(6) % 3 != job.step % 3] = np.nan
+
+    assert job.run(detector, 200, in_turns) == []
+    told = job.run(detector, 120, in_turns)
+    assert told[0].ranks == (5,)
+    assert abs(told[0].first_step - 200) <= 6
+
+
 def test_a_fault_in_one_block_names_the_block():
     def change(values):
         values["group_norms"][3, 4] *= 1.4
