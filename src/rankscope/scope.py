@@ -39,6 +39,7 @@ from rankscope.exchange.heartbeat import Heartbeat, Phase
 from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
 from rankscope.sinks import Sinks
+from rankscope.wrapping import is_compiled, is_training
 
 _log = logging.getLogger("rankscope")
 
@@ -109,7 +110,7 @@ class Scope:
         ]
         self._inside = self._bypassing = False
         inner = instruments.module
-        if inner is not model and not _is_compiled(model) and not _is_compiled(inner):
+        if inner is not model and not is_compiled(model) and not is_compiled(inner):
             before, after = self._before_inner_forward, self._after_inner_forward
             self._hooks += [
                 inner.register_forward_pre_hook(ForeignHook(before), with_kwargs=True),
@@ -242,7 +243,7 @@ class Scope:
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inside = True
-        if _trains(model):
+        if is_training(model):
             self._guard(partial(self._books.begin_micro_batch, args, kwargs))
             self._beat("forward")
 
@@ -259,7 +260,7 @@ class Scope:
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
-        if _trains(model):
+        if is_training(model):
             self._guard(partial(self._books.see_output, output, kwargs))
             self._beat("backward")
 
@@ -373,24 +374,9 @@ class Scope:
             _log.warning("a restarted job cannot go on from %s: %s", writer.path, error)
 
 
-def _trains(model: torch.nn.Module) -> bool:
-    """Return whether a forward pass belongs to the training.
-
-    After an evaluation, Lightning puts the module back into training mode, but not its wrapper.
-    """
-    inner = getattr(model, "module", None)
-    training = model.training or (isinstance(inner, torch.nn.Module) and inner.training)
-    return training and torch.is_grad_enabled()
-
-
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
     return any(callable(given) for given in (*args[1:], *kwargs.values()))
-
-
-def _is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether a model is compiled: hooks inside it would break its graph."""
-    return hasattr(model, "_orig_mod")
 
 
 def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
@@ -401,3 +387,4 @@ def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
     scope = reference()
     if scope is not None:
         scope._close(1.0, interrupted=getattr(sys, "last_value", None) is not None)
+        scope._channel.abandon()

@@ -121,6 +121,21 @@ def find_wrapper(model: nn.Module) -> Wrapped:
     )
 
 
+def is_training(model: nn.Module) -> bool:
+    """Return whether a forward pass belongs to the training.
+
+    After an evaluation, Lightning puts the module back into training mode, but not its wrapper.
+    """
+    inner = getattr(model, "module", None)
+    training = model.training or (isinstance(inner, nn.Module) and inner.training)
+    return training and torch.is_grad_enabled()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a model is compiled: hooks inside it would break its graph."""
+    return hasattr(model, "_orig_mod")
+
+
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     """Return the optimizer that does the steps, out of wrappers that only pass calls on.
 

@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
@@ -169,6 +170,26 @@ def test_a_script_that_an_exception_ends_is_incomplete_and_no_fault(tmp_path):
     assert run.status == "incomplete"
     assert run.table(Table.STEPS).num_rows == 5
     assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
+
+
+def ends_before_the_others(rank, run_dir):
+    """Rank 0's script ends while rank 1 still owes a step, which it then brings."""
+    loop = Loop(rank, run_dir)
+    for step in range(3):
+        loop.step(step)
+    if rank == 0:
+        _close_at_exit(weakref.ref(loop.scope))
+    dist.barrier()
+    if rank == 1:
+        loop.scope.close(timeout=0.5)
+    dist.barrier()
+    return rank == 0 and loop.scope._courier.join(1.5)
+
+
+def test_no_thread_comes_back_from_gloo_once_the_script_has_ended(tmp_path):
+    """That would abort the process while Python shuts down."""
+    assert run_ranks(ends_before_the_others, 2, str(tmp_path / "run")) == [False, False]
+    assert Run.open(tmp_path / "run").status == "incomplete"
 
 
 def start_problems(rank, folder):

@@ -20,6 +20,7 @@ IP about 320 were measured on the loopback interface, acknowledgements included.
 """
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -35,6 +36,9 @@ from rankscope.errors import RankscopeError
 from rankscope.exchange.allreduce import Combine, Shift, Values, rounds_of_all_reduce, run
 
 Bytes = NDArray[np.uint8]
+
+_LOOK = timedelta(seconds=0.5)
+"""How long a thread waits inside of gloo at a time; each look costs 0.2 ms."""
 
 
 class ChannelError(RankscopeError):
@@ -135,6 +139,9 @@ class Channel(Protocol):
     def close(self) -> None:
         """Free the channel; for the thread that made it, when no gather is under way."""
 
+    def abandon(self) -> None:
+        """Leave a gather that is under way where it is, since the process ends; returns soon."""
+
 
 class CountingChannel(ABC):
     """What channels have in common: who takes part, reductions, and the count of bytes.
@@ -233,6 +240,8 @@ class GlooChannel(CountingChannel):
             group_desc="rankscope",
         )
         super().__init__(dist.get_group_rank(self._group, dist.get_rank()), len(ranks))
+        self._abandoned = False
+        self._waiting = threading.Lock()  # held while a thread waits inside of gloo
 
     def gather_hellos(self, hello: Hello) -> list[Hello]:
         """Gather one greeting per worker, in rank order."""
@@ -249,7 +258,8 @@ class GlooChannel(CountingChannel):
         gathered = np.empty((self._num_workers, len(message)), np.uint8)
         with self._live_group() as group:
             rows = list(torch.from_numpy(gathered))
-            dist.all_gather(rows, torch.from_numpy(message), group=group)
+            work = dist.all_gather(rows, torch.from_numpy(message), group=group, async_op=True)
+            self._wait(work)
         self._count_gather(message)
         return gathered
 
@@ -263,7 +273,8 @@ class GlooChannel(CountingChannel):
         gathered = np.empty((self._num_workers, len(message)), np.uint8) if root else None
         with self._live_group() as group:
             rows = None if gathered is None else list(torch.from_numpy(gathered))
-            dist.gather(torch.from_numpy(message), rows, group=group, group_dst=0)
+            own = torch.from_numpy(message)
+            self._wait(dist.gather(own, rows, group=group, group_dst=0, async_op=True))
         self._count_gather_to_root(message)
         return gathered
 
@@ -278,6 +289,32 @@ class GlooChannel(CountingChannel):
         if group is not None:
             with contextlib.suppress(Exception):  # the training may have destroyed it already
                 dist.destroy_process_group(group)
+
+    def abandon(self) -> None:
+        """Leave a gather that is under way where it is, since the process ends; returns soon.
+
+        A thread that comes back from gloo while Python shuts down aborts the process. So it is
+        stopped between two looks, and stays stopped, with all memory that gloo may still use.
+        """
+        self._abandoned = True
+        self._waiting.acquire(timeout=2 * _LOOK.total_seconds())
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective, as long as the process does not end."""
+        if work is None:
+            return
+        while True:
+            if self._abandoned:  # the lock alone is not fair: this thread would get it again
+                threading.Event().wait()
+            with self._waiting:
+                try:
+                    work.wait(_LOOK)
+                except RuntimeError:
+                    if work.is_completed():  # then it failed, or has come since
+                        work.wait()
+                        return
+                else:
+                    return
 
     def _move(self, shift: Shift) -> Values:
         incoming = np.empty(shift.num_incoming, shift.outgoing.dtype)

@@ -74,6 +74,9 @@ class MemoryChannel(CountingChannel):
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
 
+    def abandon(self) -> None:
+        """Do nothing: a thread that waits here waits in Python."""
+
     def _exchange(self, item: object) -> list[object]:
         hub = self._hub
         hub.slots[self._rank] = item
