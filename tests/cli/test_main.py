@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -194,3 +195,15 @@ def test_errors_that_are_not_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(main, "app", fail)
     with pytest.raises(ZeroDivisionError):
         main.run()
+
+
+def test_a_study_that_is_done_stays_done_without_the_extra_for_its_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rankscope.study.runner.run_study", lambda *_, **__: [{"setting": "s1-1"}])
+    for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "altair", None)
+    code, out, err = call(monkeypatch, capsys, "study", "--json")
+    assert (code, json.loads(out)) == (0, [{"setting": "s1-1"}])
+    assert "pip install 'rankscope[web]'" in err

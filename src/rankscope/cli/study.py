@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rankscope.cli.paper import plain
 from rankscope.cli.verdict import render_study
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.study.config import Precision, Reading, Setting, StudyConfig
+from rankscope.web import write_figures, write_study_report
 
 DEFAULTS = StudyConfig()
 
@@ -138,9 +140,9 @@ def _settings(text: str) -> tuple[Setting, ...]:
 
 def _write_report(output: Path, console: Console) -> None:
     try:
-        from rankscope.web import write_figures, write_study_report
+        write_figures(output)
+        page = write_study_report(output)
     except MissingExtraError as error:
-        console.print(str(error), style="yellow")
+        console.print(plain(str(error), "yellow"), soft_wrap=True)
         return
-    write_figures(output)
-    console.print(f"Report: {write_study_report(output)}", soft_wrap=True, highlight=False)
+    console.print(plain(f"Report: {page}"), soft_wrap=True)
