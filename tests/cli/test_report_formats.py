@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -109,3 +111,15 @@ def test_markdown_needs_no_extra_and_pictures_say_which(
     result = call(run_dir, "--format", "png", "--output", tmp_path)
     assert isinstance(result.exception, MissingExtraError)
     assert "rankscope[web]" in str(result.exception)
+
+
+def test_a_run_whose_name_is_no_utf8(run_dir: Path, tmp_path: Path):
+    run = tmp_path / os.fsdecode(b"mod\xe8le")
+    shutil.copytree(run_dir, run)
+    for options in ([], ["--json"], ["--format", "html,md,json,png"]):
+        assert call(run, *options).exit_code == 0
+    assert "Written: " in call(run, "--format", "md").stdout
+    assert "mod?le" in call(run, "--format", "md", "--output", "-").stdout
+    assert "mod?le" in (run / "report.html").read_text("utf-8")
+    assert "mod?le" in (run / "report.md").read_text("utf-8")
+    assert json.loads((run / "report.json").read_text("utf-8"))["path"] == str(run)

@@ -76,7 +76,9 @@ def diff(
     else:
         render_comparison(comparison, Console())
         for path in written:
-            Console().print(Text.assemble(("  Written: ", "bold"), str(path)), soft_wrap=True)
+            Console().print(
+                Text.assemble(("  Written: ", "bold"), plain(str(path))), soft_wrap=True
+            )
     if not comparison.identical:
         raise typer.Exit(1)
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from rankscope.cli.numerics_tables import render_sums
+from rankscope.cli.paper import plain
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.numerics.gradients import Kind, LocalGradients, read, save, synthetic
 from rankscope.numerics.spread import SumOptions, measure
@@ -168,13 +169,13 @@ def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any, consol
         raise UsageError(
             f"--output {directory} cannot be written ({error.strerror}): give a directory that can"
         ) from error
-    console.print(Text(f"  Numbers: {directory / RESULT_FILE}"), soft_wrap=True)
+    console.print(plain(f"  Numbers: {directory / RESULT_FILE}"), soft_wrap=True)
     try:
         page = write_numerics_page(directory, sums, growth)
     except MissingExtraError as error:
         console.print(Text(str(error)), soft_wrap=True)
         return
-    console.print(Text(f"  Page:    {page}"), soft_wrap=True)
+    console.print(plain(f"  Page:    {page}"), soft_wrap=True)
 
 
 @contextmanager

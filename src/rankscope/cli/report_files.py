@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from rankscope.cli.paper import plain
 from rankscope.diagnose.assessment import Assessment
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.record import Run
@@ -20,7 +21,7 @@ from rankscope.record.files import is_directory
 from rankscope.web import write_figures, write_report, write_run_figures, write_study_report
 from rankscope.web.markdown import run_markdown, study_markdown
 from rankscope.web.study_words import Study
-from rankscope.web.words import missing
+from rankscope.web.words import missing, writable
 
 
 class Format(StrEnum):
@@ -150,7 +151,7 @@ def say_where(written: Mapping[Format, Sequence[Path]]) -> None:
     for one, paths in written.items():
         label = "  Report: " if one is Format.HTML else "  Written: "
         for path in paths:
-            Console().print(Text.assemble((label, "bold"), str(path)), soft_wrap=True)
+            Console().print(Text.assemble((label, "bold"), plain(str(path))), soft_wrap=True)
 
 
 def json_text(result: Mapping[str, Any]) -> str:
@@ -171,6 +172,7 @@ def _put(path: Path, text: str) -> Path:
     Raises:
         RunError: It cannot be written.
     """
+    text = writable(text)
     if path == STDOUT:
         sys.stdout.write(text)
         return path

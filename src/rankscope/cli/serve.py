@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from rankscope.cli.paper import plain
 from rankscope.web.live import live_server
 
 
@@ -50,7 +51,9 @@ def serve(
     HOST, and open http://localhost:8321. Ctrl-C stops it. Exit code: 130 after Ctrl-C; 2 bad usage.
     """
     server = live_server(directory, host=host, port=port, token=token)
-    line = Text.assemble(("rankscope: ", "bold"), f"{directory} at ", (server.url, "bold cyan"))
+    line = Text.assemble(
+        ("rankscope: ", "bold"), plain(f"{directory} at "), (server.url, "bold cyan")
+    )
     Console().print(line, soft_wrap=True, highlight=False)
     Console().print(Text("           Ctrl-C stops it.", style="dim"))
     server.serve_until_stopped(browser=browser)

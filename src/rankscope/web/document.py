@@ -76,9 +76,12 @@ def render(
 
 
 def fill(template: str, **context: Any) -> str:
-    """Return a template filled in; what it is given is escaped unless it is ``Markup``."""
+    """Return a template filled in; what it is given is escaped unless it is ``Markup``.
+
+    What in a directory's name is no UTF-8 becomes a question mark.
+    """
     page: str = _environment().get_template(template).render(context)
-    return page
+    return words.writable(page)
 
 
 def write_text(path: Path, text: str) -> Path:

@@ -11,7 +11,7 @@ from rankscope.diagnose.rules import count
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import is_directory, is_file, unreadable
-from rankscope.web.words import missing, number
+from rankscope.web.words import missing, number, writable
 
 _ORDER = ("sharded", "replicated")
 
@@ -93,7 +93,7 @@ class Study:
     @property
     def name(self) -> str:
         """The study's name: its directory's, if it was not given one."""
-        return str(self.info.get("name") or self.path.resolve().name)
+        return writable(str(self.info.get("name") or self.path.resolve().name))
 
     @property
     def caption(self) -> str:

@@ -19,6 +19,11 @@ SIGNS = {"healthy": "●", "note": "○", "warning": "▲", "error": "◆"}
 Values = Mapping[str, Any]
 
 
+def writable(text: str) -> str:
+    """Return a text that can be written: what in a name is no UTF-8 becomes a question mark."""
+    return text.encode(errors="replace").decode()
+
+
 def missing(value: Any) -> bool:
     """Tell whether a value is undefined: None, NaN or ``MISSING_INT``."""
     return value is None or value == MISSING_INT or bool(value != value)
@@ -167,7 +172,7 @@ def title_of_finding(finding: Finding) -> str:
 
 def title_of(info: Values, path: Path | str) -> str:
     """Return the name of a run: the one it was given, or its directory's."""
-    return str(info.get("name") or Path(path).resolve().name)
+    return writable(str(info.get("name") or Path(path).resolve().name))
 
 
 def run_line(run: Run, assessment: Assessment) -> str:

@@ -1,5 +1,6 @@
 """The server as a viewer meets it: addresses, who may see them, and what is pushed."""
 
+import os
 import re
 import shutil
 import time
@@ -11,6 +12,7 @@ import pytest
 from rankscope import Run
 from rankscope.errors import UsageError
 from rankscope.web.live import board, live_server
+from rankscope.web.live.catalog import id_of
 from web.html_reader import Page, data_names
 from web.live.serving import Training, events, get, serving
 
@@ -333,3 +335,18 @@ def test_a_served_run_is_its_own_first_page(tmp_path: Path):
         answer = get(server, "/")
         assert (answer.status, answer.headers["location"]) == (307, "/run/sft")
         assert "Averaged loss" in get(server, "/run/sft").text
+
+
+def test_a_name_that_is_no_utf8_is_shown_as_far_as_it_can_be(tmp_path: Path):
+    odd = os.fsdecode(b"mod\xe8le")
+    for name in (odd, "good"):
+        training = Training(tmp_path / name, name="\ud800" if name == "good" else name)
+        training.steps(2)
+        training.close()
+    with serving(tmp_path) as server:
+        addresses = ["/", "/run/good", f"/run/{id_of(odd)}", f"/compare?a=good&b={id_of(odd)}"]
+        answers = [get(server, address) for address in addresses]
+        news = get(server, f"/api/run/{id_of(odd)}").json
+    assert [answer.status for answer in answers] == [200] * 4
+    assert all("mod?le" in answer.text for answer in answers)
+    assert "mod?le" in news["title"]

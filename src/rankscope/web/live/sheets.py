@@ -206,7 +206,7 @@ def packed(text: str) -> bytes:
 
 
 def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=9).hexdigest()
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=9).hexdigest()
 
 
 def _tables_of(node: Any) -> set[str]:
