@@ -2,8 +2,12 @@
 
 A step ends with the backward pass that synchronises gradients, but the optimizer's call and the
 time belong to it as well. So its books close when the next step's first forward pass begins.
+
+A training that never leaves ``no_sync`` has no such pass. There, from the second call of the
+optimizer on, the books of a step close after each.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +26,11 @@ from rankscope.capture.trace import PendingTrace
 from rankscope.capture.witness import BothSee
 from rankscope.exchange import LocalStep, pack_share
 from rankscope.instruments import Instruments
+
+_log = logging.getLogger("rankscope")
+
+_MOST_PASSES = 8192
+"""Forward passes of one step: what more of them leave would only fill the memory."""
 
 
 class StepBooks:
@@ -60,7 +69,8 @@ class StepBooks:
         make_trace = instruments.make_trace_meter
         self._trace = None if make_trace is None else make_trace(optimizer, guard.leave_out)
         self._replica = math.nan if instruments.replica is None else instruments.replica
-        self._unreduced = self._updated = False
+        self._unreduced = self._updated = self._forgot = False
+        self._updates_alone = 0  # since gradients were synchronised for the last time
         witness = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
         self._tap = instruments.make_tap(guard, witness, self._shadow)
         self._passes = ForwardPasses(self._tap.notice_backward, guard)
@@ -113,6 +123,7 @@ class StepBooks:
         """Take notice that ``optimizer.step`` is about to run."""
         self._updated = False
         self._unreduced |= self._tap.unreduced
+        self._updates_alone += self._tap.unreduced
         self._evidence.see_applied()
 
     def count_optimizer_step(self, optimizer: Any) -> None:
@@ -123,20 +134,29 @@ class StepBooks:
     def close_step(self, *, interrupted: bool = False) -> None:
         """Close the books of a step, once its synchronising backward pass has ended.
 
+        Or once the optimizer has been called for the second time without such a pass. A single
+        call between two of them belongs to the second.
+
         Args:
             interrupted: Whether an exception ended the training. Then what this worker holds can
                 only be held against the others when its optimizer has had its turn.
         """
         if self._tap.complete:
+            self._updates_alone = 0
             self._hand_over(comparable=self._updated or not interrupted)
         elif self._tap.aborted:  # the training caught what its backward pass raised
-            self._tap.collect()
-            self._evidence.abort()
-            if self._trace is not None:
-                self._trace.abort()
-            self._passes.take_idle()
-            self._losses.collect()
-            self._samples.collect()
+            self._forget()
+        elif self._updated and self._updates_alone > 1:
+            self._hand_over()
+        elif self._passes.current + 1 >= _MOST_PASSES:
+            self._forget()
+            if not self._forgot:
+                self._forgot = True
+                _log.warning(
+                    "nothing is recorded of %d forward passes: none of their backward passes has "
+                    "synchronised gradients, and no optimizer that watch() knows was called",
+                    _MOST_PASSES,
+                )
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
@@ -144,6 +164,17 @@ class StepBooks:
         self._evidence.remove()
         if self._exact is not None:
             self._exact.release()
+
+    def _forget(self) -> None:
+        """Begin the step anew."""
+        self._tap.collect()
+        self._evidence.abort()
+        if self._trace is not None:
+            self._trace.abort()
+        self._passes.take_idle()
+        self._losses.collect()
+        self._samples.collect()
+        self._updated = False
 
     def _shadow(self) -> None:
         """Take part in a step of the others, in ``join()`` after this rank's last batch.

@@ -12,6 +12,7 @@ from rankscope.core.nulls import weighted_mean_and_sem
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
+from rankscope.diagnose.verdicts import judge
 from rankscope.record import Run, RunWriter
 
 STEPS = 30
@@ -212,9 +213,10 @@ def test_one_worker_has_nothing_to_compare(tmp_path):
 def test_a_run_without_steps(tmp_path):
     run, _ = record(tmp_path, iter([]))
     found = assess(run)
-    assert found.severity is None
+    assert found.severity is Severity.WARNING
     assert found.statements == ()
-    assert "Nothing is recorded" in found.headline
+    assert "Nothing was recorded" in found.headline
+    assert judge(found.values, ()).severity is Severity.NOTE  # it may have just begun
 
 
 def test_two_steps_of_equal_single_samples_are_not_called_healthy(tmp_path):

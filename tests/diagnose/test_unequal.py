@@ -98,6 +98,16 @@ def test_gradients_that_reach_the_optimizer_without_a_reduction():
     assert (found.cause, found.ranks) == ("sync.not_reduced", (1, 2))
 
 
+def test_gradients_that_the_training_reduces_itself():
+    alone = {"unreduced": [True] * W}
+    alike, apart = [
+        step(n, **alone, applied_digest=d) for n, d in ((0, [7] * W), (2, [7, 7, 7, 8]))
+    ]
+    assert not watch(alike, step(1, **alone))  # a step that does not tell
+    assert [found.cause for found in watch(alike, apart)] == ["sync.not_reduced"]
+    assert watch(step(0, **alone))
+
+
 def test_models_of_another_layout():
     [found] = watch(step(0, state_layout=[5, 5, 6, 5]))
     assert (found.key, found.cause, found.ranks) == (

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rankscope import Run
+import rankscope
+from rankscope import Run, books
 from rankscope.core.signals import Table
 from support.loops import Loop
 from support.models import make_batch
@@ -47,14 +48,38 @@ def evaluate_inside(loop, step):
     plain(loop, step)
 
 
+def never_synchronised(loop, step):
+    with loop.ddp.no_sync():
+        plain(loop, step)
+
+
+def reduced_by_hand(loop, step):
+    never_synchronised(loop, step)
+    for parameter in loop.ddp.parameters():
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= torch.distributed.get_world_size()
+
+
+def beside_another_model(loop, step):
+    """Another model is trained through this one, which itself is not trained in that pass."""
+    never_synchronised(loop, step)
+    loop.optimizer.zero_grad()
+    plain(loop, step)
+
+
 LOOPS = {
     "plain": (plain, False),
     "both ways": (both_ways, False),
     "accumulate": (accumulate, False),
     "evaluate inside": (evaluate_inside, False),
+    "reduced by hand": (reduced_by_hand, False),
+    "beside another model": (beside_another_model, False),
     "past the wrapper": (past_the_wrapper, True),
     "one too early": (one_too_early, True),
+    "never synchronised": (never_synchronised, True),
 }
+MERGED = ("reduced by hand", "never synchronised")
+"""There the first two steps count as one: the second shows that the first was no part of it."""
 
 
 def train(rank, backward, run_dir):
@@ -91,7 +116,7 @@ def test_the_training_keeps_its_bits(trained, name):
 @pytest.mark.parametrize("name", LOOPS)
 def test_every_step_is_recorded_with_its_loss(trained, name):
     run = Run.open(trained[1] / name)
-    assert run.table(Table.STEPS).num_rows == STEPS
+    assert run.table(Table.STEPS).num_rows == STEPS - (name in MERGED)
     _, losses_TW = run.per_worker("loss")
     assert (losses_TW > 0).all()
 
@@ -106,3 +131,27 @@ def test_what_nothing_reduced_is_named(trained, name):
     finding = found["sync.not_reduced"]
     assert (str(finding.severity), finding.ranks) == ("error", (0, 1, 2))
     assert finding.first_step <= 1
+
+
+def watch_without_optimizer(rank, run_dir):
+    books._MOST_PASSES = 5
+    loop = Loop(rank, None)
+    scope = rankscope.watch(loop.ddp, run_dir=run_dir, overhead_budget=None)
+    kept = []
+    for step in range(18):
+        scope.batch([step])
+        never_synchronised(loop, step)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        kept.append(len(scope._books._passes._passes))
+    plain(loop, 18)
+    scope.close()
+    return kept, loop.warnings
+
+
+def test_what_no_step_will_hold_does_not_fill_the_memory(tmp_path):
+    for kept, warnings in run_ranks(watch_without_optimizer, 2, str(tmp_path / "run")):
+        assert max(kept) == 5
+        [warning] = warnings
+        assert "no optimizer that watch() knows" in warning
+    assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == 1

@@ -63,7 +63,7 @@ def assess(run: Run) -> Assessment:
     """
     values = measure(run)
     findings = run.findings()
-    verdict: Verdict = judge(values, findings)
+    verdict: Verdict = judge(values, findings, ended=run.status != "running")
     return Assessment(
         severity=_worst(findings, verdict.severity),
         headline=verdict.headline,

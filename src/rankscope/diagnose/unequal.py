@@ -59,6 +59,9 @@ class UnequalState(Stateful):
         self._num_workers = num_workers
         self._local_buffers = local_buffers
         self._faults: dict[str, _Fault] = {}
+        self._applied_alike = (
+            False  # in the last step with gradients that nothing was seen to reduce
+        )
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks of what differs in it, and of what has healed."""
@@ -91,7 +94,7 @@ class UnequalState(Stateful):
         """Yield all that differs in a step."""
         workers = gathered.workers
         replicas_W = workers["replica"]
-        if workers["unreduced"].any():
+        if workers["unreduced"].any() and not self._reduced_elsewhere(workers["applied_digest"]):
             unreduced = np.flatnonzero(workers["unreduced"]).tolist()
             words = "the optimizer was called with gradients that no reduction had seen"
             yield _Seen("sync.not_reduced", unreduced, words=words)
@@ -105,6 +108,16 @@ class UnequalState(Stateful):
             found = [d for d in gathered.differences if d.kind is kind]
             if found:
                 yield _Seen(_CAUSES[kind], _odd(found, replicas_W), _names(found))
+
+    def _reduced_elsewhere(self, applied_W: Ints) -> bool:
+        """Return whether all optimizers get the same bits: then the training itself reduces them.
+
+        Where a step does not tell, the last one that told counts.
+        """
+        known_W = applied_W != MISSING_INT
+        if known_W.any():
+            self._applied_alike = bool(known_W.all() and (applied_W == applied_W[0]).all())
+        return self._applied_alike
 
     def _gradients(self, gathered: GatheredStep, replicas_W: Ints) -> Iterable["_Seen"]:
         reduced = [d for d in gathered.differences if d.kind is StateKind.REDUCED]

@@ -35,10 +35,16 @@ class Verdict:
     severity: Severity | None = None
 
 
-def judge(values: Values, findings: Sequence[Finding]) -> Verdict:
-    """Return the verdict: the worst finding's, or else what the numbers allow to say."""
+def judge(values: Values, findings: Sequence[Finding], *, ended: bool = False) -> Verdict:
+    """Return the verdict: the worst finding's, or else what the numbers allow to say.
+
+    Args:
+        values: The numbers of the assessment.
+        findings: What was found.
+        ended: Whether no more steps will come.
+    """
     if not values["steps"]:
-        return Verdict("Nothing is recorded yet.", "Let the run take its first steps.")
+        return _NOTHING_RECORDED if ended else _NOTHING_YET
     told = [f for f in findings if f.cause != "time.straggler" and f.id != "gross-outlier"]
     if told:
         worst = ranked(told)[0]
@@ -118,6 +124,15 @@ def _overlap(values: Values, finding: Finding) -> Verdict:
     return Verdict(f"{who}: {count(draws, 'draw')} repeated a sample of another worker.", advice)
 
 
+_NOTHING_YET = Verdict(
+    "Nothing is recorded yet.", "Let the run take its first steps.", Severity.NOTE
+)
+_NOTHING_RECORDED = Verdict(
+    "Nothing was recorded: the run ended before its first step had.",
+    "Let it take a few steps. A step ends with a backward pass that synchronises gradients, so not "
+    "inside no_sync, of the model that watch() got; see the log for what the monitor said.",
+    Severity.WARNING,
+)
 _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
     "numerics.nonfinite": _nonfinite,
     "data.duplicate_batches": _duplicates,
