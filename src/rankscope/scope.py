@@ -39,7 +39,7 @@ from rankscope.exchange.heartbeat import Heartbeat, Phase
 from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
 from rankscope.sinks import Sinks
-from rankscope.wrapping import is_compiled, is_training
+from rankscope.wrapping import has_closure, is_compiled, is_training
 
 _log = logging.getLogger("rankscope")
 
@@ -85,7 +85,7 @@ class Scope:
         self._writer = writer
         self._sinks = sinks
         self._on_finding = on_finding
-        self._off = self._closed = False
+        self._off = self._closed = self._close_asked = False
         self._latest: StepReport | None = None
         self._channel = channel
         self._heartbeat = heartbeat
@@ -200,6 +200,8 @@ class Scope:
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Deliver what was measured, finish the run's directory, and take all hooks out.
 
+        In ``on_finding`` it only asks for it: the scope closes at the next forward pass.
+
         Args:
             timeout: Seconds to wait for the other workers' last step.
         """
@@ -207,6 +209,11 @@ class Scope:
 
     def _close(self, timeout: float, *, interrupted: bool = False) -> None:
         if self._closed:
+            return
+        if self._courier.is_current:  # it cannot wait for itself
+            if not self._close_asked:
+                _log.info("on_finding has closed the scope, which ends at the next forward pass")
+            self._close_asked = True
             return
         self._guard(partial(self._books.close_step, interrupted=interrupted))
         self._closed = True
@@ -242,6 +249,8 @@ class Scope:
     # What torch calls, in the training thread ----------------------------------------------
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        if self._close_asked:
+            self._close(CLOSE_SECONDS)
         self._inside = True
         if is_training(model):
             self._guard(partial(self._books.begin_micro_batch, args, kwargs))
@@ -265,11 +274,11 @@ class Scope:
             self._beat("backward")
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not _has_closure(args, kwargs):
+        if not has_closure(args, kwargs):
             self._guard(self._books.begin_optimizer_step)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _has_closure(args, kwargs):
+        if has_closure(args, kwargs):
             self._guard(self._books.begin_optimizer_step)
         self._guard(partial(self._books.count_optimizer_step, optimizer))
         self._beat("step")
@@ -307,7 +316,7 @@ class Scope:
         if self._writer is not None and self._writer.flush_if_due():
             self._save_state(self._writer)
 
-    def _on_end(self, error: Exception) -> None:
+    def _on_end(self, error: BaseException) -> None:
         self._fail(error)
         self._finish_run("incomplete", settled=False)
 
@@ -317,18 +326,20 @@ class Scope:
         for finding in findings:
             try:
                 self._on_finding(finding)
-            except Exception:
+            except BaseException:  # sys.exit() would only end this thread
                 _log.exception("on_finding raised for %s; training and monitor go on", finding.id)
 
     def _fail_and_leave(self, error: Exception) -> None:
         self._fail(error)
         self._courier.leave()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         if self._off:
             return
         self._off = True
         self._guard.open = False
+        if self._heartbeat is not None:  # steps are no longer counted: each would seem to hang
+            self._heartbeat.stop(0.0)
         foreseen = isinstance(error, RankscopeError)  # such a message says it all
         _log.warning(
             "rankscope has switched itself off on rank %d after step %d; training goes on. %s",
@@ -372,11 +383,6 @@ class Scope:
         except Exception as error:
             self._saves_state = False
             _log.warning("a restarted job cannot go on from %s: %s", writer.path, error)
-
-
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
-    return any(callable(given) for given in (*args[1:], *kwargs.values()))
 
 
 def _close_at_exit(reference: "weakref.ref[Scope]") -> None:

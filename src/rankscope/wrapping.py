@@ -149,6 +149,11 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     return None
 
 
+def has_closure(args: Any, kwargs: Any) -> bool:
+    """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
+    return any(callable(given) for given in (*args[1:], *kwargs.values()))
+
+
 def _find_deepspeed(engine: Any) -> Wrapped:
     parameters = {
         canonical_name(name): parameter

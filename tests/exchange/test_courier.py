@@ -1,6 +1,7 @@
 """The courier over channels between threads: order, agreement, and every way to end."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from rankscope.core.step import GatheredStep, MeasuredGradient
 from rankscope.exchange import (
+    ChannelError,
     Courier,
     FlatGathering,
     Goodbye,
@@ -15,6 +17,7 @@ from rankscope.exchange import (
     MemoryChannel,
     Outcome,
     WorkerStep,
+    courier,
 )
 
 
@@ -27,11 +30,13 @@ class Worker:
         *,
         every: int = 1,
         fail_at: int = -1,
+        error: type[BaseException] = OSError,
         before_delivery: Callable[[], object] = lambda: None,
     ) -> None:
         self.got: list[GatheredStep] = []
-        self.ended: list[Exception] = []
+        self.ended: list[BaseException] = []
         self.fail_at = fail_at
+        self.error = error
         self.before_delivery = before_delivery
         self.courier = Courier(
             FlatGathering(channel, Layout(sketch_width=3)),
@@ -45,7 +50,7 @@ class Worker:
         self.before_delivery()
         gathered = outcome.gathered
         if gathered.step == self.fail_at:
-            raise OSError("disk full")
+            raise self.error("disk full")
         self.got.append(gathered)
 
 
@@ -100,9 +105,10 @@ def test_a_worker_that_leaves_early_is_named_to_the_others():
     assert not leaves.ended
 
 
-def test_a_worker_whose_delivery_fails_releases_the_others():
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_a_worker_whose_delivery_fails_releases_the_others(error):
     fails, stays = (
-        Worker(channel, fail_at=fail_at)
+        Worker(channel, fail_at=fail_at, error=error)
         for channel, fail_at in zip(MemoryChannel.connect(2), (1, -1), strict=True)
     )
     for step in range(4):
@@ -110,7 +116,7 @@ def test_a_worker_whose_delivery_fails_releases_the_others():
             worker.courier.send(lambda step=step, rank=rank: message(step, rank))
     assert fails.courier.join(30)
     assert stays.courier.join(30)
-    assert isinstance(fails.ended[0], OSError)
+    assert isinstance(fails.ended[0], error)
     assert isinstance(stays.ended[0], Goodbye)
     assert [g.step for g in stays.got] == [0, 1]
 
@@ -142,3 +148,33 @@ def test_another_worker_is_not_waited_for_longer():
     worker.courier.leave()
     assert not worker.courier.join(0.1)
     assert worker.courier.join(30)  # the channel gives up
+
+
+def test_a_worker_that_falls_far_behind_leaves_once_its_steps_are_delivered(monkeypatch):
+    monkeypatch.setattr(courier, "_MOST_WAITING", 2)
+    delivering, goes_on = threading.Event(), threading.Event()
+
+    def stall():
+        delivering.set()
+        assert goes_on.wait(30)
+
+    channels = MemoryChannel.connect(2)
+    slow, other = Worker(channels[0], before_delivery=stall), Worker(channels[1])
+    for rank, worker in enumerate((slow, other)):
+        worker.courier.send(lambda rank=rank: message(0, rank))
+    assert delivering.wait(30)
+    other.courier.send(lambda: message(1, 1))
+    while other.courier._stage % 2:  # it has delivered step 0, and waits with step 1
+        time.sleep(0.001)
+    for rank, worker, behind in ((0, slow, "this worker's"), (1, other, "of another")):
+        for step in (1, 2) if rank == 0 else (2, 3):
+            worker.courier.send(lambda step=step, rank=rank: message(step, rank))
+        with pytest.raises(ChannelError, match=behind):
+            worker.courier.send(lambda: message(9, 9))
+    slow.courier.leave()
+    goes_on.set()
+    assert slow.courier.join(30)
+    assert other.courier.join(30)
+    assert [g.step for g in slow.got] == [g.step for g in other.got] == [0, 1, 2]
+    assert slow.ended == []
+    assert isinstance(other.ended[0], Goodbye)

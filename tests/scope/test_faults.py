@@ -251,3 +251,21 @@ def test_a_job_can_be_watched_again_after_a_fault(tmp_path):
     again = Run.open(tmp_path / "run-2")
     assert again.status == "complete"
     assert again.columns(Table.STEPS, "observed")["observed"].tolist() == [1, 1, 1]
+
+
+def fail_and_train_on(rank: int, run_dir: str) -> bool:
+    loop = Loop(rank, run_dir)
+    loop.step(0)
+    break_hook(loop)
+    loop.step(1)
+    ended = loop.scope._heartbeat._thread
+    ended.join(60)
+    loop.step(2)
+    still = ended.is_alive()
+    loop.close()
+    return still
+
+
+def test_a_monitor_that_is_off_sees_no_hang(tmp_path):
+    """It no longer counts steps, so that each training would seem to stand still."""
+    assert run_ranks(fail_and_train_on, 1, str(tmp_path / "run")) == [False]

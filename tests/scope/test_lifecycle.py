@@ -262,7 +262,7 @@ def test_workers_that_share_their_batches_are_found_on_every_rank(tmp_path):
 
 def raising_callback(rank, run_dir):
     def on_finding(finding):
-        raise ValueError("user's bug")
+        raise (SystemExit if rank else ValueError)("user's bug")
 
     loop = Loop(rank, run_dir, on_finding=on_finding)
     for step in range(4):
@@ -275,6 +275,23 @@ def test_a_callback_that_raises_changes_nothing(tmp_path):
     for warnings in run_ranks(raising_callback, 2, str(tmp_path / "run")):
         assert all("on_finding raised" in warning for warning in warnings)
     assert Run.open(tmp_path / "run").status == "complete"
+
+
+def closing_callback(rank, run_dir):
+    loop = Loop(rank, run_dir, on_finding=lambda finding: loop.scope.close())
+    for step in range(1000):
+        loop.scope.loss(float("nan"))
+        loop.step(step)
+        if loop.scope._closed:
+            return step, loop.warnings
+    return 0, loop.warnings
+
+
+def test_a_callback_that_closes_the_scope_ends_it_at_the_next_forward_pass(tmp_path):
+    [(last, warnings)] = run_ranks(closing_callback, 1, str(tmp_path / "run"))
+    run = Run.open(tmp_path / "run")
+    assert (run.status, warnings) == ("complete", [])
+    assert run.table(Table.STEPS).num_rows == last > 0
 
 
 def without_evidence(rank, run_dir):

@@ -41,7 +41,7 @@ class Courier:
         interval_at: Callable[[int], int],
         deliver: Callable[[Outcome], None],
         idle: Callable[[], None],
-        ended: Callable[[Exception], None],
+        ended: Callable[[BaseException], None],
         first_step: int = 0,
     ) -> None:
         self._gathering = gathering
@@ -51,6 +51,7 @@ class Courier:
         self._ended = ended
         self._queue: queue.Queue[Callable[[], WorkerStep] | None] = queue.Queue(_MOST_WAITING)
         self._leaving = threading.Event()
+        self._ended_well = False
         self._next_step = first_step
         self._stage = 1  # odd while this worker works, even while it waits for the others
         self._thread = threading.Thread(target=self._run, name="rankscope", daemon=True)
@@ -63,23 +64,22 @@ class Courier:
             prepare: Called in the courier's thread; may wait for the device.
 
         Raises:
-            ChannelError: So many steps wait that a peer must be stuck.
+            ChannelError: So many steps wait that this worker or a peer must be stuck.
         """
         try:
             self._queue.put_nowait(prepare)
         except queue.Full:
+            busy = "this worker's monitor is" if self._stage % 2 else "the monitor of another is"
             raise ChannelError(
-                f"{_MOST_WAITING} steps wait to be gathered: some worker no longer answers"
+                f"{self._queue.maxsize} steps wait to be gathered: {busy} stuck, or too slow"
             ) from None
 
     def leave(self) -> None:
         """Announce that no more steps follow; returns at once."""
         if not self._leaving.is_set():
             self._leaving.set()
-            try:
+            with contextlib.suppress(queue.Full):  # then the thread looks when the queue is empty
                 self._queue.put_nowait(None)
-            except queue.Full:
-                return  # the channel is stuck; the thread ends with the process
 
     def join(self, timeout: float) -> bool:
         """Wait until all queued steps are delivered, as long as that gets on.
@@ -89,7 +89,7 @@ class Courier:
                 with a step may take ten seconds: on a busy machine it is late, not lost.
 
         Returns:
-            Whether they are delivered.
+            Whether they are delivered, or the channel has ended and that was told.
         """
         stage, since = self._stage, time.monotonic()
         while self._thread.is_alive():
@@ -100,28 +100,43 @@ class Courier:
             if left <= 0:
                 return False
             self._thread.join(min(left, _LOOK_SECONDS))
-        return True
+        return self._ended_well
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is in the courier's thread."""
+        return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         try:
-            while True:
-                try:
-                    prepare = self._queue.get(timeout=_IDLE_SECONDS)
-                except queue.Empty:
-                    self._idle()
-                    continue
-                if prepare is None:
-                    self._say_goodbye()
-                    return
-                outcome = self._exchange(prepare())
-                self._next_step = outcome.step + 1
-                self._deliver(outcome)
-                self._idle()
+            while self._deliver_next():
+                pass
+            self._say_goodbye()
         except (Goodbye, ChannelError, PayloadError) as error:
             self._ended(error)
-        except Exception as error:
-            self._ended(error)
-            self._say_goodbye()
+        except BaseException as error:  # sys.exit() would end this thread, and tell nobody
+            try:
+                self._ended(error)
+            finally:
+                self._say_goodbye()
+        self._ended_well = True
+
+    def _deliver_next(self) -> bool:
+        """Deliver a step, if one comes soon; return whether others may follow."""
+        try:
+            prepare = self._queue.get(timeout=_IDLE_SECONDS)
+        except queue.Empty:
+            if self._leaving.is_set():
+                return False
+            self._idle()
+            return True
+        if prepare is None:
+            return False
+        outcome = self._exchange(prepare())
+        self._next_step = outcome.step + 1
+        self._deliver(outcome)
+        self._idle()
+        return True
 
     def _say_goodbye(self) -> None:
         """Release the others from waiting for us; whatever they answer, this is the end."""

@@ -113,10 +113,14 @@ class Heartbeat:
         self._position = _Position(step, passes, phase, time.time(), step_began)
 
     def stop(self, timeout: float = 1.0) -> None:
-        """Write a last beat that says so, and end; waits no longer than ``timeout`` seconds."""
+        """Write a last beat that says so, and end; waits no longer than ``timeout`` seconds.
+
+        It may be called again, and from any thread but the heartbeat's.
+        """
         self._stopping.set()
         self._thread.join(timeout)
-        atexit.unregister(self.stop)
+        if not self._thread.is_alive():  # else the end of the process waits for it again
+            atexit.unregister(self.stop)
 
     # In the heartbeat's thread --------------------------------------------------------------
 
