@@ -56,10 +56,16 @@ class Wrapped:
         return inner if isinstance(inner, nn.Module) else self.wrapper
 
     def reduces(self) -> Callable[[Tensor], bool] | None:
-        """Return what tells whether the wrapper reduces a parameter's gradient; None if of all."""
+        """Return what tells whether the wrapper reduces a parameter's gradient; None if of all.
+
+        DDP reduces none of a parameter that was frozen when it was wrapped. Which those were it
+        does not keep: what is frozen now counts. One that it reduces all the same is equal on all
+        workers, and then nothing is said of it.
+        """
         if not isinstance(self.wrapper, DistributedDataParallel):
             return None
-        known = {id(parameter) for parameter in self.wrapper._module_parameters}  # it keeps them
+        kept = self.wrapper._module_parameters
+        known = {id(parameter) for parameter in kept if parameter.requires_grad}
         return lambda parameter: id(parameter) in known
 
     def make_tap(
