@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from rankscope.exchange.reduction import OrderedMean
 from support.ranks import run_ranks
@@ -138,3 +139,20 @@ def abandon_then_average(rank: int) -> list[float]:
 @pytest.mark.ranks
 def test_an_abandoned_exchange_leaves_no_trace():
     assert run_ranks(abandon_then_average, 2) == [[0.5], [0.5]]
+
+
+def start_beside_a_stream(rank: int) -> bool:
+    """Start an exchange as on an accelerator, whose allocator must hear of the other stream."""
+    recorded: list[int] = []
+    mean = OrderedMean(dist.group.WORLD, torch.device("cpu"))
+    mean._stream = object()  # type: ignore[assignment]
+    mean._new_future = lambda device: Future()  # type: ignore[method-assign]
+    Tensor.record_stream = lambda tensor, stream: recorded.append(tensor.data_ptr())  # type: ignore[method-assign]
+    exchange = mean.start(torch.ones(7))
+    exchange.abandon()
+    return {exchange.ends_WE.data_ptr(), exchange.pieces_WN.data_ptr()} <= set(recorded)
+
+
+@pytest.mark.ranks
+def test_all_memory_that_another_stream_reads_is_recorded_for_it():
+    assert run_ranks(start_beside_a_stream, 2) == [True, True]

@@ -129,6 +129,8 @@ class OrderedMean:
         pieces_WN = self._borrow(buffer.numel() // self._num_workers, buffer.dtype)
         whole, end = self._split(buffer)
         ends_WE = buffer.new_empty(self._num_workers, end.numel())
+        if self._stream is not None:
+            ends_WE.record_stream(self._stream)
         works = []
         if whole.numel():
             works.append(self._launch(dist.all_to_all_single, pieces_WN.view(-1), whole))
