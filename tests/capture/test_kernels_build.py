@@ -12,10 +12,15 @@ import torch
 
 from capture.kernel_checks import CPU, SEED, WIDTH, expect, measured, needs_compiler, random
 from capture.sketch_oracle import truth
+from rankscope.capture import state_reading
+from rankscope.capture.digest import digest_bits
 from rankscope.capture.kernels import build, choose, choose_kernel, native, period_signs
+from rankscope.capture.kernels.bits import native_sum
 from rankscope.capture.kernels.build import BuildError, built_library
+from rankscope.capture.kernels.dot import choose_dot, plain_dot
 from rankscope.capture.kernels.native import NativeKernel
 from rankscope.capture.kernels.plain import PlainKernel
+from rankscope.capture.state_meter import StateMeter
 from rankscope.capture.totals import GradientTotals
 
 
@@ -29,9 +34,14 @@ def plain_environment(monkeypatch):
 def empty_cache(tmp_path, monkeypatch):
     """Build anew, into a folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native.load_functions.cache_clear()
+    forget_what_was_built()
     yield tmp_path / "cache"
-    native.load_functions.cache_clear()
+    forget_what_was_built()
+
+
+def forget_what_was_built():
+    for cached in (native.load_functions, native.try_to_load, native_sum, state_reading._kernel):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -43,6 +53,14 @@ def counted_compiler(tmp_path, monkeypatch):
     script.write_text(f'#!/bin/sh\necho run >>"{log}"\nexec {compiler} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", shlex.quote(str(script)))
+    return log
+
+
+@pytest.fixture
+def broken_compiler(tmp_path, monkeypatch):
+    """The same, but it always fails."""
+    log = tmp_path / "failures"
+    monkeypatch.setenv("CC", f"sh -c 'echo run >>\"{log}\"; exit 1' --")
     return log
 
 
@@ -78,6 +96,36 @@ def test_without_a_compiler_that_works_it_is_plain_torch(
     assert chosen(caplog) == "torch"
     assert reason in caplog.text
     assert not list(empty_cache.rglob("*.so"))
+
+
+def test_a_compiler_that_fails_runs_once_per_process_and_before_the_training(
+    empty_cache, broken_compiler
+):
+    StateMeter(torch.nn.Linear(2, 2), None, replicated=True)
+    runs = broken_compiler.read_text().count("run")
+    assert runs == len(build._TUNING)
+    assert isinstance(choose_kernel(CPU, WIDTH, period_signs(SEED)), PlainKernel)
+    assert choose_dot(CPU) is plain_dot
+    digest_bits(random(50))
+    for load in (native.load_functions, native.load_digest, native.load_dot):
+        with pytest.raises(BuildError, match="failed"):
+            load()
+    assert broken_compiler.read_text().count("run") == runs
+
+
+def test_a_setting_of_the_compiler_that_cannot_be_read_is_no_error(
+    caplog, monkeypatch, empty_cache
+):
+    monkeypatch.setenv("CC", "cc 'and no end")
+    assert chosen(caplog) == "torch"
+    assert choose_dot(CPU) is plain_dot
+    assert "CC cannot be read" in caplog.text
+
+
+def test_sources_that_cannot_be_read_are_no_error(caplog, monkeypatch, empty_cache):
+    monkeypatch.setattr(build, "_processor", build.Path("/no/such/file").read_text)
+    assert choose_dot(CPU) is plain_dot
+    assert chosen(caplog) == "torch"
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(caplog, monkeypatch, empty_cache, tmp_path):

@@ -20,7 +20,7 @@ from rankscope.capture.digest import PendingDigest, digest_bits, word_of
 from rankscope.capture.host import HostCopy
 from rankscope.capture.kernels.bits import signed
 from rankscope.capture.state_plan import Item, Plan, Slice, survey
-from rankscope.capture.state_reading import GradientNorms, digest_optimizer
+from rankscope.capture.state_reading import GradientNorms, digest_optimizer, prepare
 from rankscope.core.replicas import StateDigests, StateKind
 
 _UNREADABLE = PendingDigest(word_of("cannot be read"))
@@ -177,6 +177,7 @@ class StateMeter:
         self._local: dict[tuple[int, int], PendingDigest] = {}
         self._digests: dict[StateKind, list[list[PendingDigest]]] = {}
         self._norms = GradientNorms(len(_MOMENTS))
+        prepare()
 
     def begin_step(self, step: int) -> None:
         """Choose what to read in a step, at its first forward pass."""

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.capture.digest import PendingDigest, digest_bits, flat_pieces, word_of
 from rankscope.capture.kernels import PERIOD, Kernel, choose_kernel
+from rankscope.capture.kernels.bits import native_sum
 from rankscope.capture.kernels.flat import check_memory
 from rankscope.capture.kernels.native import NativeKernel, reads
 from rankscope.capture.state_plan import Slice
@@ -155,6 +156,12 @@ class GradientNorms:
 def _real_pieces(gradient: Tensor, start: int, stop: int) -> Iterator[Tensor]:
     for piece in flat_pieces(gradient, start, stop):
         yield torch.view_as_real(piece).view(-1) if piece.is_complex() else piece
+
+
+def prepare() -> None:
+    """Compile now what reads on the host; later, a backward pass would have to wait for it."""
+    native_sum()
+    _kernel()
 
 
 @cache

@@ -38,23 +38,26 @@ def built_library(sources: Sequence[Path] = _SOURCES, headers: Sequence[Path] = 
     Raises:
         BuildError: There is no compiler, it failed, or building took too long.
     """
-    compiler = _compiler()
-    library = _cache_folder() / f"kernels-{_key(compiler, (*sources, *headers))}.so"
-    if library.exists():
-        return library
+    compiler, folder = _compiler(), _cache_folder()
     deadline = time.monotonic() + _PATIENCE
     try:
+        library = folder / f"kernels-{_key(compiler, (*sources, *headers))}.so"
+        if library.exists():
+            return library
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(library.with_suffix(".lock"), deadline):
             if not library.exists():
                 _compile(compiler, sources, library, deadline)
     except OSError as error:
-        raise BuildError(f"{library.parent} cannot be used: {error}") from error
+        raise BuildError(f"the kernels cannot be built in {folder}: {error}") from error
     return library
 
 
 def _compiler() -> list[str]:
-    words = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    try:
+        words = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        raise BuildError(f"CC cannot be read: {error}") from error
     found = shutil.which(words[0])
     if found is None:
         raise BuildError(f"there is no C compiler {words[0]!r}")

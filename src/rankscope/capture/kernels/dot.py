@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.build import BuildError
 from rankscope.capture.kernels.native import TYPES, load_dot
 
 Dot = Callable[[Tensor, Tensor], float | Tensor]
@@ -29,7 +28,7 @@ def choose_dot(device: torch.device) -> Dot:
     try:
         dot = NativeDot()
         check_dot(dot)
-    except (BuildError, AttributeError, ArithmeticError):
+    except Exception:  # whatever it is, training goes on, a little slower
         return plain_dot
     return dot
 

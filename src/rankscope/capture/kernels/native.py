@@ -288,7 +288,18 @@ def _check_allowed() -> None:
 
 
 def _load_library() -> ctypes.CDLL:
+    library = try_to_load()
+    if isinstance(library, BuildError):
+        raise BuildError(str(library)) from library
+    return library
+
+
+@functools.cache
+def try_to_load() -> ctypes.CDLL | BuildError:
+    """Return the compiled kernels or why there are none: each process tries to build them once."""
     try:
         return ctypes.CDLL(str(built_library()))
+    except BuildError as error:
+        return error
     except OSError as error:
-        raise BuildError(f"the compiled kernels cannot be loaded: {error}") from error
+        return BuildError(f"the compiled kernels cannot be loaded: {error}")
