@@ -245,6 +245,24 @@ def test_no_layout_is_copied_whole():
         assert all(len(p) <= 1 << 18 or p.data_ptr() == own for _, p in parts)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_a_sparse_gradient_costs_what_it_holds(coalesced):
+    rows, inner = torch.tensor([900_000, 5, 900_003, 5, 1_999_999, 5]), 64
+    values = random(6, inner)
+    gradient = torch.sparse_coo_tensor(rows[None], values, (2_000_000, inner))
+    parts = dict(flat_parts(gradient.coalesce() if coalesced else gradient))
+    lengths = {place // inner: len(part) // inner for place, part in parts.items()}
+    assert lengths == {5: 1, 900_000: 4, 1_999_999: 1}
+    expected = gradient.coalesce().values()
+    torch.testing.assert_close(parts[5 * inner], expected[0])
+    neighbours = parts[900_000 * inner].view(4, inner)
+    assert torch.equal(neighbours[[0, 3]], expected[1:3])
+    assert not neighbours[1:3].any()
+    assert torch.equal(parts[1_999_999 * inner], expected[3])
+    assert not list(flat_parts(torch.sparse_coo_tensor(rows[None, :0], values[:0], (2**20, inner))))
+
+
 @pytest.mark.parametrize("stride", [2, 3])
 def test_a_vector_with_gaps_in_memory(stride):
     gradient = torch.randn(3000)[::stride]

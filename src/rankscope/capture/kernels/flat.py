@@ -1,7 +1,9 @@
 """Any gradient as flat, contiguous parts, copying no more than a part at a time."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -10,13 +12,15 @@ from rankscope.errors import UnsupportedError
 
 _CPU_ELEMENTS = 1 << 18
 _ACCELERATOR_ELEMENTS = 1 << 22
+_CPU_GAP = 1 << 14  # zeros that cost less than another part
 
 
 def flat_parts(gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield position and elements of parts that make up a gradient in row-major order.
 
     A contiguous gradient is one part, without a copy. Of one with another layout in memory, or a
-    sparse one, pieces of bounded size are copied one after the other.
+    sparse one, pieces of bounded size are copied one after the other. Long stretches of a sparse
+    gradient that hold nothing are left out: they are zeros.
 
     Args:
         gradient: Any shape and layout, any floating or complex dtype; a DTensor counts as its
@@ -67,12 +71,48 @@ def _parts(tensor: Tensor, limit: int, position: int) -> Iterator[tuple[int, Ten
         yield position, tensor.view(-1)
     elif size <= limit or tensor.dim() == 0:
         yield position, (tensor if strided else tensor.to_dense()).reshape(-1).contiguous()
+    elif tensor.layout == torch.sparse_coo and tensor.sparse_dim():
+        yield from _sparse_parts(tensor, limit, position)
     else:
         inner = size // len(tensor)
         step = max(1, limit // inner)
         for first in range(0, len(tensor), step):
             count = min(step, len(tensor) - first)
             yield from _parts(_narrow(tensor, first, count), limit, position + first * inner)
+
+
+def _sparse_parts(tensor: Tensor, limit: int, position: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the rows that hold something, with those between them where they are few."""
+    indices, values = tensor._indices(), tensor._values()
+    check_memory(values)
+    inner = tensor.numel() // len(tensor)
+    gap = _CPU_GAP if tensor.is_cpu else limit
+    if not tensor.is_coalesced():
+        order = indices[0].argsort(stable=True)
+        indices, values = indices[:, order], values[order]
+    rows = indices[0].cpu().numpy()
+    far = (np.flatnonzero(np.diff(rows) * inner > gap) + 1).tolist()
+    for first, last in pairwise([0, *far, len(rows)] if len(rows) else [0]):
+        begin = first
+        while begin < last:
+            row = int(rows[begin])
+            end = begin + int(rows[begin:last].searchsorted(row + max(1, limit // inner)))
+            count = int(rows[end - 1]) - row + 1
+            yield (
+                position + row * inner,
+                _dense(indices[:, begin:end], values[begin:end], row, (count, *tensor.shape[1:])),
+            )
+            begin = end
+
+
+def _dense(indices: Tensor, values: Tensor, row: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the elements of some rows, the first of which is ``row``."""
+    if shape[0] == 1 == len(values) and len(indices) == 1:
+        return values.reshape(-1)
+    places = indices.clone()
+    places[0] -= row
+    part = torch.sparse_coo_tensor(places, values, shape, check_invariants=False)
+    return part.to_dense().view(-1)
 
 
 def _narrow(tensor: Tensor, first: int, count: int) -> Tensor:
