@@ -4,7 +4,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rankscope.capture import LossMeter
 from rankscope.capture.loss import count_label_tokens, shifts_labels, to_arrays
@@ -338,3 +341,37 @@ def test_models_that_shift_their_labels_are_known(name, attributes, shifts):
         model.config = SimpleNamespace(is_encoder_decoder=attributes["encodes"])
         model.loss_type = "ForConditionalGeneration"
     assert shifts_labels(model) is shifts
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_loss_that_each_rank_holds_is_taken_from_a_dtensor(mesh, caplog):
+    meter = LossMeter(shifted=False)
+    local = torch.tensor(2.0, requires_grad=True)
+    loss = DTensor.from_local(local, mesh, [Replicate()])
+    meter.see({"loss": loss}, {"labels": DTensor.from_local(torch.tensor([[3]]), mesh)})
+    meter.give(loss, DTensor.from_local(torch.tensor(5), mesh, [Replicate()]))
+    (loss * 3).backward()
+    losses, multipliers = meter.collect()
+    assert [array.tolist() for arrays in to_arrays(losses) for array in arrays] == [[2.0], [5.0]]
+    assert multipliers.numpy().tolist() == [3.0]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("placement", [Partial(), Shard(0)])
+def test_a_loss_that_is_spread_over_ranks_is_declined_in_one_line(mesh, caplog, placement):
+    meter = LossMeter(shifted=False)
+    spread = DTensor.from_local(torch.ones(1, requires_grad=True), mesh, [placement])
+    for _ in range(2):
+        meter.see({"loss": spread}, {})
+        meter.give(spread)
+        meter.give(1.0, spread)
+    spread.to_local().sum().backward()
+    assert meter.collect() == ([], None)
+    [record] = caplog.records
+    assert "scope.loss() the local loss" in record.message

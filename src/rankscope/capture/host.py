@@ -4,6 +4,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rankscope.errors import UnsupportedError
 
 
 class HostCopy:
@@ -11,11 +14,18 @@ class HostCopy:
 
     Args:
         tensor: Any tensor; its present content is what :meth:`numpy` returns, whatever happens
-            to the tensor later on its own stream.
+            to the tensor later on its own stream. No DTensor: copying one would communicate.
         own: Whether nobody else holds the tensor's memory: on the host it is then not copied.
+
+    Raises:
+        UnsupportedError: It is a DTensor.
     """
 
     def __init__(self, tensor: Tensor, *, own: bool = False) -> None:
+        if isinstance(tensor, DTensor):
+            raise UnsupportedError(
+                f"expected a tensor of this rank's own, got a DTensor {tensor.placements}"
+            )
         tensor = tensor.detach()
         self._event: torch.Event | None = None
         if tensor.device.type == "cpu":

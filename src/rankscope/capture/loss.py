@@ -3,8 +3,12 @@
 A loss arrives in units: one scalar per micro-batch, or one value per sample. Each unit carries a
 weight, the number of its label tokens. The spread between units is what later tells how much
 dispersion *between* workers sampling alone would give.
+
+A DTensor counts if each rank holds all of it. Of any other, reading the loss would communicate: it
+is declined with one line in the log.
 """
 
+import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rankscope.capture.host import HostCopy
 from rankscope.errors import UsageError
 
 IGNORED_LABEL = -100
+
+_log = logging.getLogger("rankscope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +54,11 @@ class _Multiplier:
         loss.register_hook(self._see)  # type: ignore[no-untyped-call]
 
     def _see(self, gradient: Tensor | None) -> None:
-        if gradient is not None:  # else nothing that follows the loss depends on it
+        if gradient is not None and not _is_spread(gradient):
+            # It is None where nothing that follows the loss depends on it.
+            gradient = _own(gradient)
             dtype = torch.promote_types(gradient.dtype, torch.float32)
-            value = gradient.detach().sum(dtype=dtype)
+            value = gradient.sum(dtype=dtype)
             self.value = value if self._unit is None else value * self._unit
 
 
@@ -66,6 +75,7 @@ class LossMeter:
         self._given: list[MicroBatchLoss] = []
         self._seen: list[MicroBatchLoss] = []
         self._spare: list[MicroBatchLoss] = []
+        self._declined = False
 
     def give(
         self,
@@ -90,6 +100,9 @@ class LossMeter:
         Raises:
             UsageError: Shapes other than these.
         """
+        if any(map(_is_spread, (value, weight, factor))):
+            self._decline()
+            return
         unit = None if factor is None else _in_double(factor)
         multiplier = _multiplier(value, unit)
         values = _in_double(value)
@@ -123,14 +136,25 @@ class LossMeter:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
+        if _is_spread(loss):
+            self._decline()
+            return
         weights = count_label_tokens(kwargs, shifted=self._shifted)
-        values = loss.detach().reshape(1).to(torch.float64)
+        values = _in_double(loss).reshape(1)
         unit = _unit(kwargs.get("num_items_in_batch"), weights)
         if unit is not None:
             values = _taken_out(unit, values)
         copy = None if weights is None else HostCopy(weights)
         multiplier = _multiplier(loss, unit)
         self._seen.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
+
+    def _decline(self) -> None:
+        if not self._declined:
+            self._declined = True
+            _log.warning(
+                "a loss is not recorded: each rank holds a part of it (a DTensor that is not "
+                "replicated); give scope.loss() the local loss. The rest is measured as before"
+            )
 
     def collect(self, idle: Container[int] = ()) -> tuple[list[MicroBatchLoss], HostCopy | None]:
         """Return what was collected since the last call, and start again.
@@ -178,9 +202,9 @@ def count_label_tokens(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | 
         labels = aligned
     elif isinstance(labels, Tensor) and shifted and labels.dim() > 1:
         labels = labels[..., 1:]
-    if not isinstance(labels, Tensor):
+    if not isinstance(labels, Tensor) or _is_spread(labels):
         return None
-    return (labels != IGNORED_LABEL).sum(dtype=torch.float64).reshape(1)
+    return (_own(labels) != IGNORED_LABEL).sum(dtype=torch.float64).reshape(1)
 
 
 def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
@@ -188,16 +212,27 @@ def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
     return _Multiplier(loss, None if unit is None else unit.sum()) if watched else None
 
 
+def _is_spread(value: Any) -> bool:
+    """Return whether this rank holds a part of a tensor only."""
+    return isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return a tensor, all of which this rank holds, as an ordinary one without a graph."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _in_double(value: Any) -> Tensor:
     """Return a tensor in float64 where it lives, and any other number on the host."""
     if isinstance(value, Tensor):
-        return value.detach().to(torch.float64)
+        return _own(value).to(torch.float64)
     return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
     """Return own label tokens per token that the loss was divided by ``[1]``, None if all."""
-    if weights is None or not isinstance(num_items, (int, float, Tensor)):
+    if weights is None or not isinstance(num_items, (int, float, Tensor)) or _is_spread(num_items):
         return None
     items = _in_double(num_items).to(weights.device)
     return weights / items if items.numel() == 1 else None
