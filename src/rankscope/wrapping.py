@@ -51,7 +51,9 @@ class Wrapped:
 
     @property
     def module(self) -> nn.Module:
-        """The model inside the wrapper."""
+        """The model inside the wrapper; under FSDP2, where a layer may be called so, the same."""
+        if self.kind == "FSDP2":
+            return self.wrapper
         inner = getattr(self.wrapper, "module", None)
         return inner if isinstance(inner, nn.Module) else self.wrapper
 

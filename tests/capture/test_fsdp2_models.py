@@ -11,6 +11,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 
 from rankscope.capture.fsdp2_model import fsdp2_parameters, fsdp2_process_group, is_fsdp2
+from rankscope.wrapping import find_wrapper
 from support.fsdp2_modes import Block, Net, make_batches, make_net
 from support.fsdp2_training import EXACT, check, gradients, make_tap, norm_error, session_of
 from support.scenarios import run_scenarios
@@ -99,6 +100,16 @@ def ignored_parameters_are_left_out() -> None:
     check_two_steps(net, alone)
 
 
+def a_layer_called_module() -> None:
+    net = nn.Sequential()
+    net.add_module("module", nn.Linear(8, 8))
+    net.add_module("head", nn.Linear(8, 2))
+    fully_shard(net)
+    wrapped = find_wrapper(net)
+    assert wrapped.module is net
+    assert list(wrapped.parameters) == [name for name, _ in net.named_parameters()]
+
+
 def replicated_by_fsdp2() -> None:
     net = make_net()
     alone = copy.deepcopy(net)
@@ -134,6 +145,7 @@ SCENARIOS = [
     unused_parameters,
     a_block_that_is_used_twice,
     ignored_parameters_are_left_out,
+    a_layer_called_module,
     replicated_by_fsdp2,
     sharded_after_being_compiled,
     compiled_autograd,
