@@ -111,10 +111,11 @@ class Scope:
         self._inside = self._bypassing = False
         inner = instruments.module
         if inner is not model and not is_compiled(model) and not is_compiled(inner):
-            before, after = self._before_inner_forward, self._after_inner_forward
+            before = ForeignHook(self._before_inner_forward, compiled=False)
+            after = ForeignHook(self._after_inner_forward, compiled=False)
             self._hooks += [
-                inner.register_forward_pre_hook(ForeignHook(before), with_kwargs=True),
-                inner.register_forward_hook(ForeignHook(after), with_kwargs=True),
+                inner.register_forward_pre_hook(before, with_kwargs=True),
+                inner.register_forward_hook(after, with_kwargs=True),
             ]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))

@@ -141,7 +141,8 @@ def is_training(model: nn.Module) -> bool:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether a model is compiled: hooks inside it would break its graph."""
-    return hasattr(model, "_orig_mod")
+    in_place = getattr(model, "_compiled_call_impl", None) is not None  # Module.compile
+    return in_place or hasattr(model, "_orig_mod")
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:

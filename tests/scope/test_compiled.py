@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import rankscope
+from rankscope import Run
+from rankscope.core.signals import Table
 from support.mode_runs import STEPS, ModeRun, train_in_modes
 from support.modes import Mode
 from support.ranks import run_ranks
@@ -50,3 +55,49 @@ def test_compiled_models_are_measured_and_left_alone(runs, mode):
     run.check_reduction()
     run.check_groups()
     run.check_micro_batches()
+
+
+class Net(nn.Module):
+    """Dynamo traces the hooks of modules that are not torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(torch.relu(inputs))
+        return outputs
+
+
+def train_compiled_in_place(rank: int, folder: str) -> dict[str, bytes]:
+    bits = {}
+    for when in ("unwatched", "before watch", "after watch", "after a step"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = Net()
+        ddp = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        if when in ("unwatched", "before watch"):
+            net.compile(backend="eager", fullgraph=True)
+        if when != "unwatched":
+            run_dir = f"{folder}/{when}"
+            scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, overhead_budget=None)
+        for step in range(STEPS):
+            if (when, step) in (("after watch", 0), ("after a step", 1)):
+                net.compile(backend="eager", fullgraph=True)
+            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if when != "unwatched":
+            scope.close()
+        bits[when] = net.head.weight.detach().numpy().tobytes()
+    return bits
+
+
+def test_a_module_compiled_in_place_as_one_graph_stays_one(tmp_path):
+    for bits in run_ranks(train_compiled_in_place, 2, str(tmp_path)):
+        assert len(bits) == 4
+        assert len(set(bits.values())) == 1
+    for when in ("before watch", "after watch", "after a step"):
+        assert Run.open(tmp_path / when).table(Table.STEPS).num_rows == STEPS

@@ -15,14 +15,18 @@ class ForeignHook:
 
     Args:
         hook: What to call.
+        compiled: Whether to call it in a module that is compiled as well. It cuts the module's
+            graph in two there, which one that is compiled with ``fullgraph=True`` does not bear.
     """
 
-    def __init__(self, hook: Callable[..., None]) -> None:
+    def __init__(self, hook: Callable[..., None], *, compiled: bool = True) -> None:
         self._hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+        self._compiled = compiled
 
     def __call__(self, *args: Any) -> None:
         """Call the hook; it returns nothing, so inputs and outputs stay as they are."""
-        self._hook(*args)
+        if self._compiled or not torch.compiler.is_compiling():
+            self._hook(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copied and stored as a method of the standard library that takes anything, returns None.
