@@ -45,10 +45,11 @@ def test_variables_that_decide_how_a_job_computes_are_told(monkeypatch):
     for name in ("NCCL_ALGO", "TOKENIZERS_PARALLELISM", "PYTHONHASHSEED", "LOCAL_RANK"):
         monkeypatch.setenv(name, "3")
     monkeypatch.setenv("MY_OWN", "3")
+    monkeypatch.setenv("RANKSCOPE_RUN_PID", "3")  # of `rankscope run`: another on each worker
     facts = environment_facts(CPU)
     for name in ("NCCL_ALGO", "TOKENIZERS_PARALLELISM", "PYTHONHASHSEED", "LOCAL_RANK"):
         assert facts[name] == "3"
-    assert "MY_OWN" not in facts
+    assert not {"MY_OWN", "RANKSCOPE_RUN_PID"} & facts.keys()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ _PREFIXES = (
     "CUDA_",
     "CUBLAS_",
     "CUDNN_",
-    "NVIDIA_TF32_OVERRIDE",
     "HIP_",
     "ROCR_",
     "HSA_",
@@ -41,18 +40,21 @@ _PREFIXES = (
     "TRITON_",
     "OMP_",
     "MKL_",
-    "PYTHONHASHSEED",
-    "TOKENIZERS_PARALLELISM",
     "HF_",
     "TRANSFORMERS_",
     "ACCELERATE_",
     "DEEPSPEED_",
+)
+_NAMES = {
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTHONHASHSEED",
+    "TOKENIZERS_PARALLELISM",
     "RANK",
     "LOCAL_RANK",
     "GROUP_RANK",
     "LOCAL_WORLD_SIZE",
     "WORLD_SIZE",
-)
+}
 _SECRET = re.compile(r"(TOKENS?|KEYS?|SECRETS?|PASSWORD|PASSWD|PWD|AUTH|CREDENTIALS?)(_|$)")
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")
 _LONGEST_VALUE = 200
@@ -158,7 +160,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, Fact]:
     return {
         name: _CREDENTIALS.sub("//…@", value)[:_LONGEST_VALUE]
         for name, value in sorted(environment.items())
-        if name.startswith(_PREFIXES) and not _SECRET.search(name.upper())
+        if (name in _NAMES or name.startswith(_PREFIXES)) and not _SECRET.search(name.upper())
     }
 
 
