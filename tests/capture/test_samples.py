@@ -172,6 +172,17 @@ def test_the_first_tensor_with_samples_is_found_in_any_structure(inputs):
     assert digest_inputs(inputs, {}).tolist() == digest_inputs((IMAGES,), {}).tolist()
 
 
+def test_of_named_inputs_labels_targets_and_masks_come_last():
+    labels, expected = torch.tensor([0, 1, 0, 1, 0, 1]), digest_inputs((IMAGES,), {}).tolist()
+    collated = {"labels": labels, "pixel_mask": labels + 2, "pixel_values": IMAGES}
+    assert digest_inputs((), collated).tolist() == expected
+    assert digest_inputs((collated,), {}).tolist() == expected
+    assert digest_inputs(([UserDict(collated)],), {}).tolist() == expected
+    assert digest_inputs((), {"batch": {"Targets": labels, 1: IMAGES}}).tolist() == expected
+    assert digest_inputs((), {"labels": labels}).tolist() == digest_inputs((labels,), {}).tolist()
+    assert digest_inputs((labels,), {"x": IMAGES}).tolist() != expected  # positions have no names
+
+
 def test_lists_of_one_tensor_per_sample():
     images = [torch.rand(3, size, 8) for size in (4, 6, 4)]
     digests = digest_inputs((images, [{"boxes": torch.rand(2, 4)}] * 3), {}).tolist()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 _DEPTH, _BREADTH, _MOST = 5, 256, 4096
 _CHANNELS = (1, 3, 4)
+_TELL_LITTLE = ("label", "target", "mask")
 
 Items = Sequence[Any]
 
@@ -21,7 +22,8 @@ def find_batch(
 
     That is ``input_ids``, with ``attention_mask`` beside it, in whatever mapping or dataclass; else
     the first tensor with a batch dimension, or list with one tensor per sample; else the first
-    list of texts.
+    list of texts. Of parts that have names, those with a label, target or mask in them come last:
+    many samples share a label.
 
     Args:
         args: Positional inputs.
@@ -39,12 +41,13 @@ def find_batch(
         ids, mask = members.get("input_ids"), members.get("attention_mask")
         if isinstance(ids, Tensor) and _has_samples(ids):
             return ids, mask if isinstance(mask, Tensor) and is_dense(mask) else None
-    for part in _parts_of([*args, *named.values()]):
+    values = [*args, *_by_name(named)]
+    for part in _parts_of(values):
         if isinstance(part, Tensor) and _has_samples(part):
             return part, None
         if items := items_in(part):
             return items, None
-    texts = (part for part in _parts_of([*args, *named.values()]) if _are_texts(part))
+    texts = (part for part in _parts_of(values) if _are_texts(part))
     return next(texts, None), None
 
 
@@ -107,7 +110,17 @@ def _nested(values: Iterable[Any], depth: int) -> Iterator[Any]:
 def _held_by(value: object) -> Iterable[Any]:
     if isinstance(value, (list, tuple)):
         return value
-    return _members(value).values()
+    return _by_name(_members(value))
+
+
+def _by_name(members: Mapping[Any, Any]) -> list[Any]:
+    """Return the values of named parts; last those whose names say that they tell little."""
+
+    def tells_little(item: tuple[Any, Any]) -> bool:
+        name = item[0]
+        return isinstance(name, str) and any(word in name.lower() for word in _TELL_LITTLE)
+
+    return [value for _, value in sorted(islice(members.items(), _BREADTH), key=tells_little)]
 
 
 def _members(value: object) -> Mapping[Any, Any]:
