@@ -3,13 +3,16 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from numerics import diff_runs
 from numerics.diff_runs import Training, flip, initial, write_training
+from rankscope.core.step import StepReport
 from rankscope.numerics.diff import Comparison, DiffClass, Moment, compare_runs
 from rankscope.numerics.diff.words import workers_in_words
 from rankscope.record import Run
@@ -141,6 +144,75 @@ def test_a_flip_after_rounding_is_a_jump_at_its_step(base: Run, tmp_path: Path):
     assert (found.jump.step, found.jump.tensor) == (7, "head")
     assert found.jump.after > 100 * found.jump.before
     assert where(found) == (0, Moment.REDUCED)
+
+
+def write_diverging(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Run:
+    """Write a run whose parameters are NaN after step 4, so that its losses are from step 5 on."""
+
+    def touch(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
+        if (step, moment) == (4, "parameter"):
+            tensors["head"][:] = np.nan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(diff_runs, "_report", flagged(lambda _, loss: ~np.isfinite(loss)))
+        return write_training(path, Training(traced=False, touch=touch, **changes))
+
+
+def flagged(which: Callable[[int, np.ndarray], Any]) -> Callable[..., StepReport]:
+    plain = diff_runs._report
+
+    def report(training: Training, step: int, **values: Any) -> StepReport:
+        made = plain(training, step, **values)
+        workers = made.gathered.workers
+        workers["nonfinite"][:] = which(step, workers["loss"])
+        return made
+
+    return report
+
+
+@pytest.mark.parametrize(
+    "changes", [{"order": (3, 1, 0, 2)}, {"workers": 2}], ids=["order", "workers"]
+)
+def test_losses_of_one_run_that_become_nan_are_a_jump(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+):
+    later = {"lr": lambda step: 0.05 if step < 7 else 0.01}  # a scheduler that sees the NaN
+    for name, more in (("b", {}), ("c", later)):
+        other = write_diverging(tmp_path / name, monkeypatch, **changes, **more)
+        found = compare_runs(base, other)
+        assert found.kind is DiffClass.JUMP
+        assert "step 5" in found.headline
+        assert any("in step 5 the losses of run B alone" in words for words in found.explanation)
+        assert found.jump is not None
+        assert (found.jump.step, found.jump.curve) == (5, "loss")
+        assert "losses of run A alone" in " ".join(compare_runs(other, base).explanation)
+
+
+def test_settings_that_change_before_the_losses_become_nan_explain_it(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    changes = {"order": (3, 1, 0, 2), "lr": lambda step: 0.05 if step < 3 else 0.2}
+    found = compare_runs(base, write_diverging(tmp_path / "b", monkeypatch, **changes))
+    assert found.kind is DiffClass.CONFIGURATION
+
+
+def test_a_run_whose_losses_are_nan_from_the_start_is_not_rounding_or_identical(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    start = {name: np.full_like(value, np.nan) for name, value in initial(0).items()}
+    other = write_diverging(tmp_path / "b", monkeypatch, workers=2, start=start)
+    found = compare_runs(base, other)
+    assert found.kind is DiffClass.STATE
+    assert where(found) == (0, Moment.LOSS)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_infinite_gradients_that_a_scaler_skips_are_no_jump(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+):
+    monkeypatch.setattr(diff_runs, "_report", flagged(lambda step, loss: step == 5))
+    found = compare(base, tmp_path, traced=False, workers=workers, order=range(workers)[::-1])
+    assert found.kind is DiffClass.ROUNDING
 
 
 def test_a_gradient_of_one_worker_gone_wrong_is_a_jump(base: Run, tmp_path: Path):

@@ -91,17 +91,23 @@ def judge(case: Case, jump: Jump | None) -> Judgement:
     if found.kind is DiffClass.ROUNDING:
         found = _other_update(case) or _later_event(case) or found
     if found.kind is DiffClass.ROUNDING and jump is not None:
-        return Judgement(
-            DiffClass.JUMP,
-            [
-                f"From step {case.parting.step} on the runs differ by rounding, but in step "
-                f"{jump.step} the relative distance of the {jump.curve} jumps to "
-                f"{jump.after:.2g}, from at most {jump.before:.2g} before."
-            ],
-            jump.tensor,
-            at=int(np.searchsorted(case.pair.alignment.steps_a, jump.step)),
-        )
+        return _jumped(case, jump)
     return found
+
+
+def _jumped(case: Case, jump: Jump) -> Judgement:
+    at = int(np.searchsorted(case.pair.alignment.steps_a, jump.step))
+    words = (
+        f"the relative distance of the {jump.curve} jumps to {jump.after:.2g}, from at most "
+        f"{jump.before:.2g} before."
+    )
+    settings: tuple[Change, ...] = ()
+    diverged = case.pair.divergence()
+    if jump.curve == "loss" and diverged is not None and diverged[0] == at:
+        words = f"the losses of run {diverged[1]} alone are infinite or not a number."
+        settings = case.of_kind("dtype")
+    reason = f"From step {case.parting.step} on the runs differ by rounding, but in step "
+    return Judgement(DiffClass.JUMP, [f"{reason}{jump.step} {words}"], jump.tensor, settings, at)
 
 
 def _other_update(case: Case) -> Judgement | None:
@@ -307,13 +313,15 @@ def _unequal_weights(case: Case) -> str:
 
 
 def _later_event(case: Case) -> Judgement | None:
+    """Judge other data or settings after the parting; not what follows a divergence."""
+    diverged = case.pair.divergence()
     for moment, kind in LATER.items():
         rows = [
             int(np.flatnonzero(s.differs_PW.any(axis=1))[0])
             for s in case.signals
             if s.moment is moment and s.differs_PW.any()
         ]
-        if rows:
+        if rows and (diverged is None or min(rows) <= diverged[0]):
             step = int(case.pair.alignment.steps_a[min(rows)])
             what = "data" if moment is Moment.DATA else "settings of the optimizer"
             reason = (

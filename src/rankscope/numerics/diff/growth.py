@@ -70,12 +70,16 @@ def jump_of(pair: Pair, curves: tuple[Curve, ...]) -> Jump | None:
     """Return the first jump beyond the trend after two runs have parted; None without.
 
     A jump of a distance to hundreds of times all before, at least four steps after the parting; or
-    a single element of a parameter that suddenly makes up the whole distance.
+    a single element of a parameter that suddenly makes up the whole distance; or losses of one run
+    alone that become infinite or NaN.
     """
     found = [jump for curve in curves if (jump := _jump_in(pair, curve)) is not None]
     spiked = _spike_in(pair)
     if spiked is not None:
         found.append(spiked)
+    diverged = _divergence_in(pair, curves)
+    if diverged is not None:
+        found.append(diverged)
     return min(found, key=lambda jump: (jump.step, _ORDER.index(jump.curve)), default=None)
 
 
@@ -113,6 +117,15 @@ def _spike_in(pair: Pair) -> Jump | None:
             return _jump(pair, at, "parameters", last, apart.total, name)
         before, seen, last = name, seen + 1, max(last, apart.total)
     return None
+
+
+def _divergence_in(pair: Pair, curves: tuple[Curve, ...]) -> Jump | None:
+    found = pair.divergence()
+    if found is None:
+        return None
+    values = next((curve.values for curve in curves if curve.name == "loss"), np.empty(0))
+    known = values[: found[0]][np.isfinite(values[: found[0]])]
+    return _jump(pair, found[0], "loss", float(known.max(initial=0.0)), math.inf, "")
 
 
 def _jump(pair: Pair, at: int, curve: str, before: float, after: float, tensor: str) -> Jump:

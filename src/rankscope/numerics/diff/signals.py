@@ -119,6 +119,28 @@ class Pair:
         one, other = self.a.weighted_loss(), self.b.weighted_loss()
         return one[self._at_a][:, None], other[self._at_b][:, None]
 
+    def diverged(self) -> dict[str, Bools]:
+        """Return by run in which steps its losses alone are infinite or not a number ``[P]``.
+
+        A step whose loss is finite and whose gradients are not, as a gradient scaler skips it,
+        does not count, nor does one in which the other run has no loss.
+        """
+        bad, fine = [], []
+        for side, at in ((self.a, self._at_a), (self.b, self._at_b)):
+            finite_PW = np.isfinite(side.column("loss")[at])
+            bad.append((side.column("nonfinite")[at] & ~finite_PW).any(axis=1))
+            fine.append(finite_PW.any(axis=1) & ~bad[-1])
+        return {"A": bad[0] & fine[1], "B": bad[1] & fine[0]}
+
+    def divergence(self) -> tuple[int, str] | None:
+        """Return the first pair in which one run alone has diverged, and which; None without."""
+        firsts = [
+            (int(np.flatnonzero(alone_P)[0]), run)
+            for run, alone_P in self.diverged().items()
+            if alone_P.any()
+        ]
+        return min(firsts, default=None)
+
     def steps_column(self, name: str) -> tuple[Floats, Floats]:
         """Return a column of the steps tables ``[P]``."""
         return self.a.per_step(name)[self._at_a], self.b.per_step(name)[self._at_b]
@@ -187,6 +209,8 @@ class Pair:
         if same:
             yield self._flags(Moment.LOSS, "nonfinite")
             yield from self._local_gradients()
+        else:
+            yield self._only_one_diverged()
         yield from self._reduced()
         for name in SETTINGS:
             floats = name in ("lr", "weight_decay")
@@ -293,6 +317,11 @@ class Pair:
             layout_a, layout_b = self.values("state_layout")
             known &= layout_a == layout_b
         return Compared(moment, name, known & (one != other), np.full(known.shape, np.nan))
+
+    def _only_one_diverged(self) -> Compared:
+        alone_P1 = np.logical_or(*self.diverged().values())[:, None]
+        relative_P1 = np.where(alone_P1, np.inf, np.nan)
+        return Compared(Moment.LOSS, "nonfinite", alone_P1, relative_P1, per_worker=False)
 
     def _flags(self, moment: Moment, name: str) -> Compared:
         one, other = self.values(name)
