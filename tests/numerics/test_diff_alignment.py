@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from numerics.diff_runs import Training, write_training
 from rankscope.errors import RunError
 from rankscope.numerics.diff import DiffClass, compare_runs
-from rankscope.numerics.diff.alignment import align, dealt_otherwise, same_samples
+from rankscope.numerics.diff.alignment import (
+    MAX_VOTES,
+    _best_offset,
+    align,
+    dealt_otherwise,
+    same_samples,
+)
 from rankscope.numerics.diff.growth import growth_of
 from rankscope.numerics.diff.reading import Side
 from rankscope.numerics.diff.result import Curve
@@ -97,6 +103,23 @@ def test_a_run_that_begins_in_the_middle_of_another_is_identical_to_its_end(
     assert found.alignment.offset == 4
     assert found.alignment.by_samples
     assert found.kind is DiffClass.IDENTICAL
+
+
+@settings(deadline=None)
+@given(st.integers(-40, 40), st.integers(20, 60))
+def test_the_rarest_batches_say_the_offset(offset: int, period: int):
+    keys = [b"again" if step % 3 else b"%d" % (step % period) for step in range(3000)]
+    a = dict(enumerate(keys))
+    shifted = {step: key for step, key in enumerate(keys, -offset) if step >= 0}
+    assert (_best_offset(a, shifted) - offset) % np.lcm(3, period) == 0
+
+
+def test_batches_that_always_return_do_not_vote():
+    same = dict.fromkeys(range(MAX_VOTES), b"")  # each with each would take days
+    assert _best_offset(same, same) == 0
+    rare = {step: b"%d" % step for step in range(MAX_VOTES, MAX_VOTES + 9)}
+    shifted = {step - 7: key for step, key in rare.items()}
+    assert _best_offset({**same, **rare}, {**same, **shifted}) == 7
 
 
 def test_batches_that_come_one_step_later_are_other_data(run: Run, tmp_path: Path):

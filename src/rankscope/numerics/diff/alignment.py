@@ -13,6 +13,9 @@ from rankscope.numerics.diff.result import Alignment
 MIN_MATCHED = 0.9
 """Share of the compared steps whose batches must agree before another offset is believed."""
 
+MAX_VOTES = 1 << 20
+"""Pairs of equal batches that are counted; batches that return most often are left out first."""
+
 SAME_LOSS = 1e-5
 """Relative distance up to which two losses may be those of the same parameters."""
 
@@ -36,9 +39,12 @@ def align(a: Side, b: Side, given: int | None = None) -> Alignment:
     plain = _overlap(a, b, 0)
     offset, by_samples = given or 0, False
     matched = _matched(a, b, offset)
-    best, hits = _best_offset(a.batches, b.batches)
-    if given is None and best and hits > matched * len(plain) and _believed(a, b, best):
-        offset, by_samples = best, True
+    hits_plain = matched * len(plain)
+    if given is None and hits_plain < min(len(a.batches), len(b.batches)):
+        best = _best_offset(a.batches, b.batches)
+        hits = _matched(a, b, best) * len(_overlap(a, b, best))
+        if best and hits > hits_plain and _believed(a, b, best):
+            offset, by_samples = best, True
     steps_a = _overlap(a, b, offset)
     if not len(steps_a):
         raise RunError(
@@ -101,18 +107,32 @@ def _matched(a: Side, b: Side, offset: int) -> float:
     return float(np.mean(equal)) if equal else 0.0
 
 
-def _best_offset(a: Mapping[int, bytes], b: Mapping[int, bytes]) -> tuple[int, int]:
-    """Return the offset at which most steps have the same batch, and how many; the least if tied.
+def _best_offset(a: Mapping[int, bytes], b: Mapping[int, bytes]) -> int:
+    """Return the offset at which most steps have the same batch; the least if tied, 0 if none has.
 
-    Batches that return (later epochs) vote for several offsets; the common one wins.
+    Batches that return (later epochs) vote for several offsets; the common one wins. The rarest
+    vote first, as long as there are no more than ``MAX_VOTES``.
     """
-    where: dict[bytes, list[int]] = {}
-    for step, key in a.items():
-        where.setdefault(key, []).append(step)
-    votes = Counter(step_a - step_b for step_b, key in b.items() for step_a in where.get(key, ()))
-    if not votes:
-        return 0, 0
-    return max(votes.items(), key=lambda vote: (vote[1], -abs(vote[0])))
+    where_a, where_b = _steps_of(a), _steps_of(b)
+    pairs = sorted(
+        ((where_a[key], steps_b) for key, steps_b in where_b.items() if key in where_a),
+        key=lambda pair: len(pair[0]) * len(pair[1]),
+    )
+    votes: Counter[int] = Counter()
+    left = MAX_VOTES
+    for steps_a, steps_b in pairs:
+        left -= len(steps_a) * len(steps_b)
+        if left < 0:
+            break
+        votes.update(step_a - step_b for step_b in steps_b for step_a in steps_a)
+    return max(votes, key=lambda offset: (votes[offset], -abs(offset)), default=0)
+
+
+def _steps_of(batches: Mapping[int, bytes]) -> dict[bytes, list[int]]:
+    steps: dict[bytes, list[int]] = {}
+    for step, key in batches.items():
+        steps.setdefault(key, []).append(step)
+    return steps
 
 
 def _believed(a: Side, b: Side, offset: int) -> bool:
