@@ -85,6 +85,17 @@ def write(path, **arrays):
     np.savez(path, **arrays)
 
 
+def overwrite(path, at, local, central=b""):
+    """Write an archive, and other bytes at a place of it, or of both headers of its array."""
+    np.savez_compressed(path, a=np.random.default_rng(0).standard_normal((2, 500)))
+    data = bytearray(path.read_bytes())
+    data[at : at + len(local)] = local
+    if central:
+        header = data.index(b"PK\x01\x02") + at + 2
+        data[header : header + len(central)] = central
+    path.write_bytes(data)
+
+
 BAD = {
     "a row": lambda path: write(path, a=np.ones((1, 5))),
     "a vector": lambda path: write(path, a=np.ones(5)),
@@ -103,6 +114,9 @@ BAD = {
     ),
     "no file": lambda path: None,
     "a directory": lambda path: path.mkdir(),
+    "a damaged archive": lambda path: overwrite(path, 200, b"\xff" * 40),
+    "an encrypted archive": lambda path: overwrite(path, 6, b"\x01", b"\x01"),
+    "an unknown compression": lambda path: overwrite(path, 8, b"\x63", b"\x63"),
     "an array, not an archive": lambda path: np.save(path.open("wb"), np.ones((2, 3))),
 }
 MESSAGES = {
@@ -112,10 +126,15 @@ MESSAGES = {
     "other workers": "got 2 in 'a' and 3 in 'b'",
     "a nan": "got nan as element 1 of worker 1",
     "too large for float32": "got inf as element 0 of worker 0",
-    "an empty array": "the shape",
+    "an empty array": "empty arrays only",
     "nothing": "holds no array",
     "no file": "there is no file",
 }
+
+
+def test_empty_parameters_are_left_out(tmp_path):
+    np.savez(tmp_path / "g.npz", w=np.ones((3, 4)), none=np.ones((3, 0, 2)))
+    assert list(read(tmp_path / "g.npz").arrays) == ["w"]
 
 
 @pytest.mark.parametrize("case", BAD)

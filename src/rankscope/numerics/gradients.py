@@ -1,6 +1,7 @@
 """Local gradients whose sums are measured: made up by kind, or read from a file."""
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +15,11 @@ from rankscope.errors import DataError, UsageError
 
 SYNTHETIC_ELEMENTS = 65_536
 SUFFIXES = (".npz", ".npy")
+
+_DAMAGED = (
+    *(OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile, zlib.error),
+    RuntimeError,  # zipfile: encrypted, or compressed in a way it does not know
+)
 
 _HOW = "see docs/numerics.md for how to save local gradients"
 
@@ -114,7 +120,7 @@ def read(path: Path) -> LocalGradients:
     Args:
         path: ``.npz`` with an array ``[W, …]`` for each parameter, or ``.npy`` with one array
             ``[W, …]``; float16, float32 or float64 (rounded to float32). Row i is worker i's
-            gradient; what follows the first dimension is flattened.
+            gradient; what follows the first dimension is flattened. Empty arrays are left out.
 
     Raises:
         DataError: The file cannot be read, or does not hold finite gradients of at least two
@@ -135,20 +141,23 @@ def read(path: Path) -> LocalGradients:
         raise
     except FileNotFoundError:
         raise DataError(f"there is no file {path}: check the path; {_HOW}") from None
-    except (OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         raise DataError(
             f"{path} does not hold numpy arrays of numbers ({error}): write it with numpy.savez; "
             f"{_HOW}"
         ) from None
     workers = {name: len(array) for name, array in arrays.items()}
     if not arrays:
-        raise DataError(f"{path} holds no array: {_HOW}")
+        raise DataError(f"{path} holds no array of gradients: {_HOW}")
     if len(set(workers.values())) > 1:
         few, many = min(workers, key=workers.__getitem__), max(workers, key=workers.__getitem__)
         raise DataError(
             f"{path}: expected one row for each worker in every array, got {workers[few]} in "
             f"{few!r} and {workers[many]} in {many!r}: save the same workers everywhere"
         )
+    arrays = {name: array for name, array in arrays.items() if array.size}
+    if not arrays:
+        raise DataError(f"{path} holds empty arrays only: {_HOW}")
     return LocalGradients("file", path.name, arrays)
 
 
@@ -160,13 +169,14 @@ def _checked(path: Path, name: str, array: Any) -> NDArray[np.float32]:
             f"{where}: expected floating-point numbers, got {array.dtype}: convert bfloat16 to "
             "float32 first, which keeps every bit"
         )
-    if array.ndim < 2 or len(array) < 2 or array.size == 0:
+    if array.ndim < 2 or len(array) < 2:
         raise DataError(
             f"{where}: expected gradients of at least 2 workers in the shape [W, …], got the "
             f"shape {list(array.shape)}: stack the workers' gradients along a new first dimension"
         )
+    columns = array.size // len(array)
     with np.errstate(over="ignore"):
-        flat: NDArray[np.float32] = array.reshape(len(array), -1).astype(np.float32)
+        flat: NDArray[np.float32] = array.reshape(len(array), columns).astype(np.float32)
     if not np.isfinite(flat).all():
         row, column = (int(index[0]) for index in np.nonzero(~np.isfinite(flat)))
         raise DataError(
