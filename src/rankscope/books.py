@@ -130,6 +130,8 @@ class StepBooks:
         """Take a call of ``optimizer.step`` that has ended."""
         self._optimizer.count(optimizer)
         self._updated = True
+        if self._tap.complete:
+            self._evidence.see_updated()
 
     def close_step(self, *, interrupted: bool = False) -> None:
         """Close the books of a step, once its synchronising backward pass has ended.

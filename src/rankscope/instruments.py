@@ -178,7 +178,13 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             reduces=wrapped.reduces(),
             left_out=frozenset(getattr(wrapped.wrapper, "parameters_to_ignore", ())),
         )
-        return ExactEvidence(wrapped.module, wrapped.device, state, loader)
+        return ExactEvidence(
+            wrapped.module,
+            wrapped.device,
+            state,
+            loader,
+            updates_all=_updates_all(wrapped, optimizer),
+        )
 
     return Instruments(
         make_tap=make_tap,
@@ -203,6 +209,18 @@ def _reduced_in(wrapped: Wrapped, groups: Groups) -> dict[str, str]:
 def _sections(wrapped: Wrapped, groups: Groups) -> Sections:
     sizes = {name: _elements(parameter) for name, parameter in wrapped.parameters.items()}
     return cut_sections(sizes, groups, section_elements=SECTION_ELEMENTS)
+
+
+def _updates_all(wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Return whether each worker holds the new parameters as soon as ``optimizer.step`` returns.
+
+    Not where DeepSpeed gathers them afterwards, nor where the optimizer that is known holds a part
+    of them: others update the rest, perhaps on other workers.
+    """
+    if optimizer is None or wrapped.kind == "DeepSpeed":
+        return False
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return all(id(parameter) in held for parameter in wrapped.parameters.values())
 
 
 def _elements(parameter: torch.Tensor) -> int:

@@ -172,6 +172,45 @@ def test_a_script_that_an_exception_ends_is_incomplete_and_no_fault(tmp_path):
     assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
 
 
+def touched_after_the_last_step(rank, run_dir):
+    """Rank 0 alone looks at the result, in another precision and with other weights."""
+    loop = Loop(rank, run_dir)
+    with loop.scope:
+        for step in range(5):
+            loop.step(step)
+        if rank == 0:
+            torch.nn.init.zeros_(loop.model.head.weight)
+            loop.model.half()
+            loop.optimizer.state.clear()
+    return loop.warnings
+
+
+def test_what_a_script_does_to_the_model_after_its_last_step_is_no_fault(tmp_path):
+    assert run_ranks(touched_after_the_last_step, 2, str(tmp_path / "run")) == [[], []]
+    run = Run.open(tmp_path / "run")
+    digests = run.columns(Table.WORKERS, "param_digest")["param_digest"]
+    assert len(digests) == 10
+    assert (digests != MISSING_INT).all()
+    assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
+
+
+def parameters_differ(rank, run_dir):
+    """A fault between the optimizer's call and the next forward pass."""
+    loop = Loop(rank, run_dir)
+    with loop.scope:
+        for step in range(8):
+            loop.step(step)
+            if rank == 1 and step == 3:
+                with torch.no_grad():
+                    loop.model.head.weight[0, 0] += 1.0
+    return [(f.cause, f.first_step) for f in loop.scope.findings if f.severity > Severity.WARNING]
+
+
+def test_parameters_that_a_fault_changes_after_a_step_are_found_in_the_next(tmp_path):
+    for found in run_ranks(parameters_differ, 2, str(tmp_path / "run")):
+        assert ("state.parameters_differ", 4) in found
+
+
 def ends_before_the_others(rank, run_dir):
     """Rank 0's script ends while rank 1 still owes a step, which it then brings."""
     loop = Loop(rank, run_dir)

@@ -35,6 +35,9 @@ class EvidenceMeter(GradientWitness, Protocol):
     def see_applied(self) -> None:
         """``optimizer.step`` is about to run."""
 
+    def see_updated(self) -> None:
+        """``optimizer.step`` has run on the reduced gradients."""
+
     def collect(self, step: int) -> tuple[PendingState, Values]:
         """End a step whose optimizer has run; return digests and LOCAL signals."""
 
@@ -53,11 +56,22 @@ class ExactEvidence:
         device: Where it computes.
         state: Digests parameters, buffers, optimizer state and gradients.
         loader: The training's data loader; None if it was not given.
+        updates_all: Whether the model holds what a step leaves as soon as ``optimizer.step``
+            returns. Then it is read there, for what a script does to it after its last step is
+            no part of the training. Else it is read when the step is collected.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, state: StateMeter, loader: Any
+        self,
+        module: nn.Module,
+        device: torch.device,
+        state: StateMeter,
+        loader: Any,
+        *,
+        updates_all: bool = False,
     ) -> None:
+        self._updates_all = updates_all
+        self._state_read = False
         self._module, self._device = module, device
         self._state = state
         self._random = RandomMeter(device)
@@ -72,6 +86,7 @@ class ExactEvidence:
         """Begin a step, unless it has begun already."""
         if self._step != step:
             self._step = step
+            self._state_read = False
             self._state.begin_step(step)
 
     def before_forward(self, *, first: bool) -> None:
@@ -84,10 +99,17 @@ class ExactEvidence:
         """See which random generators have moved."""
         self._random.after_forward()
 
+    def see_updated(self) -> None:
+        """Read what the step has left, if it has left it by now; the last call counts."""
+        if self._updates_all:
+            self._state.see_state()
+            self._state_read = True
+
     def collect(self, step: int) -> tuple[PendingState, Values]:
-        """Read what the step has left, and return all without waiting for the device."""
+        """Read what was not read yet, and return all without waiting for the device."""
         self.begin_step(step)
-        self._state.see_state()
+        if not self._state_read:
+            self._state.see_state()
         values = {
             **self._random.collect(),
             **self._loader.collect(),
@@ -125,6 +147,9 @@ class NoEvidence:
         """Look away."""
 
     def see_applied(self) -> None:
+        """Look away."""
+
+    def see_updated(self) -> None:
         """Look away."""
 
     def collect(self, step: int) -> tuple[PendingState, Values]:
