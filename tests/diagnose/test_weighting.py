@@ -8,6 +8,7 @@ import pytest
 from diagnose.streams import gathered
 from rankscope.core.finding import Severity
 from rankscope.core.recorded import as_recorded
+from rankscope.core.step import MISSING_INT
 from rankscope.core.summarize import summarize
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
 from rankscope.diagnose.evidence import Observation
@@ -19,7 +20,7 @@ from rankscope.record.states import pack_state, unpack_state
 W = 4
 
 
-def observation(step, tokens, scales, losses=None):
+def observation(step, tokens, scales, losses=None, calls=1):
     """Return a step of workers with these micro-batches ``[W][M]``; NaN where unknown."""
     tokens, scales = ([np.asarray(row, float) for row in rows] for rows in (tokens, scales))
     losses = [np.full(len(row), 2.0) for row in tokens] if losses is None else losses
@@ -30,6 +31,7 @@ def observation(step, tokens, scales, losses=None):
         loss=[np.mean(row) for row in losses],
         loss_weight=[row.sum() for row in tokens],
         grad_scale=[row.sum() for row in scales],
+        optimizer_steps=[calls] * len(tokens),
     )
     one = replace(
         one,
@@ -311,6 +313,31 @@ def test_a_factor_that_begins_in_the_middle_of_a_run():
 def test_other_factors_are_silent(values):
     steps = [step for value in values for step in constant(value, steps=1)]
     assert watch(LossScale(W), steps) == {}
+
+
+def accumulating(values, width, calls):
+    """Yield steps of one micro-batch each, with these multipliers and calls of the optimizer."""
+    tokens = np.full((width, 1), 64.0)
+    for value, called in zip(values, calls, strict=True):
+        yield tokens, np.full((width, 1), value), None, called
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_micro_batches_that_all_synchronise_add_up(width):
+    """Accumulation without ``no_sync``, over as many micro-batches as there are workers."""
+    calls = ([0] * (width - 1) + [1]) * 30
+    fine = accumulating([1 / width] * len(calls), width, calls)
+    assert watch(LossScale(width), fine) == {}
+    unknown = accumulating([1 / width] * 60, width, [MISSING_INT] * 60)
+    assert watch(LossScale(width), unknown) == {}
+    assert watch(LossScale(width), accumulating([1 / width] * 60, width, [1] * 60))
+
+
+def test_a_closure_that_runs_many_times_is_silent_unless_its_factor_is_wrong():
+    calls = ([0] * 19 + [1]) * 12
+    assert watch(LossScale(W), accumulating([1.0] * 240, W, calls)) == {}
+    found = watch(LossScale(W), accumulating([4.0] * 240, W, calls))
+    assert found["loss.scale"].first_step <= 19
 
 
 def test_a_last_step_with_fewer_micro_batches_is_silent():

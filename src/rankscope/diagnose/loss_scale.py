@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rankscope.core.arrays import Floats
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
@@ -37,6 +37,10 @@ class LossScale(Stateful):
     it cannot be told. A multiplier beyond 4·max(W, M), or three powers of two, count as one. And
     losses that are sums over tokens, divided by the number on all workers, need the factor W.
 
+    Micro-batches whose backward passes all synchronise are a step each, and the optimizer is called
+    in the last of them. Then it is their sum that is 1. Where the optimizer is not known, one
+    micro-batch with 1/W may be one of W, and nothing is said of it.
+
     Args:
         num_workers: W.
     """
@@ -50,6 +54,9 @@ class LossScale(Stateful):
         self._powers: set[int] = set()
         self._most_micro = 1
         self._streak = ("", 0)
+        self._streak_first = -1
+        self._called = False  # the optimizer, in some step
+        self._carried = 0.0  # multipliers since then
         self._first = self._last = -1
         self._count = 0
         self._factor = ""
@@ -64,17 +71,31 @@ class LossScale(Stateful):
         scales_W = np.abs(workers["grad_scale"])
         known = scales_W.min() > 0 and scales_W.max() < _LARGEST  # false with NaN
         sizes = {len(micro) for micro in gathered.micro_losses}
+        alike = known and (are_alike(scales_W) or follow_tokens(scales_W, workers["loss_weight"]))
+        scale = float(scales_W.mean()) if alike and len(sizes) < 2 else math.nan
+        total = self._take_turn(workers["optimizer_steps"], scale)
         if not known or len(sizes) > 1:
             return ()
-        if not (are_alike(scales_W) or follow_tokens(scales_W, workers["loss_weight"])):
+        if not alike:
             return self._odd.observe(gathered.step, scales_W)
-        scale, micro = float(scales_W.mean()), max(sizes, default=1)
+        micro = max(sizes, default=1)
         self._notice_scaler(scale, micro)
-        return self._observe_mean(gathered, scale, micro)
+        return () if math.isnan(total) else self._observe_mean(gathered, scale, total, micro)
 
     def close(self) -> Iterable[Evidence]:
         """End the run."""
         return ()
+
+    def _take_turn(self, calls_W: Ints, scale: float) -> float:
+        """Return the sum of multipliers since the optimizer's last call; NaN before the next.
+
+        And if one of them is not known.
+        """
+        self._called = self._called or bool((calls_W > 0).all())
+        total = self._carried + scale
+        waits = self._called and not calls_W.any()
+        self._carried = total if waits else 0.0
+        return math.nan if waits else total
 
     def _notice_scaler(self, scale: float, micro: int) -> None:
         if micro > self._most_micro:
@@ -86,20 +107,27 @@ class LossScale(Stateful):
         beyond = scale > 4 * max(self._num_workers, micro)
         self._scaler = self._scaler or beyond or len(self._powers) >= _POWERS
 
-    def _observe_mean(self, gathered: GatheredStep, scale: float, micro: int) -> Iterable[Evidence]:
-        factor = "" if self._scaler or self._sums.found else self._name(scale, micro)
+    def _observe_mean(
+        self, gathered: GatheredStep, scale: float, total: float, micro: int
+    ) -> Iterable[Evidence]:
+        silent = self._scaler or self._sums.found or math.isclose(total, 1, rel_tol=_CLOSE)
+        factor = "" if silent else self._name(scale, micro)
         before, steps = self._streak
         self._streak = factor, (steps + 1 if factor == before else 1)
+        if self._streak[1] == 1:
+            self._streak_first = gathered.step
         if not factor or self._streak[1] < _STEPS:
             return ()
         if not self._count or factor != self._factor:
-            self._first, self._count = gathered.step - _STEPS + 1, _STEPS - 1
+            self._first, self._count = self._streak_first, _STEPS - 1
         self._factor, self._value, self._last = factor, scale, gathered.step
         self._count += 1
         return (self._evidence(micro),)
 
     def _name(self, scale: float, micro: int) -> str:
         """Return which wrong factor a multiplier is, or nothing."""
+        if micro == 1 and scale < 1 and not self._called:
+            return ""
         factors = {
             "the number of workers": self._num_workers,
             "the number of micro-batches": micro,
