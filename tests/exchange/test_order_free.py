@@ -217,6 +217,44 @@ def test_what_cannot_work_is_refused_in_a_sentence():
     assert "create_graph" in said["create_graph"]
 
 
+def freeze(rank: int) -> None:
+    """Freeze layers before and after wrapping, and train them later."""
+    for options in ({**UNUSED}, {**UNUSED, **VIEWS}, {**UNUSED, **SMALL}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+        alone = copy.deepcopy(model)
+        before, after = model[0], model[2]
+        before.requires_grad_(False)  # not in DDP's buckets
+        ddp = DistributedDataParallel(model, **options)
+        after.requires_grad_(False)
+        order_free(ddp, average="sum")
+        for frozen in ([before, after], [before], [], [before, after], [before]):
+            for layer in (before, after):
+                layer.requires_grad_(layer not in frozen)
+            ddp.zero_grad()
+            alone.zero_grad()
+            batches = torch.randn(dist.get_world_size(), 5, 4)
+            ddp(batches[rank]).square().sum().backward()
+            for batch in batches:
+                alone(batch).square().sum().backward()
+            for layer, own in zip(model, alone, strict=True):
+                for one, other in zip(layer.parameters(), own.parameters(), strict=True):
+                    if layer in frozen:
+                        assert one.grad is None
+                    elif layer is not before:
+                        assert one.grad is not None
+                        torch.testing.assert_close(one.grad, other.grad)
+                    else:  # DDP does not reduce it, and nothing takes it away
+                        assert one.grad is not None
+                        assert one.grad.any()
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_layers_that_are_frozen_for_a_while_are_reduced_once_they_are_trained():
+    run_ranks(freeze, 2)
+
+
 def watch_it(rank: int, case: Case, first: str, tier: str, folder: str) -> tuple[str, list[float]]:
     """Train under ``watch``; return the digest of the parameters, and true gradient norms."""
     reduced = "norm" if tier == "scalars" else "sketch"

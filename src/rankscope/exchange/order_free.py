@@ -90,7 +90,7 @@ class OrderFree:
         self._device = model.device
         self._sums = DigitSums(model.process_group, model.device)
         self._average = average
-        self._gradients = {id(p): _Gradient(p) for p in _trained(model)}
+        self._gradients = {id(p): _Gradient(p) for p in _reduced(model)}
         self._keeps = not model.gradient_as_bucket_view  # .grad between micro-batches
         self._shown = AloneGradients(float(self._group.size() if average == "sum" else 1))
         self._under_way: Exchange | None = None
@@ -104,9 +104,13 @@ class OrderFree:
     def register(self, model: DistributedDataParallel) -> None:
         """Take the model's gradients from now on."""
         for gradient in self._gradients.values():
-            gradient.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            parameter = gradient.parameter
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # also of one that is frozen now and trained later
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._take, gradient)
             )
+            parameter.requires_grad_(trained)
         model.register_forward_pre_hook(ForeignHook(self._before_forward))
         model.register_forward_hook(ForeignHook(self._after_forward))
         model.register_comm_hook(self, reduce_bucket)
@@ -243,7 +247,7 @@ class OrderFree:
 class _Gradient:
     """A parameter's gradient while its micro-batches are accumulated."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
         self.sum = Accumulator.zeros(parameter.numel(), parameter.device)
         self.arena: Arena | None = None
@@ -298,13 +302,15 @@ def _obstacle(model: DistributedDataParallel) -> str | None:
             return f"a model that nothing else reduces, got one under {name}"
     if model.mixed_precision is not None:
         return "DDP without a precision of its own, got mixed_precision"
-    dtypes = {parameter.dtype for parameter in _trained(model)}
-    strange = [str(dtype) for dtype in dtypes if not dtype.is_complex and dtype not in DTYPES]
-    if strange:
-        return f"parameters of {', '.join(map(str, DTYPES))}, got {', '.join(sorted(strange))}"
     if model.process_group.size() > MAX_WORKERS:
         return f"at most {MAX_WORKERS} workers, got {model.process_group.size()}"
-    return obstacle(model)
+    wrong = obstacle(model)
+    if wrong is not None:
+        return wrong
+    strange = {str(p.dtype) for p in _reduced(model) if p.dtype not in DTYPES}
+    if strange:
+        return f"parameters of {', '.join(map(str, DTYPES))}, got {', '.join(sorted(strange))}"
+    return None
 
 
 def _refuse(expected_and_got: str) -> NoReturn:
@@ -313,8 +319,10 @@ def _refuse(expected_and_got: str) -> NoReturn:
     )
 
 
-def _trained(model: DistributedDataParallel) -> list[nn.Parameter]:
-    return [parameter for parameter in model._module_parameters if parameter.requires_grad]
+def _reduced(model: DistributedDataParallel) -> list[Tensor]:
+    """Return the parameters in DDP's buckets: those that were trained when it was made."""
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    return [parameter for bucket in buckets for parameter in bucket.parameters()]
 
 
 def _num_bytes(model: DistributedDataParallel) -> int:
