@@ -17,7 +17,9 @@ _log = logging.getLogger("rankscope")
 class TrainerLoss:
     """Gives the scope the loss that ``compute_loss`` returns, in units of one label token.
 
-    It counts only where backward does not pass through the loss in the model's own output.
+    It counts only where backward does not pass through the loss in the model's own output. Where
+    the trainer says that ``compute_loss`` scales it for gradient accumulation already, as TRL's
+    GRPO does, one over the number of micro-batches is taken out of it.
 
     Args:
         trainer: The trainer.
@@ -25,6 +27,7 @@ class TrainerLoss:
     """
 
     def __init__(self, trainer: Any, scope: Scope) -> None:
+        self._trainer = trainer
         self._scope = scope
         self._num_workers = trainer.accelerator.num_processes
         self._shifted = shifts_labels(trainer.accelerator.unwrap_model(trainer.model))
@@ -55,11 +58,24 @@ class TrainerLoss:
 
     def _weight_and_factor(self, loss: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
         own = count_label_tokens(inputs, shifted=self._shifted)
+        share = 1 / self._accumulated() if self._is_scaled() else None
         if own is None or num_items is None or torch.as_tensor(num_items).numel() != 1:
-            return own, None
+            return own, share
         if not self._read:
             self._read = True
             self._form = read_form(loss, own, num_items, self._num_workers)
         if self._form is None:
-            return None, None
-        return own, self._form.factor(own, num_items, self._num_workers)
+            return None, share
+        factor = self._form.factor(own, num_items, self._num_workers)
+        if share is not None and not self._form.divided_by_all:
+            factor = factor * share
+        return own, factor
+
+    def _is_scaled(self) -> bool:
+        """Return whether the trainer does not divide the loss by the number of micro-batches."""
+        return getattr(self._trainer, "loss_is_scaled_for_ga", None) is True
+
+    def _accumulated(self) -> int:
+        """Return the number of micro-batches of this step."""
+        usual = self._trainer.args.gradient_accumulation_steps
+        return max(getattr(self._trainer, "current_gradient_accumulation_steps", usual), 1)
