@@ -39,7 +39,7 @@ from rankscope.exchange.heartbeat import Heartbeat, Phase
 from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
 from rankscope.sinks import Sinks
-from rankscope.wrapping import has_closure, is_compiled, is_training
+from rankscope.wrapping import has_closure, is_compiled, is_training, tell_if_wrapped_anew
 
 _log = logging.getLogger("rankscope")
 
@@ -109,7 +109,7 @@ class Scope:
             model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
         ]
         self._inside = self._bypassing = False
-        inner = instruments.module
+        self._model, inner = model, instruments.module
         if inner is not model and not is_compiled(model) and not is_compiled(inner):
             before = ForeignHook(self._before_inner_forward, compiled=False)
             after = ForeignHook(self._after_inner_forward, compiled=False)
@@ -260,7 +260,10 @@ class Scope:
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Notice a forward pass that goes past the wrapper: nothing reduces its gradients."""
         self._bypassing = not self._inside and model.training and torch.is_grad_enabled()
-        if self._bypassing:
+        if self._bypassing and tell_if_wrapped_anew(model, self._model):
+            self._bypassing = False
+            self._close(CLOSE_SECONDS)
+        elif self._bypassing:
             self._guard(partial(self._books.begin_micro_batch, args, kwargs, bypassed=True))
 
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:

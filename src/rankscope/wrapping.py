@@ -1,5 +1,6 @@
 """How a model goes data parallel: what wraps it, which ranks are compared, which tap fits."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import DDPTap, GradientTap, ReadReduced, Sketcher
@@ -24,6 +25,8 @@ from rankscope.capture.names import canonical_name
 from rankscope.capture.tap import Guarded
 from rankscope.capture.witness import GradientWitness
 from rankscope.errors import UnsupportedError
+
+_log = logging.getLogger("rankscope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,23 @@ def is_compiled(model: nn.Module) -> bool:
     """Return whether a model is compiled: hooks inside it would break its graph."""
     in_place = getattr(model, "_compiled_call_impl", None) is not None  # Module.compile
     return in_place or hasattr(model, "_orig_mod")
+
+
+def tell_if_wrapped_anew(module: nn.Module, wrapper: nn.Module) -> bool:
+    """Return whether a forward pass that has just begun comes from a newer wrapper, and say so.
+
+    Args:
+        module: What begins, under DDP or in a DeepSpeed engine until now.
+        wrapper: What it was watched in.
+    """
+    running = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    others = () if running is None or running is wrapper else running.modules()
+    anew = isinstance(module, FSDPModule) or any(part is module for part in others)
+    if anew:
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        level = logging.WARNING if first else logging.INFO
+        _log.log(level, "the model was wrapped anew; this run ends here: watch the new wrapper")
+    return anew
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:

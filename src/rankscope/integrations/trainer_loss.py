@@ -78,4 +78,4 @@ class TrainerLoss:
     def _accumulated(self) -> int:
         """Return the number of micro-batches of this step."""
         usual = self._trainer.args.gradient_accumulation_steps
-        return max(getattr(self._trainer, "current_gradient_accumulation_steps", usual), 1)
+        return max(int(getattr(self._trainer, "current_gradient_accumulation_steps", usual)), 1)
