@@ -198,12 +198,12 @@ class Watched:
 
     def _show(self, detector: ReductionAudit, residual: float) -> bool:
         width = len(self.norms_W1)
-        nothing: Any = {}
+        workers: Any = {"grad_max": np.ones(width), "grad_scale": np.ones(width)}
         step = GatheredStep(
             step=5,
             time=0.0,
             observed=True,
-            workers=nothing,
+            workers=workers,
             sketches_WK=None,
             samples=(np.empty(0, np.int64),) * width,
             groups=("a", "b"),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rankscope import errors
 from rankscope.core.plan import Plan
 from rankscope.core.signals import schema_hash
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.diagnose.diagnosis import Diagnosis, has_comm_hook
 from rankscope.diagnose.restart import state_after
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.exchange import Channel, Hello
@@ -70,6 +70,7 @@ def open_run(
         [hello.facts["environment"] for hello in hellos],
         Plan.of(options["plan"]),
         reduced_in=options["reduced_in"],
+        comm_hook=has_comm_hook(info),
         sampler_seeds=[hello.facts["sampler_seed"] for hello in hellos],
     )
     record = _Record()

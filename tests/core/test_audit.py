@@ -104,3 +104,17 @@ def test_nothing_is_nothing_and_a_lost_gradient_is_all_of_it(gradients, copies):
     mean[:10] = 0.0
     found = audit(gradients, np.stack([mean] * 4), copies)
     assert found.tolist() == [[1.0, 1.0, 0.0]] * 4
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-24, 1e-30])
+def test_squares_that_the_sum_of_shards_loses_make_a_residual_unknown(gradients, scale):
+    gradients = gradients.astype(np.float32)
+    gradients[:, 10:] *= np.float32(scale)
+    mean = gradients.mean(axis=0, dtype=np.float64).astype(np.float32)
+    held = np.zeros((4, SIZE))
+    for worker, indices in enumerate(np.array_split(np.arange(SIZE), 4)):
+        held[worker, indices] = mean[indices]
+    sharded = audit(gradients, held, copies=1)
+    assert np.isnan(sharded[:, 2]).all()
+    assert (sharded[:, :2] < 1e-6).all()
+    assert (audit(gradients, np.stack([mean] * 4), copies=4) < 1e-6).all()

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 
 STEPS, AT = 24, 5
-KINDS = ("healthy", "element", "one worker", "bfloat16")
+KINDS = ("healthy", "element", "one worker", "bfloat16", "compression")
 
 
 def train(rank: int, folder: str) -> dict[str, Any]:
@@ -34,6 +34,8 @@ def _train(rank: int, kind: str, run_dir: str) -> list[dict[str, Any]]:
             at = int(values.abs().argmax())
             if kind == "element" or (kind == "one worker" and rank == 1):
                 values.view(torch.int32)[at] ^= 1 << 18
+        if kind == "compression" and steps[0] >= AT and bucket.is_last():
+            values[values.abs() < values.abs().median()] = 0
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(values)
         return future

@@ -5,106 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diagnose.streams import gathered as unobserved
+from diagnose.reductions import SIZES, audited, flipped, gradients, healthy, reduced, watch
 from rankscope.core.direction import gram, leave_one_out
-from rankscope.core.rounding import round_to_bfloat16
-from rankscope.core.step import StepReport
 from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.audit_group import STEPS
 from rankscope.diagnose.audit_levels import sums_of_gradients
 from rankscope.diagnose.evidence import Observation
-from rankscope.diagnose.rules import describe
-
-SIZES = {"embed": 600, "blocks.0": 300, "blocks.1": 300, "norm": 32}
-FLOOR = 4e-7  # what sketches of large sections leave
-
-
-def to_type(values, dtype):
-    return round_to_bfloat16(values) if dtype == "bfloat16" else values.astype(dtype)
-
-
-def reduced(gradients_WP, dtype="float32"):
-    """Return the mean, added up in rank order in a type."""
-    total = np.zeros(gradients_WP.shape[1], np.float32)
-    for gradient in gradients_WP:
-        total = to_type(total + to_type(gradient, dtype), dtype).astype(np.float32)
-    return to_type(total / len(gradients_WP), dtype).astype(np.float32)
-
-
-def gradients(rng, num_workers, sizes, scale=1.0, common=0.3):
-    return {
-        name: (
-            scale * (rng.standard_normal((num_workers, n)) + common * rng.standard_normal(n))
-        ).astype(np.float32)
-        for name, n in sizes.items()
-    }
-
-
-def audited(step, local, results_W, rng, floor=FLOOR):
-    """Return a step's record: W results of each group, against the mean in float64.
-
-    Args:
-        step: Its number.
-        local: Gradients ``[W, P]`` by group.
-        results_W: What each worker got, by group.
-        rng: Draws what sketches add.
-        floor: How much that is.
-    """
-    norms, cosines, residuals = [], [], []
-    for name, own in local.items():
-        own_WP = own.astype(np.float64)
-        mean_P = own_WP.mean(axis=0)
-        norms.append(np.linalg.norm(own_WP, axis=1))
-        cosines.append(leave_one_out(gram(own_WP)))
-        distances = [np.linalg.norm(result[name] - mean_P) for result in results_W]
-        lengths = [np.linalg.norm(result[name].astype(np.float64)) for result in results_W]
-        noise = floor * np.linalg.norm(own_WP) / len(own_WP) * np.exp(0.02 * rng.standard_normal())
-        with np.errstate(divide="ignore", invalid="ignore"):
-            each = np.hypot(distances, noise) / lengths
-        each[np.array(lengths) == 0] = 0.0
-        residuals.append(np.where(np.isfinite(each), each, np.nan))
-    num_workers = len(results_W)
-    one = replace(
-        unobserved(step, [[]] * num_workers),
-        observed=True,
-        groups=tuple(local),
-        group_norms_WG=np.stack(norms, axis=1),
-        residuals_WG=np.stack(residuals, axis=1),
-    )
-    values = {"reduction_residual": float(np.nanmax(residuals))}
-    return StepReport(one, values, group_cosine_rest_WG=np.stack(cosines, axis=1))
-
-
-def watch(num_steps, make, num_workers=4, reduced_in=None, detector=None, seed=0):
-    """Return the evidence, the last of each kind, of steps ``make(t, rng)``: gradients, results."""
-    rng = np.random.default_rng(seed)
-    detector = detector or ReductionAudit(num_workers, reduced_in)
-    told = {}
-    for t in range(num_steps):
-        local, results_W = make(t, rng)
-        for evidence in detector.observe(Observation(audited(t, local, results_W, rng))):
-            describe(evidence.key, evidence.severity, evidence.fields)
-            told.setdefault(evidence.key, []).append((t, evidence))
-    for evidence in detector.close():
-        told.setdefault(evidence.key, []).append((num_steps, evidence))
-    return told
-
-
-def healthy(num_workers=4, dtype="float32", sizes=SIZES, **kinds):
-    def make(t, rng):
-        local = gradients(rng, num_workers, sizes, **kinds)
-        result = {name: reduced(own, dtype) for name, own in local.items()}
-        return local, [result] * num_workers
-
-    return make
-
-
-def flipped(values, rng, bit):
-    """Flip a bit of one element whose magnitude is among the largest 1 %."""
-    values = values.copy()
-    largest = np.argsort(np.abs(values))[-max(len(values) // 100, 1) :]
-    values.view(np.uint32)[rng.choice(largest)] ^= np.uint32(1 << bit)
-    return values
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 8])
@@ -356,25 +262,75 @@ def test_the_norm_of_the_sum_is_unknown_where_a_gradient_is_infinite():
     assert np.isnan(unknown)
 
 
-def whole(values):
-    detector, told = ReductionAudit(4), []
-    for step, value in enumerate(values):
-        one = replace(unobserved(step, [[]] * 4), observed=True)
-        told += detector.observe(Observation(StepReport(one, {"reduction_residual": value})))
-    for evidence in told:
-        describe(evidence.key, evidence.severity, evidence.fields)
-    return [(e.key, e.cause, str(e.severity), e.first_step) for e in told]
-
-
-def test_without_groups_the_whole_gradient_is_audited():
-    cause = "numerics.reduction_error"
-    assert whole([5e-7] * 100) == []
-    assert whole([3.7e-3] * STEPS) == [(cause, cause, "warning", 0)]
-    assert whole([0.3] * STEPS) == [("reduction-lossy", cause, "warning", 0)]
-    assert whole([5e-7] * STEPS + [2e-3] + [5e-7] * STEPS) == [
-        ("reduction-spike", cause, "error", STEPS)
-    ]
-
-
 def test_a_single_worker_has_no_reduction():
     assert watch(5, healthy(1, "bfloat16"), 1) == {}
+
+
+def one_lost(at, value, num_steps=20, dtype="float32", **columns):
+    """Return what is told at once where a group's residual is this in one step."""
+    rng = np.random.default_rng(0)
+    detector, told = ReductionAudit(4, dict.fromkeys(SIZES, dtype)), []
+    for t in range(num_steps):
+        local, results_W = healthy(dtype=dtype)(t, rng)
+        report = audited(t, local, results_W, rng, **columns)
+        if t == at:
+            report.gathered.residuals_WG[:, 0] = value
+        told += [(t, evidence.key) for evidence in detector.observe(Observation(report))]
+    return told
+
+
+def test_a_reduced_gradient_that_is_not_finite_is_an_error_where_it_cannot_overflow():
+    found = [(9, "reduction-spike")]
+    assert one_lost(9, np.nan, reduced_norm=[1, 1, np.inf, 1]) == found
+    assert one_lost(9, np.nan, dtype="bfloat16") == found
+    small = {"grad_max": [4.0] * 4, "grad_scale": [1024.0] * 4}
+    assert one_lost(9, np.nan, dtype="float16", **small) == found
+
+
+def test_gradients_that_may_overflow_in_float16_are_no_error():
+    large = {"grad_max": [4.0] * 4, "grad_scale": [16384.0] * 4}  # what a scaler tries
+    assert one_lost(9, np.nan, dtype="float16", **large) == []
+    assert one_lost(9, np.nan, dtype="float16") == []
+
+
+def test_a_residual_that_is_not_known_is_no_error_where_all_is_finite():
+    assert one_lost(9, np.nan, reduced_norm=[1.0] * 4) == []
+
+
+def compressed(lossy, begin, sizes=SIZES):
+    """Keep the largest elements alone in some groups, from some step on."""
+
+    def make(t, rng):
+        local, (result, *_) = healthy(sizes=sizes)(t, rng)
+        for name in lossy if t >= begin else ():
+            large = np.abs(result[name]) > np.quantile(np.abs(result[name]), 0.3)
+            result[name] = result[name] * large
+        return local, [result] * 4
+
+    return make
+
+
+@pytest.mark.parametrize("lossy", [["embed"], ["embed", "blocks.0"], list(SIZES)])
+def test_compression_that_begins_late_under_a_hook_is_no_corrupted_element(lossy):
+    told = watch(60, compressed(lossy, 20), detector=ReductionAudit(4, hook=True))
+    assert list(told) == ["reduction-lossy"]
+    step, evidence = told["reduction-lossy"][0]
+    assert (step, evidence.first_step) == (20 + STEPS - 1, 20)
+
+
+def test_without_a_hook_only_its_first_step_is_taken_for_one():
+    told = watch(60, compressed(["embed"], 20))
+    assert [step for step, _ in told["reduction-spike"]] == [20]
+    assert told["reduction-lossy"][0][0] == 20 + STEPS - 1
+
+
+@pytest.mark.parametrize(("hook", "told_at"), [(False, [9, 11]), (True, [11])])
+def test_two_corrupted_steps_in_a_row(hook, told_at):
+    def make(t, rng):
+        return compressed(["embed"], 9 if t < 11 else 99)(t, rng)
+
+    told = watch(40, make, detector=ReductionAudit(4, hook=hook))
+    assert list(told) == ["reduction-spike"]
+    assert [step for step, _ in told["reduction-spike"]] == told_at
+    _, evidence = told["reduction-spike"][-1]
+    assert (evidence.first_step, evidence.last_step, evidence.count) == (9, 10, 2)

@@ -4,7 +4,7 @@ import pytest
 
 from diagnose import audit_jobs
 from rankscope import Run
-from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.diagnose.diagnosis import diagnose_run, has_comm_hook
 from support.ranks import run_ranks
 
 CAUSE = "numerics.reduction_error"
@@ -46,6 +46,28 @@ def test_an_element_that_one_worker_got_wrong(jobs):
     assert finding["first_step"] == audit_jobs.AT
     assert finding["ranks"] == [1]
     assert finding["groups"] == ["0"]
+
+
+def test_a_hook_that_begins_to_compress_later(jobs):
+    (finding,) = audited(jobs, "compression")
+    assert (finding["id"], finding["severity"]) == ("reduction-lossy", "warning")
+    assert finding["first_step"] == audit_jobs.AT
+    assert finding["groups"] == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "theirs"),
+    [
+        (None, False),
+        ("rankscope.exchange.bucket_means.reduce_bucket", False),
+        ("BuiltinCommHookType.FP16_COMPRESS", True),
+        ("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook", True),
+    ],
+)
+def test_only_hooks_of_the_training_itself_count(hook, theirs):
+    assert has_comm_hook({"training": {"reduction": {"hook": hook}}}) == theirs
+    assert not has_comm_hook({"training": {"reduction": {"class": "FSDPModule"}}})
+    assert not has_comm_hook({})
 
 
 def test_a_reduction_in_bfloat16(jobs):

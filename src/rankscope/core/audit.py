@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from rankscope.core.arrays import Floats, Floats32
 from rankscope.core.sections import Sections
 
+_TINY = float(np.finfo(np.float32).tiny)
+
 AUDIT_WIDTH = 1021
 """Numbers in a section's sketch, a prime: a residual errs by about 2.5 % (RMS) of itself."""
 
@@ -85,7 +87,8 @@ def residuals(
     Returns:
         ``[1 + G]``: the distance relative to the norm of the reduced gradient that this worker
         holds (of the whole one where it is sharded): of all sections together, then for each group
-        the largest among its sections. NaN where a worker's gradient is not known or not finite.
+        the largest among its sections. NaN where a worker's gradient is not known or not finite,
+        and where it is sharded and its squared norm too small for the sum's float32.
     """
     shape = part.local_SK.shape
     total = np.asarray(total_N, np.float64)
@@ -96,16 +99,23 @@ def residuals(
     if copies >= num_workers:
         difference_SK = difference_SK - part.reduced_SK
         squares_S = part.reduced_squares_S
+        least = 0.0
+    else:
+        least = num_workers * _TINY  # the workers' squares may be lost in the sum below this
     with np.errstate(invalid="ignore", over="ignore"):
         distances_S = np.square(difference_SK).sum(axis=1)
-        each_S = _relative(distances_S, squares_S)
-        whole = _relative(distances_S.sum(keepdims=True), squares_S.sum(keepdims=True))
+        each_S = _relative(distances_S, squares_S, least)
+        whole = _relative(distances_S.sum(keepdims=True), squares_S.sum(keepdims=True), least)
         return np.concatenate([whole, np.maximum.reduceat(each_S, sections.firsts)])
 
 
-def _relative(distances: Floats, squares: Floats) -> Floats:
-    """Return roots of ratios; 0 of nothing and nothing, 1 where something became nothing."""
-    known = np.isfinite(distances) & np.isfinite(squares)
+def _relative(distances: Floats, squares: Floats, least: float) -> Floats:
+    """Return roots of ratios; 0 of nothing and nothing, 1 where something became nothing.
+
+    Squares below ``least`` are not exact: NaN where the distance is as small and not zero.
+    """
+    lost = (squares < least) & (distances > 0) & (distances < least)
+    known = np.isfinite(distances) & np.isfinite(squares) & ~lost
     below = np.where(squares > 0, squares, np.where(distances > 0, distances, 1.0))
     ratio: Floats = np.sqrt(np.where(known, distances, 0.0) / np.where(known, below, 1.0))
     return np.where(known, ratio, np.nan)

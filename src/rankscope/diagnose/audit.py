@@ -12,18 +12,21 @@ residuals are always larger than that, from the group's own.
 
 A group that is high is told in the same step if it is one of few and has been seen well before.
 Otherwise the next steps decide whether it was an exception, or the beginning of a lasting error.
+They always do where a communication hook reduces: compression often begins in some later step.
 
 Legend of shapes: W workers, G groups.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
+from rankscope.core.scale import common_scale
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.audit_group import STEPS, USUAL, GroupHistory, Streak
@@ -39,6 +42,7 @@ ELEMENT, ONE_WORKER = "reduction-spike", "reduction-one-worker"
 LOW_PRECISION, LOSSY = "numerics.reduction_error", "reduction-lossy"
 
 _NAMED = 4  # groups that a sentence names
+_LARGEST_FLOAT16 = 65504.0
 
 
 @dataclass(frozen=True)
@@ -79,17 +83,21 @@ class ReductionAudit(Stateful):
         reduced_in: Name of the type in which each group is meant to be reduced, such as
             ``bfloat16``; float32 where it is not said. Groups of a type that is not known here are
             not judged.
+        hook: Whether a communication hook reduces, which may compress from some step on.
     """
 
-    SETTINGS = ("_num_workers", "_expected")
+    SETTINGS = ("_num_workers", "_expected", "_hook")
 
-    def __init__(self, num_workers: int, reduced_in: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, num_workers: int, reduced_in: Mapping[str, str] | None = None, *, hook: bool = False
+    ) -> None:
         self._num_workers = num_workers
+        self._hook = hook
         self._expected = ExpectedResiduals(num_workers, reduced_in)
         self._groups: dict[str, GroupHistory] = {}
         self._found: dict[str, _Fault] = {}
         self._step = 0
-        self._whole = WholeAudit(num_workers)
+        self._whole = WholeAudit(num_workers, reduced_in, hook=hook)
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; tells what is wrong with its reduction, or with those of many steps."""
@@ -115,7 +123,7 @@ class ReductionAudit(Stateful):
             told.append(self._tell(ELEMENT, last, worst))
             for name in last:
                 waiting[name].high.steps = 0
-        return [self._evidence(key) for key in told]
+        return [*(self._evidence(key) for key in told), *self._whole.close()]
 
     def _judge(
         self, gathered: GatheredStep, residuals_WG: Floats, cosines_WG: Floats | None
@@ -129,7 +137,9 @@ class ReductionAudit(Stateful):
         lengths_G = np.linalg.norm(norms_WG, axis=0)
         histories = [self._groups.setdefault(name, GroupHistory()) for name in gathered.groups]
         local_G = np.isfinite(lengths_G) & (lengths_G > 0)
-        residuals_WG = _with_lost(residuals_WG, local_G, histories)
+        may_be_lost_G = local_G & ~self._may_overflow(gathered)
+        if not _is_finite(gathered.workers.get("reduced_norm")):
+            residuals_WG = _with_lost(residuals_WG, may_be_lost_G, histories)
         usable_G = np.isfinite(residuals_WG).all(axis=0) & local_G
         with np.errstate(divide="ignore", invalid="ignore"):
             kappas_G = lengths_G / sums_G
@@ -150,6 +160,20 @@ class ReductionAudit(Stateful):
             once_G=once_G[known_G],
             lasting_G=lasting_G[known_G],
         )
+
+    def _may_overflow(self, gathered: GatheredStep) -> NDArray[np.bool_]:
+        """Return which groups may be infinite though all is well: float16 ends at 65,504 ``[G]``.
+
+        Loss scaling relies on it. A sum of gradients that were far smaller did not overflow.
+        """
+        narrow_G = np.array([self._expected.type_of(n) == "float16" for n in gathered.groups], bool)
+        if not narrow_G.any() or "grad_max" not in gathered.workers:
+            return narrow_G
+        scale = common_scale(gathered)  # which is undone in what is recorded
+        largest = float(gathered.workers["grad_max"].sum()) * (1.0 if np.isnan(scale) else scale)
+        if largest < _LARGEST_FLOAT16 / 2:
+            return np.zeros_like(narrow_G)
+        return narrow_G
 
     def _check_workers(self, now: _Step) -> Iterable[str]:
         """Notice workers whose result errs though that of most others does not."""
@@ -175,7 +199,12 @@ class ReductionAudit(Stateful):
             strict=True,
         ):
             is_sudden, before = self._groups[name].take(
-                now.step, level, once=once, lasting=lasting, common=common, few=few
+                now.step,
+                level,
+                once=once,
+                lasting=lasting,
+                common=common,
+                at_once=few and not self._hook,
             )
             if is_sudden:
                 sudden.append(name)
@@ -304,17 +333,23 @@ class ReductionAudit(Stateful):
 
 
 def _with_lost(
-    residuals_WG: Floats, local_G: NDArray[np.bool_], histories: Sequence[GroupHistory]
+    residuals_WG: Floats, may_be_lost_G: NDArray[np.bool_], histories: Sequence[GroupHistory]
 ) -> Floats:
     """Give a residual of 1 to a group that was well and whose reduced gradient is not finite.
 
     Its residual is not known then, though the workers' gradients are finite, and those of other
-    groups are known on the same worker. Groups that are reduced in a narrower type may overflow.
+    groups are known on the same worker. Groups that err all the time may overflow: their type is
+    narrower than meant.
     """
     known_WG = np.isfinite(residuals_WG)
-    may_be_lost_G = local_G & np.array([h.well and not h.lasting.steps for h in histories])
-    lost_WG = ~known_WG & may_be_lost_G & known_WG.any(axis=1, keepdims=True)
+    well_G = np.array([h.well and not h.lasting.steps for h in histories])
+    lost_WG = ~known_WG & may_be_lost_G & well_G & known_WG.any(axis=1, keepdims=True)
     return np.where(lost_WG, 1.0, residuals_WG)
+
+
+def _is_finite(values_W: NDArray[Any] | None) -> bool:
+    """Return whether all workers know a number, and it is finite."""
+    return values_W is not None and bool(np.isfinite(values_W).all())
 
 
 def name_groups(groups: Sequence[str]) -> str:

@@ -96,7 +96,7 @@ class GroupHistory(Stateful):
         once: float,
         lasting: float,
         common: float,
-        few: bool,
+        at_once: bool,
     ) -> tuple[bool, Streak | None]:
         """Take one step's residual.
 
@@ -107,10 +107,12 @@ class GroupHistory(Stateful):
             lasting: What no healthy steps exceed in a row.
             common: What is usual in this step, since most groups err and have done so before; 0
                 if they do not.
-            few: Whether this is one of few groups that are high, if it is.
+            at_once: Whether an exception may be told in its own step.
 
         Returns:
-            Whether this step is an exception, and the steps before if they were.
+            Whether this step is an exception, and the steps before if they were. Of steps in a
+            row, the first alone is told at once: what follows may be the beginning of a lasting
+            error.
         """
         high = residual > max(self.limit(once), common)
         exception = None
@@ -118,7 +120,7 @@ class GroupHistory(Stateful):
             exception = self.high if self.high.worst > common else None
             self.high = Streak()
             self.usual.clear()  # it held them
-        sudden = high and few and self.well and not self.high.steps
+        sudden = high and at_once and self.well and not self.high.steps and not self.sudden
         if not sudden and (high or self.high.steps):
             self.high.extend(step, residual)
         if self.high.steps >= STEPS:

@@ -49,6 +49,7 @@ class Diagnosis:
         plan: What the run is meant to do.
         reduced_in: By group, the type in which its gradient is meant to be reduced; None if
             unknown.
+        comm_hook: Whether a communication hook of the training's own reduces gradients.
         sampler_seeds: Seed of each rank's sampler, None where it is not known.
     """
 
@@ -60,6 +61,7 @@ class Diagnosis:
         plan: Plan | None = None,
         *,
         reduced_in: Mapping[str, str] | None = None,
+        comm_hook: bool = False,
         sampler_seeds: Sequence[int | None] = (),
     ) -> None:
         plan = plan or Plan()
@@ -77,7 +79,7 @@ class Diagnosis:
             PlannedSeed(plan.seed, sampler_seeds),
             UnequalState(num_workers, local_buffers=plan.local_buffers),
             ReductionChecks(num_workers),
-            ReductionAudit(num_workers, reduced_in),
+            ReductionAudit(num_workers, reduced_in, hook=comm_hook),
             EqualRandom(num_workers, plan),
             outliers,
             CanaryVerdicts(num_workers, lambda: outliers.set_apart),
@@ -240,6 +242,18 @@ def reduced_in_of(info: Mapping[str, Any]) -> Mapping[str, str] | None:
     return types if isinstance(types, Mapping) else None
 
 
+def has_comm_hook(info: Mapping[str, Any]) -> bool:
+    """Return whether a communication hook reduces, not one of rankscope's, as ``run.json`` has it.
+
+    Args:
+        info: Of the run, or what one rank says of itself: hooks are the same on all of them.
+    """
+    training = info.get("training")
+    reduction = training.get("reduction") if isinstance(training, Mapping) else None
+    names = reduction.get("hook") if isinstance(reduction, Mapping) else None
+    return any(not name.startswith("rankscope.") for name in str(names or "").split(", ") if name)
+
+
 def diagnosis_of(run: Run) -> Diagnosis:
     """Return a diagnosis as the live run had it when it began: of its hosts, facts and plan.
 
@@ -255,6 +269,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
         facts_of(run.info),
         plan_of(run.info),
         reduced_in=reduced_in_of(run.info),
+        comm_hook=has_comm_hook(run.info),
         sampler_seeds=seeds_of(run.info),
     )
 

@@ -1,20 +1,17 @@
 """The audit of the whole gradient at once, where its groups are not audited."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from rankscope.core.finding import Severity
+from rankscope.core.rounding import UNIT_ROUNDOFF
 from rankscope.core.state import Stateful
+from rankscope.diagnose.audit_group import STEPS, Streak
+from rankscope.diagnose.audit_levels import LASTING_ROUNDINGS, ROUNDED, ROUNDINGS, most_error
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import count, name_ranks
-
-STEPS = 16
-"""Observed steps that must agree."""
-
-ROUNDED = 1e-4
-"""Relative error from which a reduction is not one in single precision."""
 
 SPIKE = 100.0
 """Times the usual error, from which a single step is told."""
@@ -24,21 +21,36 @@ _TYPES = {"float16": (1.5e-4, 1.2e-3), "bfloat16": (1.2e-3, 1e-2)}
 
 
 class WholeAudit(Stateful):
-    """Single steps far off a run's own level, and reductions less exact than single precision.
+    """Single steps far off a run's own level, and reductions less exact than they are meant to be.
 
     A whole gradient may be of any size, and with its size the residual of its sketch grows. So
     single steps are judged by the run's past.
 
     Args:
         num_workers: W.
+        reduced_in: Name of the type in which each group is meant to be reduced; the coarsest
+            counts, float32 where none is said. With a type that is not known nothing is judged.
+        hook: Whether a communication hook reduces: no step is told before the next one.
     """
 
-    SETTINGS = ("_num_workers",)
+    SETTINGS = ("_num_workers", "_hook", "_meant", "_least_spike", "_rounded")
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(
+        self, num_workers: int, reduced_in: Mapping[str, str] | None = None, *, hook: bool = False
+    ) -> None:
         self._num_workers = num_workers
+        self._hook = hook
+        types = set((reduced_in or {}).values()) or {"float32"}
+        self._meant = max(types, key=lambda dtype: UNIT_ROUNDOFF.get(dtype, np.inf))
+        known = self._meant in UNIT_ROUNDOFF
+        error = most_error(num_workers, self._meant) if known else np.inf
+        self._least_spike = max(_LEAST_SPIKE, ROUNDINGS * error)
+        self._rounded = max(ROUNDED, LASTING_ROUNDINGS * error)
         self._residuals: deque[float] = deque(maxlen=STEPS)
-        self._found: dict[str, list[int]] = {}
+        self._high = Streak()  # the present steps in a row that are high and have not been told
+        self._usual = self._limit = 0.0  # the level before them, and from where they are high
+        self._sudden = False  # whether the last step was told as a single one
+        self._found: dict[str, tuple[int, int]] = {}  # the first step of a kind, and how many
 
     def observe(self, step: int, residual: float) -> Iterable[Evidence]:
         """Take one observed step's residual; NaN if it is not known."""
@@ -46,44 +58,93 @@ class WholeAudit(Stateful):
             return
         before = np.array(self._residuals)
         self._residuals.append(residual)
-        usual = float(np.median(before)) if len(before) else 0.0
-        limit = max(SPIKE * usual, _LEAST_SPIKE)
-        if len(before) >= STEPS // 2 and residual > limit:
-            against = f"usually {usual:.1g}"
-            yield self._tell("reduction-spike", step, residual, limit, against)
-            return
+        if not self._high.steps:
+            self._usual = float(np.median(before)) if len(before) else 0.0
+            self._limit = max(SPIKE * self._usual, self._least_spike)
+        high = len(before) >= STEPS // 2 and residual > self._limit
+        if self._high.steps and not high:
+            yield self._tell_spike()
+        sudden = high and not (self._hook or self._high.steps or self._sudden)
+        if high:
+            self._high.extend(step, residual)
+        if sudden:
+            yield self._tell_spike()
+        self._sudden = sudden
+        if self._high.steps >= STEPS:
+            self._high = Streak()  # it is lasting
         lasting = np.array(self._residuals)
-        if len(lasting) == STEPS and (lasting > ROUNDED).all():
+        if len(lasting) == STEPS and (lasting > self._rounded).all():
             typical = float(np.median(lasting))
-            fits = [t for t, (least, most) in _TYPES.items() if least <= typical <= most]
+            fits = self._types_that_fit(typical)
             key = "numerics.reduction_error" if fits else "reduction-lossy"
-            yield self._tell(key, step, typical, ROUNDED, fits=" or ".join(fits))
+            yield self._tell(
+                key,
+                max(step - STEPS + 1, 0),
+                step,
+                1 if key in self._found else STEPS,
+                residual=typical,
+                limit=self._rounded,
+                fits=" or ".join(fits),
+            )
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run: a last step that was the first high one and has not been told is."""
+        if self._hook and self._high.steps == 1:
+            yield self._tell_spike()
+
+    def _types_that_fit(self, residual: float) -> list[str]:
+        return [
+            dtype
+            for dtype, (least, most) in _TYPES.items()
+            if UNIT_ROUNDOFF[dtype] > UNIT_ROUNDOFF[self._meant] and least <= residual <= most
+        ]
+
+    def _tell_spike(self) -> Evidence:
+        """Tell the present steps in a row, which end with it."""
+        streak, self._high = self._high, Streak()
+        return self._tell(
+            "reduction-spike",
+            streak.since,
+            streak.last,
+            streak.steps,
+            residual=streak.worst,
+            limit=self._limit,
+            against=f"usually {self._usual:.1g}",
+        )
 
     def _tell(
-        self, key: str, step: int, residual: float, limit: float, against: str = "", fits: str = ""
+        self,
+        key: str,
+        since: int,
+        last: int,
+        more: int,
+        *,
+        residual: float,
+        limit: float,
+        against: str = "",
+        fits: str = "",
     ) -> Evidence:
-        sudden = key == "reduction-spike"
-        begun = [step, 0] if sudden else [max(step - STEPS + 1, 0), STEPS - 1]
-        first, steps = self._found.setdefault(key, begun)
-        self._found[key][1] = steps + 1
+        first, before = self._found.get(key, (since, 0))
+        self._found[key] = first, before + more
+        steps = before + more
         ranks = tuple(range(self._num_workers))
         return Evidence(
             cause="numerics.reduction_error",
             key=key,
-            severity=Severity.ERROR if sudden else Severity.WARNING,
+            severity=Severity.ERROR if key == "reduction-spike" else Severity.WARNING,
             ranks=ranks,
             first_step=first,
-            last_step=step,
-            count=steps + 1,
+            last_step=last,
+            count=steps,
             fields={
                 "where": "all parameters together",
                 "who": name_ranks(ranks),
                 "first": first,
                 "residual": f"{residual:.2g}",
                 "against": against,
-                "steps": count(steps + 1, "audited step"),
+                "steps": count(steps, "audited step"),
                 "fits": fits,
-                "meant": "float32",
+                "meant": self._meant,
             },
-            numbers={"residual": residual, "limit": limit, "steps": steps + 1, "fits": fits},
+            numbers={"residual": residual, "limit": limit, "steps": steps, "fits": fits},
         )
