@@ -27,7 +27,13 @@ NO_COLUMNS = {
     *("drawn_from_others", "drawn_from_own", "follows_one_sample_in", "innocent_probability"),
     *("other_causes", "broadcast_buffers", "communication_data_type", "found_inf", "no_sync"),
     *("num_replicas", "overlap_comm", "reduce_dtype", "register_buffer", "set_epoch"),
-    *("set_gradient_divide_factor", "skip_first_batches", "split_by_node", "worker_init_fn"),
+    *(
+        "set_gradient_divide_factor",
+        "input_ids",
+        "skip_first_batches",
+        "split_by_node",
+        "worker_init_fn",
+    ),
 }
 """What else the pages on causes and evidence write like a column: numbers of findings, and options
 of torch and others."""
