@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from rankscope.capture.loss import LossMeter
 from rankscope.capture.loss_form import LossForm, read_form
 
 OWN, ITEMS, WORKERS = 3, 11, 4
@@ -63,6 +64,59 @@ def test_sums_over_all_and_means_over_own_are_told_apart(make, divided):
     assert read_form(loss, OWN, ITEMS, WORKERS) == LossForm(divided, True)
     loss.backward()
     assert loss.grad_fn is not None
+
+
+@pytest.mark.parametrize(
+    ("divide", "multiplier"),
+    [
+        (lambda total: total / ITEMS, OWN / ITEMS),
+        (lambda total: total / torch.tensor(ITEMS), OWN / ITEMS),
+        (Opaque.apply, OWN / ITEMS),
+        (lambda total: F.cross_entropy(logits(), LABELS), 1.0),
+        (lambda total: total / (LABELS != -100).sum(), 1.0),
+    ],
+    ids=["divided", "by a tensor", "not seen", "mean", "mean by hand"],
+)
+def test_a_model_that_ignores_the_number_of_tokens_is_taken_at_its_word(divide, multiplier):
+    """Trainer gives it to every model that takes any argument."""
+    meter = LossMeter(shifted=False)
+    inputs = {"labels": LABELS, "num_items_in_batch": torch.tensor(ITEMS)}
+    for _ in range(2):
+        found = divide(summed())
+        meter.see({"loss": found}, inputs)
+        found.backward()
+        (micro,), multipliers = meter.collect()
+        mean = F.cross_entropy(logits(), LABELS).item()
+        assert micro.values.numpy() == pytest.approx(mean, rel=1e-5)
+        assert multipliers.numpy() == pytest.approx(multiplier)
+
+
+class Kept:
+    """Counts how often tensors that autograd has saved are asked for."""
+
+    def __enter__(self):
+        self.asked = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, self._ask)
+        self._hooks.__enter__()
+        return self
+
+    def _ask(self, saved):
+        self.asked += 1
+        return saved
+
+    def __exit__(self, *error):
+        self._hooks.__exit__(*error)
+
+
+def test_nothing_that_a_model_has_saved_is_asked_for():
+    """To ask may run a checkpointed layer again, and means in it are none of the loss."""
+    with Kept() as layer:
+        hidden = logits()
+        hidden = hidden * torch.rsqrt((hidden * hidden).mean(-1, keepdim=True)) * hidden.mean()
+    assert read_form(Opaque.apply(hidden.sum()), OWN, ITEMS, WORKERS) is None
+    loss = F.cross_entropy(hidden, LABELS, reduction="sum") / ITEMS
+    assert read_form(loss, OWN, ITEMS, WORKERS) == LossForm(True, False)
+    assert layer.asked == 0
 
 
 def test_what_cannot_be_seen_is_not_guessed():

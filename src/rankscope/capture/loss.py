@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rankscope.capture.host import HostCopy
+from rankscope.capture.loss_form import read_form
 from rankscope.errors import UsageError
 
 IGNORED_LABEL = -100
@@ -76,6 +77,7 @@ class LossMeter:
         self._seen: list[MicroBatchLoss] = []
         self._spare: list[MicroBatchLoss] = []
         self._declined = False
+        self._own_mean: bool | None = None  # the model's loss, whatever number it is given
 
     def give(
         self,
@@ -131,7 +133,8 @@ class LossMeter:
 
         A model that is given ``num_items_in_batch`` (by Trainer) divides the sum over its tokens
         by that number, which counts those of other micro-batches and workers as well. What is
-        recorded is the mean over its own tokens.
+        recorded is the mean over its own tokens. Some models ignore it and return that mean: the
+        first loss tells, if autograd shows how it came about, and waits for the device.
         """
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -142,11 +145,24 @@ class LossMeter:
         weights = count_label_tokens(kwargs, shifted=self._shifted)
         values = _in_double(loss).reshape(1)
         unit = _unit(kwargs.get("num_items_in_batch"), weights)
+        if unit is not None and self._is_own_mean(loss, weights, kwargs["num_items_in_batch"]):
+            unit = None
         if unit is not None:
             values = _taken_out(unit, values)
         copy = None if weights is None else HostCopy(weights)
         multiplier = _multiplier(loss, unit)
         self._seen.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
+
+    def _is_own_mean(self, loss: Tensor, own: Any, num_items: Any) -> bool:
+        """Return whether the model is known to average over its own tokens; looks once."""
+        if self._own_mean is None:
+            self._own_mean = False
+            try:
+                form = read_form(loss, own, num_items, 1)
+                self._own_mean = form is not None and not form.divided_by_all
+            except Exception:
+                _log.debug("how a loss came about could not be read", exc_info=True)
+        return self._own_mean
 
     def _decline(self) -> None:
         if not self._declined:

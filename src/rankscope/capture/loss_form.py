@@ -2,7 +2,9 @@
 
 A trainer hands over a number. Whether that is a mean over the worker's own label tokens, or their
 sum divided by the number of all workers' tokens and multiplied by W, cannot be told from the
-number, but from how it came about: autograd keeps the last divisions and multiplications.
+number, but from how it came about: autograd keeps the last divisions and multiplications. Only
+those of scalars are looked at: what was saved of anything before them may be computed anew, or be
+fetched from elsewhere, when it is asked for.
 """
 
 import math
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 _MOST_NODES = 48
 _SAVED = ("_saved_other", "_saved_self")
@@ -70,16 +73,22 @@ def read_form(
 
 
 def _nodes_before(loss: Tensor) -> Iterator[Any]:
-    """Yield the operators that a loss came from, the last ones first."""
-    waiting = deque([loss.grad_fn])
+    """Yield the operators on scalars that a loss came from, the last ones first."""
+    waiting = deque([(loss.grad_fn, loss.output_nr)])
     seen: set[Any] = set()
     while waiting and len(seen) < _MOST_NODES:
-        node = waiting.popleft()
-        if node is None or node in seen:
+        node, place = waiting.popleft()
+        if node is None or node in seen or not _returns_scalar(node, place):
             continue
         seen.add(node)
         yield node
-        waiting.extend(before for before, _ in node.next_functions)
+        waiting.extend(node.next_functions)
+
+
+def _returns_scalar(node: Any, place: int) -> bool:
+    """Return whether an output of an operator, by its place, is known to hold one number."""
+    outputs = getattr(node, "_input_metadata", ())  # of the gradients that come in
+    return place < len(outputs) and math.prod(outputs[place].shape) == 1
 
 
 def _number(node: Any, name: str) -> Tensor | None:
@@ -88,7 +97,9 @@ def _number(node: Any, name: str) -> Tensor | None:
         saved = getattr(node, name, None)
     except RuntimeError:  # freed, or changed in place since
         return None
-    return saved if isinstance(saved, Tensor) and saved.numel() == 1 else None
+    if not isinstance(saved, Tensor) or isinstance(saved, DTensor):  # which may communicate
+        return None
+    return saved if saved.numel() == 1 else None
 
 
 def _is(number: float, expected: float) -> bool:
