@@ -16,16 +16,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rankscope.canary import LiveCanary
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
 from rankscope.capture.exact_evidence import NoEvidence
 from rankscope.capture.guard import Guard
-from rankscope.capture.passes import ForwardPasses
+from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.trace import PendingTrace
 from rankscope.capture.witness import BothSee
 from rankscope.exchange import LocalStep, pack_share
 from rankscope.instruments import Instruments
+from rankscope.wrapping import is_training
 
 _log = logging.getLogger("rankscope")
 
@@ -54,15 +56,17 @@ class StepBooks:
         first_step: int = 0,
         canary: LiveCanary | None = None,
     ) -> None:
-        self.paused = False
+        self.paused = self._evaluating = False
         self.step = first_step
+        self._new_losses = partial(LossMeter, shifted=instruments.shifted_labels)
+        self._knows_optimizer, self._warned = optimizer is not None, False
         self._interval_at = instruments.governor.interval_at
         make_exact = instruments.make_exact
         self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
         self._send = send
         self._canary = canary
-        self._losses = LossMeter(shifted=instruments.shifted_labels)
+        self._losses = self._new_losses()
         self._samples = SampleMeter()
         self._optimizer = OptimizerMeter(optimizer)
         self._evidence = instruments.make_evidence_meter(optimizer)
@@ -88,8 +92,30 @@ class StepBooks:
         self.close_step()
         self._samples.give(samples, self._passes.current + 1)
 
+    def trains(self, model: torch.nn.Module) -> bool:
+        """Return whether a forward pass counts: in training mode, or trained without it."""
+        return is_training(model) or (self._evaluating and torch.is_grad_enabled())
+
+    def begin_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Take the inputs of a forward pass that counts, of the model that the training calls."""
+        self.begin_micro_batch(args, kwargs, training=is_training(model))
+
+    def end_forward(
+        self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        """Take what a forward pass of the model that the training calls has returned."""
+        if self.trains(model):
+            self.see_output(output, kwargs)
+        elif torch.is_grad_enabled():
+            self._see_evaluation(args, kwargs, output)
+
     def begin_micro_batch(
-        self, args: Any, kwargs: Mapping[str, Any], *, bypassed: bool = False
+        self,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        *,
+        bypassed: bool = False,
+        training: bool = True,
     ) -> None:
         """Take the inputs of a forward pass in training.
 
@@ -97,10 +123,59 @@ class StepBooks:
             args: Its inputs by position.
             kwargs: Its inputs by name.
             bypassed: Whether it goes past the wrapper, to the module inside.
+            training: Whether it runs in training mode.
         """
+        if training:
+            self._end_evaluation()
         self.close_step()
         if self._canary is not None and not bypassed:
             self._guard.leave_out(self._canary.before_forward(self.step, args, kwargs))
+        self._begin_pass(bypassed=bypassed)
+        self._passes.begin()
+        self._samples.see(args, kwargs, self._passes.current)
+        self._evidence.before_forward(first=not self._passes.current)
+
+    def _see_evaluation(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        """Take a forward pass in evaluation mode, which a backward pass may still follow."""
+        inputs = {id(tensor) for tensor in tensors_in([args, kwargs])}  # would keep their own hook
+        outputs = [t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in inputs]
+        if not outputs:
+            return
+        losses = self._new_losses()
+        losses.see(output, kwargs)
+        train = partial(self._train_on_evaluation, args, kwargs, losses, self._losses.num_given)
+
+        def reached(gradient: torch.Tensor) -> None:
+            self._guard(partial(self._tap.notice_unannounced, train))
+
+        for tensor in outputs:
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+
+    def _train_on_evaluation(
+        self, args: Any, kwargs: Mapping[str, Any], losses: LossMeter, num_given: tuple[int, int]
+    ) -> None:
+        """Begin a micro-batch in its backward pass: its forward pass ran in evaluation mode.
+
+        From now on forward passes in this mode count, until one in training mode is seen.
+        """
+        self._losses.move(num_given, losses)
+        self.close_step()
+        self._evaluating = True
+        self._begin_pass()
+        self._passes.begin(reached=True)
+        self._samples.see(args, kwargs, self._passes.current)
+        self._losses.absorb(losses, self._passes.current)
+
+    def _end_evaluation(self) -> None:
+        """Forget what ran in evaluation mode without a step of the optimizer after it.
+
+        It was no training but, say, an attack on the model, which needs gradients.
+        """
+        if self._evaluating and self._tap.complete and self._knows_optimizer and not self._updated:
+            self._forget()
+        self._evaluating = False
+
+    def _begin_pass(self, *, bypassed: bool = False) -> None:
         self._evidence.begin_step(self.step)
         if self._trace is not None:
             self._trace.begin_step(self.step, paused=self.paused)
@@ -109,9 +184,6 @@ class StepBooks:
         if self._exact is not None:
             self._exact.measure = measure
         self._tap.begin_forward(measure=measure, bypassed=bypassed)
-        self._passes.begin()
-        self._samples.see(args, kwargs, self._passes.current)
-        self._evidence.before_forward(first=not self._passes.current)
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Take what a forward pass in training returned."""
@@ -193,6 +265,14 @@ class StepBooks:
             comparable: Whether workers that agree hold the same after it.
         """
         now = time.perf_counter()
+        if self._evaluating and not self._warned:
+            self._warned = True
+            _log.warning(
+                "rank %d trains in evaluation mode since step %d: without dropout, and with batch "
+                "statistics that stand still; call model.train(), unless it is meant",
+                dist.get_rank(),
+                self.step,
+            )
         canary = None if self._canary is None else self._canary.collect()
         busy = self._tap.busy_seconds if canary is None else math.nan
         if self._trace is not None:

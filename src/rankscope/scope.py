@@ -39,7 +39,7 @@ from rankscope.exchange.heartbeat import Heartbeat, Phase
 from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
 from rankscope.sinks import Sinks
-from rankscope.wrapping import has_closure, is_compiled, is_training, tell_if_wrapped_anew
+from rankscope.wrapping import has_closure, is_compiled, tell_if_wrapped_anew
 
 _log = logging.getLogger("rankscope")
 
@@ -253,8 +253,8 @@ class Scope:
         if self._close_asked:
             self._close(CLOSE_SECONDS)
         self._inside = True
-        if is_training(model):
-            self._guard(partial(self._books.begin_micro_batch, args, kwargs))
+        if self._books.trains(model):
+            self._guard(partial(self._books.begin_forward, model, args, kwargs))
             self._beat("forward")
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
@@ -273,8 +273,8 @@ class Scope:
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
-        if is_training(model):
-            self._guard(partial(self._books.see_output, output, kwargs))
+        self._guard(partial(self._books.end_forward, model, args, kwargs, output))
+        if self._books.trains(model):
             self._beat("backward")
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -82,6 +83,7 @@ class DDPTap:
         self._settled = False  # the step's reduction is over
         self._due = self._measure = self._synchronises = False
         self._bypassed = self._through_ddp = self._unreduced = False
+        self._announce: Callable[[], None] | None = None  # of the backward pass that runs
         self._alone: PartsAlone | None = None
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -121,6 +123,15 @@ class DDPTap:
     def notice_backward(self) -> None:
         """Say, from inside it, that a backward pass has reached what the model returned."""
         self._backward.notice()
+
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
+
+        Nothing comes of it when no parameter takes part, or one that was announced does as well.
+        """
+        if not self._fresh and not self._backward.running:
+            self._announce = announce
+            Variable._execution_engine.queue_callback(self._forget_unannounced)
 
     @property
     def complete(self) -> bool:
@@ -202,10 +213,16 @@ class DDPTap:
         if self._alone is None:
             self._guarded(partial(self._see, name, parameter.grad))
 
+    def _forget_unannounced(self) -> None:
+        self._announce = None
+
     def _on_begin(self) -> None:
         self._first = True
 
     def _see(self, name: str, gradient: Tensor | None) -> None:
+        announce, self._announce = self._announce, None
+        if announce is not None:
+            announce()
         self._busy.see_gradient()
         self._backward.notice()
         if self._first:

@@ -134,6 +134,9 @@ class DeepSpeedTap:
     def notice_backward(self) -> None:
         """Do nothing: the engine itself says when a backward pass begins."""
 
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Do nothing: by then the step that the pass belongs to is under way."""
+
     @property
     def complete(self) -> bool:
         """Whether the last backward pass of an accumulation has ended since :meth:`collect`."""

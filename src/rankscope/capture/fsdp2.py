@@ -7,6 +7,7 @@ layout and precision.
 
 import math
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -112,6 +113,9 @@ class FSDP2Tap:
 
     def notice_backward(self) -> None:
         """Do nothing: FSDP2 itself says when a backward pass begins."""
+
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Do nothing: by then the step that the pass belongs to is under way."""
 
     @property
     def complete(self) -> bool:

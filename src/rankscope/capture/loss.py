@@ -10,7 +10,7 @@ is declined with one line in the log.
 
 import logging
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -152,6 +152,27 @@ class LossMeter:
         copy = None if weights is None else HostCopy(weights)
         multiplier = _multiplier(loss, unit)
         self._seen.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
+
+    @property
+    def num_given(self) -> tuple[int, int]:
+        """How many losses were given in this step: to count, and to spare."""
+        return len(self._given), len(self._spare)
+
+    def move(self, num_given: tuple[int, int], to: "LossMeter") -> None:
+        """Move what was given since ``num_given`` to another meter."""
+        given, spare = num_given
+        to._given += self._given[given:]
+        to._spare += self._spare[spare:]
+        del self._given[given:], self._spare[spare:]
+
+    def absorb(self, other: "LossMeter", forward: int) -> None:
+        """Take over what another meter has collected in one forward pass, which is ``forward``."""
+        for mine, others in (
+            (self._given, other._given),
+            (self._seen, other._seen),
+            (self._spare, other._spare),
+        ):
+            mine += [replace(micro, forward=forward) for micro in others]
 
     def _is_own_mean(self, loss: Tensor, own: Any, num_items: Any) -> bool:
         """Return whether the model is known to average over its own tokens; looks once."""

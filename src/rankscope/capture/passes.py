@@ -42,9 +42,9 @@ class ForwardPasses:
         """Number of the pass that began last, from 0 in each step; -1 before the first."""
         return len(self._passes) - 1
 
-    def begin(self) -> None:
-        """A forward pass begins."""
-        self._passes.append(_Pass())
+    def begin(self, *, reached: bool = False) -> None:
+        """A forward pass begins; or one that a backward pass has ``reached`` becomes known."""
+        self._passes.append(_Pass(returned=reached, reached=reached))
 
     def end(self, output: object) -> None:
         """The forward pass has returned ``output``."""

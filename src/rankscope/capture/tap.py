@@ -78,6 +78,14 @@ class GradientTap(Protocol):
     def notice_backward(self) -> None:
         """Say, from inside it, that a backward pass has reached what the model returned."""
 
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
+
+        Args:
+            announce: Announces that forward pass; called as soon as the backward pass proves to
+                train parameters, if the tap can still begin a step then.
+        """
+
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
