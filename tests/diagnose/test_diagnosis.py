@@ -135,7 +135,7 @@ def test_workers_that_each_shuffle_everything_overlap():
     assert finding.severity is Severity.ERROR
     assert finding.ranks == tuple(range(8))
     assert finding.evidence["drawn_from_own"] == 0
-    assert "with replacement does not explain it" in finding.explanation
+    assert "with replacement do not explain it" in finding.explanation
     assert [e.severity for e in events] == sorted(e.severity for e in events)
     assert len(events) < 15
 
