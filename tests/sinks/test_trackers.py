@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import struct
+import time
 import weakref
 from dataclasses import replace
 
@@ -59,7 +60,9 @@ def test_tensorboard_reads_the_same_scalars_and_the_texts(tmp_path):
 
     from rankscope.sinks.tensorboard import TensorBoardSink
 
+    began = time.time()
     feed(TensorBoardSink(), run_info(tmp_path))
+    ended = time.time()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
     expected = {}
@@ -76,6 +79,7 @@ def test_tensorboard_reads_the_same_scalars_and_the_texts(tmp_path):
     texts = [t.tensor_proto.string_val[0].decode() for t in events.Tensors("rankscope/findings")]
     assert [text.partition(" on ")[0] for text in texts] == TEXTS
     assert [event.step for event in events.Tensors("rankscope/findings")] == [5, 7]
+    assert all(began <= t.wall_time <= ended for t in events.Tensors("rankscope/findings"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """TensorBoard: curves and findings in event files, written without torch or TensorFlow."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class TensorBoardSink:
         change = self._changes.of(finding)
         if change is not None:
             text = text_pb("rankscope/findings", sentence(finding, change))
-            self._writer.add_event(Event(step=finding.step, summary=text))
+            event = Event(wall_time=time.time(), step=finding.step, summary=text)
+            self._writer.add_event(event)
 
     def close(self) -> None:
         """Write the rest and close the event file."""
