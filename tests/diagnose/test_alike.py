@@ -40,6 +40,7 @@ def test_a_block_that_is_too_much_alike_is_named(block):
     assert abs(told[0].first_step - 100) <= 5
     text, _ = describe(told[-1].key, told[-1].severity, told[-1].fields)
     assert "cosine +0." in text
+    assert all(float(one.fields["bound"]) >= one.numbers["false_alarm_probability"] for one in told)
 
 
 def test_the_beginning_is_known_where_the_sampling_interval_changes_after_it():

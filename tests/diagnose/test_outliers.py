@@ -79,6 +79,7 @@ def test_a_worker_with_bad_data_is_named_with_its_beginning_and_size():
     assert "Rank 5 differs" in say(told[-1])
     assert "loss +1" in say(told[-1])
     assert "probability of at most 0.0003" in say(told[-1])
+    assert all(float(one.fields["bound"]) >= one.numbers["false_alarm_probability"] for one in told)
     assert len({one.key for one in told}) == 1
 
 

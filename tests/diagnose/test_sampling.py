@@ -66,6 +66,8 @@ def test_shared_data_with_different_dropout_are_found_too():
     found = watch(steps_of(Job(1, shared=0.95), 25))
     assert opened(found, SIMILAR) < 20
     assert 0 < found[-1][1].numbers["dispersion_ratio"] < 0.6
+    for _, evidence in found:
+        assert float(evidence.fields["bound"]) >= evidence.numbers["false_alarm_probability"]
 
 
 def test_the_onset_is_estimated():

@@ -6,6 +6,8 @@ expectation after n healthy steps is at most n, alarms at ``THRESHOLD / s``. The
 so that the probabilities of all families sum to the promise.
 """
 
+from decimal import ROUND_CEILING, Context, Decimal
+
 THRESHOLD = 1e6
 
 OUTLIERS = 0.9
@@ -28,3 +30,13 @@ def alarm_level(share: float) -> float:
 def false_alarm_bound(num_steps: int) -> float:
     """Return the largest probability that a healthy run of so many steps raises any finding."""
     return min(1.0, num_steps / THRESHOLD)
+
+
+def bound_in_words(num_steps: int) -> str:
+    """Return the bound with one digit, rounded up, so that what is said of it stays true.
+
+    >>> bound_in_words(300), bound_in_words(14_900)
+    ('0.0003', '0.02')
+    """
+    bound = Context(prec=1, rounding=ROUND_CEILING).divide(Decimal(num_steps), Decimal(THRESHOLD))
+    return f"{min(1.0, float(bound)):.1g}"

@@ -14,7 +14,7 @@ import numpy as np
 from rankscope.core.apart import HEALED
 from rankscope.core.arrays import Floats
 from rankscope.core.bets import Kind, pair_bets
-from rankscope.core.budget import PAIRS, alarm_level, false_alarm_bound
+from rankscope.core.budget import PAIRS, alarm_level, bound_in_words, false_alarm_bound
 from rankscope.core.direction import upper_triangle
 from rankscope.core.exchangeability import ExchangeabilityTest
 from rankscope.core.finding import Severity
@@ -165,7 +165,7 @@ class AlikePairs:
                 "above": f"{self._above():+.2f}".replace("-", "−"),
                 "now": "" if self._active else f" It was last seen at step {self._last:,}.",
                 "steps": count(self._steps, "step"),
-                "bound": f"{false_alarm_bound(self._steps):.1g}",
+                "bound": bound_in_words(self._steps),
             },
             numbers={
                 "cosine_above_other_pairs": self._above(),

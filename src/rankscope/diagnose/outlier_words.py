@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rankscope.core.bets import Kind
-from rankscope.core.budget import false_alarm_bound
+from rankscope.core.budget import bound_in_words, false_alarm_bound
 from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
 from rankscope.diagnose.rules import count, name_ranks
@@ -168,7 +168,7 @@ def describe_fault(
         "host": _host(fault.ranks, hosts),
         "now": "" if fault.is_open else f" It was last seen at step {fault.last_step:,}.",
         "steps": count(num_steps, "step"),
-        "bound": f"{false_alarm_bound(num_steps):.1g}",
+        "bound": bound_in_words(num_steps),
         "workers": num_workers,
     }
     numbers = {

@@ -22,11 +22,11 @@ import numpy as np
 
 from rankscope.core.arrays import Floats
 from rankscope.core.block_ratio import ratio_of_sums
-from rankscope.core.budget import SAMPLING, alarm_level, false_alarm_bound
+from rankscope.core.budget import SAMPLING, alarm_level, bound_in_words, false_alarm_bound
 from rankscope.core.dispersion import population_std
 from rankscope.core.edetector import ShiryaevRoberts
 from rankscope.core.finding import Severity
-from rankscope.core.noise_scale import GradientNoise, gradient_noise, micro_squares
+from rankscope.core.noise_scale import GradientNoise, gradient_noise, micro_share, micro_squares
 from rankscope.core.nulls import expected_std
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
 from rankscope.core.state import Stateful
@@ -169,7 +169,6 @@ class Sampling(Stateful):
     ) -> Evidence:
         ratio = _recent_ratio(list(self._recent)[-alarm.duration :])
         known = math.isfinite(ratio)
-        bound = false_alarm_bound(self._steps)
         return Evidence(
             cause=cause,
             severity=severity,
@@ -185,13 +184,13 @@ class Sampling(Stateful):
                 else "",
                 "until": "" if alarm.is_open else f" until step {alarm.last:,}",
                 "steps": count(self._steps, "step"),
-                "bound": f"{bound:.1g}",
+                "bound": bound_in_words(self._steps),
             },
             numbers={
                 "steps": alarm.count,
                 "steps_compared": self._steps,
                 "dispersion_ratio": ratio if known else None,
-                "false_alarm_probability": bound,
+                "false_alarm_probability": false_alarm_bound(self._steps),
             },
             key=key,
             status="open" if alarm.is_open else "closed",
@@ -279,9 +278,11 @@ def noise_of(report: StepReport) -> GradientNoise | None:
     """Return what a step's norms say about the noise of gradients; None when not observed."""
     if not report.observed:
         return None
-    squares_W, num_micro = micro_squares(report.gathered.micro_norms)
+    gathered = report.gathered
+    squares_W, num_micro = micro_squares(gathered.micro_norms)
     reduced = report.values.get("grad_norm_reduced", math.nan)
-    return gradient_noise(report.gathered.workers["grad_norm"], reduced, squares_W, num_micro)
+    share = micro_share(gathered.micro_scales, num_micro)
+    return gradient_noise(gathered.workers["grad_norm"], reduced, squares_W, num_micro, share)
 
 
 def _all_distinct(report: StepReport) -> bool:

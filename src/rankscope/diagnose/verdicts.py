@@ -7,7 +7,7 @@ a finding: what is certain comes from findings, and from exact equality.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rankscope.core.budget import false_alarm_bound
+from rankscope.core.budget import bound_in_words
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.causes import ranked
 from rankscope.diagnose.dispersion_words import (
@@ -259,7 +259,7 @@ def _say_budget(values: Values, findings: Sequence[Finding]) -> str:
     return (
         "No worker stands out from the others in loss, gradient norm or direction. A healthy run "
         f"of {count(steps, 'step')} raises a finding of that kind with a probability of at most "
-        f"{false_alarm_bound(steps):.1g}."
+        f"{bound_in_words(steps)}."
     )
 
 

@@ -1,0 +1,33 @@
+"""What is promised of a healthy run, in numbers and in words."""
+
+from decimal import Decimal
+
+import pytest
+
+from rankscope.core.budget import bound_in_words, false_alarm_bound
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "words"),
+    [
+        (0, "0"),
+        (1, "1e-06"),
+        (300, "0.0003"),
+        (301, "0.0004"),
+        (1_000, "0.001"),
+        (14_900, "0.02"),
+        (96_000, "0.1"),
+        (149_000, "0.2"),
+        (10**6, "1"),
+        (10**9, "1"),
+    ],
+)
+def test_a_bound_in_words_has_one_digit_and_is_rounded_up(num_steps, words):
+    assert bound_in_words(num_steps) == words
+
+
+def test_a_bound_in_words_is_never_below_the_bound_nor_a_digit_above_it():
+    for num_steps in (*range(1, 3_000, 7), *range(3_000, 10**6, 9_973)):
+        exact, said = Decimal(num_steps) / 10**6, Decimal(bound_in_words(num_steps))
+        assert float(exact) == false_alarm_bound(num_steps)
+        assert exact <= said < exact + Decimal(10) ** exact.adjusted()
