@@ -1,6 +1,7 @@
 """What a Prometheus server would read, over the loopback."""
 
 import logging
+import os
 import socket
 import urllib.request
 from dataclasses import replace
@@ -147,6 +148,25 @@ def test_it_listens_on_the_loopback_unless_told_and_stops(tmp_path, caplog):
     sink.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", sink.port), timeout=60)
+
+
+@pytest.mark.parametrize("chosen", [False, True], ids=["a free port", "a port of its own"])
+def test_it_stops_while_another_process_still_holds_its_socket(tmp_path, chosen):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first = PrometheusSink(port if chosen else 0)
+    first.open(run_info(tmp_path))
+    held = os.dup(first._server.fileno())  # as a data loader's worker does, forked from here
+    try:
+        first.close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", first.port), timeout=60)
+        second = PrometheusSink(first.port)
+        second.open(run_info(tmp_path))
+        assert known("run_info", ("run", "run")) in scrape(second)
+        second.close()
+    finally:
+        os.close(held)
 
 
 def test_the_registry_of_the_training_is_left_alone(serve):

@@ -4,7 +4,9 @@ The number of series is bounded whatever the job: a gauge per column of the step
 column of the workers table, at most 64 ranks, and one per cause and severity that was found.
 """
 
+import contextlib
 import logging
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -81,9 +83,11 @@ class PrometheusSink:
                 self._findings.pop(finding.id, None)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, also where forked processes hold the socket, as data loaders' do."""
         if self._server is not None:
             self._server.shutdown()
+            with contextlib.suppress(OSError):
+                self._server.socket.shutdown(socket.SHUT_RDWR)
             self._server.server_close()
 
     def describe(self) -> list[Any]:
