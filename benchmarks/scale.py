@@ -173,10 +173,10 @@ def simulate(num_workers: int, steps: int, network: Network) -> Row:
 
 
 def num_messages(num_workers: int) -> int:
-    """Return how many messages follow each other: one ring, or two all-reduces and a gather."""
+    """Return how many messages follow each other: a ring; or a barrier, two reductions, a gather."""
     if num_workers <= MAX_PAIRED:
         return num_workers - 1
-    return 2 * 2 * math.ceil(math.log2(num_workers)) + 1
+    return (1 + 2 * 2) * math.ceil(math.log2(num_workers)) + 1
 
 
 def extrapolate(rows: Sequence[Row], num_workers: int, network: Network) -> Row:

@@ -181,6 +181,7 @@ class LiveCanary:
         message = _message(captured)
         roots, rank = (planned.suspect, planned.peer), self._channel.rank
         own = [len(message) if rank == root else 0 for root in roots]
+        self._channel.meet()
         sizes = self._channel.reduce_max(np.array(own, np.int64)).tolist()
         if not all(sizes):
             self._give_up(planned, "a worker could not keep its batch")

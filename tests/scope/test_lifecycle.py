@@ -16,6 +16,8 @@ from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import UnsupportedError
+from rankscope.exchange import gathering
+from rankscope.exchange.channel import GlooChannel
 from rankscope.scope import _close_at_exit
 from support.loops import Loop
 from support.models import make_batch, make_model
@@ -211,23 +213,36 @@ def test_parameters_that_a_fault_changes_after_a_step_are_found_in_the_next(tmp_
         assert ("state.parameters_differ", 4) in found
 
 
-def ends_before_the_others(rank, run_dir):
+def ends_before_the_others(rank, run_dir, max_paired, options):
     """Rank 0's script ends while rank 1 still owes a step, which it then brings."""
-    loop = Loop(rank, run_dir)
+    gathering.MAX_PAIRED = max_paired
+    moves = []
+    move = GlooChannel._move
+
+    def noted_move(channel, shift):
+        moves.append(move(channel, shift))
+        return moves[-1]
+
+    GlooChannel._move = noted_move
+    loop = Loop(rank, run_dir, **options)
     for step in range(3):
         loop.step(step)
     if rank == 0:
         _close_at_exit(weakref.ref(loop.scope))
+    num_moves = len(moves)
     dist.barrier()
     if rank == 1:
         loop.scope.close(timeout=0.5)
     dist.barrier()
-    return rank == 0 and loop.scope._courier.join(1.5)
+    return rank == 0 and (loop.scope._courier.join(1.5) or len(moves) > num_moves)
 
 
-def test_no_thread_comes_back_from_gloo_once_the_script_has_ended(tmp_path):
+@pytest.mark.parametrize("max_paired", [64, 1])
+@pytest.mark.parametrize("options", [{"reduced": "sketch"}, {"reduced": "norm"}])
+def test_no_thread_comes_back_from_gloo_once_the_script_has_ended(tmp_path, max_paired, options):
     """That would abort the process while Python shuts down."""
-    assert run_ranks(ends_before_the_others, 2, str(tmp_path / "run")) == [False, False]
+    ended = run_ranks(ends_before_the_others, 2, str(tmp_path / "run"), max_paired, options)
+    assert ended == [False, False]
     assert Run.open(tmp_path / "run").status == "incomplete"
 
 

@@ -13,6 +13,7 @@ operation           sent                     received                 messages i
 ``gather_to_root``  n; rank 0: nothing       nothing; rank 0: (W−1)n  1
 ``reduce_…``        2(1 − 1/W)n              2(1 − 1/W)n              2·⌈log2 W⌉
 ``broadcast``       2(1 − 1/W)n              2(1 − 1/W)n              2·⌈log2 W⌉
+``meet``            nothing                  nothing                  ⌈log2 W⌉
 ==================  =======================  =======================  ================
 
 gloo adds 96 bytes to each message (its header, and one that announces it); with those of TCP and
@@ -115,6 +116,13 @@ class Channel(Protocol):
             ChannelError: A peer is gone, or did not answer in time.
         """
 
+    def meet(self) -> None:
+        """Wait until all workers are here, before a reduction after which none may wait; blocks.
+
+        Raises:
+            ChannelError: A peer is gone, or did not answer in time.
+        """
+
     def reduce_sum(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the sum over workers ``[n]``, with the same bits on all of them; blocks.
 
@@ -140,7 +148,7 @@ class Channel(Protocol):
         """Free the channel; for the thread that made it, when no gather is under way."""
 
     def abandon(self) -> None:
-        """Leave a gather that is under way where it is, since the process ends; returns soon."""
+        """Leave what is waited for where it is, since the process ends; returns soon."""
 
 
 class CountingChannel(ABC):
@@ -278,6 +286,21 @@ class GlooChannel(CountingChannel):
         self._count_gather_to_root(message)
         return gathered
 
+    def meet(self) -> None:
+        """Wait until all workers are here, before a reduction after which none may wait; blocks.
+
+        The rounds of a reduction are receives from one peer. gloo cannot leave such a receive
+        without closing the connections of the whole group, while a barrier can be left.
+
+        Raises:
+            ChannelError: A peer is gone, or did not answer in time.
+        """
+        options = dist.BarrierOptions()
+        options.asyncOp = True
+        options.device = torch.device("cpu")
+        with self._live_group() as group:
+            self._wait(group.barrier(options))
+
     def close(self) -> None:
         """Free the group and wait for its worker threads; not a collective.
 
@@ -291,7 +314,7 @@ class GlooChannel(CountingChannel):
                 dist.destroy_process_group(group)
 
     def abandon(self) -> None:
-        """Leave a gather that is under way where it is, since the process ends; returns soon.
+        """Leave what is waited for where it is, since the process ends; returns soon.
 
         A thread that comes back from gloo while Python shuts down aborts the process. So it is
         stopped between two looks, and stays stopped, with all memory that gloo may still use.
@@ -304,9 +327,7 @@ class GlooChannel(CountingChannel):
         if work is None:
             return
         while True:
-            if self._abandoned:  # the lock alone is not fair: this thread would get it again
-                threading.Event().wait()
-            with self._waiting:
+            with self._inside():
                 try:
                     work.wait(_LOOK)
                 except RuntimeError:
@@ -318,7 +339,7 @@ class GlooChannel(CountingChannel):
 
     def _move(self, shift: Shift) -> Values:
         incoming = np.empty(shift.num_incoming, shift.outgoing.dtype)
-        with self._live_group() as group:
+        with self._live_group() as group, self._inside():
             works = []
             if incoming.size:
                 target = torch.from_numpy(incoming)
@@ -330,6 +351,14 @@ class GlooChannel(CountingChannel):
                 if work is not None:
                     work.wait()
         return incoming
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Be inside of gloo, or stop here for good when the process ends."""
+        if self._abandoned:  # the lock alone is not fair: this thread would get it again
+            threading.Event().wait()
+        with self._waiting:
+            yield
 
     @contextlib.contextmanager
     def _live_group(self) -> Iterator[dist.ProcessGroup]:

@@ -83,6 +83,7 @@ class FlatGathering:
         layout = _layout_of(self._layout, message.step, interval)
         if layout.measured and layout.sections is not None:
             # also without a gradient: all take part, or none
+            self._channel.meet()
             message = replace(message, gradient=_audited(self._channel, layout, message.gradient))
         messages = self._channel.gather(layout.pack(message))
         grown = layout.grown(messages)
@@ -123,6 +124,7 @@ class RootGathering:
     def exchange(self, message: WorkerStep, interval: int) -> Outcome:
         """Give this worker's message; only rank 0 gets the step."""
         layout = _layout_of(self._layout, message.step, interval)
+        self._channel.meet()
         most = self._agree(message)
         self._layout = self._layout.with_room_for(most["num_samples"], most["num_micro"])
         layout = layout.with_room_for(most["num_samples"], most["num_micro"])
