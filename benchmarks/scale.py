@@ -173,7 +173,7 @@ def simulate(num_workers: int, steps: int, network: Network) -> Row:
 
 
 def num_messages(num_workers: int) -> int:
-    """Return how many messages follow each other: a ring; or a barrier, two reductions, a gather."""
+    """Return how many messages follow each other: a ring; or a barrier, two sums and a gather."""
     if num_workers <= MAX_PAIRED:
         return num_workers - 1
     return (1 + 2 * 2) * math.ceil(math.log2(num_workers)) + 1
