@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rankscope.capture.environment import environment_facts
 from rankscope.capture.precision import precision_code, precision_words
 
 CPU = torch.device("cpu")
@@ -104,6 +105,37 @@ def test_it_can_be_read_where_old_and_new_settings_of_tf32_are_mixed(model):
         torch.set_float32_matmul_precision("highest")
         matmul.fp32_precision = before
     assert precision_words(model, CPU)["tf32_matmul"] == "ieee"
+
+
+@pytest.fixture
+def untouched():
+    """Settings as they are in a new process, which those of a single backend keep others from."""
+    matmuls = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [matmul.fp32_precision for matmul in matmuls]
+    for matmul in matmuls:
+        matmul.fp32_precision = "none"
+    yield
+    for matmul, precision in zip(matmuls, before, strict=True):
+        matmul.fp32_precision = precision
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize(
+    "backend", [torch.backends.cuda.matmul, torch.backends], ids=["matmul alone", "all backends"]
+)
+def test_it_can_be_read_where_only_the_new_settings_of_tf32_are_used(model, backend):
+    code, before = precision_code(model, CPU), backend.fp32_precision
+    try:
+        backend.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        words = precision_words(model, CPU)
+        assert (words["float32_matmul"], words["tf32_matmul"]) == ("mixed", "tf32")
+        assert precision_code(model, CPU) == precision_code(model, CPU) != code
+        assert environment_facts(CPU)["tf32_matmul"] == "tf32"
+    finally:
+        backend.fp32_precision = before
+    assert precision_code(model, CPU) == code
 
 
 def test_a_forward_pass_sees_the_autocast_around_it(model):

@@ -46,7 +46,7 @@ def precision_flags() -> dict[str, str | bool]:
     cudnn: Any = torch.backends.cudnn
     return {
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "float32_matmul": torch.get_float32_matmul_precision(),
+        "float32_matmul": _float32_matmul(),
         "tf32_matmul": _fp32(matmul),
         "tf32_convolutions": _fp32(cudnn.conv),
         "reduced_fp16_sums": bool(matmul.allow_fp16_reduced_precision_reduction),
@@ -55,6 +55,17 @@ def precision_flags() -> dict[str, str | bool]:
         "cudnn_deterministic": bool(cudnn.deterministic),
         "cudnn_benchmark": bool(cudnn.benchmark),
     }
+
+
+def _float32_matmul() -> str:
+    """Return the setting of all backends; ``mixed`` where one of them was set by itself.
+
+    torch raises there: as soon as a script sets ``fp32_precision`` alone, for example.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
 
 
 def _fp32(operations: Any) -> str:
