@@ -7,7 +7,13 @@ import pytest
 
 from rankscope.core.block_ratio import BlockRatio, Estimate, ratio_of_sums
 from rankscope.core.direction import norm_weighted_cosine_from_mean
-from rankscope.core.noise_scale import gradient_noise, micro_squares, noise_scale
+from rankscope.core.noise_scale import (
+    gradient_noise,
+    micro_share,
+    micro_shares,
+    micro_squares,
+    noise_scale,
+)
 
 WORKERS, MICRO, SIZE = 4, 3, 200
 TRUTH = np.linspace(-0.3, 0.5, SIZE)
@@ -24,7 +30,8 @@ def observe(rng, *, shared=False, kinds=0.0):
     local = micro.mean(axis=1)
     squares, num_micro = micro_squares(list(np.linalg.norm(micro, axis=2)))
     norms, reduced = np.linalg.norm(local, axis=1), float(np.linalg.norm(local.mean(axis=0)))
-    return gradient_noise(norms, reduced, squares, num_micro), norms, reduced
+    share = micro_share(list(np.full((WORKERS, MICRO), 1 / MICRO)), num_micro)
+    return gradient_noise(norms, reduced, squares, num_micro, share), norms, reduced
 
 
 def means(**options):
@@ -57,6 +64,63 @@ def test_data_of_different_kinds_add_to_the_noise_between():
     assert found["between"] == pytest.approx(NOISE / MICRO + SIZE, rel=0.03)
 
 
+def weighted(rng, *, signal, by_all):
+    """Return one step whose micro-batches weigh as their tokens, as the record has its norms.
+
+    The noise of a micro-batch falls with its tokens. Every worker divides by its own tokens, or
+    all by the tokens of all workers.
+    """
+    width, num_micro = 8, 4
+    tokens_WM = np.exp(0.6 * rng.standard_normal((width, num_micro)))
+    scales_WM = tokens_WM / (tokens_WM.sum() / width if by_all else tokens_WM.sum(1, keepdims=True))
+    noise_WMK = rng.standard_normal((width, num_micro, SIZE)) / np.sqrt(SIZE * tokens_WM)[..., None]
+    seen_WMK = scales_WM[..., None] * (math.sqrt(signal / SIZE) + noise_WMK)
+    local_WK, scale = seen_WMK.sum(axis=1), np.median(scales_WM.sum(axis=1))
+    squares, _ = micro_squares(list(np.linalg.norm(seen_WMK, axis=2) * num_micro / scale))
+    norms = np.linalg.norm(local_WK, axis=1) / scale
+    reduced = float(np.linalg.norm(local_WK.mean(axis=0))) / scale
+    return gradient_noise(norms, reduced, squares, num_micro, micro_share(list(scales_WM), 4))
+
+
+@pytest.mark.parametrize("by_all", [False, True])
+@pytest.mark.parametrize("signal", [10.0, 0.1])
+def test_weights_by_tokens_do_not_look_like_noise_of_a_strong_gradient(signal, by_all):
+    rng = np.random.default_rng(0)
+    steps = [weighted(rng, signal=signal, by_all=by_all) for _ in range(400)]
+    between, within = (sum(getattr(step, name) for step in steps) for name in ("between", "within"))
+    assert math.sqrt(between / within) == pytest.approx(1, abs=0.05 if by_all else 0.02)
+
+
+def test_shares_of_micro_batches():
+    shares = micro_shares(
+        np.array([[1.0, 1.0], [2.0, 2.0], [-3.0, 3.0], [1.0, 1.1], [1.0, 1.0005]]),
+        np.array([[0.5, 0.82], [2.0, 3.28], [4.5, 4.5], [0.9, 0.9], [0.5, 0.5]]),
+        np.full(5, 2),
+    )
+    assert shares == pytest.approx([0.66, 0.66, 0.5, 0.5, 0.5], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [[0.5, math.nan], [math.nan, math.nan], [0.0, 0.0], [1.0, -1.0], [1.0, 0.0], [1.0, math.inf]],
+)
+@pytest.mark.parametrize("of_all", [True, False])
+def test_multipliers_that_tell_no_shares_leave_the_noise_unknown(scales, of_all):
+    other = scales if of_all else [0.5, 0.5]
+    share = micro_share([np.array(scales), np.array(other)], 2)
+    if scales == [1.0, 0.0] and not of_all:
+        assert share == 0.75  # the other worker's two tell the noise
+        return
+    assert math.isnan(share)
+    assert math.isnan(gradient_noise(np.ones(2), 1.0, np.full(2, 2.0), 2, share).within)
+
+
+def test_without_accumulation_there_are_no_shares():
+    assert math.isnan(micro_share([np.ones(1)] * 3, 1))
+    assert math.isnan(micro_share([np.ones(2), np.ones(3)], 1))
+    assert math.isnan(micro_share([], 1))
+
+
 def test_without_micro_batches_the_noise_scale_is_the_cosine_in_other_words():
     norms = np.full(6, 2.0)
     for reduced in (0.9, 1.3, 1.9):
@@ -83,7 +147,7 @@ def test_what_is_unknown_stays_unknown():
     found = gradient_noise(np.array([1.0, math.nan]), 1.0, None, 1)
     assert math.isnan(found.noise)
     assert math.isnan(gradient_noise(np.ones(1), 1.0, None, 1).between)
-    gap = gradient_noise(np.ones(2), 1.0, np.array([2.0, math.nan]), 2)
+    gap = gradient_noise(np.ones(2), 1.0, np.array([2.0, math.nan]), 2, 0.5)
     assert math.isnan(gap.within)
     assert gap.units == 2
     assert micro_squares([np.ones(2), np.ones(3)]) == (None, 1)

@@ -38,6 +38,7 @@ def micro_step(t, losses, *, gradients=None, weights=None, samples=None, **colum
         micro_losses=losses,
         micro_weights=weights,
         micro_norms=norms,
+        micro_scales=lists(np.full(len(worker), 1 / len(worker)) for worker in losses),
     )
 
 

@@ -45,6 +45,7 @@ def gathered(step, rng):
         micro_losses=tuple(np.full(MICRO, 2.0) for _ in range(W)),
         micro_weights=tuple(np.ones(MICRO) for _ in range(W)),
         micro_norms=tuple(norms_WM),
+        micro_scales=tuple(np.full((W, MICRO), 1 / MICRO)),
         reduced_copies=W,
     )
 
@@ -135,16 +136,19 @@ def test_the_noise_of_many_steps_has_the_bits_of_that_of_each(width, num_micro, 
     for values in (norms_TW, micro_TW):
         values[rng.random(values.shape) < 0.05] = rng.choice([np.nan, np.inf, 0.0, 1e200])
     reduced_T = rng.lognormal(sigma=20.0, size=9)
+    shares_T = np.where(rng.random(9) < 0.1, np.nan, rng.random(9))
     with np.errstate(all="ignore"):
         found = noise_of_steps(
             np.square(norms_TW).mean(axis=1),
             reduced_T,
             micro_TW.mean(axis=1),
             np.full(9, num_micro),
+            shares_T,
             width,
         )
         for t in range(9):
-            one = gradient_noise(norms_TW[t], float(reduced_T[t]), micro_TW[t], num_micro)
+            measured = norms_TW[t], float(reduced_T[t]), micro_TW[t], num_micro
+            one = gradient_noise(*measured, float(shares_T[t]))
             expected = [one.between, one.within, one.noise, one.signal, one.units]
             got = [
                 column[t]

@@ -10,7 +10,7 @@ from rankscope import Run
 from rankscope.core.signals import Table
 from rankscope.core.summarize import summarize
 from rankscope.diagnose import noise
-from rankscope.diagnose.noise import expected_cosines, expected_norm_stds
+from rankscope.diagnose.noise import expected_cosines, expected_norm_stds, noise_numbers
 from rankscope.record import RunWriter, reader
 
 W, MICRO, SIZE, STEPS = 8, 4, 400, 40
@@ -56,6 +56,47 @@ def test_it_stays_where_it_is_when_all_workers_draw_the_same(tmp_path):
     )
     assert np.array(measured) == pytest.approx(1.0)
     assert expected_cosines(run)[1].mean() == pytest.approx(TRUE, abs=0.02)
+
+
+def weighted(path, rng, *, known=True):
+    """Record steps in which every worker divides by its own tokens, which differ by micro-batch."""
+    writer = RunWriter(path, {"num_workers": W})
+    for step in range(2 * STEPS):
+        tokens_WM = np.exp(0.8 * rng.standard_normal((W, MICRO)))
+        shares_WM = tokens_WM / tokens_WM.sum(axis=1, keepdims=True)
+        noise_WMP = rng.standard_normal((W, MICRO, SIZE)) / np.sqrt(tokens_WM)[..., None]
+        gradients = MICRO * shares_WM[..., None] * (2 * SIGNAL + noise_WMP)
+        gathered = micro_step(step, np.ones((W, MICRO)), gradients=gradients)
+        gathered = replace(
+            gathered,
+            sketches_WK=gradients.mean(axis=1).astype(np.float32),
+            micro_scales=tuple(512.0 * shares_WM) if known else (),
+        )
+        writer.add(summarize(gathered))
+        if step % 10 == 9:
+            writer.flush()
+    writer.close()
+    return Run.open(path)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_tokens_that_weigh_micro_batches_are_no_noise_in_the_report(tmp_path, monkeypatch, long):
+    run = weighted(tmp_path / "run", np.random.default_rng(0))
+    if long:
+        monkeypatch.setattr(reader, "MAX_ROWS", 0)
+    assert run.is_long == long
+    assert noise_numbers(run)["gradient_ratio"] == pytest.approx(1, abs=0.02)
+    measured_T = run.columns(Table.STEPS, "cosine_weighted")["cosine_weighted"]
+    assert expected_cosines(run)[1].mean() == pytest.approx(measured_T.mean(), abs=0.01)
+
+
+def test_norms_whose_multipliers_are_unknown_tell_nothing_of_noise_within(tmp_path):
+    run = weighted(tmp_path / "run", np.random.default_rng(0), known=False)
+    numbers = noise_numbers(run)
+    assert numbers["gradient_ratio"] is None
+    assert not numbers["noise_scale_from_micro"]
+    assert numbers["noise_scale"] > 0
+    assert len(expected_cosines(run)[0]) == 0
 
 
 def test_nothing_is_expected_where_no_gradient_was_measured(tmp_path):

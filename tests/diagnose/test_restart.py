@@ -64,6 +64,7 @@ def stream(num_steps, *, seed=0, copied=False):
             micro_losses=tuple(micro_losses),
             micro_weights=tuple(np.full((W, 4), 20.0)),
             micro_norms=tuple(norms_W[:, None] * rng.uniform(1.5, 2.5, (W, 4))),
+            micro_scales=tuple(np.full((W, 4), 0.25)),
             groups=("embedding", "layers.0", "head"),
             group_norms_WG=rng.normal(1, 0.1, (W, 3)) + norms_W[:, None],
             group_sketches_WGK=rng.normal(0.3, 1, (W, 3, 31)).astype(np.float32),

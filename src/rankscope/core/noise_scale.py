@@ -14,10 +14,19 @@ With one gradient per worker, ``a`` and ``b`` are all that the norm-weighted mea
 with equal norms, cosine c and noise scale are ``(1 − c)/c`` of each other, and shared data give
 noise 0. Only the micro-batches inside a worker tell what the noise should be.
 
-All units count alike here; where micro-batches of unequal weight are averaged by weight, the
-noise within workers is read a little too small.
+Noise and signal count all units alike. The noise within workers knows the shares ``w_j`` that
+micro-batches have in their worker's gradient, which are their multipliers over the sum of these.
+Where every worker has the same sum (each divides by its own label tokens), ``h_j = w_j g_j`` and
+``s = Σ w_j²`` give the noise of a worker's gradient ``g = Σ h_j`` without bias,
 
-Legend of shapes: W workers, M micro-batches of each.
+    tr Σ of a worker = (Σ ‖h_j‖² − s ‖g‖²) / (1 − s),
+
+whatever the noise of each micro-batch; ``s`` is 1/M for equal shares. Squares and ``s`` are
+averaged over workers first. Where the sums differ (all divide by the tokens of all workers), a
+worker's gradient is as long as its tokens are many, *within* and *between* grow alike, and their
+ratio is right when shares are taken for equal.
+
+Legend of shapes: T steps, W workers, M micro-batches of each.
 """
 
 import math
@@ -52,7 +61,11 @@ class GradientNoise:
 
 
 def gradient_noise(
-    norms_W: Floats, reduced_norm: float, micro_squares_W: Floats | None, num_micro: int
+    norms_W: Floats,
+    reduced_norm: float,
+    micro_squares_W: Floats | None,
+    num_micro: int,
+    share: float = math.nan,
 ) -> GradientNoise:
     """Return the noise of one step.
 
@@ -62,6 +75,7 @@ def gradient_noise(
         micro_squares_W: Sum of the squared norms of each worker's micro-batches; None or NaN
             where unknown.
         num_micro: M, micro-batches of each worker; 1 when unknown or when workers differ in it.
+        share: s from :func:`micro_share`; NaN where unknown, as ``within`` is then.
     """
     with np.errstate(over="ignore"):
         squares_W = np.square(np.asarray(norms_W, np.float64))
@@ -71,11 +85,11 @@ def gradient_noise(
     if num_micro < 2 or micro_squares_W is None:
         return GradientNoise(between, math.nan, between, signal, width)
     mean_square = float(micro_squares_W.mean()) / num_micro
-    within, _ = _split(mean_square, square, num_micro)
+    within = (mean_square / num_micro - share * square) / (1 - share)
     if math.isnan(mean_square):
         return GradientNoise(between, math.nan, between, signal, width)
     noise, signal = _split(mean_square, reduced, width * num_micro)
-    return GradientNoise(between, within / num_micro, noise, signal, width * num_micro)
+    return GradientNoise(between, within, noise, signal, width * num_micro)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +118,7 @@ def noise_of_steps(
     reduced_norms_T: Floats,
     micro_squares_T: Floats,
     num_micro_T: Ints,
+    shares_T: Floats,
     width: int,
 ) -> NoiseOfSteps:
     """Return the noise of many steps: bit for bit what :func:`gradient_noise` says of each.
@@ -113,6 +128,7 @@ def noise_of_steps(
         reduced_norms_T: Norm of the mean of the workers' gradients.
         micro_squares_T: Mean over workers of the sum of the squared norms of their micro-batches.
         num_micro_T: M; 1 where it is unknown, and where workers differ in it.
+        shares_T: s from :func:`micro_shares`; NaN where unknown.
         width: W.
     """
     with np.errstate(all="ignore"):
@@ -122,13 +138,13 @@ def noise_of_steps(
             _split(squares_T, reduced_T, width) if width > 1 else (unknown_T, unknown_T)
         )
         mean_squares_T = micro_squares_T / num_micro_T
-        within_T, _ = _split(mean_squares_T, squares_T, num_micro_T)
+        within_T = (mean_squares_T / num_micro_T - shares_T * squares_T) / (1 - shares_T)
         finer_T = (num_micro_T >= 2) & ~np.isnan(mean_squares_T)
         units_T = np.where(finer_T, width * num_micro_T, width)
         fine_T, fine_signal_T = _split(mean_squares_T, reduced_T, units_T)
         return NoiseOfSteps(
             between_T,
-            np.where(finer_T, within_T / num_micro_T, math.nan),
+            np.where(finer_T, within_T, math.nan),
             np.where(finer_T, fine_T, between_T),
             np.where(finer_T, fine_signal_T, signal_T),
             units_T,
@@ -148,6 +164,49 @@ def micro_squares(norms: Sequence[Floats]) -> tuple[Floats | None, int]:
     return np.einsum("wm,wm->w", norms_WM, norms_WM), num_micro
 
 
+def micro_shares(sums_TW: Floats, squares_TW: Floats, num_micro_T: Ints) -> Floats:
+    """Return s: the sum of the squared shares that micro-batches have in a worker's gradient.
+
+    Args:
+        sums_TW: Sum of the multipliers of each worker's micro-batches; NaN where one is unknown.
+        squares_TW: Sum of their squares.
+        num_micro_T: M; 1 where workers differ in it.
+
+    Returns:
+        ``[T]``, from 1/M to below 1, a mean over workers; 1/M where the workers' sums differ. NaN
+        where a multiplier is unknown, where a worker's are 0 in all, and without accumulation.
+
+    Example:
+        >>> scales_WM = np.array([[0.5, 0.5], [0.9, 0.1]])
+        >>> sums, squares = scales_WM.sum(axis=1), np.square(scales_WM).sum(axis=1)
+        >>> micro_shares(sums[None], squares[None], np.array([2])).round(6).tolist()
+        [0.66]
+    """
+    with np.errstate(all="ignore"):
+        own_TW = squares_TW / np.square(sums_TW)
+        sizes_TW = np.abs(sums_TW)
+        largest_T = sizes_TW.max(axis=1)
+        alike_T = largest_T - sizes_TW.min(axis=1) <= _EQUAL * largest_T
+        shares_T = np.where(alike_T, own_TW.mean(axis=1), 1 / num_micro_T)
+        known_T = np.isfinite(own_TW).all(axis=1) & (num_micro_T >= 2) & (shares_T < 1)
+    return np.where(known_T, shares_T, math.nan)
+
+
+def micro_share(scales: Sequence[Floats], num_micro: int) -> float:
+    """Return s of one step, as :func:`micro_shares` does.
+
+    Args:
+        scales: Multipliers of each worker's micro-batches.
+        num_micro: M.
+    """
+    if not scales or {len(worker) for worker in scales} != {num_micro}:
+        return math.nan
+    scales_1WM = np.concatenate(scales).reshape(1, -1, num_micro)
+    with np.errstate(over="ignore"):
+        squares_1W = np.square(scales_1WM).sum(axis=2)
+    return float(micro_shares(scales_1WM.sum(axis=2), squares_1W, np.array([num_micro]))[0])
+
+
 def noise_scale(inverse: Estimate) -> Estimate:
     """Return noise over signal, given signal over noise.
 
@@ -165,6 +224,8 @@ def noise_scale(inverse: Estimate) -> Estimate:
 
 
 _UNKNOWN = (math.nan, math.nan)
+_EQUAL = 1e-3
+"""Multipliers whose sums differ by less, relative to the largest, are the same but for rounding."""
 
 
 @overload

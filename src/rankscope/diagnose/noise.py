@@ -8,7 +8,7 @@ import numpy as np
 
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.block_ratio import BlockRatio, Estimate, ratio_of_sums
-from rankscope.core.noise_scale import NoiseOfSteps, noise_of_steps, noise_scale
+from rankscope.core.noise_scale import NoiseOfSteps, micro_shares, noise_of_steps, noise_scale
 from rankscope.core.norm_null import MIN_WORKERS, stds_of_norms
 from rankscope.core.recorded import MAX_PAIRED_WORKERS
 from rankscope.core.signals import Table
@@ -19,6 +19,8 @@ Numbers = Mapping[str, float | int | None]
 
 MAX_MICRO_ROWS = 2**20
 """Rows of the micro-batches that are read of a long run: those of an even choice of its steps."""
+
+_MICRO = ("step", "rank", "grad_norm", "loss_scale")
 
 MAX_NULL_STEPS = 512
 """Steps, evenly chosen, whose expected dispersion of norms is computed."""
@@ -35,6 +37,7 @@ class _Steps:
         samples_T: Samples of the global batch, NaN where unknown.
         micro_squares_T: Mean over workers of the sum of squared norms of the micro-batches.
         num_micro_T: M; 1 where workers differ in it.
+        shares_T: Sum of the squared shares of the micro-batches in a worker's gradient.
         width: W.
     """
 
@@ -44,6 +47,7 @@ class _Steps:
     samples_T: Floats
     micro_squares_T: Floats
     num_micro_T: Ints
+    shares_T: Floats
     width: int
 
 
@@ -102,7 +106,7 @@ def expected_cosines(run: Run) -> tuple[Ints, Floats]:
     """
     steps = _steps_of_long(run) if run.is_long else _steps_of(run)
     squares = (steps.squares_T, steps.reduced_T, steps.micro_squares_T)
-    within_T = noise_of_steps(*squares, steps.num_micro_T, steps.width).within_T
+    within_T = noise_of_steps(*squares, steps.num_micro_T, steps.shares_T, steps.width).within_T
     known_T = np.isfinite(within_T) & (steps.squares_T > 0) & (steps.width > 1)
     return steps.steps_T[known_T], 1.0 - within_T[known_T] / steps.squares_T[known_T]
 
@@ -175,8 +179,8 @@ def _noise_of(steps: _Steps) -> tuple[NoiseOfSteps, Floats]:
     """
     alone = np.ones(len(steps.squares_T), np.int64)
     squares = (steps.squares_T, steps.reduced_T, steps.micro_squares_T)
-    simple = noise_of_steps(*squares, alone, steps.width)
-    full = noise_of_steps(*squares, steps.num_micro_T, steps.width)
+    simple = noise_of_steps(*squares, alone, steps.shares_T, steps.width)
+    full = noise_of_steps(*squares, steps.num_micro_T, steps.shares_T, steps.width)
     known_T = np.isfinite(simple.noise_T)
     found_T = known_T & np.isfinite(full.within_T)
     mostly = 2 * int(found_T.sum()) > int(known_T.sum())
@@ -188,9 +192,9 @@ def _steps_of(run: Run) -> _Steps:
     steps_T, norms_TW = run.per_worker("grad_norm")
     _, samples_TW = run.per_worker("num_samples")
     columns = run.columns(Table.STEPS, "step", "grad_norm_reduced")
-    micro = run.columns(Table.MICRO, "step", "rank", "grad_norm")
+    micro = run.columns(Table.MICRO, *_MICRO)
     width = norms_TW.shape[1]
-    micro_squares_T, num_micro_T = _micro(micro, steps_T, width)
+    micro_squares_T, num_micro_T, shares_T = _micro(micro, steps_T, width)
     with np.errstate(over="ignore", invalid="ignore"):
         return _Steps(
             steps_T=steps_T,
@@ -199,6 +203,7 @@ def _steps_of(run: Run) -> _Steps:
             samples_T=_unless_zero(samples_TW.sum(axis=1)),
             micro_squares_T=micro_squares_T,
             num_micro_T=num_micro_T,
+            shares_T=shares_T,
             width=width,
         )
 
@@ -208,12 +213,12 @@ def _steps_of_long(run: Run) -> _Steps:
         Table.STEPS, "step", "grad_norm_mean", "grad_norm_std", "grad_norm_reduced", "samples_drawn"
     )
     steps_T = columns["step"]
-    micro = run.sampled(Table.MICRO, "step", "rank", "grad_norm", max_rows=MAX_MICRO_ROWS)
+    micro = run.sampled(Table.MICRO, *_MICRO, max_rows=MAX_MICRO_ROWS)
     if len(micro["step"]):
         kept_T = np.isin(steps_T, micro["step"])
         columns = {name: column[kept_T] for name, column in columns.items()}
         steps_T = columns["step"]
-    micro_squares_T, num_micro_T = _micro(micro, steps_T, run.num_workers)
+    micro_squares_T, num_micro_T, shares_T = _micro(micro, steps_T, run.num_workers)
     with np.errstate(over="ignore", invalid="ignore"):
         squares_T = np.square(columns["grad_norm_mean"]) + np.square(columns["grad_norm_std"])
         drawn_T = np.where(columns["samples_drawn"] == MISSING_INT, 0, columns["samples_drawn"])
@@ -224,24 +229,32 @@ def _steps_of_long(run: Run) -> _Steps:
             samples_T=_unless_zero(drawn_T.astype(np.float64)),
             micro_squares_T=micro_squares_T,
             num_micro_T=num_micro_T,
+            shares_T=shares_T,
             width=run.num_workers,
         )
 
 
-def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints]:
-    """Return the workers' mean sum of squared norms ``[T]``, and M ``[T]``: 1 if they differ."""
+def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints, Floats]:
+    """Return the workers' mean sum of squared norms ``[T]``, M (1 if they differ), and shares."""
     if not len(rows["step"]):
-        return np.full(len(steps_T), np.nan), np.ones(len(steps_T), np.int64)
+        unknown_T = np.full(len(steps_T), np.nan)
+        return unknown_T, np.ones(len(steps_T), np.int64), unknown_T
     at = np.searchsorted(steps_T, rows["step"])
     here = at < len(steps_T)
     cells = at[here] * width + rows["rank"][here]
     size = len(steps_T) * width
+
+    def sums(values: Floats | None) -> Floats:
+        return np.bincount(cells, values, size).reshape(-1, width)
+
+    scales = rows["loss_scale"][here]
     with np.errstate(over="ignore"):
-        squares = np.square(rows["grad_norm"][here])
-        means_T = np.bincount(cells, squares, size).reshape(-1, width).mean(axis=1)
-    counts_TW = np.bincount(cells, minlength=size).reshape(-1, width)
+        means_T = sums(np.square(rows["grad_norm"][here])).mean(axis=1)
+        scales_TW, scale_squares_TW = sums(scales), sums(np.square(scales))
+    counts_TW = sums(None)
     equal_T = (counts_TW == counts_TW[:, :1]).all(axis=1)
-    return means_T, np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)
+    num_micro_T = np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)
+    return means_T, num_micro_T, micro_shares(scales_TW, scale_squares_TW, num_micro_T)
 
 
 def _at(steps_T: Ints, known_R: Ints, values_R: Floats) -> Floats:
