@@ -9,6 +9,7 @@ import pytest
 
 from rankscope.core.finding import Severity
 from rankscope.sinks.base import SinkError, plain_finding
+from rankscope.sinks.feeder import Feeder
 from rankscope.sinks.webhook import PAUSES, WebhookSink
 from sinks.findings import FINDING, finding, run_info
 
@@ -104,4 +105,25 @@ def test_what_is_refused_for_good_ends_the_sink(tmp_path, server):
     with pytest.raises(SinkError, match="answered 404") as raised:
         sink.finding(FINDING)
     assert server.url not in str(raised.value)
+    assert pauses == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:9/T0 /secret",
+        "http://127.0.0.1:secret/T0",
+        "http://me:secret@127.0.0.1/T0",
+        "http://hooks..example.org/secret",
+        "secret",
+    ],
+)
+def test_a_url_that_is_none_ends_the_sink_and_is_not_said(tmp_path, url, caplog):
+    sink, pauses = opened(tmp_path, url)
+    feeder = Feeder("webhook", sink, run_info(tmp_path))
+    feeder.finding(FINDING)
+    feeder.finish()
+    assert feeder.join(60)
+    assert "check it for blanks, its host and its port" in caplog.text
+    assert "secret" not in caplog.text
     assert pauses == []

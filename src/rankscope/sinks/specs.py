@@ -5,11 +5,12 @@ imported when the sink is made, still in the caller's thread: a data loader that
 must not meet a half-done import.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 from rankscope.core.finding import Severity
 from rankscope.errors import MissingExtraError, UsageError
@@ -62,7 +63,8 @@ def _plan(sink: Any) -> PlannedSink:
     if isinstance(sink, str):
         kind, _, rest = sink.partition(":")
         if kind not in _KINDS:
-            raise UsageError(f"a sink must be one of {', '.join(FORMS)}, got {sink!r}")
+            # What comes after the kind may be a secret.
+            raise UsageError(f"a sink must be one of {', '.join(FORMS)}, got {kind!r}")
         return _KINDS[kind](rest)
     if isinstance(sink, Sink) and not isinstance(sink, type):
         name = getattr(sink, "name", type(sink).__name__)
@@ -144,13 +146,9 @@ def _jsonl(rest: str) -> PlannedSink:
 
 def _webhook(rest: str) -> PlannedSink:
     """Plan a webhook; ``severity`` is taken off the URL's query, and the URL is never logged."""
-    parts = urlsplit(rest)
+    parts = _split_url(rest)
     query = parse_qsl(parts.query, keep_blank_values=True)
     severities = [value for key, value in query if key == "severity"]
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(
-            "the sink webhook expected webhook:URL with http:// or https:// and a host"
-        )
     severity = _severity(severities[-1]) if severities else Severity.NOTE
     url = rest
     if severities:
@@ -163,6 +161,31 @@ def _webhook(rest: str) -> PlannedSink:
         return WebhookSink(url, severity=severity)
 
     return PlannedSink(f"webhook to {parts.hostname}", make)
+
+
+def _split_url(url: str) -> SplitResult:
+    """Take a URL that can be asked apart.
+
+    Raises:
+        UsageError: It cannot be asked; the message holds nothing of it, as it may be a secret.
+    """
+    if re.fullmatch(r"[!-~]*", url) is None:
+        raise UsageError(
+            "the sink webhook expected webhook:URL in printable ASCII, got a blank or another "
+            "character that no URL may hold; write it in percent-encoding, a blank as %20"
+        )
+    expected = "the sink webhook expected webhook:URL with http:// or https:// and a host"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+        host.encode("idna")
+    except ValueError:  # its message may hold what comes before the path
+        raise UsageError(f"{expected}, and a port up to 65535 if any") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise UsageError(expected)
+    if "@" in parts.netloc:
+        raise UsageError(f"{expected}; a user's name and password before the host cannot be sent")
+    return parts
 
 
 def _severity(name: str) -> Severity:

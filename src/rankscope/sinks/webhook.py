@@ -63,7 +63,7 @@ class WebhookSink:
         """Post a finding that opened, got worse or closed.
 
         Raises:
-            SinkError: The server will not take it, now or later.
+            SinkError: The server will not take it, now or later, or the URL is none.
         """
         change = self._changes.of(finding)
         if change is None:
@@ -100,8 +100,8 @@ class WebhookSink:
 
     def _try(self, body: bytes) -> str:
         headers = {"Content-Type": "application/json", "User-Agent": "rankscope"}
-        request = urllib.request.Request(self._url, body, headers, method="POST")
         try:
+            request = urllib.request.Request(self._url, body, headers, method="POST")
             with urllib.request.urlopen(request, timeout=REQUEST_SECONDS):
                 return ""
         except urllib.error.HTTPError as error:
@@ -112,5 +112,12 @@ class WebhookSink:
                     f"the server answered {code}: check the URL and that it takes JSON"
                 ) from None
             return f"the server answered {code}"
-        except (OSError, http.client.HTTPException) as error:
+        except (ValueError, http.client.InvalidURL):  # whose messages hold a part of the URL
+            raise SinkError(
+                "the URL, or one that the server sends on to, is none: check it for blanks, its "
+                "host and its port"
+            ) from None
+        except http.client.HTTPException as error:
+            return type(error).__name__
+        except OSError as error:
             return f"{type(error).__name__}: {getattr(error, 'reason', error)}"
