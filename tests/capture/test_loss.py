@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rankscope.capture import LossMeter
-from rankscope.capture.loss import count_label_tokens, shifts_labels, to_arrays
+from rankscope.capture.loss import count_label_tokens, to_arrays
 from rankscope.errors import UsageError
 
 
@@ -321,26 +321,6 @@ def test_labels_that_are_aligned_already_are_counted_as_they_are():
     named = {"labels": labels, "shift_labels": aligned}
     assert count_label_tokens(named, shifted=True).tolist() == [2]
     assert count_label_tokens({}, shifted=True) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "attributes", "shifts"),
-    [
-        ("LlamaForCausalLM", {}, True),
-        ("PeftModelForCausalLM", {}, True),
-        ("GPT2LMHeadModel", {}, True),
-        ("BertForMaskedLM", {}, False),
-        ("T5ForConditionalGeneration", {"encodes": True}, False),
-        ("LlavaForConditionalGeneration", {"encodes": False}, True),
-        ("Odd", {}, False),
-    ],
-)
-def test_models_that_shift_their_labels_are_known(name, attributes, shifts):
-    model = type(name, (nn.Module,), {})()
-    if attributes:
-        model.config = SimpleNamespace(is_encoder_decoder=attributes["encodes"])
-        model.loss_type = "ForConditionalGeneration"
-    assert shifts_labels(model) is shifts
 
 
 @pytest.fixture

@@ -218,13 +218,39 @@ def shifts_labels(module: torch.nn.Module) -> bool:
     """Return whether a model predicts the next token, and shifts its labels by one itself.
 
     Known of transformers' models, by their names and, where one name stands for two kinds, by
-    whether they have an encoder.
+    whether they have an encoder. What PEFT or ``torch.compile`` has put around a model counts only
+    where the model inside has no name of these.
     """
+    known = (_shifts(layer) for layer in reversed(_layers(module)))
+    return next((shifts for shifts in known if shifts is not None), False)
+
+
+def _shifts(module: torch.nn.Module) -> bool | None:
     name = type(module).__name__
     if "ForConditionalGeneration" in name:
         encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", None)
         return encodes is False and getattr(module, "loss_type", None) == "ForConditionalGeneration"
-    return "CausalLM" in name or name.endswith("LMHeadModel")
+    return True if "CausalLM" in name or name.endswith("LMHeadModel") else None
+
+
+def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a model and what it is wrapped around, from the outside to the inside."""
+    layers = [module]
+    while (inner := _inside(layers[-1])) is not None and inner not in layers:
+        layers.append(inner)
+    return layers
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the model in a compiled one or in an adapter's, None where there is none."""
+    inner = getattr(module, "_orig_mod", None)
+    get_base_model = getattr(module, "get_base_model", None)
+    if inner is None and callable(get_base_model):
+        try:
+            inner = get_base_model()
+        except Exception:
+            _log.debug("the model in %s is unknown", type(module).__name__, exc_info=True)
+    return inner if isinstance(inner, torch.nn.Module) else None
 
 
 def count_label_tokens(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
