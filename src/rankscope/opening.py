@@ -72,6 +72,7 @@ def open_run(
         reduced_in=options["reduced_in"],
         comm_hook=has_comm_hook(info),
         sampler_seeds=[hello.facts["sampler_seed"] for hello in hellos],
+        with_replacement=all(hello.facts["with_replacement"] for hello in hellos),
     )
     record = _Record()
     if rank == 0:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rankscope.canary import LiveCanary, check_canary
 from rankscope.capture import ReadReduced
 from rankscope.capture.environment import environment_facts, vocabulary_digest
+from rankscope.capture.replacement import draws_with_replacement
 from rankscope.capture.training_facts import sampler_seed, training_facts
 from rankscope.core.groups import GroupsOption
 from rankscope.core.hang import HangReport
@@ -106,7 +107,8 @@ def watch(
             keeps running statistics of its own) and ``seed`` (of every rank's sampler). See
             :class:`rankscope.core.plan.Plan`.
         loader: The training's ``DataLoader``: whether its worker processes draw the same random
-            numbers, and its sampler's seed, can only be seen there. Give it before it is iterated.
+            numbers, its sampler's seed, and that it draws with replacement, can only be seen
+            there. Give it before it is iterated.
         tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
         canary: Whether all workers replay a batch when a worker differs from the others, which
             tells its data from its parameters and its hardware. Under DDP, up to 64 workers.
@@ -225,6 +227,7 @@ def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "sampler_seed": sampler_seed(loader),
+        "with_replacement": draws_with_replacement(loader),
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),
         "python": platform.python_version(),

@@ -30,6 +30,7 @@ def read(samples, **changes):
         "changes_alone": True,
         "changes_when_told": None,
         "sampler": {"class": ""},
+        "with_replacement": False,
     }
     return {**usual, **changes}
 
@@ -76,6 +77,15 @@ def test_content_that_occurs_often_is_no_overlap():
 def test_draws_with_replacement_are_no_overlap():
     generator = np.random.default_rng(2)
     assert judged(dealt(generator.integers(0, 300, 400), 4)).status is Status.OK
+
+
+def test_whole_shards_drawn_with_replacement_are_no_overlap_where_the_loaders_say_so():
+    drawn = [[7, 3, 12], [9, 7, 1], [5, 12, 20], [14, 2, 8]]  # shards, by rank: 7 and 12 again
+    samples = [[list(range(40 * s, 40 * s + 40)) for s in shards] for shards in drawn]
+    assert judged(samples, ended=False).status is Status.ERROR
+    result = judged(samples, ended=False, with_replacement=True)
+    assert result.status is Status.OK
+    assert "with replacement" in result.found
 
 
 def test_equal_batches_are_named_by_group():

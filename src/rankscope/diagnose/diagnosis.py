@@ -51,6 +51,7 @@ class Diagnosis:
             unknown.
         comm_hook: Whether a communication hook of the training's own reduces gradients.
         sampler_seeds: Seed of each rank's sampler, None where it is not known.
+        with_replacement: Whether all ranks' data loaders are known to draw with replacement.
     """
 
     def __init__(
@@ -63,13 +64,14 @@ class Diagnosis:
         reduced_in: Mapping[str, str] | None = None,
         comm_hook: bool = False,
         sampler_seeds: Sequence[int | None] = (),
+        with_replacement: bool = False,
     ) -> None:
         plan = plan or Plan()
         outliers = WorkerOutliers(num_workers, hosts)
         self._detectors: tuple[Detector, ...] = (
             NonFinite(),
             DuplicateBatches(num_workers, repeats=plan.repeats),
-            OverlappingShards(num_workers, repeats=plan.repeats),
+            OverlappingShards(num_workers, repeats=plan.repeats or with_replacement),
             RepeatedOrder(num_workers, repeats=plan.repeats),
             ResumeMismatch(num_workers),
             TokenWeighting(num_workers, plan.loss_weighting),
@@ -254,6 +256,13 @@ def has_comm_hook(info: Mapping[str, Any]) -> bool:
     return any(not name.startswith("rankscope.") for name in str(names or "").split(", ") if name)
 
 
+def has_replacement(info: Mapping[str, Any]) -> bool:
+    """Return whether all ranks' data loaders draw with replacement, as ``run.json`` states it."""
+    ranks = info.get("ranks")
+    told = [isinstance(e, Mapping) and e.get("with_replacement") is True for e in ranks or ()]
+    return bool(told) and all(told)
+
+
 def diagnosis_of(run: Run) -> Diagnosis:
     """Return a diagnosis as the live run had it when it began: of its hosts, facts and plan.
 
@@ -271,6 +280,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
         reduced_in=reduced_in_of(run.info),
         comm_hook=has_comm_hook(run.info),
         sampler_seeds=seeds_of(run.info),
+        with_replacement=has_replacement(run.info),
     )
 
 

@@ -50,7 +50,8 @@ def _shards(facts: Sequence[Facts]) -> CheckResult:
         return CheckResult(SHARDS, title, Status.ERROR, found, "Check what the loader reads.")
     ended = all(fact["ended"] for fact in facts)
     overlap = compare([fact["samples"] for fact in facts], ended=ended)
-    return _judge_overlap(overlap, whole_epoch=ended)
+    meant = all(fact["with_replacement"] for fact in facts)
+    return _judge_overlap(overlap, whole_epoch=ended, meant=meant)
 
 
 def _declared(facts: Sequence[Facts]) -> CheckResult | None:
@@ -85,7 +86,7 @@ def _declared(facts: Sequence[Facts]) -> CheckResult | None:
     return CheckResult(SHARDS, TITLES[SHARDS], Status.ERROR, found, advice, numbers, odd)
 
 
-def _judge_overlap(overlap: Overlap, *, whole_epoch: bool) -> CheckResult:
+def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> CheckResult:
     title = TITLES[SHARDS]
     read = (
         f"{overlap.distinct:,} different samples of {overlap.drawn:,} read"
@@ -112,6 +113,9 @@ def _judge_overlap(overlap: Overlap, *, whole_epoch: bool) -> CheckResult:
             numbers,
             tuple(sorted({rank for group in overlap.same_batches for rank in group})),
         )
+    if meant:
+        shared = f"{read}; the loaders draw with replacement, so ranks share samples on purpose"
+        return CheckResult(SHARDS, title, Status.OK, shared, numbers=numbers)
     if overlap.chance < LIKELY:
         sure = overlap.chance < SURE
         return CheckResult(

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from rankscope.capture.replacement import draws_with_replacement
 from rankscope.doctor.batches import label_tokens_of, samples_of
 from rankscope.doctor.result import Facts
 from rankscope.doctor.stage import Bench
@@ -47,6 +48,7 @@ def look(bench: Bench) -> Facts:
         "changes_alone": again is not None and again != order,
         "changes_when_told": None,
         "sampler": _sampler_facts(loader),
+        "with_replacement": draws_with_replacement(loader),
     }
     if told and again == order:
         set_epoch(loader, 1)

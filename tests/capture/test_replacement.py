@@ -1,0 +1,107 @@
+"""Data loaders that draw with replacement: recognised, and no fault."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from rankscope import Run
+from rankscope.capture.replacement import draws_with_replacement
+from rankscope.core.finding import Severity
+from rankscope.diagnose.diagnosis import diagnose_run
+from support.loops import Loop
+from support.models import make_batch
+from support.ranks import run_ranks
+
+DATA = list(range(12))
+NUM_SHARDS, SHARD, BATCH = 40, 24, 6
+
+
+class ResampledShards(IterableDataset):
+    """Names of shards, drawn with replacement, as webdataset's class of this name does."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __iter__(self):
+        while True:
+            yield int(self.rng.integers(NUM_SHARDS))
+
+
+class Pipeline(IterableDataset):
+    """A source and what is done to it, as webdataset's ``DataPipeline`` has it."""
+
+    def __init__(self, *stages) -> None:
+        self.pipeline = list(stages)
+
+    def __iter__(self):
+        return (shard * SHARD + sample for shard in self.pipeline[0] for sample in range(SHARD))
+
+
+def test_loaders_that_draw_with_replacement_are_recognised():
+    again = RandomSampler(DATA, replacement=True)
+    resampled = Pipeline(ResampledShards(0), str)
+    for loader in (
+        DataLoader(DATA, sampler=again),
+        DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 12)),
+        DataLoader(DATA, batch_sampler=BatchSampler(again, 3, drop_last=True)),
+        DataLoader(resampled, batch_size=BATCH),
+        Pipeline(DataLoader(resampled, batch_size=None)),
+        DataLoader(ChainDataset([resampled])),
+    ):
+        assert draws_with_replacement(loader)
+
+
+def test_other_loaders_are_not():
+    class Odd:
+        @property
+        def dataset(self):
+            raise ValueError("not yet")
+
+    itself = Odd()
+    itself.sampler = itself
+    for loader in (
+        None,
+        3,
+        DATA,
+        itself,
+        DataLoader(DATA, shuffle=True),
+        DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)),
+        DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 3, replacement=False)),
+        DataLoader(Pipeline(range(3))),
+    ):
+        assert not draws_with_replacement(loader)
+
+
+def train_on_shards(rank, run_dir, tell):
+    loader = DataLoader(Pipeline(ResampledShards(rank)), batch_size=BATCH)
+    told = {"loader": loader} if tell else {}
+    loop = Loop(rank, run_dir, plan={}, tier="scalars", **told)
+    batches = iter(loader)
+    for step in range(60):
+        ids = next(batches)
+        loop.scope.batch(ids.tolist())
+        torch.manual_seed(1000 * rank + step)
+        loop.ddp(**make_batch(rank, step))["loss"].backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.scope.close()
+    return loop.warnings
+
+
+@pytest.mark.parametrize("tell", [True, False])
+def test_whole_shards_drawn_again_are_no_fault_once_the_loader_is_known(tmp_path, tell):
+    run_ranks(train_on_shards, 3, str(tmp_path / "run"), tell)
+    run = Run.open(tmp_path / "run")
+    assert [rank["with_replacement"] for rank in run.info["ranks"]] == [tell] * 3
+    severities = [f.severity for f in run.findings() if f.cause == "data.overlapping_shards"]
+    assert severities == [Severity.NOTE if tell else Severity.ERROR]
+    assert diagnose_run(run) == tuple(run.findings())
