@@ -14,6 +14,7 @@ from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
 from rankscope.diagnose.verdicts import judge
 from rankscope.record import Run, RunWriter
+from rankscope.record.states import START_FILE
 
 STEPS = 30
 
@@ -42,8 +43,8 @@ def step_of(t, batches, *, identified=True, per_sample=True, shift=0.0):
     )
 
 
-def record(path, stream, steps=STEPS, num_workers=8, **options):
-    """Record a run with its live findings; return it and them."""
+def record(path, stream, steps=STEPS, num_workers=8, status="complete", **options):
+    """Record a run with its live findings; return it and them. ``running``: it is not closed."""
     diagnosis = Diagnosis(num_workers)
     writer = RunWriter(path / "run", {"num_workers": num_workers})
     for t, batches in enumerate(islice(stream, steps)):
@@ -51,7 +52,9 @@ def record(path, stream, steps=STEPS, num_workers=8, **options):
         writer.add(report)
         writer.add_findings(diagnosis.observe(report))
     writer.add_findings(diagnosis.close())
-    writer.close()
+    writer.flush()
+    if status != "running":
+        writer.close(status)
     return Run.open(path / "run"), diagnosis.findings
 
 
@@ -121,6 +124,11 @@ def test_healthy_shards(tmp_path):
     run, _ = record(tmp_path, sharded(4096, 8, 4))
     found = assess(run)
     assert found.severity is None
+    assert any(
+        "A healthy run of 30 steps raises a finding of that kind with a probability of at most "
+        "3e-05." in text
+        for text in found.statements
+    )
     assert found.headline == (
         "Healthy: the 8 workers train on different samples, and disagree about as much as "
         "sampling alone explains."
@@ -217,6 +225,82 @@ def test_a_run_without_steps(tmp_path):
     assert found.statements == ()
     assert "Nothing was recorded" in found.headline
     assert judge(found.values, ()).severity is Severity.NOTE  # it may have just begun
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stream": lambda: sharded(4096, 8, 4)},
+        {"stream": lambda: sharded(4096, 8, 4), "identified": False},
+        {"stream": lambda: sharded(4096, 8, 4), "per_sample": False},
+        {"stream": lambda: sharded(4096, 1, 4), "num_workers": 1},
+        {"stream": lambda: replicated(4096, 1, [0] * 8), "steps": 2},
+    ],
+    ids=["healthy", "samples unknown", "no null", "one worker", "nothing proven"],
+)
+def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
+    found = {}
+    for status in ("running", "complete", "incomplete"):
+        (tmp_path / status).mkdir()
+        given = {**options, "stream": options["stream"]()}
+        found[status] = assess(record(tmp_path / status, status=status, **given)[0])
+    assert found["running"] == found["complete"]
+    assert found["complete"].severity is None
+    assert "ends early" not in found["complete"].headline
+    early, last = found["incomplete"], options.get("steps", STEPS) - 1
+    assert early.severity is Severity.NOTE  # a crash alone is no fault
+    assert early.headline.endswith(
+        f"The record ends early, with step {last}: the training stopped there, or went on "
+        "unwatched."
+    )
+    assert "Healthy" not in early.headline
+    assert "See the log" in early.recommendation
+    assert "Nothing to change." not in early.recommendation
+    assert early.statements == found["complete"].statements
+
+
+def test_what_was_found_before_a_record_ended_early_comes_first(tmp_path):
+    run, _ = record(tmp_path, replicated(4096, 4, [0] * 8), status="incomplete")
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline.startswith("All 8 workers train on the same batches")
+    assert "ends early" not in found.headline
+    assert found.statements[0].startswith("The record ends early, with step 29:")
+    (tmp_path / "note").mkdir()
+    stream = with_replacement(800, 8, 4)
+    run, _ = record(tmp_path / "note", stream, steps=60, status="incomplete")
+    found = assess(run)
+    assert found.severity is Severity.NOTE
+    assert "with replacement. The record ends early, with step 59:" in found.headline
+    assert found.recommendation.startswith("Nothing to change if that is intended.")
+    assert "See the log" in found.recommendation
+
+
+def test_a_run_without_steps_that_ends_early_is_still_one_that_recorded_nothing(tmp_path):
+    run, _ = record(tmp_path, iter([]), status="incomplete")
+    found = assess(run)
+    assert found.severity is Severity.WARNING
+    assert "Nothing was recorded" in found.headline
+
+
+def test_the_promise_about_a_run_that_continues_another_counts_the_steps_before(tmp_path):
+    stream = sharded(4096, 8, 4)
+    before = Diagnosis(8)
+    for t, batches in enumerate(islice(stream, 11)):
+        before.observe(summarize(step_of(t, batches)))
+    info = {"num_workers": 8, "continues": "sft"}
+    writer = RunWriter(tmp_path / "sft-2", info, start=before.state())
+    for t, batches in enumerate(islice(stream, 20), start=11):
+        writer.add(summarize(step_of(t, batches)))
+    writer.close()
+    run, nobody = Run.open(tmp_path / "sft-2"), "No worker stands out from the others"
+    [said] = [text for text in assess(run).statements if nobody in text]
+    assert "A healthy training of 31 steps, those before its restarts included," in said
+    assert said.endswith("with a probability of at most 4e-05.")
+    for damage in (lambda file: file.write_bytes(b"PK no archive"), lambda file: file.unlink()):
+        damage(run.path / START_FILE)
+        [said] = [text for text in assess(run).statements if nobody in text]
+        assert "probability" not in said
 
 
 def test_two_steps_of_equal_single_samples_are_not_called_healthy(tmp_path):

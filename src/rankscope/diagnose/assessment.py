@@ -11,6 +11,7 @@ from rankscope.core.dispersion import finite_mean
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.course import course_of
 from rankscope.diagnose.dispersion_words import Values
 from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
 from rankscope.diagnose.verdicts import Verdict, judge, statements
@@ -35,7 +36,7 @@ class Assessment:
 
     Attributes:
         severity: The worst that was found; None when the run is healthy.
-        headline: The verdict in one sentence.
+        headline: The verdict in one sentence; another one where the record ends early.
         statements: What the metrics say and what they cannot say, one sentence or two each.
         recommendation: What to change.
         values: The numbers behind it; None where a number is undefined. Means are over steps.
@@ -56,18 +57,18 @@ def assess(run: Run) -> Assessment:
 
     Returns:
         The assessment. Dispersion is judged in words, against what sampling alone would give;
-        only findings, and exact equality of all workers, set a severity.
+        only findings, exact equality of all workers, and a record that ends early set a severity.
 
     Raises:
         RunError: A file of the run cannot be read.
     """
     values = measure(run)
-    findings = run.findings()
-    verdict: Verdict = judge(values, findings, ended=run.status != "running")
+    findings, course = run.findings(), course_of(run)
+    verdict: Verdict = judge(values, findings, course)
     return Assessment(
         severity=_worst(findings, verdict.severity),
         headline=verdict.headline,
-        statements=(*statements(values, findings), *_say_long(run)),
+        statements=(*statements(values, findings, course), *_say_long(run)),
         recommendation=verdict.recommendation,
         values=values,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rankscope.core.budget import bound_in_words
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.causes import ranked
+from rankscope.diagnose.course import Course
 from rankscope.diagnose.dispersion_words import (
     Values,
     say_dispersion,
@@ -35,32 +36,45 @@ class Verdict:
     severity: Severity | None = None
 
 
-def judge(values: Values, findings: Sequence[Finding], *, ended: bool = False) -> Verdict:
+_BEGUN = Course()
+
+
+def judge(values: Values, findings: Sequence[Finding], course: Course = _BEGUN) -> Verdict:
     """Return the verdict: the worst finding's, or else what the numbers allow to say.
 
     Args:
         values: The numbers of the assessment.
         findings: What was found.
-        ended: Whether no more steps will come.
+        course: How far the run came. Where its record ends early, it is not called healthy.
     """
     if not values["steps"]:
-        return _NOTHING_RECORDED if ended else _NOTHING_YET
+        return _NOTHING_RECORDED if course.ended else _NOTHING_YET
+    verdict = _judge(values, findings, course)
+    if course.cut_short and not _causes(findings):
+        return _cut_short(verdict, course)
+    return verdict
+
+
+def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdict:
     told = [f for f in findings if f.cause != "time.straggler" and f.id != "gross-outlier"]
-    if told:
-        worst = ranked(told)[0]
-        if worst.id in _BY_CAUSE:
-            return _BY_CAUSE[worst.id](values, worst)
-        first_sentence = worst.explanation.partition(". ")[0].rstrip(".")
-        return Verdict(f"{first_sentence}.", worst.next_check)
-    return _without_findings(values)
+    if not told:
+        return _without_findings(values, course)
+    worst = ranked(told)[0]
+    if worst.id in _BY_CAUSE:
+        return _BY_CAUSE[worst.id](values, worst)
+    first_sentence = worst.explanation.partition(". ")[0].rstrip(".")
+    return Verdict(f"{first_sentence}.", worst.next_check)
 
 
-def statements(values: Values, findings: Sequence[Finding]) -> tuple[str, ...]:
+def statements(
+    values: Values, findings: Sequence[Finding], course: Course = _BEGUN
+) -> tuple[str, ...]:
     """Return what the metrics and the samples say, and what they cannot say."""
     if not values["steps"]:
         return ()
-    causes = {finding.cause for finding in findings if finding.severity > Severity.NOTE}
+    causes = _causes(findings)
     parts = (
+        _say_end(course) if course.cut_short and causes else "",
         _say_loss(values),
         _say_metrics(values),
         say_dispersion(values),
@@ -68,10 +82,15 @@ def statements(values: Values, findings: Sequence[Finding]) -> tuple[str, ...]:
         say_noise_scale(values, causes),
         _say_samples(values, causes),
         _say_limits(values, causes),
-        _say_budget(values, findings),
+        _say_budget(values, findings, course),
         _say_cost(values),
     )
     return tuple(part for part in parts if part)
+
+
+def _causes(findings: Sequence[Finding]) -> set[str]:
+    """Return the causes of what was found, notes aside."""
+    return {finding.cause for finding in findings if finding.severity > Severity.NOTE}
 
 
 # Headlines ---------------------------------------------------------------------------------
@@ -140,7 +159,25 @@ _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
 }
 
 
-def _without_findings(values: Values) -> Verdict:
+def _cut_short(verdict: Verdict, course: Course) -> Verdict:
+    """Return a verdict that claims nothing of steps that were not watched."""
+    own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
+    return Verdict(
+        f"{verdict.headline} {_say_end(course)}",
+        f"{own}See the log: it says what ended the training, or why rankscope ended before it.",
+        verdict.severity or Severity.NOTE,
+    )
+
+
+def _say_end(course: Course) -> str:
+    return (
+        f"The record ends early, with step {course.last_step:,}: the training stopped there, or "
+        "went on unwatched."
+    )
+
+
+def _without_findings(values: Values, course: Course) -> Verdict:
+    healthy = "No fault found" if course.cut_short else "Healthy"
     num_workers = values["num_workers"]
     if num_workers == 1:
         return Verdict("One worker: there is nothing to compare it with.", NOTHING_TO_CHANGE)
@@ -155,10 +192,10 @@ def _without_findings(values: Values) -> Verdict:
             "Nothing to change if that is the padding at the end of an epoch.",
         )
     if spread is None:
-        return Verdict(f"Healthy: {who}.", NOTHING_TO_CHANGE)
+        return Verdict(f"{healthy}: {who}.", NOTHING_TO_CHANGE)
     if spread == "about":
         return Verdict(
-            f"Healthy: {who}, and disagree about as much as sampling alone explains.",
+            f"{healthy}: {who}, and disagree about as much as sampling alone explains.",
             NOTHING_TO_CHANGE,
         )
     return Verdict(
@@ -250,16 +287,21 @@ def _say_limits(values: Values, causes: set[str]) -> str:
     )
 
 
-def _say_budget(values: Values, findings: Sequence[Finding]) -> str:
-    """Return what silence about outliers is worth."""
+def _say_budget(values: Values, findings: Sequence[Finding], course: Course) -> str:
+    """Return what silence about outliers is worth: less after the steps of earlier runs."""
     steps, num_workers = int(values["steps"] or 0), values["num_workers"] or 0
     found = any("false_alarm_probability" in finding.evidence for finding in findings)
     if found or num_workers < 2:
         return ""
+    text = "No worker stands out from the others in loss, gradient norm or direction."
+    if course.earlier_steps is None:
+        return text
+    whole = "run" if not course.earlier_steps else "training"
+    steps += course.earlier_steps
+    before = ", those before its restarts included," if course.earlier_steps else ""
     return (
-        "No worker stands out from the others in loss, gradient norm or direction. A healthy run "
-        f"of {count(steps, 'step')} raises a finding of that kind with a probability of at most "
-        f"{bound_in_words(steps)}."
+        f"{text} A healthy {whole} of {count(steps, 'step')}{before} raises a finding of that kind "
+        f"with a probability of at most {bound_in_words(steps)}."
     )
 
 

@@ -80,6 +80,19 @@ def read_state(file: Path) -> State | None:
     return unpack_state(content)
 
 
+def read_number(file: Path, name: str) -> int | None:
+    """Return a whole number that a state's file holds at its top, without reading the arrays.
+
+    None where there is no such number, or the file cannot be read as a state.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            value = json.loads(archive["tree"].tobytes())["state"][name]
+    except (*_DAMAGES, zlib.error, NotImplementedError):
+        return None
+    return value if isinstance(value, int) else None
+
+
 def _take_out(value: Any, arrays: list[NDArray[Any]]) -> Any:
     """Return a state with a mark in place of each array; collect the arrays."""
     if isinstance(value, np.ndarray):
