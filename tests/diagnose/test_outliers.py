@@ -83,6 +83,66 @@ def test_a_worker_with_bad_data_is_named_with_its_beginning_and_size():
     assert len({one.key for one in told}) == 1
 
 
+def observed(detector, seed, center, steps, above=0.06):
+    """Feed losses around a center that the steps share, rank 5's above it; return the evidence."""
+    rng = np.random.default_rng([seed, steps.start])
+    told = []
+    for step in steps:
+        losses = center + 0.01 * rng.standard_normal() + 0.02 * rng.standard_normal(8)
+        losses[5] += above
+        report = StepReport(gathered(step, [NO_SAMPLES] * 8, None, loss=losses), {}, {}, None, None)
+        told += detector.observe(Observation(report))
+    return told
+
+
+@pytest.mark.parametrize("center", [0.002, 0.0, -0.01, -0.5, -40.0])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_of_losses_around_zero_or_below_the_difference_is_told_and_no_part_of_them(
+    center, restarted
+):
+    detector = WorkerOutliers(8)
+    told = observed(detector, 0, center, range(60))
+    if restarted:
+        state = detector.state()
+        detector = WorkerOutliers(8)
+        detector.restore(state)
+    told += observed(detector, 0, center, range(60, 140))
+    told += detector.close()
+    assert (told[-1].severity, told[-1].ranks) == (Severity.WARNING, (5,))
+    for one in told:
+        text, _, size = one.fields["what"].partition(" +")
+        assert text == "loss"
+        assert 0.04 < float(size) < 0.08
+        [numbers] = one.numbers["workers"]["5"]
+        assert numbers["unit"] == "absolute"
+        assert 0.04 < numbers["deviation"] < 0.08
+
+
+def test_of_positive_losses_the_difference_is_told_in_parts_of_them():
+    detector = WorkerOutliers(8)
+    told = observed(detector, 0, 3.0, range(140))
+    assert (told[-1].severity, told[-1].ranks) == (Severity.WARNING, (5,))
+    for one in told:
+        assert 1.3 < float(one.fields["what"].removeprefix("loss +").removesuffix(" %")) < 2.7
+        assert "unit" not in one.numbers["workers"]["5"][0]
+
+
+def test_a_fault_of_the_release_before_is_restored_without_the_kind_of_its_size():
+    detector = WorkerOutliers(8)
+    observed(detector, 0, 3.0, range(60))
+    state = detector.state()
+    for fault in state["faults"]:
+        for _, traces in fault["traces"]:
+            for trace in traces:
+                del trace[-1]
+    again = WorkerOutliers(8)
+    again.restore(state)
+    assert state["faults"]
+    assert [one.fields["what"] for one in again.close()] == [
+        one.fields["what"] for one in detector.close()
+    ]
+
+
 @pytest.mark.parametrize("column", ["grad_norm", "group_norms"])
 def test_the_beginning_is_known_where_the_sampling_interval_changes_after_it(column):
     job, detector = Job(), WorkerOutliers(8)

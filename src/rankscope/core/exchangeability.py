@@ -58,6 +58,7 @@ class Trace:
         age: How many steps ago it began, this one included.
         deviation: Median deviation over the recent steps since then, in units of the signal; the
             largest one for spread and rare errors.
+        relative: Whether it is a part of the others' median; an absolute difference otherwise.
     """
 
     signal: int
@@ -65,6 +66,7 @@ class Trace:
     log_evidence: float
     age: float
     deviation: float
+    relative: bool = True
 
 
 class ExchangeabilityTest:
@@ -73,7 +75,8 @@ class ExchangeabilityTest:
     Args:
         num_units: U.
         weights_S: Share of each signal in the evidence; they sum to 1.
-        relative_S: Whether deviations from the median are told in parts of it.
+        relative_S: Whether deviations from the median are told in parts of it, where all values
+            are positive.
         bets: What to bet on; their weights sum to 1.
 
     Attributes:
@@ -167,8 +170,9 @@ class ExchangeabilityTest:
         for signal in np.argsort(-log_S, kind="stable").tolist():
             if log_S[signal] >= least > 0:
                 age = float(ages_BS[best_S[signal], signal])
-                kind, deviation = self._kind(signal, unit, min(age, since), log_BS[:, signal])
-                traces.append(Trace(signal, kind, float(log_S[signal]), age, deviation))
+                kind = self._kind(signal, unit, min(age, since), log_BS[:, signal])
+                size = self._size(signal, unit, min(age, since), kind)
+                traces.append(Trace(signal, kind, float(log_S[signal]), age, *size))
         return traces
 
     def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
@@ -304,29 +308,48 @@ class ExchangeabilityTest:
         if len(away) < len(self.z_SU):
             self.z_SU[:] = 0
         with np.errstate(invalid="ignore", over="ignore"):
-            self._recent.remember(away / unit_S[:, None], rows, step)
+            self._recent.remember(away / unit_S[:, None], rows, step, middle_S)
             np.abs(away, out=away)
             away /= scale_S[:, None]
             self.z_SU[rows] = np.fmax(away, 0.0)  # 0 where it is not known
 
-    def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> tuple[Kind, float]:
-        """Return how a unit differs, by its recent deviations, and the typical or largest one."""
+    def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> Kind:
+        """Return how a unit differs, by its recent deviations."""
         recent = self._recent_deviations(signal, unit, age)
         best = self._bets[int(log_B.argmax())].kind
         if not len(recent):
-            return best, float("nan")
+            return best
         middle = float(np.median(recent))
         if np.mean(np.sign(recent) == np.sign(middle)) >= _ONE_SIDED:
-            return (Kind.UP if middle > 0 else Kind.DOWN), middle
+            return Kind.UP if middle > 0 else Kind.DOWN
         two_sided = [
             (log, bet.kind)
             for log, bet in zip(log_B.tolist(), self._bets, strict=True)
             if bet.kind in (Kind.SPREAD, Kind.RARE)
         ]
         log, kind = max(two_sided, key=lambda pair: pair[0], default=(0.0, best))
-        if log < _NEARLY_AS_STRONG * log_B.max():
-            return best, middle
-        return kind, float(recent[np.abs(recent).argmax()])
+        return best if log < _NEARLY_AS_STRONG * log_B.max() else kind
+
+    def _size(self, signal: int, unit: int, age: float, kind: Kind) -> tuple[float, bool]:
+        """Return the typical or largest recent deviation, and whether it is a part of the median.
+
+        It is an absolute difference where a value of another unit was negative, or a median was
+        not positive: parts of such medians say nothing. Medians from before a restart are unknown.
+        """
+        recent_TU = self._recent.deviations(signal, age)
+        recent_T, medians_T = recent_TU[:, unit], self._recent.medians(signal, age)
+        relative = bool(self._relative_S[signal])
+        others_TV = np.delete(recent_TU, unit, axis=1)
+        if relative and ((others_TV < -1).any() or (medians_T <= 0).any()):
+            relative = False
+            with np.errstate(over="ignore"):
+                recent_T = recent_T * np.where(medians_T <= 0, np.float32(1), medians_T)
+        recent_T = recent_T[np.isfinite(recent_T)]
+        if not len(recent_T):
+            return float("nan"), relative
+        if kind in (Kind.SPREAD, Kind.RARE):
+            return float(recent_T[np.abs(recent_T).argmax()]), relative
+        return float(np.median(recent_T)), relative
 
     def _recent_deviations(self, signal: int, unit: int, age: float) -> Floats32:
         recent = self._recent.deviations(signal, age)[:, unit]

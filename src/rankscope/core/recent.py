@@ -5,7 +5,7 @@ Legend of shapes: T steps, the latest first, S signals, U units.
 
 import numpy as np
 
-from rankscope.core.arrays import Floats, Floats32
+from rankscope.core.arrays import Floats, Floats32, Ints
 from rankscope.core.bets import Rows
 from rankscope.core.state import Stateful
 
@@ -16,16 +16,19 @@ RECENT = 64
 class RecentSteps(Stateful):
     """Deviations of the recent steps, and the numbers of these steps, in constant memory.
 
+    The medians that they are deviations from are for words alone: no part of the state.
+
     Args:
         num_signals: S.
         num_units: U.
     """
 
-    SETTINGS = ("_all_S",)
+    SETTINGS = ("_all_S", "_medians")
 
     def __init__(self, num_signals: int, num_units: int) -> None:
         self._all_S = np.arange(num_signals)
         self._deviations = np.full((RECENT, num_signals, num_units), np.nan, np.float32)
+        self._medians = np.full((RECENT, num_signals), np.nan, np.float32)
         self._steps = np.zeros((RECENT, num_signals), np.int64)
         self._fed_S = np.zeros(num_signals, np.int64)
 
@@ -35,25 +38,32 @@ class RecentSteps(Stateful):
         _, num_signals, num_units = self._deviations.shape
         return num_signals, num_units
 
-    def remember(self, deviations_SU: Floats, rows: Rows, step: int) -> None:
+    def remember(
+        self, deviations_SU: Floats, rows: Rows, step: int, medians_S: Floats | None = None
+    ) -> None:
         """Take one step.
 
         Args:
             deviations_SU: Deviations of the signals named by ``rows``, NaN where there is none.
             rows: The signals that this step measured.
             step: Its number.
+            medians_S: What they are deviations from, for :meth:`medians`.
         """
         places, signals = self._fed_S[rows] % RECENT, self._all_S[rows]
         self._deviations[places, signals] = deviations_SU
+        self._medians[places, signals] = np.nan if medians_S is None else medians_S
         self._steps[places, signals] = step
         self._fed_S[rows] += 1
 
     def deviations(self, signal: int, age: float) -> Floats32:
         """Return the deviations of the last ``age`` steps, as far as they are known, ``[T, U]``."""
-        fed = int(self._fed_S[signal])
-        count = int(min(max(age, 1.0), fed, RECENT))
-        recent: Floats32 = self._deviations[(fed - 1 - np.arange(count)) % RECENT, signal]
+        recent: Floats32 = self._deviations[self._places(signal, age), signal]
         return recent
+
+    def medians(self, signal: int, age: float) -> Floats32:
+        """Return the medians of the same steps, NaN for those before a restart, ``[T]``."""
+        medians: Floats32 = self._medians[self._places(signal, age), signal]
+        return medians
 
     def step_of(self, signal: int, back: int) -> int:
         """Return the number of the step that measured a signal ``back`` times before the last one.
@@ -68,3 +78,9 @@ class RecentSteps(Stateful):
             return int(steps_T[back])
         apart = steps_T[-2] - steps_T[-1] if oldest > 0 else 1
         return int(steps_T[-1] - (back - oldest) * apart)
+
+    def _places(self, signal: int, age: float) -> Ints:
+        fed = int(self._fed_S[signal])
+        count = int(min(max(age, 1.0), fed, RECENT))
+        places: Ints = (fed - 1 - np.arange(count)) % RECENT
+        return places

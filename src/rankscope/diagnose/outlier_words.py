@@ -24,7 +24,8 @@ class Signal:
     Attributes:
         name: Column in the record.
         label: Its name in words.
-        relative: Whether a deviation is a part of the median, or an absolute difference.
+        relative: Whether a deviation is a part of the median where all values are positive, or
+            always an absolute difference.
         group: Group of parameters; empty for the worker as a whole.
     """
 
@@ -115,13 +116,12 @@ _PLAIN = tuple(each.name for each in fields(Fault) if each.name != "traces")
 
 
 def _trace_to_plain(trace: Trace) -> list[Any]:
-    return [trace.signal, trace.kind.value, trace.log_evidence, trace.age, trace.deviation]
+    numbers = [trace.log_evidence, trace.age, trace.deviation, trace.relative]
+    return [trace.signal, trace.kind.value, *numbers]
 
 
-def _trace_from_plain(
-    signal: int, kind: str, log_evidence: float, age: float, deviation: float
-) -> Trace:
-    return Trace(signal, Kind(kind), log_evidence, age, deviation)
+def _trace_from_plain(signal: int, kind: str, *numbers: Any) -> Trace:
+    return Trace(signal, Kind(kind), *numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def _strength(traces: Traces) -> float:
 
 
 def _phrase(signal: Signal, trace: Trace) -> str:
-    size = _size(signal, trace.deviation)
+    size = _size(signal, trace)
     label = f"{signal.label} of {signal.group}" if signal.group else signal.label
     if trace.kind is Kind.SPREAD:
         return f"{label} now high, now low (up to {size})"
@@ -218,11 +218,14 @@ def _phrase(signal: Signal, trace: Trace) -> str:
     return f"{label} {size}"
 
 
-def _size(signal: Signal, deviation: float) -> str:
+def _size(signal: Signal, trace: Trace) -> str:
+    deviation = trace.deviation
     if deviation != deviation:
         return "different"
     if not signal.relative:
         return f"{deviation:+.2f}".replace("-", "−")
+    if not trace.relative:  # of values around zero, parts of their median say nothing
+        return f"{deviation:+.2g}".replace("-", "−")
     if signal.name == "grad_norm" or deviation >= 1:
         return f"× {1 + deviation:.2f}"
     return f"{100 * deviation:+.1f} %".replace("-", "−")
@@ -265,6 +268,7 @@ def _numbers(traces: Traces) -> list[dict[str, Any]]:
             **({"group": signal.group} if signal.group else {}),
             "how": trace.kind.value,
             "deviation": trace.deviation if trace.deviation == trace.deviation else None,
+            **({} if trace.relative or not signal.relative else {"unit": "absolute"}),
             "log10_evidence": round(trace.log_evidence / 2.302585092994046, 1),
         }
         for signal, trace in list(traces)[:8]
