@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import shlex
+import signal
+import subprocess
 import time
 
 import pytest
@@ -64,6 +66,35 @@ def test_one_that_fails_or_reads_nothing_is_said_once_and_run_again(tmp_path, to
     assert "ended with exit code 3" in message
     assert opened(tmp_path, "true").finding(FINDING) is None
     assert len(told()) == 1
+
+
+def test_one_that_reads_its_input_to_the_end_ends_while_a_fork_holds_all_files(
+    tmp_path, told, monkeypatch
+):
+    forks = []
+
+    class Forking(subprocess.Popen):
+        """Starts a process; a data loader's worker is forked just then."""
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            forks.append(os.fork())
+            if not forks[-1]:
+                signal.pause()
+                os._exit(0)
+
+    monkeypatch.setattr(subprocess, "Popen", Forking)
+    out = shlex.quote(str(tmp_path / "out"))
+    sink = opened(tmp_path, f"cat > {out}")
+    try:
+        sink.finding(FINDING)
+    finally:
+        for pid in forks:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert len(forks) == 1
+    assert json.loads((tmp_path / "out").read_text()) == plain_finding(FINDING)
+    assert told() == []
 
 
 def test_below_the_severity_nothing_is_run(tmp_path, told):

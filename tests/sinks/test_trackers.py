@@ -154,6 +154,45 @@ def test_wandb_leaves_a_run_of_another_project_alone(tmp_path, offline):
     assert len(wandb_files.history(tmp_path / "run")) == len(STEPS)
 
 
+def test_wandb_finishes_its_run_while_another_process_still_holds_the_pipe(tmp_path, offline):
+    from rankscope.sinks.wandb import WandbSink
+    from sinks import wandb_files
+
+    sink = WandbSink()
+    feeder = Feeder("wandb", sink, run_info(tmp_path))
+    feeder.step(STEPS[0])
+    held = hold_when_open(sink)
+    try:
+        feeder.finish()
+        assert feeder.join(60)
+        assert sink._run._process.returncode == 0
+    finally:
+        os.close(held)
+    assert len(wandb_files.history(tmp_path / "run")) == 1
+
+
+def test_wandb_finishes_its_run_when_the_training_is_gone(tmp_path, offline):
+    from rankscope.sinks.wandb import WandbSink
+    from sinks import wandb_files
+
+    sink = WandbSink()
+    sink.open(run_info(tmp_path))
+    sink.step(STEPS[0])
+    sink._run._process.stdin.close()
+    assert sink._run._process.wait(60) == 0
+    assert len(wandb_files.history(tmp_path / "run")) == 1
+    sink.close()
+
+
+def hold_when_open(sink, seconds=60):
+    """Hold the pipe to W&B's process open, as a data loader's worker that is forked then does."""
+    deadline = time.monotonic() + seconds
+    while sink._run is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return os.dup(sink._run._process.stdin.fileno())
+
+
 def test_wandb_asks_nobody_for_a_key(tmp_path, offline, monkeypatch):
     from rankscope.sinks.wandb import WandbSink
 

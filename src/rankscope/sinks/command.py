@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import tempfile
 import weakref
 from pathlib import Path
 
@@ -61,15 +62,19 @@ class CommandSink:
         change = self._changes.of(finding)
         if change is None:
             return
-        self._running = subprocess.Popen(
-            self._command,
-            shell=True,  # it is the user's own command line
-            stdin=subprocess.PIPE,
-            env={**os.environ, **self._variables(finding, change)},
-            start_new_session=True,
-        )
+        # A file, not a pipe: a process that is forked meanwhile would keep the pipe from ending.
+        with tempfile.TemporaryFile() as told:
+            told.write(json.dumps(plain_finding(finding)).encode())
+            told.seek(0)
+            self._running = subprocess.Popen(
+                self._command,
+                shell=True,  # it is the user's own command line
+                stdin=told,
+                env={**os.environ, **self._variables(finding, change)},
+                start_new_session=True,
+            )
         try:
-            self._running.communicate(json.dumps(plain_finding(finding)).encode(), self._seconds)
+            self._running.wait(self._seconds)
         except subprocess.TimeoutExpired:
             self.kill()
             self._running.wait()

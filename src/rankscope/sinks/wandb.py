@@ -154,6 +154,10 @@ class _OwnRun:
 
     def finish(self) -> None:
         assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            with contextlib.suppress(SinkError):  # it has ended already
+                # What is forked from here holds its input open, so that it would see no end of it.
+                self._say({"end": True})
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()

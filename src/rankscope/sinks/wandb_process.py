@@ -2,8 +2,9 @@
 
 W&B stops the exit of a process until it has uploaded all, or has given up: that must not be the
 training's. This process reads one JSON object per line: first the arguments of ``wandb.init``,
-then ``{"log": …}`` or ``{"id": …, "text": …, "title": …, "level": …}``; at the end of its input it
-finishes the run. It answers one line, ``{"problem": …}``: empty once the run is open.
+then ``{"log": …}`` or ``{"id": …, "text": …, "title": …, "level": …}``. It finishes the run after
+``{"end": true}``, or at the end of its input. It answers one line, ``{"problem": …}``: empty once
+the run is open.
 """
 
 import json
@@ -15,7 +16,7 @@ import wandb
 
 
 def main() -> None:
-    """Read lines until there are no more."""
+    """Read lines until one says that it is the last, or there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what W&B prints is no answer
     problem, run = "", None
@@ -29,8 +30,10 @@ def main() -> None:
     if run is None:
         return
     define_axes(run)
-    for line in sys.stdin:
-        take(run, json.loads(line))
+    for message in map(json.loads, sys.stdin):
+        if "end" in message:
+            break
+        take(run, message)
     run.finish()
 
 
