@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from rankscope.errors import RunError
+from rankscope.web.live import board, catalog
+from rankscope.web.live.board import Board
 from rankscope.web.live.catalog import MAX_DEPTH, Place, id_of, places, stamp
 from web.live.serving import Training
 
@@ -22,19 +24,72 @@ def test_runs_are_found_at_any_depth_and_named_by_their_paths(tmp_path: Path):
     run_at(tmp_path.joinpath(*"123456"[: MAX_DEPTH - 1], "deep"))
     run_at(tmp_path.joinpath(*"abcdef"[:MAX_DEPTH], "too-deep"))
 
-    found = places(tmp_path)
+    found, cut = places(tmp_path)
+    assert not cut
     assert set(found) == {"a", "study/runs/s1-1", "study/runs/s1-2", "1/2/3/4/5/deep"}
     assert found["study/runs/s1-2"].path == tmp_path / "study/runs/s1-2"
 
 
 def test_the_directory_may_be_a_run(tmp_path: Path):
     run = run_at(tmp_path / "sft")
-    assert [(place.id, place.path) for place in places(run).values()] == [("sft", run)]
+    assert [(place.id, place.path) for place in places(run).places.values()] == [("sft", run)]
 
 
 def test_a_directory_without_runs_and_one_that_is_not_there(tmp_path: Path):
-    assert places(tmp_path) == {}
-    assert places(tmp_path / "nothing") == {}
+    assert places(tmp_path) == ({}, False)
+    assert places(tmp_path / "nothing") == ({}, False)
+
+
+@pytest.mark.parametrize("data", ["data/train", "a/b/c", "z"])
+def test_many_folders_of_data_hide_no_run_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str
+):
+    for number in range(60):
+        (tmp_path / data / f"n{number:08}" / "images").mkdir(parents=True)
+    runs = [f"runs/exp-{n}/2026/november/seed-0" for n in range(3)]
+    for name in (*runs, "zz/run", f"{data}/n00000059/run"):
+        run_at(tmp_path / name)
+    assert places(tmp_path).cut is False
+    assert len(places(tmp_path).places) == 5
+
+    monkeypatch.setattr(catalog, "MAX_DIRECTORIES", 30)
+    found, cut = places(tmp_path)
+    assert cut
+    assert list(found) == ["zz/run", *runs]
+
+
+def test_folders_of_code_hide_no_run_among_many_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for path in (f"{a}/{b}/{c}/{d}" for a in "ab" for b in "abcd" for c in "abcd" for d in "abcd"):
+        (tmp_path / "code" / path).mkdir(parents=True)
+    names = [f"projects/{n:02}/run" for n in range(20)]
+    for name in names:
+        run_at(tmp_path / name)
+    monkeypatch.setattr(catalog, "MAX_DIRECTORIES", 60)
+    assert list(places(tmp_path).places) == names
+
+
+@pytest.mark.parametrize("with_run", [True, False])
+def test_a_search_that_was_cut_is_told_on_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_run: bool
+):
+    words = "Serve a directory that holds the runs and less besides"
+    root = tmp_path / "home"
+    for number in range(5):
+        (root / f"data/{number}").mkdir(parents=True)
+    if with_run:
+        run_at(root / "run")
+    whole = Board(root).sheet("runs")
+    for module in (catalog, board):
+        monkeypatch.setattr(module, "MAX_DIRECTORIES", 3)
+    cut = Board(root).sheet("runs")
+    assert whole is not None
+    assert cut is not None
+    assert words not in whole.main
+    assert words in cut.main
+    assert "home holds more than 3 directories" in cut.main
+    assert ("No runs here yet" in cut.main) != with_run
 
 
 NAMES = ["<script>alert(1)</script>", "a b", "ä", "..a", "a%2F..", "a\nb", "-x", "~", "a~b"]
@@ -71,7 +126,7 @@ def test_a_directory_that_may_not_be_entered_hides_no_other_run(
     run_at(tmp_path / "good")
     run_at(tmp_path / "lost+found")
     forbid(monkeypatch, tmp_path / "lost+found")
-    assert set(places(tmp_path)) == {"good"}
+    assert set(places(tmp_path).places) == {"good"}
 
 
 def test_a_run_that_may_not_be_entered_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -95,7 +150,7 @@ def test_links_are_not_followed(tmp_path: Path):
     served = tmp_path / "served"
     served.mkdir()
     (served / "out").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    assert places(served) == {}
+    assert places(served).places == {}
 
 
 def test_a_stamp_changes_when_the_run_does_and_only_then(tmp_path: Path):

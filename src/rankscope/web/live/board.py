@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rankscope.errors import RunError
 from rankscope.record import Run
-from rankscope.web.live.catalog import Place, Stamp, places, stamp
+from rankscope.web.live.catalog import MAX_DIRECTORIES, Place, Stamp, places, stamp
 from rankscope.web.live.glance import Glance, glance, in_order, unreadable
 from rankscope.web.live.sheets import (
     RunContent,
@@ -87,6 +87,7 @@ class Board:
         self._making: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._places: dict[str, Place] = {}
         self._here: dict[str, Place] = {}
+        self._cut = False
         self._scanned = -math.inf
         self._glances: dict[str, tuple[str, Glance]] = {}
         self._gone: dict[str, float] = {}
@@ -138,7 +139,8 @@ class Board:
     # Pages ------------------------------------------------------------------------------------
 
     def _runs_sheet(self) -> Sheet:
-        return runs_sheet(self._rows(), self._clock(), self.root.name or str(self.root))
+        rows, where = self._rows(), self.root.name or str(self.root)
+        return runs_sheet(rows, self._clock(), where, MAX_DIRECTORIES if self._cut else None)
 
     def _rows(self) -> list[Glance]:
         return in_order([self._row(place) for place in self._scan(0).values()])
@@ -282,10 +284,10 @@ class Board:
         """Return the runs that are there; those that were there before can still be found."""
         now = time.monotonic()
         if now - self._scanned > max_age:
-            found = places(self.root)
+            found, cut = places(self.root)
             with self._lock:
                 self._places |= found
-                self._here, self._scanned = found, now
+                self._here, self._cut, self._scanned = found, cut, now
         return self._here
 
 

@@ -6,11 +6,13 @@ lead out of the served directory is not read. So nothing outside of it can be re
 """
 
 import hashlib
+import heapq
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rankscope.errors import RunError
 from rankscope.record import Run
@@ -19,7 +21,7 @@ from rankscope.record.files import unreadable
 MAX_DEPTH = 6
 """Levels below the served directory at which runs are looked for."""
 MAX_DIRECTORIES = 20_000
-"""Directories that one look visits at most."""
+"""Directories that one look lists at most."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _UNPLAIN = re.compile(r"[^A-Za-z0-9_-]+")
@@ -53,14 +55,48 @@ class Stamp:
     changed: float
 
 
-def places(root: Path) -> dict[str, Place]:
-    """Return the runs in a directory by id; the directory itself may be one.
+class Found(NamedTuple):
+    """What a look through a directory has found.
+
+    Attributes:
+        places: Runs by id, those of the upper levels first.
+        cut: Whether directories were left out because there are too many.
+    """
+
+    places: dict[str, Place]
+    cut: bool
+
+
+def places(root: Path) -> Found:
+    """Return the runs in a directory; the directory itself may be one.
+
+    Every directory shares its weight evenly among those in it, and the heaviest are looked into
+    first. So where there are more than ``MAX_DIRECTORIES``, the ones left out are those that lie
+    among many: 20,000 folders of a data set hide no run beside them.
 
     Args:
         root: The served directory, without links in its path.
     """
-    found = (Place(id_of(name), path, name) for path, name in _runs(root))
-    return {place.id: place for place in found}
+    if Run.is_run(root):
+        name = root.name or "run"
+        return Found({id_of(name): Place(id_of(name), root, name)}, cut=False)
+    runs: list[Place] = []
+    waiting = [(1, 0, "", root)]  # one over the weight, the level, the name below root, the path
+    for _ in range(MAX_DIRECTORIES):
+        if not waiting:
+            break
+        crowd, level, name, path = heapq.heappop(waiting)
+        below = []
+        for child in _directories(path):
+            inside = f"{name}/{child.name}" if name else child.name
+            if Run.is_run(child.path):
+                runs.append(Place(id_of(inside), Path(child.path), inside))
+            elif level + 1 < MAX_DEPTH:
+                below.append((inside, Path(child.path)))
+        for inside, child_path in below:
+            heapq.heappush(waiting, (crowd * len(below), level + 1, inside, child_path))
+    runs.sort(key=lambda place: (place.name.count("/"), place.name))
+    return Found({place.id: place for place in runs}, cut=bool(waiting))
 
 
 def id_of(name: str) -> str:
@@ -131,28 +167,6 @@ def _stay_inside(entry: os.DirEntry[str], root: Path) -> None:
             f"{entry.name} of this run is a link that leads out of the served directory, and is "
             "not read: copy what it links to into the run, or serve a directory that holds both"
         )
-
-
-def _runs(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield runs with their names, level by level; nothing inside a run is one."""
-    if Run.is_run(root):
-        yield root, root.name or "run"
-        return
-    level = [(root, "")]
-    visited = 0
-    for _ in range(MAX_DEPTH):
-        below = []
-        for path, name in level:
-            visited += 1
-            if visited > MAX_DIRECTORIES:
-                return
-            for child in _directories(path):
-                inside = f"{name}/{child.name}" if name else child.name
-                if Run.is_run(child.path):
-                    yield Path(child.path), inside
-                else:
-                    below.append((Path(child.path), inside))
-        level = below
 
 
 def _directories(path: Path) -> list[os.DirEntry[str]]:

@@ -143,8 +143,17 @@ def compared_sheet(
     return Sheet.of(content.title, main, content.figures)
 
 
-def runs_sheet(glances: Sequence[Glance], now: float, where: str) -> Sheet:
-    """Return the page of all runs."""
+def runs_sheet(
+    glances: Sequence[Glance], now: float, where: str, cut_at: int | None = None
+) -> Sheet:
+    """Return the page of all runs.
+
+    Args:
+        glances: Their rows.
+        now: Seconds since 1970.
+        where: The served directory's name.
+        cut_at: Directories after which the search for runs was cut; None when it was not.
+    """
     rows = [(glance, glance.state(now)) for glance in glances]
     counts = {
         "runs": len(rows),
@@ -152,7 +161,7 @@ def runs_sheet(glances: Sequence[Glance], now: float, where: str) -> Sheet:
         "running": sum(state in ("running", "starting") for _, state in rows),
         "stalled": sum(state == "stalled" for _, state in rows),
     }
-    return Sheet.of(where, fill("runs.html", rows=rows, counts=counts, where=where))
+    return Sheet.of(where, fill("runs.html", rows=rows, counts=counts, where=where, cut_at=cut_at))
 
 
 def words_sheet(title: str, words: str) -> Sheet:
