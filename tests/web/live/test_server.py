@@ -310,6 +310,20 @@ def test_a_token_is_asked_for_and_kept_in_a_cookie(tmp_path: Path):
         assert get(server, "//evil.example/?token=s3cret-%C3%BC").headers["location"][:2] != "//"
 
 
+@pytest.mark.parametrize(
+    "others",
+    ['prefs={"sidebar":true}', "theme=dark mode", "seen", "a=b=c", '"', "=", "", "ü=ü", "x=[1, 2]"],
+)
+def test_cookies_of_other_programs_on_this_host_do_not_matter(tmp_path: Path, others: str):
+    with serving(tmp_path, token="s3cret") as server:
+        pair = get(server, "/?token=s3cret").headers["set-cookie"].partition(";")[0]
+        name = pair.partition("=")[0]
+        for cookies in (f"{others}; {pair}", f"{pair}; {others}", f"{name}=old; {pair};{others}"):
+            assert get(server, "/", Cookie=cookies).status == 200, cookies
+        assert get(server, "/", Cookie=f"{others}; {name}={others}").status == 401
+        assert get(server, "/", Cookie=others).status == 401
+
+
 def test_other_addresses_than_loopback_get_a_token(tmp_path: Path):
     with serving(tmp_path, host="0.0.0.0") as server:
         assert len(server.token) >= 20

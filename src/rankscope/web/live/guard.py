@@ -8,7 +8,6 @@ it comes once in the address and then in a cookie that scripts cannot read.
 import hashlib
 import hmac
 import ipaddress
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -119,12 +118,10 @@ class Guard:
         return None if self._has_cookie(scope) else HTMLResponse(_NO_TOKEN, 401)
 
     def _has_cookie(self, scope: Scope) -> bool:
-        try:
-            cookies = SimpleCookie(Headers(scope=scope).get("cookie", ""))
-        except CookieError:
-            return False
-        known = cookies.get(self._cookie)
-        return known is not None and _equal(known.value, self._cookie_value)
+        """Return whether the cookie is among those sent, whatever other programs have set there."""
+        sent = ";".join(Headers(scope=scope).getlist("cookie")).split(";")
+        pairs = (pair.strip().partition("=")[::2] for pair in sent)
+        return any(n == self._cookie and _equal(v, self._cookie_value) for n, v in pairs)
 
 
 def _equal(one: str, other: str) -> bool:
