@@ -274,6 +274,22 @@ def test_no_page_is_wider_than_its_window(page: Page, site: Site, width: int):
         assert page.evaluate("document.documentElement.scrollWidth") <= width, path
 
 
+def test_a_link_with_the_token_works_on_another_site(browser: Browser, tmp_path: Path):
+    Training(tmp_path / "run").steps(3)
+    elsewhere = "http://chat.example/"
+    with serving(tmp_path, token="s3cret") as server, browser.new_context() as context:
+        link = f'<a href="{server.url}">look at this</a>'
+        context.route(elsewhere, lambda route: route.fulfill(body=link, content_type="text/html"))
+        page = context.new_page()
+        page.goto(elsewhere)
+        page.get_by_text("look at this").click()
+        expect(page.locator("#link")).to_have_text("Live")
+        assert page.url == server.url.partition("?")[0]
+        assert page.evaluate("document.referrer") == ""
+        page.go_back()
+        assert page.url == elsewhere  # the address with the token is not in the history
+
+
 def test_a_server_that_goes_and_comes_back(browser: Browser, tmp_path: Path):
     training = Training(tmp_path / "run")
     training.steps(3)

@@ -2,16 +2,19 @@
 
 On the loopback address the name in the ``Host`` header must be one of this machine's own: a page
 of another site that lets its name point to 127.0.0.1 gets nothing. Elsewhere a token is needed;
-it comes once in the address and then in a cookie that scripts cannot read.
+it comes once in the address and then in a cookie that scripts cannot read, and that a browser
+sends only when a page of this server asks. Of a link on another site, a redirect would still be
+that site's question; so the token is answered by a small page that goes on by itself.
 """
 
 import hashlib
 import hmac
 import ipaddress
-from urllib.parse import parse_qsl, urlencode
+from html import escape
+from urllib.parse import parse_qsl, quote, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 POLICY = "; ".join(
@@ -41,6 +44,12 @@ _NO_TOKEN = (
     "<!doctype html><html lang=en><title>rankscope</title>"
     "<p>This page needs the token that <code>rankscope serve</code> printed when it was started. "
     "Open the address that it printed, which ends in <code>?token=…</code>."
+)
+
+_GO_ON = (
+    "<!doctype html><html lang=en><title>rankscope</title>"
+    '<meta http-equiv=refresh content="0;url={address}">'
+    '<p><a href="{address}">Go on to the page.</a>'
 )
 
 
@@ -109,8 +118,8 @@ class Guard:
             if not _equal(brought[-1], self._token):
                 return HTMLResponse(_NO_TOKEN, 401)
             rest = urlencode([pair for pair in query if pair[0] != "token"])
-            path = "/" + scope["path"].lstrip("/")
-            answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
+            address = quote("/" + scope["path"].lstrip("/")) + (f"?{rest}" if rest else "")
+            answer = HTMLResponse(_GO_ON.format(address=escape(address)))
             answer.set_cookie(
                 self._cookie, self._cookie_value, httponly=True, samesite="strict", path="/"
             )
