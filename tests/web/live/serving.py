@@ -64,7 +64,7 @@ def get(server: Any, path: str, *, method: str = "GET", **headers: str) -> Answe
 
 @contextlib.contextmanager
 def events(server: Any, topic: str, have: str = "") -> Iterator[Iterator[tuple[str, str]]]:
-    """Listen to a page's events: pairs of name and data."""
+    """Listen to a page's events: pairs of name and data, without those that say it is alive."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", f"/events?topic={topic}&have={have}")
     response = connection.getresponse()
@@ -77,7 +77,7 @@ def events(server: Any, topic: str, have: str = "") -> Iterator[Iterator[tuple[s
             field, _, value = line.partition(": ")
             if field == "event":
                 name = value
-            elif field == "data":
+            elif field == "data" and name != "ping":
                 yield name, value
 
     try:

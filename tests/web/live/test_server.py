@@ -183,6 +183,18 @@ def test_a_flush_is_pushed_to_those_who_listen(tmp_path: Path):
         assert "Complete" in get(server, "/api/run/run").json["main"]
 
 
+def test_a_page_is_told_whether_it_is_up_to_date(tmp_path: Path):
+    training = Training(tmp_path / "run")
+    training.steps(2)
+    training.close()
+    with serving(tmp_path) as server:
+        version = get(server, "/api/runs").json["version"]
+        with events(server, "runs", version) as told:
+            assert [next(told), next(told)] == [("hello", "runs"), ("current", version)]
+        with events(server, "runs", "another") as told:
+            assert [next(told), next(told)] == [("hello", "runs"), ("news", version)]
+
+
 def test_a_server_that_ends_ends_its_streams(tmp_path: Path):
     with serving(tmp_path) as server, events(server, "runs") as told:
         assert next(told)[0] == "hello"

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import anyio.to_thread
-from sse_starlette import EventSourceResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
@@ -115,7 +115,7 @@ class _Pages:
         if await _elsewhere(lambda: self._board.sheet(topic) if topic else None) is None:
             return Response(status_code=404)
         stream = self._hub.follow(topic, request.query_params.get("have", ""))
-        return EventSourceResponse(stream, ping=_PING_SECONDS)
+        return EventSourceResponse(stream, ping=_PING_SECONDS, ping_message_factory=_ping)
 
     async def asset(self, request: Request) -> Response:
         tag, name = request.path_params["tag"], request.path_params["name"]
@@ -130,6 +130,11 @@ _NO_RUN = words_sheet(
     "There is no such page",
     "The run may have been renamed or removed. The first page lists all runs that are here.",
 )
+
+
+def _ping() -> ServerSentEvent:
+    """Return what tells a page that the stream is alive; a comment would not reach its script."""
+    return ServerSentEvent("ping", event="ping")
 
 
 async def _elsewhere(work: Callable[[], _T]) -> _T:

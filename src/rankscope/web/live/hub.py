@@ -35,10 +35,14 @@ class Hub:
     async def follow(self, topic: str, have: str) -> AsyncIterator[dict[str, str]]:
         """Yield an event whenever a page's version is not the one that it has.
 
+        The first is ``hello``. After the first look comes ``news``, or ``current`` if there is
+        none, and then ``news`` only.
+
         Args:
             topic: What the page shows.
             have: The version that it shows.
         """
+        told = False
         self._listeners[topic] += 1
         try:
             yield {"event": "hello", "data": topic}
@@ -46,9 +50,11 @@ class Hub:
                 self._start()
                 await self._looked.wait()
                 version = self._versions.get(topic)
-                if version is not None and version != have and not self._closed:
-                    have = version
-                    yield {"event": "news", "data": version}
+                if version is None or self._closed or (told and version == have):
+                    continue
+                event = "current" if version == have else "news"
+                have, told = version, True
+                yield {"event": event, "data": version}
         finally:
             self._listeners[topic] -= 1
             if not self._listeners[topic]:

@@ -5,11 +5,15 @@
   const link = document.getElementById("link");
   const { topic } = main.dataset;
   const RETRY = [1000, 2000, 4000, 8000];
+  const LATE = 3000;
+  const PATIENCE = 60000;
+  const SILENCE = 40000; /* the server speaks every 15 seconds */
   const marked = [];
-  let source = null;
+  let source = null; /* the stream, while this page is seen and connected */
+  let timer = 0; /* until the next try, or until the stream has been silent for too long */
   let failures = 0;
   let lostAt = null;
-  let fetching = false;
+  let asked = null; /* the request for news that is under way */
   let again = false;
 
   /* Times ---------------------------------------------------------------------------------- */
@@ -52,14 +56,25 @@
   }
 
   async function refresh() {
-    if (fetching) { again = true; return; }
-    fetching = true;
+    if (asked) { again = true; return; }
+    const own = asked = new AbortController();
+    const late = setTimeout(() => say("waiting", "Updating"), LATE);
+    const limit = setTimeout(() => own.abort(), PATIENCE);
+    let done = false;
     try {
-      const answer = await fetch(apiAddress(), { cache: "no-store" });
-      if (answer.ok) apply(await answer.json());
-    } catch { /* the stream notices that the server is gone, and says so */ }
-    fetching = false;
-    if (again) { again = false; refresh(); }
+      const answer = await fetch(apiAddress(), { cache: "no-store", signal: own.signal });
+      if (answer.ok) {
+        apply(await answer.json());
+        done = true;
+      }
+    } catch { /* told below */ }
+    clearTimeout(late);
+    clearTimeout(limit);
+    if (asked !== own) return; /* not seen any more, or the stream is lost: the next one tells */
+    asked = null;
+    if (!done) lost("Not up to date");
+    else if (again) { again = false; refresh(); }
+    else current();
   }
 
   function apply(news) {
@@ -80,22 +95,56 @@
     link.textContent = words;
   }
 
+  /* Whether it is up to date ---------------------------------------------------------------- */
+
+  function current() {
+    failures = 0;
+    lostAt = null;
+    say("live", "Live");
+  }
+
+  function lost(words) {
+    stop();
+    lostAt ??= Date.now();
+    say("lost", `${words} since ${clock(lostAt)}, retrying`);
+    timer = setTimeout(listen, RETRY[Math.min(failures, RETRY.length - 1)]);
+    failures += 1;
+  }
+
+  function heard() {
+    clearTimeout(timer);
+    timer = setTimeout(() => lost("Not connected"), SILENCE);
+  }
+
   function listen() {
     const query = new URLSearchParams({ topic, have: main.dataset.version });
+    const then = { hello() {}, ping() {}, current, news: refresh };
     source = new EventSource(`/events?${query}`);
-    source.addEventListener("hello", () => {
-      failures = 0;
-      lostAt = null;
-      say("live", "Live");
-    });
-    source.addEventListener("news", refresh);
-    source.addEventListener("error", () => {
-      source.close();
-      lostAt ??= Date.now();
-      say("lost", `Not connected since ${clock(lostAt)}, retrying`);
-      setTimeout(listen, RETRY[Math.min(failures, RETRY.length - 1)]);
-      failures += 1;
-    });
+    if (lostAt === null) say("waiting", "Connecting");
+    heard();
+    for (const [name, react] of Object.entries(then)) {
+      source.addEventListener(name, () => { heard(); react(); });
+    }
+    source.addEventListener("error", () => lost("Not connected"));
+  }
+
+  function stop() {
+    clearTimeout(timer);
+    source?.close();
+    asked?.abort();
+    source = asked = null;
+    again = false;
+  }
+
+  /* A browser has six connections for a server: pages that nobody sees must not hold them. */
+  function seen() {
+    if (!topic) return;
+    if (document.visibilityState === "visible") {
+      if (!source) listen();
+    } else {
+      stop();
+      say("waiting", "Paused");
+    }
   }
 
   /* Comparing two runs ----------------------------------------------------------------------- */
@@ -137,6 +186,8 @@
   tell();
   mark();
   setInterval(tell, 1000);
-  if (topic) listen();
-  window.addEventListener("pagehide", () => source?.close());
+  seen();
+  document.addEventListener("visibilitychange", seen);
+  window.addEventListener("pagehide", stop);
+  window.addEventListener("pageshow", ({ persisted }) => { if (persisted) seen(); });
 })();
