@@ -83,6 +83,50 @@ def test_odd_tensors_come_back_too():
     assert four.tolist() == [0, 2]
 
 
+class Mode(str, enum.Enum):  # noqa: UP042 - as models still write it
+    TRAIN = "train"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Rate(float, enum.Enum):
+    LOW = 0.1
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (Mode.TRAIN, str),
+        (Level.HIGH, int),
+        (Rate.LOW, float),
+        (np.float64(0.1), np.float64),
+        (np.float32(0.1), np.float32),
+        (np.int64(3), np.int64),
+        (np.bool_(True), np.bool_),
+        (np.str_("text"), np.str_),
+    ],
+)
+def test_members_of_enumerations_and_scalars_of_numpy_keep_their_value(value, kind):
+    (back, again), _ = there_and_back(value, {value: value})
+    assert back == value
+    assert type(back) is kind
+    assert again == {value: value}
+
+
+class Fresh(dict):
+    """Makes its values when it is asked for them."""
+
+    def items(self):
+        return ((key, torch.full((3,), key)) for key in self)
+
+
+def test_tensors_that_nobody_else_holds_are_not_mistaken_for_each_other():
+    (back,), _ = there_and_back(Fresh.fromkeys(range(9)))
+    assert [value.tolist() for value in back.values()] == [[key] * 3 for key in range(9)]
+
+
 def test_a_tensor_that_is_given_twice_stays_one():
     ids = torch.arange(3)
     _, back = there_and_back(input_ids=ids, labels=ids, other=ids.clone())

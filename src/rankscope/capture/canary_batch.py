@@ -140,7 +140,8 @@ class _Keeper:
     def __init__(self, moves_inputs: bool) -> None:
         self.arrays: list[HostCopy | NDArray[Any]] = []
         self._moves_inputs = moves_inputs
-        self._places: dict[int, Any] = {}  # a tensor given twice stays one tensor
+        # A tensor given twice stays one tensor; each is held, so that no other gets its id.
+        self._places: dict[int, tuple[Any, Any]] = {}
         self._num_bytes = 0
 
     def keep(self, value: Any) -> Any:
@@ -149,17 +150,19 @@ class _Keeper:
         Raises:
             CanaryDeclined: It cannot be kept.
         """
-        if value is None or isinstance(value, bool | str):
-            return value if value is None or isinstance(value, bool) else str(value)
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, np.ndarray | np.generic):  # before text and floats: some are these
+            return self._keep_once(value, self._keep_array)
+        if isinstance(value, str):
+            return str.__str__(value)  # not what an enumeration shows of itself
         if isinstance(value, int):
-            return int(value)
+            return int.__int__(value)
         if isinstance(value, float):
-            return {"float": float(value).hex()}
+            return {"float": float.hex(value)}
         if isinstance(value, Tensor):
             _check_tensor(value)
             return self._keep_once(value, self._keep_tensor)
-        if isinstance(value, np.ndarray | np.generic):
-            return self._keep_once(value, self._keep_array)
         if isinstance(value, Mapping):
             return {"dict": [[self.keep(key), self.keep(item)] for key, item in value.items()]}
         if type(value) is list:
@@ -176,8 +179,8 @@ class _Keeper:
                     f"the batch is larger than {MAX_BATCH_BYTES // 2**20} MiB and is not kept for "
                     "a replay"
                 )
-            self._places[id(value)] = keep(value)
-        return self._places[id(value)]
+            self._places[id(value)] = value, keep(value)
+        return self._places[id(value)][1]
 
     def _keep_tensor(self, tensor: Tensor) -> Any:
         bits = tensor.detach()
