@@ -1,6 +1,7 @@
 """``rankscope replay``: what a bundle holds, and its batches run again, alone and on ranks."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from rankscope.capture.canary_batch import capture_batch
 from rankscope.cli import main
+from rankscope.cli.replay_run import replay
 from rankscope.core.canary import CanaryResults, judge
 from rankscope.core.finding import Finding, Severity
 from rankscope.errors import RunError, UsageError
@@ -149,6 +151,41 @@ def test_one_process_repeats_itself_and_names_the_worst_samples(path: str):
     shown = text(call(path, "--model", "cli.test_replay:model"))
     assert "This process repeats its own result in every bit." in shown
     assert "samples with the largest loss" in shown
+
+
+class Weighted(torch.nn.Module):
+    """Its loss is the mean of what it is given, times a parameter that is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor, losses: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (losses * self.one).mean()}
+
+
+def with_losses(*losses: float):
+    ids = torch.arange(len(losses))[:, None]
+    return capture_batch((), {"input_ids": ids, "losses": torch.tensor(losses)}).plain()
+
+
+@pytest.mark.parametrize(
+    ("losses", "worst"),
+    [
+        ((1, 7, math.nan, 3, 2, 5, 4), [2, 1, 5, 6, 3]),
+        ((7, math.inf, 6, 5, 4, math.nan, 8), [5, 1, 6, 0, 2]),
+        ((math.nan, 1, math.nan), [0, 2, 1]),
+    ],
+)
+def test_samples_whose_loss_is_no_number_are_told_first(losses, worst):
+    batches = with_losses(*losses), with_losses(1, 3, math.nan, 5)
+    replayed = replay(make_bundle(batches=batches), Weighted())
+    assert replayed is not None
+    assert [sample.index for sample in replayed.worst] == worst
+    assert replayed.peer_median == 3
+    unknown = replay(make_bundle(batches=(batches[0], with_losses(*[math.nan] * 2))), Weighted())
+    assert unknown is not None
+    assert math.isnan(unknown.peer_median)
 
 
 def test_a_process_that_does_not_repeat_itself(path: str):

@@ -24,7 +24,7 @@ from rankscope.exchange import GlooChannel
 from rankscope.record.bundle import ReplayBundle
 
 WORST = 5
-"""Samples that are told, those with the largest loss."""
+"""Samples that are told, those whose loss is NaN and then those with the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ class Replayed:
     Attributes:
         results: What each rank computed.
         verdict: What that proves.
-        worst: The suspect's samples with the largest loss, where the verdict is data.
-        peer_median: Median loss of the peer's samples; NaN when unknown.
+        worst: The suspect's samples with the largest loss, where the verdict is data; those whose
+            loss is NaN come first.
+        peer_median: Median loss of the peer's samples whose loss is a number; NaN when unknown.
         note: Why there are no samples, if so.
     """
 
@@ -229,8 +230,9 @@ def _with_samples(
     if not own:
         note = "no samples were recognised in the batch"
         return Replayed(replayed.results, replayed.verdict, note=note)
-    worst = sorted(own, key=lambda sample: -sample.loss)[:WORST]
-    median = float(np.median([sample.loss for sample in others])) if others else np.nan
+    worst = sorted(own, key=lambda sample: (not np.isnan(sample.loss), -sample.loss))[:WORST]
+    known = [sample.loss for sample in others if not np.isnan(sample.loss)]
+    median = float(np.median(known)) if known else np.nan
     return Replayed(replayed.results, replayed.verdict, worst, median)
 
 
