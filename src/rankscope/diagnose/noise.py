@@ -244,14 +244,14 @@ def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints, Floa
     cells = at[here] * width + rows["rank"][here]
     size = len(steps_T) * width
 
-    def sums(values: Floats | None) -> Floats:
-        return np.bincount(cells, values, size).reshape(-1, width)
+    def sums(values: Floats) -> Floats:
+        return np.asarray(np.bincount(cells, values, size), np.float64).reshape(-1, width)
 
     scales = rows["loss_scale"][here]
     with np.errstate(over="ignore"):
         means_T = sums(np.square(rows["grad_norm"][here])).mean(axis=1)
         scales_TW, scale_squares_TW = sums(scales), sums(np.square(scales))
-    counts_TW = sums(None)
+    counts_TW = np.bincount(cells, minlength=size).reshape(-1, width)
     equal_T = (counts_TW == counts_TW[:, :1]).all(axis=1)
     num_micro_T = np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)
     return means_T, num_micro_T, micro_shares(scales_TW, scale_squares_TW, num_micro_T)
