@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 SIZE = 96
@@ -64,6 +65,42 @@ def other_buffer():
     built = model()
     built[1].running_mean += rank() == 1
     return built
+
+
+def fsdp1(*, use_orig_params=True, strategy=ShardingStrategy.FULL_SHARD, spoil=None):
+    """A healthy model of which each rank holds a part, and a trained optimizer's state of it."""
+    torch.manual_seed(7)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    layers.register_buffer("table", torch.arange(4.0) + (spoil == "buffer") * rank())
+    layers[2] = FullyShardedDataParallel(
+        layers[2],
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+        sharding_strategy=strategy,
+    )
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
+    layers(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    if spoil == "parameter" and rank() == 1:
+        with torch.no_grad():
+            layers[0].weight += 1
+    return layers, optimizer
+
+
+def fsdp1_flat():
+    return fsdp1(use_orig_params=False)
+
+
+def fsdp1_whole():
+    return fsdp1(strategy=ShardingStrategy.NO_SHARD)
+
+
+def fsdp1_other_parameter():
+    return fsdp1(spoil="parameter")
+
+
+def fsdp1_other_buffer():
+    return fsdp1(spoil="buffer")
 
 
 def same_dropout():

@@ -90,6 +90,34 @@ def test_faults_are_named_with_their_rank():
     assert found["shards"]["numbers"]["same_batches"] == [[0, 1, 2]]
 
 
+NOT_COMPARED = "not compared: each rank holds a part, or there is no content yet"
+
+
+@pytest.mark.parametrize(("model", "parts"), [("fsdp1", 2), ("fsdp1_flat", 1), ("fsdp1_whole", 0)])
+def test_parts_that_ranks_hold_under_fsdp1_are_no_other_model(model, parts):
+    code, out, err = doctor(2, f"--model=patients:{model}", "--json", "--seconds=60")
+    assert code == 0, err
+    found = checks(out)
+    for name in ("parameters", "buffers", "optimizer"):
+        assert found[name]["status"] == "ok", found[name]
+    told = found["parameters"]["found"]
+    whole = {"fsdp1": 4, "fsdp1_flat": 4, "fsdp1_whole": 6}[model]
+    assert told.startswith(f"{whole} parameters, the same bits on all ranks")
+    assert (f"{parts} parameter" in told and NOT_COMPARED in told) == bool(parts)
+
+
+def test_what_all_ranks_hold_whole_is_compared_beside_fsdp1():
+    for spoiled, name, key in (
+        ("fsdp1_other_parameter", "parameters", "0.weight"),
+        ("fsdp1_other_buffer", "buffers", "table"),
+    ):
+        code, out, err = doctor(2, f"--model=patients:{spoiled}", "--json", "--seconds=60")
+        assert code == 1, err
+        check = checks(out)[name]
+        assert check["status"] == "error"
+        assert check["numbers"]["different"][0] == key
+
+
 def test_steps_that_do_not_repeat_are_named_with_rank_and_operator():
     code, out, err = doctor(
         2, "--model=patients:on_rank_1", "--loader=patients:sharded", "--json", "--seconds=60"

@@ -1,11 +1,12 @@
 """What one rank's model and optimizer are made of, as digests and plain values."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -26,14 +27,15 @@ def look(bench: Bench) -> Facts:
     """
     model, optimizer = _build(bench)
     bench.model = model
+    parts = _parts(model)
     return {
         "rng": _generators(bench.device),
-        "parameters": _tensors(model.named_parameters()),
+        "parameters": _tensors(model.named_parameters(), parts),
         "buffers": _tensors(model.named_buffers()),
         "wrapped": type(model).__name__ in _WRAPPERS or hasattr(model, "reshard"),
         "dropout": dropouts(model),
         "batch_norms": _batch_norms(model),
-        "optimizer": None if optimizer is None else _optimizer(optimizer),
+        "optimizer": None if optimizer is None else _optimizer(optimizer, parts),
     }
 
 
@@ -67,8 +69,15 @@ def _generators(device: torch.device) -> dict[str, int]:
     return states
 
 
-def _tensors(named: Iterator[tuple[str, Tensor]]) -> dict[str, list[Any]]:
-    """Return shape, type and digest of each tensor; the digest is None without one to compare."""
+def _tensors(
+    named: Iterator[tuple[str, Tensor]], parts: Container[int] = ()
+) -> dict[str, list[Any]]:
+    """Return shape, type and digest of each tensor; the digest is None without one to compare.
+
+    Args:
+        named: The tensors.
+        parts: Those of which a rank holds a part in a plain tensor, see :func:`_parts`.
+    """
     found: dict[str, list[Any]] = {}
     pending: list[tuple[str, Tensor]] = []
     for name, tensor in named:
@@ -76,15 +85,31 @@ def _tensors(named: Iterator[tuple[str, Tensor]]) -> dict[str, list[Any]]:
             found[name] = ["not initialised", str(tensor.dtype), None]
             continue
         found[name] = [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), None]
-        if not tensor.is_meta and not _is_split(tensor):
+        if id(tensor) in parts:
+            found[name][0] = "a part"  # which may be of another size on each rank
+        elif not tensor.is_meta and not _is_split(tensor):
             pending.append((name, digest_tensor(tensor)))
     for name, digest in pending:
         found[name][2] = int(digest.item())
     return found
 
 
+def _parts(model: nn.Module) -> frozenset[int]:
+    """Return the ids of parameters of which each rank holds a part, as plain tensors tell nothing.
+
+    These are all inside of ``FullyShardedDataParallel`` (FSDP1), those that it was told to ignore
+    included: with ``use_orig_params`` they look alike.
+    """
+    return frozenset(
+        id(parameter)
+        for module in FullyShardedDataParallel.fsdp_modules(model)
+        if module.sharding_strategy is not ShardingStrategy.NO_SHARD
+        for parameter in module.parameters()
+    )
+
+
 def _is_split(tensor: Tensor) -> bool:
-    """Return whether each rank holds a part of its own, which no other has."""
+    """Return whether a tensor says itself that each rank holds a part, which no other has."""
     return isinstance(tensor, DTensor) and any(isinstance(p, Shard) for p in tensor.placements)
 
 
@@ -116,22 +141,27 @@ def _batch_norms(model: nn.Module) -> list[str]:
     ]
 
 
-def _optimizer(optimizer: Any) -> dict[str, Any]:
+def _optimizer(optimizer: Any, parts: Container[int]) -> dict[str, Any]:
     settings: dict[str, Any] = {"class": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         settings[f"group {number}: number of parameters"] = len(group["params"])
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 settings[f"group {number}: {key}"] = _plain(value)
-    return {"settings": settings, "state": _optimizer_state(optimizer)}
+    return {"settings": settings, "state": _optimizer_state(optimizer, parts)}
 
 
-def _optimizer_state(optimizer: Any) -> dict[str, list[Any]]:
-    """Return what an optimizer remembers, by position of the parameter and name."""
+def _optimizer_state(optimizer: Any, parts: Container[int]) -> dict[str, list[Any]]:
+    """Return what an optimizer remembers, by position of the parameter and name.
+
+    What belongs to a rank's part of a parameter is left out: no other rank has the same.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})
     tensors: list[tuple[str, Tensor]] = []
     for number, parameter in enumerate(parameters):
+        if id(parameter) in parts:
+            continue
         entry = state.get(parameter, {}) if isinstance(state, Mapping) else {}
         items = entry.items() if isinstance(entry, Mapping) else ()
         tensors += [(f"{number} {key}", value) for key, value in items if isinstance(value, Tensor)]
