@@ -11,6 +11,7 @@
     ├── MissingExtraError          an optional dependency that is not installed
     ├── study.launch: StudyInterrupted, WorkerFailedError
     ├── capture.canary_batch: CanaryDeclined (a model or batch that no canary can run)
+    ├── capture.canary_state: NotPutBackError (what a canary has changed)
     └── exchange: ChannelError, PayloadError, Goodbye; these never leave the monitor's thread
 
 Each message says what was expected, what came, and what to do. None of them is ever raised into

@@ -1,25 +1,24 @@
 """A canary on one worker: a given batch, forward and backward, that leaves nothing behind.
 
 It runs the model that is inside the data-parallel wrapper, so that no worker talks to another, and
-asks for gradients with ``torch.autograd.grad``: no ``.grad`` is touched, and neither hooks that
-wait for accumulated gradients nor those of the wrapper fire. All random generators are seeded alike
-on every worker. Afterwards all is as it was, see :mod:`rankscope.capture.canary_state`.
+asks for gradients with ``torch.autograd.grad``: nothing is added to any ``.grad``, and neither
+hooks that wait for accumulated gradients nor those of the wrapper fire. A model that accumulates by
+itself is declined, see :mod:`rankscope.capture.canary_alone`. All random generators are seeded
+alike on every worker. Afterwards all is as it was, see :mod:`rankscope.capture.canary_state`.
 """
 
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankscope.capture.canary_alone import ACCUMULATES, alone
 from rankscope.capture.canary_batch import CanaryDeclined, restore_batch
-from rankscope.capture.canary_state import kept
+from rankscope.capture.canary_state import NotPutBackError, kept
 from rankscope.capture.digest import digest_tensor
 from rankscope.capture.host import HostCopy
 from rankscope.capture.passes import tensors_in
@@ -29,7 +28,6 @@ _ROOM = 1.5
 """Free memory that a canary needs on an accelerator, in sizes of the gradient."""
 
 _PERIOD = 8191  # of the signs that project outputs
-_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 _TALKATIVE = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
@@ -126,21 +124,24 @@ def run_batch(
 
     Raises:
         CanaryDeclined: It cannot be run, or failed; all is as it was then, too.
+        NotPutBackError: Something is not.
     """
     try:
         check_module(module)
         parameters = [p for p in module.parameters() if p.requires_grad]
         _check_memory(parameters, device)
         args, kwargs = restore_batch(batch, device)
-        with kept(module, device, seed=seed) as reseed, _as_in_training(device):
+        with kept(module, device, seed=seed) as run, alone(device, run.before_write):
             loss = loss_of(module(*args, **kwargs))
-            _check_graph(loss)
+            _check_graph(loss, run.nodes)
             if backward_seed is not None:
-                reseed(backward_seed)
+                run.seed(backward_seed)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            if any(parameter.grad is not None for parameter in parameters):
+                raise CanaryDeclined(ACCUMULATES)
         with torch.no_grad():
             return _result(loss.detach(), gradients)
-    except CanaryDeclined:
+    except (CanaryDeclined, NotPutBackError):
         raise
     except Exception as error:
         raise CanaryDeclined(f"the canary could not be run ({_in_short(error)})") from error
@@ -153,12 +154,17 @@ def loss_without_gradient(
 
     Raises:
         CanaryDeclined: It cannot be run, or failed.
+        NotPutBackError: Not all is as it was.
     """
     try:
         args, kwargs = restore_batch(batch, device)
-        with kept(module, device, seed=seed), _as_in_training(device), torch.no_grad():
+        with (
+            kept(module, device, seed=seed) as run,
+            alone(device, run.before_write),
+            torch.no_grad(),
+        ):
             return float(loss_of(module(*args, **kwargs)))
-    except CanaryDeclined:
+    except (CanaryDeclined, NotPutBackError):
         raise
     except Exception as error:
         raise CanaryDeclined(f"the batch could not be run ({_in_short(error)})") from error
@@ -248,46 +254,15 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 
-@contextmanager
-def _as_in_training(device: torch.device) -> Iterator[None]:
-    """Keep the autocast in force without its cache, run eagerly, and forbid communication."""
-    autocast = torch.autocast(
-        device.type,
-        dtype=torch.get_autocast_dtype(device.type),
-        enabled=torch.is_autocast_enabled(device.type),
-        cache_enabled=False,
-    )
-    with autocast, _eagerly(), _Alone():  # type: ignore[no-untyped-call]
-        yield
+def _check_graph(loss: Tensor, foreign: Set[Any]) -> None:
+    """Check that all gradients can be asked for one by one, and in a graph of the run's own.
 
+    Reentrant checkpointing only knows how to accumulate them, and hides its parameters. A backward
+    pass through a graph that the training still needs, behind a hidden state, would release it.
 
-def _eagerly() -> AbstractContextManager[Any]:
-    """Leave compiled code alone: another shape could make it compile anew, for later steps too."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()  # nothing is compiled, and to load the compiler would take seconds
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that talk to other workers, which may not be there."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass an operation on, unless it communicates."""
-        if getattr(func, "namespace", "") in _NAMESPACES:
-            raise CanaryDeclined(
-                "a canary runs on each worker alone, and the model's forward pass talks to the "
-                f"others ({func})"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _check_graph(loss: Tensor) -> None:
-    """Check that all gradients can be asked for one by one.
-
-    Reentrant checkpointing only knows how to accumulate them, and hides its parameters.
+    Args:
+        loss: What is to be derived.
+        foreign: Nodes of the training's graphs.
     """
     nodes, seen = [loss.grad_fn], set()
     while nodes:
@@ -295,6 +270,11 @@ def _check_graph(loss: Tensor) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if node in foreign:
+            raise CanaryDeclined(
+                "a canary runs a batch by itself, and the model's state goes on with a graph of "
+                "the steps before, which its backward pass would release"
+            )
         if "CheckpointFunction" in node.name():
             raise CanaryDeclined(
                 "a canary leaves all gradients alone, which reentrant checkpointing does not "

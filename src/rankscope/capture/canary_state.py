@@ -1,27 +1,57 @@
 """Everything that a forward pass may change, kept before a canary and put back after it.
 
-Put back are the random generators of Python, numpy, torch and the accelerator; the bits of all
-buffers and of all tensors that are attributes of a module; which objects the module's attributes,
-buffers and parameters are; and the content of lists, dicts, sets and deques among its attributes.
-What a forward pass changes elsewhere (a file, an object of its own) is out of reach.
+Put back are the random generators of Python, numpy, torch and the accelerator; and of every module,
+which objects its attributes, buffers and parameters are, the bits of those that are tensors, the
+states of those that are random generators, and the content of lists, dicts, sets and deques among
+them, at any depth. What a forward pass changes elsewhere (a file, an object of its own) is out of
+reach.
 """
 
-import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-_BOOKKEEPING = ("_forward_", "_backward_", "_state_dict_", "_load_state_", "_non_persistent_")
+from rankscope.capture.canary_random import KINDS, RandomGenerators
+from rankscope.capture.canary_tensors import KeptTensors
+from rankscope.errors import RankscopeError
+
 _REGISTERS = ("_parameters", "_buffers", "_modules")
+_HOOKS = frozenset(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)
+).difference(_REGISTERS)
+"""What torch keeps in a module for hooks and the like."""
+
+_CONTAINERS = (list, dict, set, deque)
+_OPENED = (nn.Module, Tensor, tuple, *_CONTAINERS, *KINDS)
+
+
+class NotPutBackError(RankscopeError):
+    """Something that a run has changed could not be put back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a run that is to leave nothing behind needs.
+
+    Attributes:
+        seed: Seeds all random generators.
+        before_write: Takes each tensor that an operation is about to write into.
+        nodes: The nodes of the training's graphs that lead to tensors of the modules.
+    """
+
+    seed: Callable[[int], None]
+    before_write: Callable[[Tensor], None]
+    nodes: frozenset[Any]
 
 
 @contextmanager
-def kept(module: nn.Module, device: torch.device, *, seed: int) -> Iterator[Callable[[int], None]]:
+def kept(module: nn.Module, device: torch.device, *, seed: int) -> Iterator[Kept]:
     """Run a block with seeded random generators, and put everything back after it.
 
     Args:
@@ -30,123 +60,124 @@ def kept(module: nn.Module, device: torch.device, *, seed: int) -> Iterator[Call
         seed: Seed of all random generators inside; equal on all workers.
 
     Yields:
-        What seeds them again.
+        What seeds them again, what must be told of writes, and what must be left alone.
+
+    Raises:
+        NotPutBackError: Something could not be put back; all else was.
     """
-    generators = _Generators(device)
-    modules = [_ModuleState(part) for part in module.modules()]
+    found = _Found(module)
+    generators = RandomGenerators(device, found.generators)
+    tensors = KeptTensors(found.parameters, found.tensors)
+    modules = [_ModuleState(part) for part in found.modules]
+    containers = [(container, _copy(container)) for container in found.containers]
+    steps_back: list[Callable[[], None]] = [
+        *(state.put_back for state in modules),
+        *(partial(_fill, container, content) for container, content in containers),
+        *tensors.steps_back(),
+        generators.put_back,
+    ]
     try:
+        tensors.set_gradients_aside()
         generators.seed(seed)
-        yield generators.seed
+        yield Kept(generators.seed, tensors.before_write, tensors.nodes)
     finally:
-        for state in modules:
-            state.put_back()
-        generators.put_back()
+        _take_all(steps_back)
 
 
-class _Generators:
-    """The states of all global random generators."""
+def _take_all(steps: Iterable[Callable[[], None]]) -> None:
+    """Take all steps back: one that fails, or an interrupt, does not hold up the rest.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_device: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()  # noqa: NPY002 - the training's
-        self._torch = torch.get_rng_state()
-        self._accelerator = (
-            None if self._on_device is None else self._on_device.get_rng_state(device)
-        )
+    Raises:
+        NotPutBackError: One has failed.
+    """
+    failures: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            failures.append(error)
+    for error in failures:
+        if not isinstance(error, Exception):
+            raise error
+    if failures:
+        raise NotPutBackError(
+            "a canary has left its traces in the model, since something that its forward pass "
+            f"changed could not be put back: {failures[0]!r}"
+        ) from failures[0]
 
-    def seed(self, seed: int) -> None:
-        """Seed all of them."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        torch.default_generator.manual_seed(seed)
-        if self._on_device is not None:
-            with self._on_device.device(self._device):
-                self._on_device.manual_seed(seed)
 
-    def put_back(self) -> None:
-        """Put back all states."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        torch.set_rng_state(self._torch)
-        if self._on_device is not None:
-            self._on_device.set_rng_state(self._accelerator, self._device)
+class _Found:
+    """What can be reached from a module through modules, their attributes and containers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules: list[nn.Module] = []
+        self.containers: list[Any] = []
+        self.parameters: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        self.generators: list[Any] = []
+        seen: dict[int, Any] = {}
+        waiting: list[Any] = [module]
+        while waiting:
+            value = waiting.pop()
+            if id(value) not in seen:
+                seen[id(value)] = value  # alive, so that no other gets its id
+                waiting += [part for part in self._open(value) if isinstance(part, _OPENED)]
+
+    def _open(self, value: Any) -> Iterable[Any]:
+        """Note a value and return what is in it."""
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+            held = [item for name in _REGISTERS for item in vars(value)[name].values()]
+            return [*held, *_attributes(value).values()]
+        if isinstance(value, Tensor):
+            (self.parameters if isinstance(value, nn.Parameter) else self.tensors).append(value)
+        elif isinstance(value, KINDS):
+            self.generators.append(value)
+        elif isinstance(value, tuple):
+            return value
+        else:
+            self.containers.append(value)
+            return list(value.values()) if isinstance(value, dict) else list(value)
+        return ()
 
 
 class _ModuleState:
-    """The attributes, buffers and parameters of one module, without those of its children."""
+    """Which attributes, buffers, parameters and children one module has."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._attributes = {
-            name: value
-            for name, value in vars(module).items()
-            if name not in _REGISTERS and not name.startswith(_BOOKKEEPING)
-        }
+        self._attributes = _attributes(module)
         self._registers = {name: dict(vars(module)[name]) for name in _REGISTERS}
-        self._containers = [
-            (value, _copy(value)) for value in self._attributes.values() if _is_container(value)
-        ]
-        tensors = [*self._registers["_buffers"].values(), *self._attributes.values()]
-        self._bits = [
-            (tensor, tensor.detach().clone())
-            for tensor in tensors
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
-            if _is_writable(tensor)
-        ]
-        self._generators = [
-            (value, value.get_state())
-            for value in self._attributes.values()
-            if isinstance(value, torch.Generator)
-        ]
 
     def put_back(self) -> None:
-        """Put back what has changed; a change of bits leaves no trace in a pending graph."""
+        """Put back what has changed."""
         own = vars(self._module)
         for name, register in self._registers.items():
             _put_back_items(own[name], register)
-        for name in [n for n in own if n not in self._attributes and _is_attribute(n)]:
+        for name in [name for name in _attributes(self._module) if name not in self._attributes]:
             del own[name]
         for name, value in self._attributes.items():
             if name not in own or own[name] is not value:
                 own[name] = value
-        for container, content in self._containers:
-            _fill(container, content)
-        with torch.no_grad():
-            for tensor, bits in self._bits:
-                tensor.data.copy_(bits)  # .data: version counters stay as they are
-        for generator, state in self._generators:
-            generator.set_state(state)
 
 
-def _is_attribute(name: str) -> bool:
-    return name not in _REGISTERS and not name.startswith(_BOOKKEEPING)
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    own = vars(module).items()
+    return {name: value for name, value in own if name not in _REGISTERS and name not in _HOOKS}
 
 
 def _put_back_items(register: dict[str, Any], before: dict[str, Any]) -> None:
-    same = list(register) == list(before)
-    if same and all(register[name] is value for name, value in before.items()):
+    if len(register) == len(before) and all(
+        name is old_name and value is old
+        for (name, value), (old_name, old) in zip(register.items(), before.items(), strict=True)
+    ):
         return
     register.clear()
     register.update(before)
 
 
-def _is_writable(tensor: Tensor) -> bool:
-    """Return whether the forward pass can write into a tensor: no two elements share memory."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_inference():
-        return False
-    return not any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
-
-
-def _is_container(value: object) -> bool:
-    return isinstance(value, list | dict | set | deque)
-
-
-def _copy(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else list(value)
+def _copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _fill(container: Any, content: Any) -> None:

@@ -1,0 +1,197 @@
+"""A canary beside the graphs of the training, and what is left when not all goes well."""
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from rankscope.capture.canary import run_batch
+from rankscope.capture.canary_batch import CanaryDeclined, capture_batch
+from rankscope.capture.canary_state import NotPutBackError
+
+CPU = torch.device("cpu")
+
+
+def run(model: nn.Module, *args: Any, seed: int = 1) -> Any:
+    return run_batch(model, capture_batch(args, {}).plain(), CPU, seed=seed).read()
+
+
+class Stateful(nn.Module):
+    """A layer, a state, and something that the forward pass does with both."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.act = nn.Linear(3, 3), act
+        self.state = torch.zeros(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, self.layer(x)).square().mean()
+
+
+def goes_on(model: Stateful, hidden: Tensor) -> Tensor:
+    model.state = torch.tanh(hidden + model.state)
+    return model.state
+
+
+def adds_in_place(model: Stateful, hidden: Tensor) -> Tensor:
+    model.state += torch.tanh(hidden)
+    return hidden + model.state.detach()
+
+
+def cut_off(model: Stateful, hidden: Tensor) -> Tensor:
+    model.state.detach_()
+    model.state += torch.tanh(hidden)
+    return model.state * 1
+
+
+def clamped(model: Stateful, hidden: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.layer.weight.clamp_(-0.1, 0.1)
+        model.state.add_(1)
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (goes_on, "goes on with a graph of the steps before"),
+        (adds_in_place, "part of a graph of the training"),
+    ],
+)
+def test_a_graph_that_the_training_still_needs_is_neither_released_nor_changed(act, reason):
+    def train(*, canary: bool) -> list[Any]:
+        model, gradients = Stateful(act), []
+        for step in range(3):
+            x = torch.full((4, 3), step + 1.0)
+            if canary and step:
+                node, state = model.state.grad_fn, model.state.tolist()
+                with pytest.raises(CanaryDeclined, match=reason):
+                    run(model, x)
+                assert model.state.grad_fn is node
+                assert model.state.tolist() == state
+            loss = model(x) + model.state.sum()
+            gradients.append(torch.autograd.grad(loss, model.layer.weight, retain_graph=True)[0])
+        return [gradient.tolist() for gradient in gradients]
+
+    assert train(canary=True) == train(canary=False)
+
+
+def test_a_state_that_the_forward_pass_cuts_off_is_no_obstacle():
+    model, x = Stateful(cut_off), torch.ones(4, 3)
+    for _ in range(2):
+        before = model.state.tolist()
+        assert run(model, x) == run(model, x)
+        assert model.state.tolist() == before
+        model(x).backward()
+        assert model.state.tolist() != before
+
+
+def test_a_pending_graph_does_not_notice_that_what_it_saved_was_written_meanwhile():
+    model = Stateful(clamped)
+    with torch.no_grad():
+        model.layer.weight.fill_(0.5)
+    penalty = model.layer.weight.square().sum() + (model.layer.bias * model.state).sum()
+    versions = [tensor._version for tensor in (model.layer.weight, model.state)]
+    run(model, torch.ones(4, 3))
+    assert [tensor._version for tensor in (model.layer.weight, model.state)] == versions
+    penalty.backward()  # which raises if one was written since
+    assert model.layer.weight.grad.tolist() == [[1.0] * 3] * 3
+    model(torch.ones(4, 3))
+    assert model.layer.weight._version > versions[0]
+
+
+def test_running_statistics_of_any_size_are_put_back():
+    model = Stateful(lambda model, hidden: model.norm(hidden.repeat(1, 100_000)))
+    model.norm = nn.BatchNorm1d(300_000)
+    assert model.norm.running_mean.nbytes > 2**20
+    run(model, torch.randn(4, 3))
+    assert not model.norm.running_mean.any()
+    assert (model.norm.running_var == 1).all()
+
+
+# Failures --------------------------------------------------------------------------------------
+
+
+class Sticky(list[int]):
+    """A list that gives nothing away."""
+
+    def clear(self) -> None:
+        raise TypeError("this list only grows")
+
+
+def test_what_cannot_be_put_back_is_no_refusal_and_keeps_nothing_else_from_being_put_back():
+    def grow(model: Stateful, hidden: Tensor) -> Tensor:
+        model.held[0].append(1)
+        model.held[1].append(1)
+        return clamped(model, hidden)
+
+    model = Stateful(grow)
+    model.held = [Sticky(), []]
+    weight, gradient = model.layer.weight.tolist(), torch.ones(3, 3)
+    model.layer.weight.grad = gradient
+    generators = random.getstate(), torch.get_rng_state().tolist()
+    batch = capture_batch((torch.ones(4, 3),), {}).plain()
+    with pytest.raises(NotPutBackError, match=r"left its traces.*this list only grows"):
+        run_batch(model, batch, CPU, seed=1)
+    assert model.held == [[1], []]
+    assert model.layer.weight.tolist() == weight
+    assert model.layer.weight.grad is gradient
+    assert (random.getstate(), torch.get_rng_state().tolist()) == generators
+
+
+def test_containers_are_compared_without_asking_what_is_in_them():
+    def swap(model: Stateful, hidden: Tensor) -> Tensor:
+        model.seen.popitem()
+        model.seen[torch.ones(2)] = hidden
+        return hidden
+
+    model = Stateful(swap)
+    key = torch.zeros(2)
+    model.seen = {key: 1}
+    run(model, torch.ones(4, 3))
+    assert [(name is key, value) for name, value in model.seen.items()] == [(True, 1)]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_where_gradients_are_off_it_is_declined(mode):
+    model = Stateful(clamped)
+    before = model.layer.weight.tolist()
+    with mode(), pytest.raises(CanaryDeclined, match="could not be run"):
+        run(model, torch.ones(4, 3))
+    assert model.layer.weight.tolist() == before
+    assert not model.state.any()
+    model(torch.ones(4, 3)).backward()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_run_outlives_it(fails):
+    made: list[Any] = []
+
+    def keep_track(model: Stateful, hidden: Tensor) -> Tensor:
+        made.append(weakref.ref(hidden))
+        model.state = hidden
+        hidden.register_hook(lambda gradient: made.append(weakref.ref(gradient)))
+        if fails:
+            raise MemoryError("no room")
+        return hidden
+
+    model, engine = Stateful(keep_track), Variable._execution_engine
+    batch = capture_batch((torch.ones(4, 3),), {}).plain()
+    gc.collect()
+    gc.disable()
+    try:
+        if fails:
+            with pytest.raises(CanaryDeclined, match="no room"):
+                run_batch(model, batch, CPU, seed=1)
+        else:
+            run_batch(model, batch, CPU, seed=1)
+        assert [reference() for reference in made] == [None] * (1 if fails else 2)
+    finally:
+        gc.enable()
+    assert Variable._execution_engine is engine
