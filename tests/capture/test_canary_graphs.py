@@ -1,5 +1,6 @@
 """A canary beside the graphs of the training, and what is left when not all goes well."""
 
+import contextlib
 import gc
 import random
 import weakref
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.testing._internal.two_tensor import TwoTensor
 
 from rankscope.capture.canary import run_batch
 from rankscope.capture.canary_batch import CanaryDeclined, capture_batch
@@ -156,6 +158,19 @@ def test_containers_are_compared_without_asking_what_is_in_them():
     model.seen = {key: 1}
     run(model, torch.ones(4, 3))
     assert [(name is key, value) for name, value in model.seen.items()] == [(True, 1)]
+
+
+def test_a_model_that_tries_a_refused_write_again_is_refused_again():
+    def insist(model: Stateful, hidden: Tensor) -> Tensor:
+        for _ in range(2):
+            with torch.no_grad(), contextlib.suppress(CanaryDeclined):
+                model.pair.mul_(2)
+        return hidden
+
+    model = Stateful(insist)
+    model.pair = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)), requires_grad=False)
+    run(model, torch.ones(4, 3))
+    assert model.pair.a.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

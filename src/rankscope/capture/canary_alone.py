@@ -99,8 +99,8 @@ def _without_accumulation(mode: TorchDispatchMode) -> Iterator[None]:
     works in.
     """
     engine: Any = Variable._execution_engine
-    Variable._execution_engine = _Engine(engine, mode)  # type: ignore[assignment]
     try:
+        Variable._execution_engine = _Engine(engine, mode)  # type: ignore[assignment]
         yield
     finally:
         Variable._execution_engine = engine

@@ -7,6 +7,7 @@ their ``.data`` was replaced, their version counters, and parameters their ``.gr
 aside meanwhile.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ class KeptTensors:
         self._parameters = [_Kept(p) for p in parameters if not is_lazy(p)]
         self._others = [_Kept(t) for t in others if not is_lazy(t) and _is_writable(t)]
         self._unwritten: dict[int, list[_Kept]] = {}
+        self._copying = threading.RLock()  # a backward pass may write in several threads
         for kept in self._parameters:
             self._wait_for_write(kept)
         for kept in self._others:
@@ -65,8 +67,10 @@ class KeptTensors:
             CanaryDeclined: That memory is one's that cannot be put back.
         """
         for storage in _storages(tensor):
-            for kept in self._unwritten.pop(storage, ()):
-                kept.keep_bits()
+            with self._copying:
+                for kept in self._unwritten.get(storage, ()):
+                    kept.keep_bits()
+                self._unwritten.pop(storage, None)  # not if that raised: the model may try again
 
     @property
     def nodes(self) -> frozenset[Any]:
