@@ -53,6 +53,7 @@ def test_loaders_that_draw_with_replacement_are_recognised():
         DataLoader(DATA, sampler=again),
         DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 12)),
         DataLoader(DATA, batch_sampler=BatchSampler(again, 3, drop_last=True)),
+        DataLoader(DATA * 100, batch_sampler=BatchSampler(again, 3, drop_last=True)),
         DataLoader(resampled, batch_size=BATCH),
         Pipeline(DataLoader(resampled, batch_size=None)),
         DataLoader(ChainDataset([resampled])),

@@ -9,9 +9,11 @@ _PARTS = (
     "batch_sampler",
     "sampler",
     "dataset",
+    "source",
+)
+_LISTS_OF_PARTS = (
     "datasets",  # torch's ConcatDataset and ChainDataset
     "pipeline",  # webdataset's stages, its loader's included
-    "source",
 )
 _MAX_VISITED = 64
 
@@ -44,10 +46,12 @@ def _replaces(part: Any) -> bool:
 def _parts_of(part: Any) -> Iterator[Any]:
     for name in _PARTS:
         value = _attribute(part, name)
+        if value is not None:  # a list is the data themselves, and has no parts
+            yield value
+    for name in _LISTS_OF_PARTS:
+        value = _attribute(part, name)
         if isinstance(value, list | tuple):
             yield from value
-        elif value is not None:
-            yield value
 
 
 def _attribute(owner: Any, name: str) -> Any:
