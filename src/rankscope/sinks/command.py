@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import weakref
 from pathlib import Path
+from typing import IO
 
 from rankscope.core.finding import Finding, Severity
 from rankscope.sinks.base import RunInfo, StepValues, plain_finding
@@ -63,7 +64,7 @@ class CommandSink:
         if change is None:
             return
         # A file, not a pipe: a process that is forked meanwhile would keep the pipe from ending.
-        with tempfile.TemporaryFile() as told:
+        with _new_file() as told:
             told.write(json.dumps(plain_finding(finding)).encode())
             told.seek(0)
             self._running = subprocess.Popen(
@@ -114,6 +115,14 @@ class CommandSink:
             "NEXT_CHECK": finding.next_check,
         }
         return {f"RANKSCOPE_{name}": str(value) for name, value in variables.items()}
+
+
+def _new_file() -> IO[bytes]:
+    """Return an empty file without a name: in memory if that can be; a disk may be full."""
+    try:
+        return os.fdopen(os.memfd_create("rankscope"), "w+b")
+    except (AttributeError, OSError):  # another system than Linux, or it is forbidden
+        return tempfile.TemporaryFile()
 
 
 def _kill_at_exit(reference: "weakref.ref[CommandSink]", pid: int) -> None:
