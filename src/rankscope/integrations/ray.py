@@ -13,6 +13,8 @@
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from rankscope.scope import Scope
 
 _log = logging.getLogger("rankscope")
+
+HIDDEN_SECONDS = 1.0
+"""An error is hidden so long while the training function runs: its own ends it at once."""
 
 
 def watch(
@@ -107,11 +112,19 @@ def _default_directory(context: Any) -> Path:
     return Path(directory) / "rankscope"
 
 
-def _close_at_the_end(scope: "Scope", device: torch.device) -> None:
+def _close_at_the_end(
+    scope: "Scope", device: torch.device, clock: Callable[[], float] = time.monotonic
+) -> None:
     """Close the scope when the thread that runs the training function has ended.
 
     Ray takes all workers down once one of them has an error, and the process group once their
-    threads are over; so until the run is written it hears of neither.
+    threads are over; so until the run is written it hears of neither. It does hear of an error of
+    another thread (Ray's own, that uploads a checkpoint) while the training goes on.
+
+    Args:
+        scope: The scope.
+        device: That of the training.
+        clock: Seconds that only go forward.
     """
     training, runner, closed = threading.current_thread(), _runner(), threading.Event()
 
@@ -131,10 +144,33 @@ def _close_at_the_end(scope: "Scope", device: torch.device) -> None:
             closed.set()
 
     if runner is not None:
-        runs, get_error = runner.is_running, runner.get_error
+        runs = runner.is_running
         runner.is_running = lambda: runs() or not closed.is_set()
-        runner.get_error = lambda: get_error() if closed.is_set() else None
+        runner.get_error = _hidden(runner, training, closed, clock)
     threading.Thread(target=wait_and_close, name="rankscope-closing", daemon=True).start()
+
+
+def _hidden(
+    runner: Any, training: threading.Thread, closed: threading.Event, clock: Callable[[], float]
+) -> Callable[[], BaseException | None]:
+    """Return a ``get_error`` that hides what ends a training function until its run is closed.
+
+    The error of the function is there a moment before its thread has ended. So while that lives, it
+    may be this one, or one of another thread: it is hidden for :data:`HIDDEN_SECONDS`.
+    """
+    get_error: Callable[[], BaseException | None] = runner.get_error
+    first_seen: float | None = None
+
+    def get_error_unless_closing() -> BaseException | None:
+        nonlocal first_seen
+        shown = get_error()  # None also while another scope of this worker hides it
+        if closed.is_set() or type(runner).get_error(runner) is None:
+            return shown
+        now = clock()
+        first_seen = now if first_seen is None else first_seen
+        return shown if training.is_alive() and now - first_seen >= HIDDEN_SECONDS else None
+
+    return get_error_unless_closing
 
 
 def _runner() -> Any:
