@@ -27,7 +27,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 PAGE = "docs/integrations/lightning.md"
-STEPS, ACCUMULATE = 10, 2
+STEPS, ACCUMULATE, SCALE = 10, 2, 1024.0
 
 
 def tokens(batch):
@@ -74,7 +74,7 @@ def make_module(**settings):
     return Module(**settings)
 
 
-def fit(rank, module, callbacks, *, steps=STEPS, accumulate=ACCUMULATE):
+def fit(rank, module, callbacks, *, steps=STEPS, accumulate=ACCUMULATE, plugins=()):
     """Train with Lightning: two epochs, each with a validation, after a sanity check."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
@@ -85,6 +85,7 @@ def fit(rank, module, callbacks, *, steps=STEPS, accumulate=ACCUMULATE):
         devices=2,
         strategy=DDPStrategy(),
         callbacks=callbacks,
+        plugins=list(plugins),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -102,6 +103,7 @@ def fit(rank, module, callbacks, *, steps=STEPS, accumulate=ACCUMULATE):
     ]
     trainer.fit(module, *loaders)
     assert trainer.global_step == steps
+    assert not {"training_step", "backward"} & vars(trainer.strategy).keys(), "left behind"
     return {**bits(module), "rng": torch.get_rng_state().numpy().tobytes()}
 
 
@@ -128,19 +130,22 @@ def work(rank, folder):
     os.environ["LOCAL_RANK"] = str(rank)  # as under a launcher
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
     from rankscope.integrations.lightning import RankscopeCallback
 
     def callback(name, **more):
         return RankscopeCallback(f"{folder}/{name}", weight=tokens, **{**OPTIONS, **more})
 
     train_by_hand(rank, f"{folder}/by hand")
-    healthy = callback("healthy")
-    watched = fit(rank, make_module(), [healthy])
-    assert "training_step" not in vars(healthy.scope), "nothing is left behind"
+    watched = fit(rank, make_module(), [callback("healthy")])
     result = {"watched": watched, "unwatched": fit(rank, make_module(), [])}
     fit(rank, make_module(doubled=rank == 1), [callback("doubled")])
     train_by_hand(rank, f"{folder}/one by hand", steps=3, accumulate=1)
     fit(rank, make_module(manual=True), [callback("manual")], steps=3, accumulate=1)
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+    module, watching = make_module(manual=True), [callback("scaled")]
+    fit(rank, module, watching, steps=3, accumulate=1, plugins=[half])
     with pytest.raises(rankscope.RankscopeError) as caught:
         fit(rank, make_module(manual=True, optimizers=2), [callback("two")], steps=2, accumulate=1)
     result["two optimizers"] = str(caught.value)
@@ -190,6 +195,17 @@ def test_manual_optimization_is_recorded_as_by_hand(trained):
     run, by_hand = run_in(folder, "manual"), run_in(folder, "one by hand")
     # Under manual optimization, Lightning keeps DDP from sending rank 0's buffers to all.
     assert_same_metrics(run, by_hand, without=["buffer_digest"])
+
+
+def test_under_manual_optimization_a_loss_is_recorded_before_a_gradient_scaler_multiplies_it(
+    trained,
+):
+    run, plain = run_in(trained[0], "scaled"), run_in(trained[0], "manual")
+    losses_TW, expected_TW = run.per_worker("loss")[1], plain.per_worker("loss")[1]
+    np.testing.assert_allclose(losses_TW, expected_TW, rtol=0.02)  # in half precision
+    np.testing.assert_allclose(run.per_worker("grad_scale")[1], SCALE, rtol=1e-3)
+    norms_TW, expected_TW = run.per_worker("grad_norm")[1], plain.per_worker("grad_norm")[1]
+    np.testing.assert_allclose(norms_TW, expected_TW, rtol=0.05)
 
 
 def test_several_optimizers_are_refused(trained):

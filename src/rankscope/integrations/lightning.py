@@ -88,20 +88,17 @@ class RankscopeCallback(Callback):
         options: dict[str, Any] = {"loader": loader if hasattr(loader, "worker_init_fn") else None}
         options |= {**self._options, "config": config}
         self.scope = watch(trainer.strategy.model, optimizers[0], run_dir=self._run_dir, **options)
+        self._strategy = trainer.strategy
         if pl_module.automatic_optimization:
-            self._strategy = trainer.strategy
             self._strategy.training_step = partial(self._train, self._strategy.training_step)
+        else:  # Lightning's own hook sees what a gradient scaler has made of the loss
+            self._strategy.backward = partial(self._pass_back, self._strategy.backward)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the batch, whose label tokens may be asked for."""
         self._batch = batch if self._label_tokens.known else None
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Take the loss of a backward pass under manual optimization."""
-        if not pl_module.automatic_optimization:
-            self._give(loss)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Finish the run."""
@@ -122,6 +119,12 @@ class RankscopeCallback(Callback):
             self._give(loss)
         return output
 
+    def _pass_back(
+        self, backward: Callable[..., Any], closure_loss: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._give(closure_loss)
+        return backward(closure_loss, *args, **kwargs)
+
     def _give(self, loss: Tensor) -> None:
         if self.scope is not None:
             self.scope.loss(loss, self._label_tokens(self._batch))
@@ -129,7 +132,8 @@ class RankscopeCallback(Callback):
     def _leave(self) -> None:
         self._batch = None
         if self._strategy is not None:
-            vars(self._strategy).pop("training_step", None)
+            for name in ("training_step", "backward"):
+                vars(self._strategy).pop(name, None)
             self._strategy = None
 
 
