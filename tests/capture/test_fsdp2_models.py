@@ -65,6 +65,30 @@ def two_roots_in_a_plain_module() -> None:
     check_two_steps(towers, alone)
 
 
+def two_roots_that_are_asked_for_other_gradients() -> None:
+    """A reduction is that of one root: the other's part of the pass has none."""
+    towers = TwoTowers()
+    fully_shard(towers.left)
+    fully_shard(towers.right)
+    session = session_of(towers)
+    tap = make_tap(session)
+    towers.left.requires_grad_(False)
+    outputs: list[Tensor] = []
+    towers.left.embedding.register_forward_hook(
+        lambda module, args, output: outputs.append(output.requires_grad_())
+    )
+    ids, labels = make_batches(session.worker, 0, 1)[0]
+    for train in (False, True):
+        tap.begin_forward(measure=True)
+        loss = towers(ids, labels)
+        if train:
+            loss.backward()
+        else:
+            torch.autograd.grad(loss, outputs[-1])
+        assert tap.complete == train
+    tap.remove()
+
+
 class Spare(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -142,6 +166,7 @@ def compiled_autograd() -> None:
 SCENARIOS = [
     tied_weights,
     two_roots_in_a_plain_module,
+    two_roots_that_are_asked_for_other_gradients,
     unused_parameters,
     a_block_that_is_used_twice,
     ignored_parameters_are_left_out,

@@ -11,10 +11,13 @@ from rankscope.capture.passes import ForwardPasses, tensors_in
 class Passes(ForwardPasses):
     def __init__(self) -> None:
         self.num_reached = 0
+        self.trains = True
         super().__init__(self._count, lambda work: work())
 
-    def _count(self) -> None:
+    def _count(self, trained) -> None:
         self.num_reached += 1
+        if self.trains:
+            trained()
 
     def run(self, *more):
         self.begin()
@@ -34,6 +37,18 @@ def test_a_pass_takes_part_once_backward_has_reached_it():
     assert passes.take_idle() == {1}
     assert passes.current == -1
     assert passes.take_idle() == frozenset()
+
+
+def test_a_pass_takes_no_part_that_is_only_asked_for_other_gradients():
+    passes = Passes()
+    losses = [passes.run() for _ in range(2)]
+    passes.trains = False
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    passes.trains = True
+    losses[1].backward()
+    assert passes.num_reached == 3
+    assert passes.take_idle() == {0}
 
 
 def test_one_backward_pass_may_reach_several():

@@ -1,4 +1,7 @@
-"""Passes in evaluation mode: a training that goes on in it is measured, anything else is not."""
+"""Passes in evaluation mode: a training that goes on in it is measured, anything else is not.
+
+Neither are passes that only ask for other gradients, in any mode.
+"""
 
 import contextlib
 import tempfile
@@ -69,6 +72,11 @@ def attacked(loop, step):
     return norm, {step: loss.item()}
 
 
+def attacked_in_training_mode(loop, step):
+    torch.autograd.grad(3 * loop.forward(99), loop.model.head.bias)
+    return plain(loop, step)
+
+
 def ask_for_another_gradient(loop):
     with evaluation(loop):
         torch.autograd.grad(loop.forward(99), loop.model.head.bias)
@@ -102,6 +110,7 @@ LOOPS = {
     never_in_training_mode: {0: 0, 1: 0},
     evaluated_with_gradients: {},
     attacked: {},
+    attacked_in_training_mode: {},
     attacked_through_parameters: {},
 }
 """With the step since which a rank trains in evaluation mode."""

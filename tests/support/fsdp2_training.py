@@ -111,6 +111,34 @@ def train_step(session: Session, step: int, tap: FSDP2Tap | None) -> None:
         (session.model(ids, labels) / len(batches)).backward()
 
 
+def other_gradients(
+    session: Session, step: int, tap: FSDP2Tap, *, measure: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Ask for the gradient of a layer's output alone, as attacks on a model do.
+
+    Returns:
+        The loss, whose graph is kept, and that output.
+    """
+    loss, hidden = hidden_pass(session, step, tap, measure=measure)
+    (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    assert gradient.abs().max() > 0
+    return loss, hidden
+
+
+def hidden_pass(
+    session: Session, step: int, tap: FSDP2Tap, *, measure: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Run a forward pass, and return its loss and the first block's output."""
+    outputs: list[Tensor] = []
+    hook = session.root.blocks[0].register_forward_hook(
+        lambda module, args, output: outputs.append(output)
+    )
+    tap.begin_forward(measure=measure)
+    loss: Tensor = session.model(*make_batches(session.worker, step, 1)[0])
+    hook.remove()
+    return loss, outputs[0]
+
+
 def optimize(session: Session) -> None:
     session.optimizer.step()
     session.optimizer.zero_grad(set_to_none=not session.mode.zero_in_place)

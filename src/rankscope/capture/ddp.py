@@ -84,6 +84,7 @@ class DDPTap:
         self._due = self._measure = self._synchronises = False
         self._bypassed = self._through_ddp = self._unreduced = False
         self._announce: Callable[[], None] | None = None  # of the backward pass that runs
+        self._reached: list[Callable[[], None]] = []  # to be called if it trains
         self._alone: PartsAlone | None = None
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -120,9 +121,10 @@ class DDPTap:
         self._measure = measure and (self._synchronises or adds_up)
         self._due = measure
 
-    def notice_backward(self) -> None:
+    def notice_backward(self, trained: Callable[[], None]) -> None:
         """Say, from inside it, that a backward pass has reached what the model returned."""
         self._backward.notice()
+        self._reached.append(trained)
 
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
         """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
@@ -218,6 +220,7 @@ class DDPTap:
 
     def _on_begin(self) -> None:
         self._first = True
+        self._reached.clear()
 
     def _see(self, name: str, gradient: Tensor | None) -> None:
         announce, self._announce = self._announce, None
@@ -264,6 +267,8 @@ class DDPTap:
         """Close a backward pass, after the reduction if it has one."""
         if self._first:
             return  # no parameter took part: the training asked for other gradients
+        for trained in self._reached:
+            trained()
         self._settled = self._synchronises
         self._unreduced = self._bypassed or not self._synchronises
         if self._synchronises:

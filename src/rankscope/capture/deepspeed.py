@@ -131,8 +131,9 @@ class DeepSpeedTap:
         """Announce a forward pass in training whose backward pass will follow."""
         self._measure = self._local.on = measure
 
-    def notice_backward(self) -> None:
-        """Do nothing: the engine itself says when a backward pass begins."""
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Take it for one that trains: the engine itself says when one begins."""
+        trained()
 
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
         """Do nothing: by then the step that the pass belongs to is under way."""

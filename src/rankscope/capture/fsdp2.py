@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rankscope.capture.fsdp2_calls import listen
-from rankscope.capture.fsdp2_model import ManagedParameter, fsdp2_states, managed_parameters
+from rankscope.capture.fsdp2_model import (
+    ManagedParameter,
+    ParameterGroup,
+    fsdp2_states,
+    managed_parameters,
+)
 from rankscope.capture.fsdp2_shard import measure_shard
 from rankscope.capture.micro import MicroBatches
 from rankscope.capture.parts import GradientParts
@@ -29,10 +35,13 @@ from rankscope.errors import UnsupportedError
 class FSDP2Tap:
     """A :class:`~rankscope.capture.tap.GradientTap` for FSDP2.
 
-    A step is a backward pass whose gradients are reduced over all workers. Gradients that are
-    reduced in parts (HSDP without its all-reduce in all micro-batches but the last, a loss whose
-    chunks each have a backward pass) add up as :class:`~rankscope.capture.parts.GradientParts`
-    says: norms of such groups are estimates then.
+    A step is a backward pass whose gradients are reduced over all workers. One that accumulates
+    none (``torch.autograd.grad`` through the model, for adversarial examples, saliency or gradient
+    penalties) does not count, even if FSDP2 reduces in it what earlier ones have accumulated; but
+    under ``set_reduce_scatter_unused_params`` it reduces zeros as well, and it looks like a step.
+    Gradients that are reduced in parts (HSDP without its all-reduce in all micro-batches but the
+    last, a loss whose chunks each have a backward pass) add up as
+    :class:`~rankscope.capture.parts.GradientParts` says: norms of such groups are estimates then.
 
     The reduced gradient is left out in steps where it cannot be told: something was in ``.grad``
     before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 was told not to
@@ -77,9 +86,13 @@ class FSDP2Tap:
         self._watched_names = frozenset(parameters)
         self._read: set[str] = set()  # in this step
         self._read_now: set[str] = set()  # in this backward pass
+        # Until their root's backward pass ends: whether it has added to what was there before it.
+        self._reduced_now: dict[ParameterGroup, bool] = {}
+        self._accumulated: dict[ManagedParameter, tuple[int, int]] = {}  # what was not reduced
+        self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
         self._measure = False
         self._num_forwards = self._num_backwards = 0  # in this step
-        self._open = self._complete = self._spoiled = False
+        self._running = self._open = self._complete = self._spoiled = False
         self._fresh = self._micro_known = True
         self._reduced_read = False
         stop = listen(
@@ -105,14 +118,17 @@ class FSDP2Tap:
             return
         if self._open:  # a backward pass raised, and the training caught it
             self._start_again()
+        self._running = False
         self._measure = measure
         if measure and not self._num_forwards:
             accumulated = any(p.unreduced is not None for p in self._watched)
             self._micro_known = self._sketcher.sketches and not accumulated
         self._num_forwards += 1
 
-    def notice_backward(self) -> None:
-        """Do nothing: FSDP2 itself says when a backward pass begins."""
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached what the model returned."""
+        self._begin_backward()
+        self._reached.append(trained)
 
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
         """Do nothing: by then the step that the pass belongs to is under way."""
@@ -154,7 +170,9 @@ class FSDP2Tap:
         self._micro.reset()
         self._read.clear()
         self._read_now.clear()
-        self._open = self._complete = self._spoiled = False
+        self._reduced_now.clear()
+        self._accumulated.clear()
+        self._running = self._open = self._complete = self._spoiled = False
         self._fresh = self._micro_known = True
         self._reduced_read = False
         self._num_forwards = self._num_backwards = 0
@@ -170,7 +188,13 @@ class FSDP2Tap:
 
     def _on_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args and args[0] in self._states:
+            self._begin_backward()
             self._open = True
+
+    def _begin_backward(self) -> None:
+        if not self._running:
+            self._running = True
+            self._reached.clear()
 
     def _on_reduce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._guarded(partial(self._see, *args, **kwargs))
@@ -184,10 +208,20 @@ class FSDP2Tap:
         about to copy the gradients into the buffer of the collective. So they are ready there,
         and their memory is used again only by what that stream runs later.
         """
-        if not self._measure or fsdp_params[0] not in self._parameters:
+        if fsdp_params[0] not in self._parameters:
             return
-        for inside, gradient in zip(fsdp_params, unsharded_grads, strict=True):
-            self._measure_local(self._parameters[inside], gradient)
+        gradients = {
+            self._parameters[inside]: gradient
+            for inside, gradient in zip(fsdp_params, unsharded_grads, strict=True)
+        }
+        group = self._parameters[fsdp_params[0]].group
+        added = not self._accumulated or any(
+            self._accumulated.get(p) != _state_of(gradient) for p, gradient in gradients.items()
+        )
+        self._reduced_now[group] = added or self._reduced_now.get(group, False)
+        if self._measure:
+            for parameter, gradient in gradients.items():
+                self._measure_local(parameter, gradient)
 
     def _measure_local(self, parameter: ManagedParameter, gradient: Tensor) -> None:
         name = parameter.name
@@ -212,23 +246,48 @@ class FSDP2Tap:
         """Close a backward pass, after the reductions if it has any."""
         if state not in self._states:
             return
-        self._open = False
+        self._running = self._open = False
+        groups = frozenset(group for group in self._groups if group.belongs_to(state))
+        reduced = {g: self._reduced_now.pop(g) for g in groups & self._reduced_now.keys()}
+        if not self._has_accumulated(groups) and not any(reduced.values()):
+            self._close_part()
+            return  # the training asked for other gradients than those of parameters
+        for trained in self._reached:
+            trained()
         self._num_backwards += 1
-        synchronised = any(g.synchronises for g in self._groups if g.belongs_to(state))
+        synchronised = any(group.synchronises for group in reduced)
         self._complete |= synchronised
         if synchronised:
             self._witness.see_reduced()
-        if not self._measure:
-            return
-        if self._read_now:
-            self._parts.close()
-            self._read_now.clear()
-        elif not synchronised:
+        if self._measure:
+            self._measure_pass(synchronised=synchronised)
+
+    def _measure_pass(self, *, synchronised: bool) -> None:
+        if not self._close_part() and not synchronised:
             self._measure_unreduced()
         if synchronised:
             if self._num_backwards > 1:
                 self._micro.add(self._parts.totals(), last=True)
             self._measure_reduced()
+
+    def _close_part(self) -> bool:
+        """Return whether the backward pass has reduced something that was measured."""
+        if not self._read_now:
+            return False
+        self._parts.close()
+        self._read_now.clear()
+        return True
+
+    def _has_accumulated(self, groups: frozenset[ParameterGroup]) -> bool:
+        """Return whether a backward pass has left gradients that it has not reduced."""
+        before = {p: seen for p, seen in self._accumulated.items() if p.group in groups}
+        if not before and all(group.reduces for group in groups):
+            return False
+        unreduced = [(p, p.unreduced) for p in self._watched if p.group in groups]
+        kept = {p: _state_of(gradient) for p, gradient in unreduced if gradient is not None}
+        others = {p: seen for p, seen in self._accumulated.items() if p not in before}
+        self._accumulated = others | kept
+        return any(before.get(p) != seen for p, seen in kept.items())
 
     def _measure_unreduced(self) -> None:
         """Measure what has been accumulated so far without any reduction, for its norm."""
@@ -278,6 +337,12 @@ class FSDP2Tap:
             self._scratch = self._sketcher.new_totals()
         self._scratch.reset()
         return self._scratch
+
+
+def _state_of(gradient: Tensor) -> tuple[int, int]:
+    """Return what changes when something is accumulated into a gradient that is kept."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local.data_ptr(), local._version
 
 
 def _in_backward() -> bool:

@@ -51,10 +51,18 @@ class ParameterGroup:
         )
 
     @property
+    def reduces(self) -> bool:
+        """Whether a backward pass that ends now has reduced what it has accumulated, if anything.
+
+        Under HSDP perhaps over the shards alone.
+        """
+        return bool(self._inside.reduce_grads)
+
+    @property
     def synchronises(self) -> bool:
-        """Whether a backward pass that ends now has reduced over all workers."""
+        """Whether it has reduced that over all workers."""
         all_reduces = self.replicate_group is None or self._inside.all_reduce_grads
-        return bool(self._inside.reduce_grads and all_reduces)
+        return bool(self.reduces and all_reduces)
 
     @property
     def mixed_precision(self) -> Any:

@@ -1,4 +1,4 @@
-"""The forward passes of a step, and which of them a backward pass has reached."""
+"""The forward passes of a step, and which of them a backward pass trains on."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -14,25 +14,30 @@ from rankscope.capture.tap import Guarded
 class _Pass:
     returned: bool = False
     visible: bool = False  # gradients can be seen to arrive at what it returned
-    reached: bool = False
+    trained: bool = False
 
     @property
     def idle(self) -> bool:
-        return not self.returned or (self.visible and not self.reached)
+        return not self.returned or (self.visible and not self.trained)
+
+    def train(self) -> None:
+        self.trained = True
 
 
 class ForwardPasses:
     """Knows which forward passes take part in a step.
 
-    Not all do: one may raise, the training may drop a batch whose loss it does not like, or catch
-    what a loss function raises inside the backward pass.
+    Not all do: one may raise, the training may drop a batch whose loss it does not like, catch
+    what a loss function raises inside the backward pass, or want other gradients than those of the
+    parameters, as for adversarial examples.
 
     Args:
-        reached: Called inside a backward pass that reaches what the model returned.
+        reached: Called inside a backward pass that reaches what the model returned, with what to
+            call once it accumulates gradients of parameters.
         guarded: Keeps exceptions out of the backward pass.
     """
 
-    def __init__(self, reached: Callable[[], None], guarded: Guarded) -> None:
+    def __init__(self, reached: Callable[[Callable[[], None]], None], guarded: Guarded) -> None:
         self._reached = reached
         self._guarded = guarded
         self._passes: list[_Pass] = []
@@ -43,8 +48,8 @@ class ForwardPasses:
         return len(self._passes) - 1
 
     def begin(self, *, reached: bool = False) -> None:
-        """A forward pass begins; or one that a backward pass has ``reached`` becomes known."""
-        self._passes.append(_Pass(returned=reached, reached=reached))
+        """A forward pass begins; or one that a training backward pass has ``reached`` is known."""
+        self._passes.append(_Pass(returned=reached, trained=reached))
 
     def end(self, output: object) -> None:
         """The forward pass has returned ``output``."""
@@ -64,8 +69,7 @@ class ForwardPasses:
         return idle
 
     def _on_gradient(self, this: _Pass, gradient: Tensor) -> None:
-        this.reached = True
-        self._guarded(self._reached)
+        self._guarded(partial(self._reached, this.train))
 
 
 def tensors_in(value: object, depth: int = 4, breadth: int = 256) -> Iterator[Tensor]:

@@ -75,8 +75,13 @@ class GradientTap(Protocol):
                 is reduced.
         """
 
-    def notice_backward(self) -> None:
-        """Say, from inside it, that a backward pass has reached what the model returned."""
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached what the model returned.
+
+        Args:
+            trained: Called once it proves to accumulate gradients, at its end at the latest; not
+                for ``torch.autograd.grad``, where that can be told.
+        """
 
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
         """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
