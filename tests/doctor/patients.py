@@ -103,6 +103,11 @@ def fsdp1_other_buffer():
     return fsdp1(spoil="buffer")
 
 
+def fsdp1_all():
+    """All of it is in parts; it takes the batches of the loaders here."""
+    return FullyShardedDataParallel(repeats(), device_id=torch.device("cpu"), use_orig_params=True)
+
+
 def same_dropout():
     return model(dropout=0.5)
 

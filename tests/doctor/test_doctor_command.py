@@ -106,6 +106,17 @@ def test_parts_that_ranks_hold_under_fsdp1_are_no_other_model(model, parts):
     assert (f"{parts} parameter" in told and NOT_COMPARED in told) == bool(parts)
 
 
+def test_a_model_that_is_all_in_parts_is_neither_compared_nor_repeated():
+    code, out, err = doctor(
+        2, "--model=patients:fsdp1_all", "--loader=patients:sharded", "--json", "--seconds=60"
+    )
+    assert code == 0, err
+    found = checks(out)
+    assert found["parameters"]["status"] == found["determinism"]["status"] == "skipped"
+    assert found["parameters"]["found"].endswith(NOT_COMPARED)
+    assert "has a FullyShardedDataParallel, which needs the others" in found["determinism"]["found"]
+
+
 def test_what_all_ranks_hold_whole_is_compared_beside_fsdp1():
     for spoiled, name, key in (
         ("fsdp1_other_parameter", "parameters", "0.weight"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rankscope.capture.canary import run_batch
 from rankscope.capture.canary_batch import CanaryDeclined, capture_batch
@@ -43,7 +44,9 @@ def look(bench: Bench) -> Facts:
 
     Everything is as before afterwards: parameters, buffers, random generators, gradients.
     """
-    module = getattr(bench.model, "module", bench.model)
+    module = bench.model
+    if not isinstance(module, FullyShardedDataParallel):  # inside of it are parts of a model
+        module = getattr(module, "module", module)
     if not isinstance(module, nn.Module) or bench.batch is None:
         return {"declined": "there is no model, or no batch to run"}
     try:
