@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
 from rankscope.capture.exact_evidence import EvidenceMeter, ExactEvidence, NoEvidence
+from rankscope.capture.fsdp2_model import LastingParameters
 from rankscope.capture.loss import shifts_labels
 from rankscope.capture.reduced_types import reduced_types
 from rankscope.capture.state_meter import StateMeter
@@ -177,6 +178,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             replicated=wrapped.replica is not None,
             reduces=wrapped.reduces(),
             left_out=frozenset(getattr(wrapped.wrapper, "parameters_to_ignore", ())),
+            lasting=LastingParameters(wrapped.wrapper) if wrapped.kind == "FSDP2" else None,
         )
         return ExactEvidence(
             wrapped.module,

@@ -149,6 +149,39 @@ class ManagedParameter:
         return ShardPlace(shape, dim, min(first, shape[dim]))
 
 
+class LastingParameters:
+    """What lasts of a parameter that FSDP2 replaces in its module from time to time.
+
+    While a layer computes, its whole parameter hangs in the module; the root's does so from before
+    the hooks of a forward pass until its backward pass ends, and after an evaluation. Name,
+    gradient and optimizer state belong to the shard, which lasts.
+
+    Args:
+        model: The model, or a module around it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._managed: dict[tuple[nn.Module, str], Any] = {}
+        for state in fsdp2_states(model):
+            for group in _groups(state):
+                for inside in group.fsdp_params:
+                    expect(inside, "_module_info", "sharded_param")
+                    info = inside._module_info
+                    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+                    for place in ((info.module, info.param_name), *shared):
+                        self._managed[place] = inside
+
+    def __call__(self, holder: nn.Module, key: str) -> Tensor | None:
+        """Return the shard of the parameter ``key`` of a module; None if FSDP2 does not manage it.
+
+        Such a parameter is not reduced by FSDP2: it was to be ignored, or lies outside of all
+        modules that are sharded.
+        """
+        inside = self._managed.get((holder, key))
+        shard: Tensor | None = None if inside is None else inside.sharded_param
+        return shard
+
+
 def is_fsdp2(model: nn.Module) -> bool:
     """Return whether ``fully_shard`` was applied to the model or to modules in it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())

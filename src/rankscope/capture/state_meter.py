@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rankscope.capture.digest import PendingDigest, digest_bits, word_of
 from rankscope.capture.host import HostCopy
 from rankscope.capture.kernels.bits import signed
-from rankscope.capture.state_plan import Item, Plan, Slice, survey
+from rankscope.capture.state_plan import Item, Lasting, Plan, Slice, survey
 from rankscope.capture.state_reading import GradientNorms, digest_optimizer, prepare
 from rankscope.core.replicas import StateDigests, StateKind
 
@@ -147,6 +147,8 @@ class StateMeter:
         replicated: Whether workers hold the same parameters; if not, only buffers are compared.
         reduces: Tells whether the gradient of a parameter is reduced at all; None if all are.
         left_out: Names of parameters and buffers that each worker may have for itself.
+        lasting: Tells what lasts of a parameter that is replaced while the model computes, and
+            which parameters each worker may have for itself; None if all that hangs in it lasts.
         max_items: Digests of a step, at most.
         turns: Steps within which everything has its turn.
     """
@@ -159,6 +161,7 @@ class StateMeter:
         replicated: bool,
         reduces: Callable[[Tensor], bool] | None = None,
         left_out: Container[str] = (),
+        lasting: Lasting | None = None,
         max_items: int = 32,
         turns: int = 64,
     ) -> None:
@@ -166,6 +169,7 @@ class StateMeter:
         self._optimizer = optimizer
         self._reduces = reduces
         self._left_out = left_out
+        self._lasting = lasting
         called = optimizer is not None
         self._new_plan = partial(
             Plan, replicated=replicated, called=called, turns=turns, max_items=max_items
@@ -241,7 +245,7 @@ class StateMeter:
         self._local, self._digests = {}, {}
 
     def _make_plan(self) -> None:
-        found = survey(self._module, self._optimizer, self._left_out)
+        found = survey(self._module, self._optimizer, self._left_out, self._lasting)
         if self._plan is None or found != self._plan.found:
             self._plan = self._new_plan(found)
 
@@ -264,7 +268,7 @@ class StateMeter:
     def _is_reduced(self, part: Slice) -> bool:
         if self._reduces is None:
             return True
-        parameter = part.place.current()
+        parameter = part.place.current(self._lasting)
         return parameter is None or self._reduces(parameter)
 
     def _read_gradients(self, kind: StateKind) -> None:
@@ -283,7 +287,7 @@ class StateMeter:
             self._tell(error)
 
     def _read_gradient(self, part: Slice, moment: int) -> PendingDigest:
-        parameter = part.place.current()
+        parameter = part.place.current(self._lasting)
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             return PendingDigest()
@@ -295,11 +299,11 @@ class StateMeter:
         return self._digest(gradient, part)
 
     def _read_tensor(self, part: Slice) -> PendingDigest:
-        tensor = part.place.current()
+        tensor = part.place.current(self._lasting)
         return PendingDigest() if tensor is None else self._digest(tensor, part)
 
     def _read_optimizer(self, part: Slice) -> PendingDigest:
-        parameter = part.place.current()
+        parameter = part.place.current(self._lasting)
         if parameter is None:
             return PendingDigest()
         try:

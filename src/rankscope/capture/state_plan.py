@@ -5,7 +5,7 @@ workers with equal models choose the same items, whatever else happened to them.
 """
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,6 +20,9 @@ from rankscope.capture.names import canonical_name
 from rankscope.core.replicas import StateKind
 
 Kinds = tuple[StateKind, ...]
+Lasting = Callable[[nn.Module, str], Tensor | None]
+"""Returns what lasts of a module's parameter, where it is replaced while the model computes; None
+for a parameter that each worker may have for itself."""
 
 _SHARDED = frozenset(
     {
@@ -51,10 +54,13 @@ class Place:
     key: str
     is_buffer: bool
 
-    def current(self) -> Tensor | None:
-        """Return the tensor that hangs there now."""
+    def current(self, lasting: Lasting | None = None) -> Tensor | None:
+        """Return the tensor that hangs there now, or what lasts of it."""
         found = self.holder._buffers if self.is_buffer else self.holder._parameters
-        return found.get(self.key)
+        tensor = found.get(self.key)
+        if tensor is None or self.is_buffer or lasting is None:
+            return tensor
+        return lasting(self.holder, self.key)
 
 
 class Found(NamedTuple):
@@ -162,7 +168,10 @@ class Plan:
 
 
 def survey(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, left_out: Container[str] = ()
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    left_out: Container[str] = (),
+    lasting: Lasting | None = None,
 ) -> list[Found]:
     """Return what a model holds now, each tensor once, in the order of its modules.
 
@@ -170,6 +179,7 @@ def survey(
         module: The model.
         optimizer: The optimizer; None if it is not known.
         left_out: Names of parameters and buffers that each worker may have for itself.
+        lasting: Tells what lasts of a parameter; None if all that hangs in the model does.
     """
     groups = () if _is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
     owned = {id(parameter) for group in groups for parameter in group["params"]}
@@ -177,10 +187,10 @@ def survey(
     seen: set[int] = set()
     for prefix, holder in module.named_modules():
         for is_buffer, tensors in ((False, holder._parameters), (True, holder._buffers)):
-            for key, tensor in tensors.items():
-                if tensor is None or id(tensor) in seen:
-                    continue
-                if (f"{prefix}.{key}" if prefix else key) in left_out:
+            for key in tensors:
+                place = Place(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer)
+                tensor = place.current(lasting)
+                if tensor is None or id(tensor) in seen or place.name in left_out:
                     continue
                 seen.add(id(tensor))
                 shape, length = _size(tensor)
