@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -48,6 +49,7 @@ class Training:
         rank: The rank.
         ignored: Whether FSDP2 leaves the scale alone.
         reduces: Whether the training then reduces the scale's gradient itself.
+        replicated: Whether ``replicate`` is used in place of ``fully_shard``.
         damaged: Whether a worker's optimizer state is changed.
         attacked: Whether each step asks for the gradient of its inputs first.
     """
@@ -58,6 +60,7 @@ class Training:
         *,
         ignored: bool = False,
         reduces: bool = False,
+        replicated: bool = False,
         damaged: bool = False,
         attacked: bool = False,
     ) -> None:
@@ -66,9 +69,14 @@ class Training:
         self.scale = self.model.scale if ignored else None
         self.reduces = reduces
         self.damaged, self.attacked = damaged, attacked
-        mesh = init_device_mesh("cpu", (WORKERS, 1), mesh_dim_names=("replicas", "shards"))
-        fully_shard(self.model.block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh, ignored_params={self.scale} if ignored else None)
+        if replicated:
+            mesh = init_device_mesh("cpu", (WORKERS,))
+            replicate(self.model.block, mesh=mesh)
+            replicate(self.model, mesh=mesh)
+        else:
+            mesh = init_device_mesh("cpu", (WORKERS, 1), mesh_dim_names=("replicas", "shards"))
+            fully_shard(self.model.block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh, ignored_params={self.scale} if ignored else None)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -129,9 +137,11 @@ class Training:
 
 TRAININGS: dict[str, dict[str, bool]] = {
     "healthy": {},
+    "replicated": {"replicated": True},
     "ignored": {"ignored": True},
     "ignored and reduced": {"ignored": True, "reduces": True},
     "damaged": {"damaged": True},
+    "replicated and damaged": {"replicated": True, "damaged": True},
     "attacked": {"attacked": True},
 }
 
@@ -184,7 +194,7 @@ def test_gradients_that_fsdp2_ignores_do_differ(trained, name):
     assert sums_WT.std(axis=0).min() > 0
 
 
-@pytest.mark.parametrize("name", ["healthy", "attacked"])
+@pytest.mark.parametrize("name", ["replicated", "attacked"])
 def test_trainings_keep_their_bits(tmp_path, name):
     for alone, watched in run_ranks(train_alone_and_watched, WORKERS, name, str(tmp_path)):
         assert len(alone) == 5 + 3 * 5  # parameters, and AdamW's two moments and step of each
