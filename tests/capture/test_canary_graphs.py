@@ -162,7 +162,7 @@ def test_containers_are_compared_without_asking_what_is_in_them():
 
 def test_a_model_that_tries_a_refused_write_again_is_refused_again():
     def insist(model: Stateful, hidden: Tensor) -> Tensor:
-        for _ in range(2):
+        for _ in range(3):
             with torch.no_grad(), contextlib.suppress(CanaryDeclined):
                 model.pair.mul_(2)
         return hidden
