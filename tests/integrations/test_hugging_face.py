@@ -149,6 +149,9 @@ def with_accelerate(rank, folder, jobs):
     for name, changes in (("bf16", {"bf16": True}), ("drifting", {"drifts": True})):
         begin = adapter(f"{folder}/accelerate {name}")
         jobs.train_with_accelerate(rank, begin, steps=6, **changes)[2].close()
+    begin = adapter(f"{folder}/accelerate failed")
+    with pytest.raises(ZeroDivisionError):
+        jobs.fail_with_accelerate(rank, begin)
     return {"accelerate": (bits(unwatched), bits(watched))}
 
 
@@ -301,6 +304,13 @@ def test_accelerate_closes_the_run_at_its_end(trained):
     info = run_in(trained[0], "accelerate").info
     assert info["status"] == "complete"
     assert info["config"]["gradient_accumulation_steps"] == 2
+
+
+def test_a_run_that_accelerate_ends_while_an_exception_is_on_its_way_is_incomplete(trained):
+    run = run_in(trained[0], "accelerate failed")
+    assert run.info["status"] == "incomplete"
+    assert run.columns(Table.STEPS, "step")["step"].tolist()[:2] == [0, 1]
+    assert loud(run) == []
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}: {block.first}")

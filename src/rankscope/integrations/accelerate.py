@@ -8,11 +8,13 @@
     scope = watch(accelerator, model, optimizer, loader=loader, run_dir="runs/sft")
 
 What ``accelerator.backward`` does to a loss (the accumulation divisor, a gradient scaler) is read
-where the backward pass begins; ``accelerator.end_training()`` closes the scope.
+where the backward pass begins. ``accelerator.end_training()`` closes the scope; the run is
+incomplete if an exception is being handled then.
 """
 
 import contextlib
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +33,8 @@ def watch(accelerator: Any, model: Any, optimizer: Any = None, **options: Any) -
 
     Args:
         accelerator: The ``accelerate.Accelerator``. Its ``end_training()`` closes the scope before
-            it ends the process group; ``scope.close()`` does so earlier.
+            it ends the process group, as incomplete while an exception is handled (``finally:``);
+            ``scope.close()`` does so earlier.
         model: What ``accelerator.prepare`` returned: DDP, FSDP2 or DeepSpeed, compiled or not.
         optimizer: What ``accelerator.prepare`` returned for the optimizer; None where it has none.
         **options: Of :func:`rankscope.watch`, ``run_dir`` first of all. A ``config`` is recorded
@@ -77,7 +80,7 @@ def _close_at_end(accelerator: Any, scope: Scope) -> None:
     @functools.wraps(original)
     def end_training(*args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(Exception):
-            scope.close()
+            scope.__exit__(*sys.exc_info())
         return original(*args, **kwargs)
 
     accelerator.end_training = end_training
