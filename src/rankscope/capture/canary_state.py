@@ -96,9 +96,9 @@ def _take_all(steps: Iterable[Callable[[], None]]) -> None:
             step()
         except BaseException as error:
             failures.append(error)
-    for error in failures:
-        if not isinstance(error, Exception):
-            raise error
+    for failure in failures:
+        if not isinstance(failure, Exception):
+            raise failure
     if failures:
         raise NotPutBackError(
             "a canary has left its traces in the model, since something that its forward pass "
