@@ -27,7 +27,7 @@ from rankscope.capture.trace import PendingTrace
 from rankscope.capture.witness import BothSee
 from rankscope.exchange import LocalStep, pack_share
 from rankscope.instruments import Instruments
-from rankscope.wrapping import is_training
+from rankscope.wrapping import is_compiled, is_training
 
 _log = logging.getLogger("rankscope")
 
@@ -65,7 +65,7 @@ class StepBooks:
         self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
         self._send = send
-        self._canary = canary
+        self._canary, self._module = canary, instruments.module
         self._losses = self._new_losses()
         self._samples = SampleMeter()
         self._optimizer = OptimizerMeter(optimizer)
@@ -99,6 +99,8 @@ class StepBooks:
     def begin_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Take the inputs of a forward pass that counts, of the model that the training calls."""
         self.begin_micro_batch(args, kwargs, training=is_training(model))
+        if self._canary is not None and (is_compiled(model) or is_compiled(self._module)):
+            self._guard.leave_out(self._canary.run_early(self.step))  # no hook of ours runs inside
 
     def end_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
@@ -134,6 +136,15 @@ class StepBooks:
         self._passes.begin()
         self._samples.see(args, kwargs, self._passes.current)
         self._evidence.before_forward(first=not self._passes.current)
+
+    def run_canary(self, model: torch.nn.Module) -> None:
+        """Run the canary that is due, if one is, where the forward pass enters the wrapped module.
+
+        Args:
+            model: What the training calls.
+        """
+        if self._canary is not None and self._canary.due and self.trains(model):
+            self._guard.leave_out(self._canary.run())
 
     def _see_evaluation(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Take a forward pass in evaluation mode, which a backward pass may still follow."""

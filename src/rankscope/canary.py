@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.canary import PendingCanary, check_module, run_batch
 from rankscope.capture.canary_batch import CanaryDeclined, CapturedBatch, capture_batch
+from rankscope.capture.digest import digest_tensor
 from rankscope.core.batches import BatchError, PlainBatch, pack_batch, unpack_batch
 from rankscope.core.canary import Verdict, judge, results_of
 from rankscope.core.canary_plan import CanaryPlan, Planned, all_asked
@@ -57,14 +60,16 @@ class LiveCanary:
     def __init__(
         self, wrapped: Wrapped, channel: Channel, *, every: int | None, run_dir: Path | None
     ) -> None:
-        self._module = wrapped.module
+        self._module, self._wrapper = wrapped.module, wrapped.wrapper
         self._device = wrapped.device
-        self._moves_inputs = bool(getattr(wrapped.wrapper, "device_ids", None))
+        self._moves_inputs = bool(getattr(self._wrapper, "device_ids", None))
         self._channel = channel
         self._run_dir = run_dir
         self._plan = CanaryPlan(channel.num_workers, every)
         self._asked = False
         self._captured: _Captured | None = None
+        self._due: Planned | None = None
+        self._buffers: tuple[Planned, Tensor | None] | None = None  # a step before
         self._ready: _Ready | None = None
         self._pending: PendingCanary | None = None
         self._bundle: ReplayBundle | None = None
@@ -76,7 +81,7 @@ class LiveCanary:
         self._asked = True
 
     def before_forward(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        """Keep the batch, or run a canary, if this is the step to do so.
+        """Keep the batch if this is the step to do so, or note that a canary is to run now.
 
         Args:
             step: The step that begins with this forward pass.
@@ -86,14 +91,55 @@ class LiveCanary:
         Returns:
             Seconds that it took.
         """
-        planned = self._plan.current
+        self._due, planned = None, self._plan.current
         if planned is None or step not in (planned.capture_at, planned.run_at):
             return 0.0
         start = time.perf_counter()
         if step == planned.capture_at:
             self._capture(planned, args, kwargs)
         else:
-            self._run(planned)
+            self._due = planned
+        return time.perf_counter() - start
+
+    @property
+    def due(self) -> bool:
+        """Whether a canary is to run before the forward pass that begins now."""
+        return self._due is not None
+
+    def run(self) -> float:
+        """Run the canary that is due, if one is; DDP has made the model's buffers alike by now.
+
+        Returns:
+            Seconds that it took.
+        """
+        start = time.perf_counter()
+        due, self._due = self._due, None
+        if due is not None:
+            self._run(due)
+        return time.perf_counter() - start
+
+    def run_early(self, step: int) -> float:
+        """Run the canary that is due, if one is, before DDP's forward pass begins.
+
+        It is declined where DDP is about to broadcast buffers, and these have changed since the
+        step before.
+
+        Args:
+            step: The step that begins with this forward pass.
+
+        Returns:
+            Seconds that it took.
+        """
+        planned = self._plan.current
+        if planned is None or not planned.run_at - 1 <= step <= planned.run_at:
+            return 0.0
+        start = time.perf_counter()
+        if step < planned.run_at:
+            if self._buffers is None or self._buffers[0] != planned:
+                self._buffers = planned, self._digest_buffers()
+        elif self._due is not None:
+            due, self._due = self._due, None
+            self._run(due, early=True)
         return time.perf_counter() - start
 
     def collect(self) -> PendingCanary | None:
@@ -115,13 +161,15 @@ class LiveCanary:
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else ""
         self._captured = _Captured(planned, batch, str(autocast).removeprefix("torch."))
 
-    def _run(self, planned: Planned) -> None:
+    def _run(self, planned: Planned, *, early: bool = False) -> None:
         ready, self._ready = self._ready, None
         if ready is None or ready.planned != planned:
             return
         suspect, peer = ready.batches
         start = time.perf_counter()
         try:
+            if early:
+                self._check_buffers(planned)
             seed = seed_of(planned)
             first, again, against = (
                 run_batch(self._module, batch, self._device, seed=seed, backward_seed=other)
@@ -141,9 +189,38 @@ class LiveCanary:
                 time.perf_counter() - start,
             )
 
+    def _check_buffers(self, planned: Planned) -> None:
+        """Check that the buffers are those that the forward pass will run with.
+
+        Raises:
+            CanaryDeclined: DDP is about to broadcast buffers that training changes.
+        """
+        ddp = self._wrapper
+        if not isinstance(ddp, DistributedDataParallel):
+            return
+        if not ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            return
+        noted, self._buffers = self._buffers, None
+        before = noted[1] if noted is not None and noted[0] == planned else None
+        now = self._digest_buffers()
+        if before is None or now is None or not torch.equal(before, now):
+            raise CanaryDeclined(
+                "the model is compiled, and changes buffers that DDP only makes alike after the "
+                "place where its canary can run"
+            )
+
+    def _digest_buffers(self) -> Tensor | None:
+        """Return digests of the buffers, int64 [number of buffers]; None if one has none."""
+        buffers = [b for b in self._module.buffers() if not getattr(b, "_ddp_ignored", False)]
+        try:
+            return torch.stack([digest_tensor(buffer).to(self._device) for buffer in buffers])
+        except Exception:  # of a kind that cannot be read
+            return None
+
     def _say_declined(self, planned: Planned, reason: CanaryDeclined) -> None:
         say = _log.info if planned.of_finding else _log.warning
-        say("no canary for %s at step %d: %s", planned.reason, planned.capture_at, reason)
+        # As text: its traceback holds what the run has made, and a handler may hold the record.
+        say("no canary for %s at step %d: %s", planned.reason, planned.capture_at, str(reason))
 
     # In the courier's thread, on every worker alike -----------------------------------------
 

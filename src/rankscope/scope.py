@@ -7,6 +7,7 @@ failure of its own switches it off with one warning.
 
 import atexit
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +28,7 @@ from rankscope.core.step import StepReport
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.errors import RankscopeError, RunError
-from rankscope.exchange import (
-    Channel,
-    Courier,
-    LocalStep,
-    Outcome,
-    Traffic,
-    choose_gathering,
-)
+from rankscope.exchange import Channel, Courier, LocalStep, Outcome, Traffic, choose_gathering
 from rankscope.exchange.heartbeat import Heartbeat, Phase
 from rankscope.instruments import Instruments
 from rankscope.record import RunWriter
@@ -86,6 +80,7 @@ class Scope:
         self._sinks = sinks
         self._on_finding = on_finding
         self._off = self._closed = self._close_asked = False
+        self._pid = os.getpid()
         self._latest: StepReport | None = None
         self._channel = channel
         self._heartbeat = heartbeat
@@ -111,12 +106,10 @@ class Scope:
         self._inside = self._bypassing = False
         self._model, inner = model, instruments.module
         if inner is not model and not is_compiled(model) and not is_compiled(inner):
-            before = ForeignHook(self._before_inner_forward, compiled=False)
-            after = ForeignHook(self._after_inner_forward, compiled=False)
-            self._hooks += [
-                inner.register_forward_pre_hook(before, with_kwargs=True),
-                inner.register_forward_hook(after, with_kwargs=True),
-            ]
+            hook = partial(ForeignHook, compiled=False)
+            before, after = hook(self._before_inner_forward), hook(self._after_inner_forward)
+            self._hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(inner.register_forward_hook(after, with_kwargs=True))
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
@@ -209,7 +202,7 @@ class Scope:
         self._close(timeout)
 
     def _close(self, timeout: float, *, interrupted: bool = False) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # what a forked process ends is its own
             return
         if self._courier.is_current:  # it cannot wait for itself
             if not self._close_asked:
@@ -258,13 +251,15 @@ class Scope:
             self._beat("forward")
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Notice a forward pass that goes past the wrapper: nothing reduces its gradients."""
+        """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
         self._bypassing = not self._inside and model.training and torch.is_grad_enabled()
         if self._bypassing and tell_if_wrapped_anew(model, self._model):
             self._bypassing = False
             self._close(CLOSE_SECONDS)
         elif self._bypassing:
             self._guard(partial(self._books.begin_micro_batch, args, kwargs, bypassed=True))
+        elif self._inside:
+            self._guard(partial(self._books.run_canary, self._model))
 
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._bypassing:

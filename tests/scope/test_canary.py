@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import rankscope
 from rankscope import Run
@@ -28,7 +29,7 @@ EVERY, STEPS = 40, 84  # two canaries on schedule: decided at 0 and 40, run at 3
 
 
 class SideEffects(nn.Module):
-    """Dropout, batch norm, and a forward pass that changes all that it can reach."""
+    """Dropout, batch norm, checkpointing, and a forward pass that changes all that it can reach."""
 
     def __init__(self, *, raises: bool = False) -> None:
         super().__init__()
@@ -36,6 +37,8 @@ class SideEffects(nn.Module):
         self.dropout = nn.Dropout(0.2)
         self.norm = nn.BatchNorm1d(16)
         self.head = nn.Linear(16, 50)
+        self.teacher = nn.Linear(16, 50).requires_grad_(False)
+        self.noise = torch.Generator()
         self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
         self.register_buffer("replaced", torch.zeros(3))
         self.calls, self.lengths, self.last = 0, [], None
@@ -49,9 +52,13 @@ class SideEffects(nn.Module):
         self.last = input_ids
         if self.raises and not _in_training():
             raise RuntimeError("this model is peculiar")
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.head.weight, 0.1)
         hidden = self.norm(self.dropout(self.embedding(input_ids)).flatten(0, 1))
-        loss = F.cross_entropy(self.head(hidden), labels.flatten(), ignore_index=-100)
-        return {"loss": loss}
+        hidden = hidden * (1 + 0.1 * torch.rand((), generator=self.noise))
+        logits = checkpoint(self.head, hidden, use_reentrant=False)
+        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100)
+        return {"loss": loss + 0.1 * (logits - self.teacher(hidden)).square().mean()}
 
 
 def _in_training() -> bool:
@@ -70,7 +77,11 @@ def wait_for(scope: Any, step: int, warnings: list[str]) -> None:
 def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
     warnings = collect_warnings()
     torch.manual_seed(0)
-    model = SideEffects(raises=options.pop("raises", False))
+    model, accumulates = (
+        SideEffects(raises=options.pop("raises", False)),
+        options.pop("adds", False),
+    )
+    model.noise.manual_seed(rank)
     ddp = DistributedDataParallel(model, **options.pop("ddp", {}))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(100 + rank)
@@ -81,6 +92,9 @@ def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, 
         scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, overhead_budget=None, **options)
     gradients_kept = []
     for step in range(STEPS):
+        if accumulates:
+            with ddp.no_sync():
+                ddp(**make_batch(rank, step + STEPS))["loss"].backward()
         before = [id(p.grad) for p in model.parameters()]
         output = ddp(**make_batch(rank, step))
         gradients_kept.append(before == [id(p.grad) for p in model.parameters()])
@@ -99,6 +113,7 @@ def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, 
             "torch": torch.get_rng_state().numpy().tobytes(),
             "numpy": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
             "python": random.getstate(),
+            "own": model.noise.get_state().numpy().tobytes(),
             "attributes": (model.calls, model.lengths, model.last.numpy().tobytes()),
         },
         "gradients_kept": gradients_kept,
@@ -106,9 +121,11 @@ def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, 
     }
 
 
+BUCKETS = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "bucket views": {"ddp": {"gradient_as_bucket_view": True, "broadcast_buffers": False}},
+    "bucket views": {"ddp": BUCKETS, "adds": True},
+    "static graph": {"ddp": {"static_graph": True}},
     "raises": {"raises": True},
 }
 
@@ -145,7 +162,7 @@ def test_training_has_the_same_bits_with_canaries(trained, way):
     assert find_bundles(folder / way) == []  # nothing differs, and nobody asked
 
 
-@pytest.mark.parametrize("way", ["plain", "bucket views"])
+@pytest.mark.parametrize("way", ["plain", "bucket views", "static graph"])
 def test_healthy_workers_agree_in_every_bit(trained, way):
     results, folder = trained
     assert [watched["warnings"] for by_way in results for _, watched in [by_way[way]]] == [
@@ -242,6 +259,78 @@ def test_what_a_canary_tells(tmp_path, what, num_ranks, expected):
         assert batch.arrays[1].tolist() == given["labels"].tolist()
     assert bundle.verdict is not None
     assert list(bundle.verdict.ranks) == expected[3]
+
+
+class OwnScale(nn.Module):
+    """Normalises by a buffer that every worker updates from its own batches."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.moves = nn.Linear(8, 8), moves
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.moves:
+            with torch.no_grad():
+                self.scale.mul_(0.9).add_(x.abs().mean(0), alpha=0.1)
+        return {"loss": (self.layer(x / self.scale) - 1).square().mean()}
+
+
+def train_with_buffers(rank: int, run_dir: str | None, way: str) -> tuple[list[bytes], list[str]]:
+    """Train under DDP, which broadcasts buffers before each forward pass."""
+    warnings = collect_warnings()
+    model, constant = OwnScale(moves="constant" not in way), "constant" in way
+    inner = torch.compile(model, backend="eager") if "compiled" in way else model
+    wrapper = DistributedDataParallel(inner)
+    ddp = torch.compile(wrapper, backend="eager") if "around" in way else wrapper
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    scope = None
+    if run_dir is not None:
+        options = {"overhead_budget": None, "plan": {"local_buffers": True}}
+        scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, canary_every=EVERY, **options)
+    batches = torch.Generator().manual_seed(rank)
+    for step in range(36):
+        if constant:
+            with wrapper.no_sync():  # after it, none are broadcast
+                ddp(torch.randn(4, 8, generator=batches))["loss"].backward()
+        ddp((1 + rank) * torch.randn(4, 8, generator=batches))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scope is not None:
+            wait_for(scope, step, warnings)
+    if scope is not None:
+        scope.close()
+    return [value.numpy().tobytes() for value in model.state_dict().values()], warnings
+
+
+BUFFERS = ("plain", "compiled", "compiled, constant", "around, constant")
+
+
+def train_all_with_buffers(rank: int, folder: str) -> list[Any]:
+    return [
+        (train_with_buffers(rank, None, way), train_with_buffers(rank, f"{folder}/{way}", way))
+        for way in BUFFERS
+    ]
+
+
+def test_buffers_that_ddp_is_about_to_make_alike_are_no_difference(tmp_path):
+    by_rank = run_ranks(train_all_with_buffers, 2, str(tmp_path))
+    for results in by_rank:
+        for way, (alone, watched) in zip(BUFFERS, results, strict=True):
+            assert alone[0] == watched[0], way
+            if way != "compiled":
+                assert watched[1] == [], way
+                continue
+            [warning] = watched[1]
+            assert "no canary for scheduled" in warning
+            assert "compiled, and changes buffers" in warning
+    for way in BUFFERS:
+        run = Run.open(tmp_path / way)
+        assert canary_steps(run) == ([] if way == "compiled" else [32]), way
+        assert not [f for f in run.findings() if f.id.startswith("canary")], way
+    scales = [results[0][0][0][0] for results in by_rank]
+    assert scales[0] != scales[1]  # after a step they do differ
 
 
 FAULTY, FIRST = 2, 20
