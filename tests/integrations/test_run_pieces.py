@@ -20,7 +20,7 @@ from rankscope.integrations.catch import CallHook
 from rankscope.integrations.imports import AfterImport
 from rankscope.integrations.job import PID_VARIABLE, STARTUP, VARIABLE, Job
 from rankscope.integrations.live import Surroundings
-from rankscope.integrations.run_script import command_for, interpreter_flags, name_of
+from rankscope.integrations.run_script import become, command_for, interpreter_flags, name_of
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,22 @@ def test_a_job_goes_through_the_environment(monkeypatch, tmp_path):
     assert job.to_environment({})["PYTHONPATH"] == str(STARTUP)
     monkeypatch.setenv(VARIABLE, made[VARIABLE])
     assert Job.of_this_process() == job
+
+
+def test_a_command_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = []
+
+    def fail(path, words, environment):
+        made.extend(tmp_path.iterdir())
+        assert json.loads(environment[VARIABLE])["untold"] == str(made[0])
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.execve", fail)
+    with pytest.raises(UsageError, match="cannot start /train: Permission denied"):
+        become(["/train"], Job(str(tmp_path / "run"), "train"))
+    assert len(made) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def ask_all(problems, patience):

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +143,41 @@ def test_an_fsdp2_script_whose_launcher_is_part_of_the_command(folder, digests):
     run = Run.open(run_dir)
     assert run.status == "incomplete"
     assert_same(run, Run.open(folder / "fsdp2"))
+
+
+def test_where_no_run_is_written_nothing_is_said_of_it(folder, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+
+    def on_host(number):
+        # As on two hosts without a common disk: of their two runs, rank 0 writes its own alone.
+        meet = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "localhost"]
+        launch = ["torchrun", *meet, "--master-port", port, "--nproc-per-node", "1"]
+        script = [str(SCRIPTS / "train_plain.py"), "ddp", str(tmp_path / "h"), "destroy"]
+        (tmp_path / f"temporary {number}").mkdir()
+        variables = {"TMPDIR": str(tmp_path / f"temporary {number}")}
+        run_dir = str(tmp_path / f"host {number}" / "run")
+        return start(*RUN, "--run-dir", run_dir, "--", *launch, *script, **variables)
+
+    with ThreadPoolExecutor(2) as hosts:
+        ended = list(hosts.map(on_host, range(2)))
+    assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
+    assert ended[0].stderr.count("rankscope: the run is recorded in") == 1
+    assert "rankscope: " not in ended[1].stderr
+    assert Run.open(tmp_path / "host 0" / "run").status == "complete"
+    assert not (tmp_path / "host 1").exists()
+    assert list(tmp_path.glob("temporary */rankscope-run-*")) == []
+
+
+def test_a_launcher_whose_ranks_have_said_why_they_are_not_watched_adds_nothing(tmp_path):
+    launch = ["torchrun", "--standalone", "--nproc-per-node", "1"]
+    script = [str(SCRIPTS / "train_plain.py"), "ddp", str(tmp_path / "o"), "destroy"]
+    (tmp_path / "file").touch()
+    ended = start(*RUN, "--run-dir", str(tmp_path / "file" / "run"), "--", *launch, *script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("rankscope: ") == 1
+    assert "rankscope: this training is not watched: " in ended.stderr
 
 
 def test_a_script_that_compiles_and_starts_its_own_ranks(folder, digests):

@@ -85,14 +85,14 @@ class Catch:
             self._begin(model)
         except Exception as error:
             self._done = True
-            self._ending.told = True
+            self._job.tell()
             _say_why_not(error)
 
     def _begin(self, model: Any) -> None:
         from rankscope.integrations.beginning import begin
 
         watching = begin(model, self._job)
-        self._ending.told = True
+        self._job.tell()
         if watching is not None:
             self._ending.attach(watching)
 

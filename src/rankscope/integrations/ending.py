@@ -13,7 +13,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankscope.integrations.job import Job
+from rankscope.integrations.job import PID_VARIABLE, Job
 
 if TYPE_CHECKING:
     from rankscope.integrations.beginning import Watching
@@ -23,29 +23,14 @@ NOTHING = (
     "fully_shard, and no DeepSpeed engine"
 )
 
-_told_in: set[int] = set()  # numbers of processes: a fork inherits the variable
-
 
 class Ending:
-    """Closes the scope of a script in time.
-
-    Attributes:
-        told: Whether it was said already why nothing is watched.
-    """
+    """Closes the scope of a script in time."""
 
     def __init__(self) -> None:
         self._watching: Watching | None = None
         self._pid = 0
         self._exit_code: Any = None
-
-    @property
-    def told(self) -> bool:
-        """Whether this process need not say that nothing was watched."""
-        return os.getpid() in _told_in
-
-    @told.setter
-    def told(self, value: bool) -> None:
-        (_told_in.add if value else _told_in.discard)(os.getpid())
 
     def attach(self, watching: "Watching") -> None:
         """Close the run when the process ends, or its process group before."""
@@ -117,11 +102,14 @@ class Ending:
 def tell_if_nothing_was_watched() -> None:
     """Say so at the end of the process that the command started, on rank 0.
 
-    Processes that it started may have been watched in its place: then there is a run.
+    Processes that it started may have been watched in its place: those of this host have told it,
+    and those of others may have left a run here.
     """
-    if os.environ.get("RANK", "0") != "0" or os.getpid() in _told_in:
+    if os.environ.get(PID_VARIABLE) != str(os.getpid()):  # a fork of it
         return
     job = Job.of_this_process()
+    if not job.tell() or os.environ.get("RANK", "0") != "0":
+        return
     path = Path(job.run_dir)
     files = [path / "run.json", *path.parent.glob(f"{path.name}-*/run.json")]
     if not any(file.exists() and file.stat().st_mtime >= job.started - 2 for file in files):

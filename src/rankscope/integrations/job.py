@@ -26,12 +26,15 @@ class Job:
         script: What is run, in short.
         options: Further options of :func:`rankscope.watch`.
         started: When the command was called, in seconds since 1970.
+        untold: Path of a file that is gone once a process of this host has told whether it is
+            watched; empty if none could be made.
     """
 
     run_dir: str
     script: str
     options: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.time)
+    untold: str = ""
 
     def to_environment(self, environment: dict[str, str]) -> dict[str, str]:
         """Return an environment in which Python processes look for what to watch."""
@@ -43,6 +46,14 @@ class Job:
             VARIABLE: json.dumps(asdict(self)),
             PID_VARIABLE: str(os.getpid()),
         }
+
+    def tell(self) -> bool:
+        """Note that this process tells whether it is watched; return whether none did before."""
+        try:
+            Path(self.untold).unlink()
+        except OSError:
+            return False
+        return True
 
     @classmethod
     def of_this_process(cls) -> "Job":

@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rankscope.errors import UsageError
@@ -104,7 +106,19 @@ def become(command: Sequence[str], job: Job) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    job = replace(job, untold=_new_file())
     try:
         os.execve(command[0], list(command), job.to_environment(dict(os.environ)))
     except OSError as error:
+        job.tell()
         raise UsageError(f"rankscope run cannot start {command[0]}: {error.strerror}") from error
+
+
+def _new_file() -> str:
+    """Return the path of an empty file for :attr:`Job.untold`."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="rankscope-run-")
+    except OSError:
+        return ""
+    os.close(descriptor)
+    return path
