@@ -81,7 +81,7 @@ def _run(words: list[str], *, report: bool) -> int:
     from rankscope.cli import main, study
 
     sys.argv = ["rankscope", *words]
-    without = nullcontext() if report else patch.object(study, "_write_report")
+    without = nullcontext() if report else patch.object(study, "_write_report", return_value="")
     try:
         with without:
             main.run()

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.cli.output import terminal
 from rankscope.cli.paper import heading, plain, points, show
 from rankscope.errors import MissingExtraError, UsageError
 
@@ -74,9 +75,9 @@ def diff(
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
     else:
-        render_comparison(comparison, Console())
+        render_comparison(comparison, terminal())
         for path in written:
-            Console().print(
+            terminal().print(
                 Text.assemble(("  Written: ", "bold"), plain(str(path))), soft_wrap=True
             )
     if not comparison.identical:

@@ -8,7 +8,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+
+from rankscope.cli.output import terminal
 
 if TYPE_CHECKING:
     from rankscope.doctor import CheckResult
@@ -74,7 +75,7 @@ def doctor(
             json.dump(to_document(results, taken), sys.stdout, indent=2, allow_nan=False)
             sys.stdout.write("\n")
         else:
-            render_checkup(results, taken, Console())
+            render_checkup(results, taken, terminal())
         sys.stdout.flush()
         return int(worst(results).level >= Status(fail_on.value).level)
 

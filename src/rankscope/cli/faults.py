@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.cli.output import terminal
 from rankscope.errors import RunError, UsageError
 from rankscope.record.files import replace
 
@@ -45,12 +46,12 @@ def list_faults(
 
     known = list(catalogue().values())
     if as_json:
-        print(json.dumps([_row_of(fault) for fault in known], indent=2, ensure_ascii=False))
+        print(json.dumps([_row_of(fault) for fault in known], indent=2))
         return
     grid = Grid("id", "class", "what goes wrong", "expected", box=None, pad_edge=False)
     for fault in known:
         grid.add_row(fault.id, str(fault.fault_class), fault.mechanism, _expected(fault))
-    Console().print(grid)
+    terminal().print(grid)
 
 
 @faults.command("run")
@@ -118,16 +119,18 @@ def run_faults(
     before = _read_scores(json_file) if resume and json_file is not None else []
     runs = _runs(chosen, numbers, seeds, steps, full=full)
     scores = _run(runs, before, json_file, keep)
-    _show(scores, Console(), in_detail=not everything)
-    if markdown_file is not None:
-        from rankscope.faults.summary import markdown
+    try:
+        if markdown_file is not None:
+            from rankscope.faults.summary import markdown
 
-        page = markdown(scores, chosen, _command(), len(runs), whole=everything)
-        _write(markdown_file, page)
+            page = markdown(scores, chosen, _command(), len(runs), whole=everything)
+            _write(markdown_file, page)
+    finally:  # the scores are shown, too, when they cannot be written
+        _show(scores, terminal(), in_detail=not everything)
     if len(scores) < len(runs):
         rest = "" if json_file is None else f"; --resume --json {json_file} goes on"
         line = f"rankscope: interrupted after {len(scores)} of {len(runs)} runs{rest}"
-        Console(stderr=True).print(Text(line), soft_wrap=True)
+        terminal(stderr=True).print(Text(line), soft_wrap=True)
         raise KeyboardInterrupt
     if not all(score.as_expected for score in scores):
         raise typer.Exit(1)
@@ -164,7 +167,7 @@ def _run(
     """Run what has no score yet, until all is run or Ctrl-C; return all scores, in order."""
     from rankscope.faults import bench
 
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     scores = {
         (score.fault.id, score.num_workers, score.seed, score.num_steps): score for score in before
     }

@@ -5,7 +5,6 @@ import sys
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 import rankscope
@@ -13,6 +12,8 @@ from rankscope.cli.diff import diff
 from rankscope.cli.doctor import doctor
 from rankscope.cli.faults import faults
 from rankscope.cli.numerics import numerics
+from rankscope.cli.output import guarded_streams, terminal
+from rankscope.cli.paper import printable
 from rankscope.cli.replay import replay
 from rankscope.cli.report import report
 from rankscope.cli.run import run_script
@@ -20,6 +21,7 @@ from rankscope.cli.serve import serve
 from rankscope.cli.study import study
 from rankscope.errors import RankscopeError
 
+FINDINGS = 1
 BAD_INPUT = 2
 FAILED = 3
 INTERRUPTED = 130
@@ -73,25 +75,35 @@ def main(
 
 def run() -> None:
     """Run the command line; our own errors become one line and an exit code."""
+    with guarded_streams(_say) as out:
+        try:
+            code = _run()
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        out.flush()
+        if out.failed and code in (0, FINDINGS):
+            code = BAD_INPUT  # nobody has read the verdict that the code would stand for
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
-        code = app(standalone_mode=False, prog_name=NAME)
+        code: int = app(standalone_mode=False, prog_name=NAME) or 0
+        return code
     except RankscopeError as error:
         _say(str(error))
-        code = _exit_code(error)
+        return _exit_code(error)
     except _CommandLineError as error:
         if os.environ.get("RANK", "0") != "0":
-            sys.exit(0)  # rank 0 has the same command line, says it, and gives the exit code
+            return 0  # rank 0 has the same command line, says it, and gives the exit code
         command = error.ctx.command_path if error.ctx else NAME
         _say(f"{error.format_message().rstrip('.')}; see {command} --help")
-        code = BAD_INPUT
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
-    sys.exit(code or 0)
+        return BAD_INPUT
 
 
 def _say(message: str) -> None:
-    line = Text.assemble(("rankscope: ", "bold red"), " ".join(message.split()))
-    Console(stderr=True).print(line, soft_wrap=True)
+    line = Text.assemble(("rankscope: ", "bold red"), " ".join(printable(message).split()))
+    terminal(stderr=True).print(line, soft_wrap=True)
 
 
 def _exit_code(error: RankscopeError) -> int:

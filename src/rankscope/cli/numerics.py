@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from rankscope.cli.numerics_tables import render_sums
+from rankscope.cli.output import terminal
 from rankscope.cli.paper import plain
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.numerics.gradients import Kind, LocalGradients, read, save, synthetic
@@ -101,13 +101,17 @@ def numerics(
     grown = None if growth is None else growth.to_json()
     result = {"sums": sums, "growth": grown}
     text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
-    console = Console()
-    if as_json:
-        print(text)
-    else:
-        render_sums(sums, [] if growth is None else growth.sentences(), console)
-    if output is not None:
-        _write(output, text, sums, grown, Console(stderr=True) if as_json else console)
+    lines: list[Text] = []
+    try:
+        if output is not None:
+            lines = _write(output, text, sums, grown)
+    finally:  # what was measured is shown, too, when it cannot be written
+        if as_json:
+            print(json.dumps(result, indent=2, allow_nan=False))  # in signs that any terminal has
+        else:
+            render_sums(sums, [] if growth is None else growth.sentences(), terminal())
+    for line in lines:
+        terminal(stderr=as_json).print(line, soft_wrap=True)
 
 
 def _record(options: SumOptions, at_step: int, tell: Tell) -> LocalGradients:
@@ -160,8 +164,12 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any, console: Console) -> None:
-    """Write the result, and the page where the packages for it are installed."""
+def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any) -> list[Text]:
+    """Write the result, and the page where the packages for it are installed; say where.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / RESULT_FILE).write_text(text + "\n", encoding="utf-8")
@@ -169,20 +177,19 @@ def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any, consol
         raise UsageError(
             f"--output {directory} cannot be written ({error.strerror}): give a directory that can"
         ) from error
-    console.print(plain(f"  Numbers: {directory / RESULT_FILE}"), soft_wrap=True)
+    lines = [plain(f"  Numbers: {directory / RESULT_FILE}")]
     try:
-        page = write_numerics_page(directory, sums, growth)
+        lines.append(plain(f"  Page:    {write_numerics_page(directory, sums, growth)}"))
     except MissingExtraError as error:
-        console.print(Text(str(error)), soft_wrap=True)
-        return
-    console.print(plain(f"  Page:    {page}"), soft_wrap=True)
+        lines.append(Text(str(error)))
+    return lines
 
 
 @contextmanager
 def _progress(*, enabled: bool) -> Iterator[Tell]:
     """Show what is being done while it is, in a terminal only."""
     columns: Sequence[Any] = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not (enabled and console.is_terminal)
     ) as progress:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.cli.output import terminal
 from rankscope.cli.paper import plain, show
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.step import MISSING_INT
@@ -120,7 +121,7 @@ def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVer
     if as_json:
         _print_json(_described(path, bundle))
         return bundle.verdict
-    console = Console()
+    console = terminal()
     _head(console, path, bundle)
     if bundle.results is None or bundle.verdict is None:
         _line(console, "The run has not replayed these batches. Give --model to run them here.")
@@ -147,7 +148,7 @@ def _show_replayed(
         }
         _print_json(_described(path, bundle) | {"replayed": here})
         return
-    console = Console()
+    console = terminal()
     _head(console, path, bundle)
     _say(console, replayed.verdict, bundle.suspect, len(replayed.results.losses_W))
     _table(console, "Replayed here", replayed.results)

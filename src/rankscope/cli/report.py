@@ -1,15 +1,15 @@
 """``rankscope report``: the verdict of a run or a study, and its files to hand over."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from rankscope.cli.output import terminal
 from rankscope.cli.report_files import (
     STDOUT,
     Format,
@@ -28,7 +28,7 @@ from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.diagnose.rules import page_of
-from rankscope.errors import RunError, UsageError
+from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.files import is_file, to_plain
 from rankscope.web.study_words import headline_of, is_study, open_study
@@ -63,15 +63,24 @@ class _Wanted:
         """Whether the verdict is printed."""
         return not self.as_json and not self.quiet
 
-    def deliver(self, writers: Writers, result: dict[str, Any]) -> None:
-        """Write the files; then print the result with their paths, or the paths alone."""
-        written = write_files(writers, self.where, asked=self.asked)
+    def deliver(self, writers: Writers, result: dict[str, Any], show: Callable[[], None]) -> None:
+        """Write the files; then show the verdict and their paths, or print the result as JSON.
+
+        The verdict is shown, too, when a file cannot be written.
+        """
+        try:
+            written = write_files(writers, self.where, asked=self.asked)
+        except RankscopeError:
+            if self.shows:
+                show()
+            raise
         if self.as_json:
             paths = [str(path) for files in written.values() for path in files]
             result |= {"written": paths} if self.asked else {}
             pages = written.get(Format.HTML)
             sys.stdout.write(json_text({**result, "report": str(pages[0]) if pages else None}))
         elif not self.quiet:
+            show()
             say_where(written)
 
 
@@ -147,12 +156,14 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
         differences = _differences(run.findings(), diagnosed)
         run = run.with_findings(diagnosed)
     assessment = assess(run)
-    if wanted.shows:
-        render_run(run, assessment, Console())
-        if differences is not None:
-            render_differences(differences, run.status, Console())
     result = _run_result(path, run, assessment, differences)
-    wanted.deliver(run_writers(run, assessment, lambda: result), result)
+
+    def show() -> None:
+        render_run(run, assessment, terminal())
+        if differences is not None:
+            render_differences(differences, run.status, terminal())
+
+    wanted.deliver(run_writers(run, assessment, lambda: result), result, show)
     severities = [finding.severity for finding in run.findings()]
     if assessment.severity is not None:
         severities.append(assessment.severity)
@@ -215,8 +226,6 @@ def _comparable(finding: Finding) -> dict[str, Any]:
 def _report_study(path: Path, wanted: _Wanted) -> Severity | None:
     study = open_study(path)
     word, headline = headline_of(study.entries)
-    if wanted.shows:
-        render_study(path, Console())
     result: dict[str, Any] = {
         "kind": "study",
         "path": str(path),
@@ -224,7 +233,8 @@ def _report_study(path: Path, wanted: _Wanted) -> Severity | None:
         "headline": headline,
         "entries": [entry.values for entry in study.entries],
     }
-    wanted.deliver(study_writers(study, lambda: result), result)
+    writers = study_writers(study, lambda: result)
+    wanted.deliver(writers, result, lambda: render_study(path, terminal()))
     return None if word == "healthy" else Severity[word.upper()]
 
 

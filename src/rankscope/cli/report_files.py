@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from rankscope.cli.output import terminal
 from rankscope.cli.paper import plain
 from rankscope.diagnose.assessment import Assessment
 from rankscope.errors import MissingExtraError, RunError, UsageError
@@ -142,7 +142,7 @@ def write_files(
         except MissingExtraError as error:
             if asked:
                 raise
-            Console(stderr=True).print(Text(str(error)), soft_wrap=True)
+            terminal(stderr=True).print(Text(str(error)), soft_wrap=True)
     return written
 
 
@@ -151,7 +151,7 @@ def say_where(written: Mapping[Format, Sequence[Path]]) -> None:
     for one, paths in written.items():
         label = "  Report: " if one is Format.HTML else "  Written: "
         for path in paths:
-            Console().print(Text.assemble((label, "bold"), plain(str(path))), soft_wrap=True)
+            terminal().print(Text.assemble((label, "bold"), plain(str(path))), soft_wrap=True)
 
 
 def json_text(result: Mapping[str, Any]) -> str:

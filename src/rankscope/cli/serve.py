@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from rankscope.cli.output import terminal
 from rankscope.cli.paper import plain
 from rankscope.web.live import live_server
 
@@ -54,6 +54,6 @@ def serve(
     line = Text.assemble(
         ("rankscope: ", "bold"), plain(f"{directory} at "), (server.url, "bold cyan")
     )
-    Console().print(line, soft_wrap=True, highlight=False)
-    Console().print(Text("           Ctrl-C stops it.", style="dim"))
+    terminal().print(line, soft_wrap=True, highlight=False)
+    terminal().print(Text("           Ctrl-C stops it.", style="dim"))
     server.serve_until_stopped(browser=browser)

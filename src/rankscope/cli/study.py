@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
+from rankscope.cli.output import terminal
 from rankscope.cli.paper import plain
 from rankscope.cli.verdict import render_study
 from rankscope.errors import MissingExtraError, UsageError
@@ -115,12 +116,14 @@ def study(
     entries = run_study(config, output, resume=resume, overwrite=overwrite)
     if entries is None:
         return
-    console = Console()
-    if as_json:
-        print(json.dumps(entries, indent=2))
-    else:
-        render_study(output, console)
-    _write_report(output, Console(stderr=True) if as_json else console)
+    try:
+        line = _write_report(output)
+    finally:  # the verdict is shown, too, when the report cannot be written
+        if as_json:
+            print(json.dumps(entries, indent=2))
+        else:
+            render_study(output, terminal())
+    terminal(stderr=as_json).print(line, soft_wrap=True)
 
 
 def _readings(option: ReadingOption) -> tuple[Reading, ...]:
@@ -138,11 +141,10 @@ def _settings(text: str) -> tuple[Setting, ...]:
     return tuple(setting for setting in Setting if str(setting) in names)
 
 
-def _write_report(output: Path, console: Console) -> None:
+def _write_report(output: Path) -> Text:
+    """Write figures and page, and say where."""
     try:
         write_figures(output)
-        page = write_study_report(output)
+        return plain(f"Report: {write_study_report(output)}")
     except MissingExtraError as error:
-        console.print(plain(str(error), "yellow"), soft_wrap=True)
-        return
-    console.print(plain(f"Report: {page}"), soft_wrap=True)
+        return plain(str(error), "yellow")

@@ -1,0 +1,172 @@
+"""Standard output and error, which may be closed, full, or of few characters, while a command runs.
+
+Exit code 1 means findings, so it must not come of a reader that has gone: what such a command
+prints is dropped, and it ends with its own code.
+"""
+
+import codecs
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from rich.console import Console
+
+Tell = Callable[[str], None]
+
+LEAST_COLUMNS = 20
+"""Columns that a terminal has at least, whatever ``COLUMNS`` says: fewer hold no table."""
+
+_STANDARD_FILES = 3
+_IN_ASCII = {
+    **dict(zip("●○▲◆✓✗·–−×≈≠±…▁▂▃▄▅▆▇█", "*o!#+x---x~!~._.:=+*#@", strict=True)),
+    "→": "->",
+    "←": "<-",
+    "≥": ">=",
+}
+"""What stands for the signs that rankscope itself prints."""
+_REPLACE = "rankscope.nearest"
+"""What to do about signs that an encoding lacks, as ``str.encode`` knows it."""
+
+
+class GuardedStream:
+    """A text stream that outlives its reader, as ``sys.stdout`` or ``sys.stderr``.
+
+    Where its encoding lacks a sign, the nearest that it has is written, or a question mark. After
+    an error nothing more is written, and nothing is raised: what the command does goes on.
+
+    Args:
+        stream: What is written to.
+        tell: Called once with a sentence if it cannot be written; a reader that has gone is no
+            such error.
+
+    Attributes:
+        failed: Whether it could not be written.
+    """
+
+    def __init__(self, stream: Any, tell: Tell) -> None:
+        self._stream, self._tell = stream, tell
+        self._gone = False
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def buffer(self) -> "GuardedStream":
+        """The stream of bytes below, which outlives its reader, too."""
+        return GuardedStream(self._stream.buffer, self._fail)
+
+    def write(self, text: Any) -> int:
+        """Write a text, or bytes to a stream of bytes; return its length."""
+        self._try(lambda: self._write(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[Any]) -> None:
+        """Write texts, as :meth:`write` does."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Let the reader have what was written."""
+        self._try(self._stream.flush)
+
+    def _write(self, text: Any) -> None:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            self._stream.write(text.encode(encoding, _REPLACE).decode(encoding))
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        if self._gone:
+            return
+        try:
+            act()
+        except ConnectionError:  # a broken pipe is one
+            self._leave()
+        except OSError as error:
+            self._leave()
+            self._fail(
+                f"cannot write to standard output ({error.strerror or error}); "
+                "give it a place that can be written"
+            )
+
+    def _fail(self, sentence: str) -> None:
+        self.failed = True
+        self._tell(sentence)
+
+    def _leave(self) -> None:
+        """Let what Python still holds for the stream go nowhere, also when the process ends."""
+        self._gone = True
+        with suppress(OSError, ValueError):  # a stream without a file has no number
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, self._stream.fileno())
+            finally:
+                os.close(nowhere)
+
+
+@contextmanager
+def guarded_streams(tell: Tell) -> Iterator[GuardedStream]:
+    """Print through streams that outlive their readers.
+
+    Args:
+        tell: Called with a sentence if standard output cannot be written.
+
+    Yields:
+        Standard output.
+    """
+    out, err = sys.stdout, sys.stderr
+    streams: Any = sys
+    with _standard_files() as number, os.fdopen(number, "w", encoding="utf-8") as nowhere:
+        # A stream is None where the process was started with it closed.
+        streams.stdout = guarded = GuardedStream(out or nowhere, tell)
+        streams.stderr = GuardedStream(err or nowhere, lambda _: None)
+        try:
+            yield guarded
+        finally:
+            streams.stdout, streams.stderr = out, err
+
+
+@contextmanager
+def _standard_files() -> Iterator[int]:
+    """Open those of the three standard files that are closed, lest another takes their number.
+
+    Yields:
+        One more file that what is written to goes nowhere; the caller closes it.
+    """
+    opened = [os.open(os.devnull, os.O_RDWR)]
+    while opened[-1] < _STANDARD_FILES:
+        opened.append(os.open(os.devnull, os.O_RDWR))
+    try:
+        yield opened.pop()
+    finally:
+        for number in opened:
+            os.close(number)
+
+
+def terminal(*, stderr: bool = False) -> Console:
+    """Return a console that reads no text as markup.
+
+    It is as wide as the terminal, or as ``COLUMNS`` says unless that is 0.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    unset = columns.isdecimal() and int(columns) == 0
+    width = shutil.get_terminal_size().columns if unset else None
+    console = Console(stderr=stderr, width=width, markup=False, emoji=False)
+    if console.width < LEAST_COLUMNS:
+        console.width = LEAST_COLUMNS
+    return console
+
+
+def _nearest(error: UnicodeError) -> tuple[str, int]:
+    """Return what stands for the signs that an encoding lacks, and where they end."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_IN_ASCII.get(sign, "?") for sign in lacking), error.end
+
+
+codecs.register_error(_REPLACE, _nearest)

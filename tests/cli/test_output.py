@@ -1,0 +1,239 @@
+"""What a command does when its output is closed, full, narrow or of few characters."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.cli import main, study
+from rankscope.errors import UsageError
+from rankscope.faults.catalogue import catalogue
+from rankscope.study.launch import StudyInterrupted
+from web.recorded_runs import record_run
+
+Call = Callable[..., int]
+NUMBERS = ("numerics", "--synthetic", "normal", "--workers", "2", "--orders", "2")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a healthy run, and one with an error."""
+    folder = tmp_path_factory.mktemp("output")
+    record_run(folder / "healthy", num_workers=2, num_steps=3)
+    record_run(folder / "copied", reading="replicated", num_workers=2, num_steps=3)
+    return folder
+
+
+@pytest.fixture
+def runs(recorded: Path, tmp_path: Path) -> Path:
+    """Return a copy of it that reports may be written to."""
+    return shutil.copytree(recorded, tmp_path / "runs")
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run the command with another standard output in this process; return its exit code."""
+
+    def run(stdout: Any, *words: str | Path) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            patch.setattr(sys, "argv", ["rankscope", *map(str, words)])
+            with pytest.raises(SystemExit) as ended:
+                main.run()
+            assert sys.stdout is stdout
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+    return run
+
+
+@pytest.fixture
+def closed() -> Iterator[io.TextIOWrapper]:
+    """Return a pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as file:
+        yield file
+
+
+@pytest.fixture
+def full() -> Iterator[io.TextIOWrapper]:
+    """Return a file on a disk without room."""
+    with Path("/dev/full").open("w", encoding="utf-8") as file:
+        yield file
+
+
+@pytest.mark.parametrize("how", [(), ("--json",)], ids=["verdict", "json"])
+def test_a_reader_that_has_gone_changes_neither_exit_code_nor_files(
+    runs: Path,
+    call: Call,
+    closed: io.TextIOWrapper,
+    capsys: pytest.CaptureFixture[str],
+    how: tuple[str, ...],
+) -> None:
+    for name, code in (("healthy", 0), ("copied", 1)):
+        assert call(closed, "report", runs / name, "--format", "md", *how) == code
+        assert (runs / name / "report.md").read_text().startswith("## ")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_has_gone_changes_nothing_in_other_commands(
+    runs: Path, call: Call, closed: io.TextIOWrapper, tmp_path: Path
+) -> None:
+    assert call(closed, "diff", runs / "healthy", runs / "copied") == 1
+    assert call(closed, "faults", "list") == 0
+    assert call(closed, *NUMBERS, "--json", "--output", tmp_path / "numbers") == 0
+    assert (tmp_path / "numbers" / "numerics.json").is_file()
+
+
+@pytest.mark.parametrize("how", [(), ("--json",)], ids=["verdict", "json"])
+def test_an_output_without_room_is_one_line_and_no_finding(
+    runs: Path,
+    call: Call,
+    full: io.TextIOWrapper,
+    capsys: pytest.CaptureFixture[str],
+    how: tuple[str, ...],
+) -> None:
+    assert call(full, "report", runs / "copied", "--format", "md", *how) == 2
+    assert (runs / "copied" / "report.md").read_text().startswith("## ")
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("rankscope: cannot write to standard output (No space left on device)")
+
+
+def test_a_study_without_room_for_its_verdict_has_its_report(
+    call: Call, full: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr("rankscope.study.runner.run_study", lambda *_, **__: [{"setting": "s1-1"}])
+    monkeypatch.setattr(study, "_write_report", lambda path: str(written.append(path)))
+    assert call(full, "study", "--json", "--output", "here") == 2
+    assert written == [Path("here")]
+
+
+def test_help_in_an_encoding_of_few_letters_is_guarded_too(
+    call: Call, closed: io.TextIOWrapper, full: io.TextIOWrapper
+) -> None:
+    closed.reconfigure(encoding="ascii")  # then typer writes bytes
+    full.reconfigure(encoding="ascii")
+    assert call(closed, "--help") == 0
+    assert call(full, "--help") == 2
+
+
+def test_what_an_encoding_lacks_becomes_the_nearest_sign_it_has(
+    runs: Path, call: Call, tmp_path: Path
+) -> None:
+    written = {}
+    for encoding in ("ascii", "utf-8"):
+        with (tmp_path / encoding).open("w+", encoding=encoding) as file:
+            assert call(file, "report", runs / "copied", "--no-html") == 1
+            file.seek(0)
+            written[encoding] = file.read()
+    assert {"◆", "·"} <= set(written["utf-8"])
+    assert "# ERROR  copied" in written["ascii"]
+    assert "- On average" in written["ascii"]
+    assert "?" not in written["ascii"]
+    assert len(written["ascii"].splitlines()) == len(written["utf-8"].splitlines())
+
+
+def test_a_name_in_an_encoding_without_its_letters_has_question_marks(
+    runs: Path, call: Call
+) -> None:
+    (runs / "copied").rename(runs / "läufe")
+    file = io.BytesIO()
+    stream = io.TextIOWrapper(file, encoding="ascii")
+    assert call(stream, "report", runs / "läufe", "--no-html") == 1
+    stream.flush()
+    assert b"# ERROR  l?ufe\n" in file.getvalue()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_json_is_the_same_in_any_encoding(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], encoding: str
+) -> None:
+    commands = {
+        "list": ("faults", "list", "--json"),
+        "sums": (*NUMBERS, "--json", "--output", str(tmp_path / "numbers")),
+    }
+    read = {}
+    for name, words in commands.items():
+        with (tmp_path / name).open("w+", encoding=encoding) as file:
+            assert call(file, *words) == 0
+            file.seek(0)
+            read[name] = json.load(file)
+    faults = catalogue()
+    assert [one["mechanism"] for one in read["list"]] == [one.mechanism for one in faults.values()]
+    saved = (tmp_path / "numbers" / "numerics.json").read_text(encoding="utf-8")
+    assert read["sums"] == json.loads(saved)
+
+
+def test_an_output_that_was_closed_before_the_start(runs: Path, call: Call) -> None:
+    assert call(None, "report", runs / "copied", "--no-html", "--json") == 1
+    assert call(None, "report", runs / "healthy", "--no-html") == 0
+
+
+def test_a_closed_error_stream_changes_no_exit_code(
+    tmp_path: Path, call: Call, closed: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", closed)
+    assert call(io.StringIO(), "report", tmp_path / "none") == 2
+
+
+def test_an_output_that_cannot_be_written_leaves_other_failures_their_code(
+    call: Call, full: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(**_: object) -> None:
+        print("printed")
+        sys.stdout.flush()
+        raise StudyInterrupted("stopped")
+
+    monkeypatch.setattr(main, "app", stop)
+    assert call(full) == 130
+
+
+def test_no_other_file_takes_the_number_of_a_closed_one(tmp_path: Path) -> None:
+    script = """
+import os
+from rankscope.cli.output import guarded_streams
+
+with guarded_streams(print), open("other", "w") as file:
+    file.write(str([os.fstat(n).st_rdev == os.stat(os.devnull).st_rdev for n in (0, 1, 2)]))
+    print("to nobody")
+    os.write(1, b"to nobody")
+"""
+    close = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", close, sys.executable, script], cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "other").read_text() == "[True, True, True]"
+
+
+@pytest.mark.parametrize(("columns", "as_if"), [("0", "80"), ("1", "20")])
+def test_too_few_columns_break_no_text(
+    runs: Path, call: Call, monkeypatch: pytest.MonkeyPatch, columns: str, as_if: str
+) -> None:
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    printed = []
+    for given in (columns, as_if):
+        monkeypatch.setenv("COLUMNS", given)
+        printed.append(io.StringIO())
+        assert call(printed[-1], "report", runs / "copied", "--no-html") == 1
+    assert printed[0].getvalue() == printed[1].getvalue()
+    assert "◆ ERROR" in printed[0].getvalue()
+
+
+def test_a_message_cannot_control_the_terminal(
+    call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise UsageError("no\x1b[2J\x07 run in \x9b1m[bold]x")
+
+    monkeypatch.setattr(main, "app", fail)
+    assert call(io.StringIO()) == 2
+    assert capsys.readouterr().err == "rankscope: no [2J run in 1m[bold]x\n"
