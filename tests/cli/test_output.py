@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rankscope.cli import main, study
+from rankscope.cli import faults, main, study
+from rankscope.core.batches import PlainBatch
+from rankscope.core.finding import Finding, Severity
 from rankscope.errors import UsageError
+from rankscope.faults.bench import Score
 from rankscope.faults.catalogue import catalogue
+from rankscope.record.bundle import ReplayBundle, save_bundle
 from rankscope.study.launch import StudyInterrupted
 from web.recorded_runs import record_run
 
@@ -237,3 +242,44 @@ def test_a_message_cannot_control_the_terminal(
     monkeypatch.setattr(main, "app", fail)
     assert call(io.StringIO()) == 2
     assert capsys.readouterr().err == "rankscope: no [2J run in 1m[bold]x\n"
+
+
+def test_names_of_gradients_cannot_control_the_terminal(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "a\x1b[2J[bold].npz"
+    rows: dict[str, Any] = {"layer\x1b]0;title\x07[red]": np.ones((2, 4), np.float32)}
+    np.savez(file, **rows)
+    printed = io.StringIO()
+    assert call(printed, "numerics", "--gradients", file, *NUMBERS[3:]) == 0
+    assert not {"\x1b", "\x07"} & set(printed.getvalue())
+    assert "a [2J[bold].npz" in printed.getvalue()
+    assert "layer ]0;title [red]" in printed.getvalue()
+
+
+def test_the_path_of_a_bundle_cannot_control_the_terminal(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    array = np.zeros((2, 3), np.int64)
+    batch = PlainBatch(((0, None),), (array,), np.zeros(0, np.int64))
+    bundle = ReplayBundle("asked-for", 1, 0, 1, 2, 0, "", (batch, batch))
+    path = save_bundle(tmp_path / "a\x1b[2J[bold]", bundle)
+    printed = io.StringIO()
+    assert call(printed, "replay", path) == 0
+    assert "\x1b" not in printed.getvalue()
+    assert "a [2J[bold]" in printed.getvalue()
+
+
+def test_what_a_fault_run_says_cannot_control_the_terminal(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = catalogue()["D5"]
+    finding = Finding("rank-1", "c", Severity.ERROR, (1,), 0, 0, "\x1b[2J[bold]e", "")
+    problem = "[rank1]: \x1b[2J"
+    score = Score(fault, 2, 0, 3, True, 0, True, 1, True, (), (finding,), None, problem, 1.0)
+    monkeypatch.setattr(faults, "_run", lambda *_: [score])
+    for words in (["D5"], ["--all"]):
+        printed = io.StringIO()
+        monkeypatch.setattr(faults, "_runs", lambda *_, **__: [None])
+        assert call(printed, "faults", "run", *words) == 1
+        assert "\x1b" not in printed.getvalue()
+        assert "[rank1]:  [2J" in printed.getvalue()

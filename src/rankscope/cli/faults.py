@@ -14,6 +14,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from rankscope.cli.output import terminal
+from rankscope.cli.paper import plain
 from rankscope.errors import RunError, UsageError
 from rankscope.record.files import replace
 
@@ -231,7 +232,7 @@ def _show(scores: "Sequence[Score]", console: Console, *, in_detail: bool) -> No
             console.print(_line(score), soft_wrap=True)
             for finding in score.findings:
                 text = f"  {finding.severity}  {finding.cause}: {finding.explanation}"
-                console.print(Text(text), soft_wrap=True)
+                console.print(plain(text), soft_wrap=True)
         return
     grid = Grid("id", "W", "class", "", "steps", "worker", "cause", "found", box=None)
     for score in scores:
@@ -255,7 +256,7 @@ def _cells(score: "Score") -> Iterable[str | Text]:
         "" if score.delay is None else str(score.delay),
         "" if not expects else "yes" if score.rank_named else "no",
         "" if not expects else "–" if score.cause_rank is None else str(score.cause_rank),
-        score.problem or found,
+        plain(score.problem or found),
     )
 
 
@@ -266,7 +267,8 @@ def _line(score: "Score") -> Text:
         _verdict(score),
         f"{after}  {score.fault.mechanism} ({score.num_workers} workers, seed {score.seed}, "
         f"{score.num_steps} steps, {score.seconds:.0f} s)",
-        (f"\n  {score.problem}" if score.problem else "", "red"),
+        "\n" if score.problem else "",
+        plain(f"  {score.problem}" if score.problem else "", "red"),
     )
 
 

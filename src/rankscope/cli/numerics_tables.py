@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.paper import show
+from rankscope.cli.paper import plain, show
 from rankscope.numerics.words import USUAL_WORKERS, types
 
 MAX_LAYERS = 12
@@ -30,8 +30,10 @@ def render_sums(sums: Values, more: Sequence[str], console: Console) -> None:
         console,
         Text.assemble(
             ("Sums of gradients", "bold"),
-            f"  {source['name']}, {source['num_gradients']} workers, "
-            f"{source['num_elements']:,} elements each",
+            plain(
+                f"  {source['name']}, {source['num_gradients']} workers, "
+                f"{source['num_elements']:,} elements each"
+            ),
         ),
     )
     numbers = [world["workers"] for world in sums["worlds"]]
@@ -61,7 +63,7 @@ def _titled(console: Console, title: str, grid: Grid) -> None:
 def _led(sentence: str) -> Text:
     """Return a sentence whose question or subject, up to a colon, stands out."""
     lead, colon, rest = sentence.partition(": ")
-    return Text.assemble((lead + colon, "bold"), rest) if colon else Text(sentence)
+    return Text.assemble(plain(lead + colon, "bold"), plain(rest)) if colon else plain(sentence)
 
 
 def _grid(*heads: str) -> Grid:
@@ -126,7 +128,7 @@ def _by_layer(sums: Values) -> Grid:
     grid = _grid("layer", *heads)
     for name in rows:
         if name in worst:
-            grid.add_row(Text(name), *[_relative(row["error_relative"]) for row in rows[name]])
+            grid.add_row(plain(name), *[_relative(row["error_relative"]) for row in rows[name]])
     if len(rows) > len(worst):
         grid.add_row(Text(f"({len(rows) - len(worst)} layers with smaller errors)", style="dim"))
     return grid

@@ -160,7 +160,7 @@ def _show_replayed(
 
 def _head(console: Console, path: Path, bundle: ReplayBundle) -> None:
     console.print()
-    show(console, Text(str(path), style="dim"))
+    show(console, plain(str(path), "dim"))
     rows = [
         ("Saved for", _reason(bundle)),
         ("Step", f"{bundle.step:,} of a run of {count(bundle.num_workers, 'worker')}"),
