@@ -283,3 +283,58 @@ def test_what_a_fault_run_says_cannot_control_the_terminal(
         assert call(printed, "faults", "run", *words) == 1
         assert "\x1b" not in printed.getvalue()
         assert "[rank1]:  [2J" in printed.getvalue()
+
+
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+FIRST = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "told"),
+    [
+        (["report"], {"RANK": "1"}, True),
+        (["study", "--stepz", "3"], {"RANK": "1"}, True),  # no launcher has said so
+        (["run"], {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, True),  # a node's number
+        (["report"], TORCHRUN, True),
+        (["faults", "run", "--stepz", "3"], TORCHRUN, True),
+        (["studi"], TORCHRUN, True),
+        (["run"], FIRST, True),
+        (["run"], {**FIRST, "SLURM_PROCID": "1"}, True),  # torchrun on node 1
+        (["run"], {"SLURM_PROCID": "0"}, True),
+        (["run"], TORCHRUN, False),
+        (["study", "--stepz", "3"], TORCHRUN, False),
+        (["doctor", "--batches", "many"], {"OMPI_COMM_WORLD_RANK": "3"}, False),
+        (["replay"], {"SLURM_PROCID": "2", "RANK": "2"}, False),
+        (["run"], {"PMI_RANK": "1"}, False),
+    ],
+)
+def test_bad_usage_is_told_unless_rank_0_tells_it_and_always_fails(
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    environment: dict[str, str],
+    told: bool,
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for name in (*main.LAUNCHED, *main.RANKS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert call(io.StringIO(), *words) == 2
+    assert capsys.readouterr().err.startswith("rankscope: ") is told
+    assert waited == ([] if told else [main.PATIENCE])  # rank 0 speaks before a launcher ends it
+
+
+def test_ctrl_c_while_rank_0_speaks_is_quiet(
+    call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert call(io.StringIO(), "run") == 130
+    assert capsys.readouterr() == ("", "")

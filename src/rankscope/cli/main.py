@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -27,6 +29,18 @@ FAILED = 3
 INTERRUPTED = 130
 
 NAME = "rankscope"
+
+ON_ALL_RANKS = ("study", "run", "doctor", "replay")
+"""Commands that a launcher starts on every rank."""
+
+PATIENCE = 5.0
+"""Seconds that the other ranks leave rank 0 to say what is wrong with the command line."""
+
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+"""Variables that torchrun sets for each process, and launchers like it; ``RANK`` alone is none."""
+
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables in which other launchers tell a process its rank."""
 
 _CommandLineError: Any = typer.BadParameter.__mro__[1]
 """The error of a command line that cannot be read, from the copy of click that typer uses."""
@@ -94,11 +108,21 @@ def _run() -> int:
         _say(str(error))
         return _exit_code(error)
     except _CommandLineError as error:
-        if os.environ.get("RANK", "0") != "0":
-            return 0  # rank 0 has the same command line, says it, and gives the exit code
         command = error.ctx.command_path if error.ctx else NAME
-        _say(f"{error.format_message().rstrip('.')}; see {command} --help")
+        if _rank_0_says_it(command, os.environ):
+            time.sleep(PATIENCE)  # a launcher that sees one rank fail ends the others
+        else:
+            _say(f"{error.format_message().rstrip('.')}; see {command} --help")
         return BAD_INPUT
+
+
+def _rank_0_says_it(command: str, environment: Mapping[str, str]) -> bool:
+    """Return whether rank 0 of a launched job has the same command line, and shows the error."""
+    if command.split()[1:] not in ([name] for name in ON_ALL_RANKS):
+        return False
+    if all(name in environment for name in LAUNCHED):
+        return environment["RANK"] != "0"
+    return next((environment[name] for name in RANKS if name in environment), "0") != "0"
 
 
 def _say(message: str) -> None:
