@@ -1,5 +1,6 @@
 """What a command does when its output is closed, full, narrow or of few characters."""
 
+import errno
 import io
 import json
 import os
@@ -20,7 +21,9 @@ from rankscope.errors import UsageError
 from rankscope.faults.bench import Score
 from rankscope.faults.catalogue import catalogue
 from rankscope.record.bundle import ReplayBundle, save_bundle
+from rankscope.study.config import StudyConfig
 from rankscope.study.launch import StudyInterrupted
+from rankscope.study.progress import StudyProgress
 from web.recorded_runs import record_run
 
 Call = Callable[..., int]
@@ -217,6 +220,24 @@ with guarded_streams(print), open("other", "w") as file:
     done = subprocess.run(["sh", "-c", close, sys.executable, script], cwd=tmp_path, check=False)
     assert done.returncode == 0
     assert (tmp_path / "other").read_text() == "[True, True, True]"
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "full")])
+def test_a_study_trains_on_when_nobody_reads_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    said: list[str] = []
+
+    class Failing(io.StringIO):
+        def write(self, text: str) -> int:
+            said.append(text)
+            raise error
+
+    monkeypatch.setattr(sys, "stderr", Failing())
+    progress = StudyProgress(StudyConfig(), enabled=True)
+    progress.say("s1-1: 3 steps")
+    progress.say("s1-2: 3 steps")
+    assert said[0] == "s1-1: 3 steps\n"
 
 
 @pytest.mark.parametrize(("columns", "as_if"), [("0", "80"), ("1", "20")])

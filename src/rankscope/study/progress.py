@@ -1,6 +1,7 @@
 """Progress bars of a study: one per training, with the averaged loss and the three metrics."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +19,13 @@ from rankscope.core.step import StepReport
 from rankscope.study.config import Combination, StudyConfig
 
 
+class _Console(Console):
+    """A console whose reader may go; rich would end the process, which trains."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class StudyProgress:
     """Shows how far a study is; on a terminal as bars, elsewhere as one line per training.
 
@@ -29,7 +37,7 @@ class StudyProgress:
     def __init__(self, config: StudyConfig, *, enabled: bool) -> None:
         self._enabled = enabled
         self._steps = config.steps
-        self._console = Console(stderr=True)
+        self._console = _Console(stderr=True)
         self._bars = Progress(
             TextColumn("{task.description:<17}"),
             BarColumn(bar_width=16),
@@ -53,8 +61,9 @@ class StudyProgress:
         self._bars.stop()
 
     def say(self, text: str) -> None:
-        """Print a line above the bars; every worker may."""
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        """Print a line above the bars, if it can be; every worker may."""
+        with suppress(OSError):  # of a full disk, say
+            self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def say_left_out(self, facts: Mapping[str, Any]) -> None:
         """Say how many records the study cannot use, where there are any."""
