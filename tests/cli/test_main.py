@@ -136,6 +136,7 @@ def test_as_a_module() -> None:
         (["study", "--reading", "both-of-them"], "Invalid value for '--reading'"),
         (["study", "--precision", "fp8"], "Invalid value for '--precision'"),
         (["report"], "Missing argument"),
+        (["faults"], "Missing command; see rankscope faults --help"),
         (["report", "x", "--fail-on", "never"], "Invalid value for '--fail-on'"),
     ],
 )

@@ -29,7 +29,6 @@ faults = typer.Typer(
     help="List the catalogue of real faults, and run them on real ranks to see what is found.",
     add_completion=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
 )
 
 DEFAULT_WORKERS = 4
