@@ -1,6 +1,7 @@
 """Starting, pausing and ending beside real training."""
 
 import contextlib
+import os
 import sys
 import weakref
 
@@ -172,6 +173,32 @@ def test_a_script_that_an_exception_ends_is_incomplete_and_no_fault(tmp_path):
     assert run.status == "incomplete"
     assert run.table(Table.STEPS).num_rows == 5
     assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
+
+
+def forked_before_the_last_steps(rank, run_dir):
+    """A process that is forked from the script, as a daemon is, ends after the run."""
+    loop = Loop(rank, run_dir)
+    loop.step(0)
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(tell)
+        os.read(told, 1)
+        _close_at_exit(weakref.ref(loop.scope))
+        os._exit(0)
+    os.close(told)
+    for step in range(1, 5):
+        loop.step(step)
+    loop.scope.close()
+    os.close(tell)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_process_that_ends_leaves_the_run_alone(tmp_path):
+    assert run_ranks(forked_before_the_last_steps, 2, str(tmp_path / "run")) == [0, 0]
+    run = Run.open(tmp_path / "run")
+    assert run.status == "complete"
+    assert run.table(Table.STEPS)["step"].to_pylist() == [0, 1, 2, 3, 4]
 
 
 def touched_after_the_last_step(rank, run_dir):
