@@ -86,7 +86,7 @@ class FSDP2Tap:
         self._watched_names = frozenset(parameters)
         self._read: set[str] = set()  # in this step
         self._read_now: set[str] = set()  # in this backward pass
-        # Until their root's backward pass ends: whether it has added to what was there before it.
+        # Until their root's backward pass ends: whether the reduction makes it one that trains.
         self._reduced_now: dict[ParameterGroup, bool] = {}
         self._accumulated: dict[ManagedParameter, tuple[int, int]] = {}  # what was not reduced
         self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
@@ -215,13 +215,19 @@ class FSDP2Tap:
             for inside, gradient in zip(fsdp_params, unsharded_grads, strict=True)
         }
         group = self._parameters[fsdp_params[0]].group
-        added = not self._accumulated or any(
-            self._accumulated.get(p) != _state_of(gradient) for p, gradient in gradients.items()
-        )
-        self._reduced_now[group] = added or self._reduced_now.get(group, False)
+        self._reduced_now[group] = self._reduced_now.get(group, False) or self._trains(gradients)
         if self._measure:
             for parameter, gradient in gradients.items():
                 self._measure_local(parameter, gradient)
+
+    def _trains(self, gradients: dict[ManagedParameter, Tensor]) -> bool:
+        """Return whether a reduction belongs to a step: not to a pass that has added nothing to it.
+
+        Pipeline schedules reduce by hand, after the last backward pass, what all have accumulated.
+        """
+        if not self._accumulated or not _in_backward():
+            return True
+        return any(self._accumulated.get(p) != _state_of(g) for p, g in gradients.items())
 
     def _measure_local(self, parameter: ManagedParameter, gradient: Tensor) -> None:
         name = parameter.name
