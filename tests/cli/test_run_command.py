@@ -179,7 +179,7 @@ def test_a_signal_ends_the_script_and_nothing_is_said(project):
         stderr=subprocess.PIPE,
         text=True,
         cwd=project,
-        env=environment(project),
+        env={**environment(project), "TMPDIR": str(project)},
     )
     with started:
         assert started.stdout is not None
