@@ -67,40 +67,34 @@ def other_buffer():
     return built
 
 
-def fsdp1(*, use_orig_params=True, strategy=ShardingStrategy.FULL_SHARD, spoil=None):
-    """A healthy model of which each rank holds a part, and a trained optimizer's state of it."""
+def fsdp1(*, spoiled=False):
+    """A model of which each rank holds parts, and a trained optimizer's state of it.
+
+    Unless ``spoiled``, it is healthy. Of its four layers one is in parts that are parameters, one
+    in a part that is flat, and one whole on every rank, all by FSDP1.
+    """
     torch.manual_seed(7)
-    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-    layers.register_buffer("table", torch.arange(4.0) + (spoil == "buffer") * rank())
-    layers[2] = FullyShardedDataParallel(
-        layers[2],
-        device_id=torch.device("cpu"),
-        use_orig_params=use_orig_params,
-        sharding_strategy=strategy,
-    )
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    layers.register_buffer("table", torch.arange(4.0) + spoiled * rank())
+    for layer, options in (
+        (1, {"use_orig_params": True}),
+        (2, {"use_orig_params": False}),
+        (3, {"use_orig_params": True, "sharding_strategy": ShardingStrategy.NO_SHARD}),
+    ):
+        layers[layer] = FullyShardedDataParallel(
+            layers[layer], device_id=torch.device("cpu"), **options
+        )
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
     layers(torch.ones(3, 4)).sum().backward()
     optimizer.step()
-    if spoil == "parameter" and rank() == 1:
+    if spoiled and rank() == 1:
         with torch.no_grad():
             layers[0].weight += 1
     return layers, optimizer
 
 
-def fsdp1_flat():
-    return fsdp1(use_orig_params=False)
-
-
-def fsdp1_whole():
-    return fsdp1(strategy=ShardingStrategy.NO_SHARD)
-
-
-def fsdp1_other_parameter():
-    return fsdp1(spoil="parameter")
-
-
-def fsdp1_other_buffer():
-    return fsdp1(spoil="buffer")
+def fsdp1_spoiled():
+    return fsdp1(spoiled=True)
 
 
 def fsdp1_all():
