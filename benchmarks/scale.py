@@ -113,7 +113,7 @@ def make_message(layout: Layout, rank: int, step: int) -> WorkerStep:
         values={**values, "samples_named": 1, "num_samples": BATCH},
         gradient=gradient,
         samples=rng.integers(2**62, size=BATCH),
-        micro=rng.uniform(1, 2, (3, 1)),
+        micro=rng.uniform(1, 2, (4, 1)),  # loss, weight, gradient norm, multiplier
     )
 
 
