@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.canary import PendingCanary, check_module, run_batch
 from rankscope.capture.canary_batch import CanaryDeclined, CapturedBatch, capture_batch
-from rankscope.capture.digest import digest_tensor
+from rankscope.capture.canary_buffers import BroadcastBuffers
 from rankscope.core.batches import BatchError, PlainBatch, pack_batch, unpack_batch
 from rankscope.core.canary import Verdict, judge, results_of
 from rankscope.core.canary_plan import CanaryPlan, Planned, all_asked
@@ -60,16 +58,16 @@ class LiveCanary:
     def __init__(
         self, wrapped: Wrapped, channel: Channel, *, every: int | None, run_dir: Path | None
     ) -> None:
-        self._module, self._wrapper = wrapped.module, wrapped.wrapper
+        self._module = wrapped.module
         self._device = wrapped.device
-        self._moves_inputs = bool(getattr(self._wrapper, "device_ids", None))
+        self._moves_inputs = bool(getattr(wrapped.wrapper, "device_ids", None))
         self._channel = channel
         self._run_dir = run_dir
         self._plan = CanaryPlan(channel.num_workers, every)
         self._asked = False
         self._captured: _Captured | None = None
         self._due: Planned | None = None
-        self._buffers: tuple[Planned, Tensor | None] | None = None  # a step before
+        self._buffers = BroadcastBuffers(wrapped.wrapper, wrapped.module, wrapped.device)
         self._ready: _Ready | None = None
         self._pending: PendingCanary | None = None
         self._bundle: ReplayBundle | None = None
@@ -135,8 +133,7 @@ class LiveCanary:
             return 0.0
         start = time.perf_counter()
         if step < planned.run_at:
-            if self._buffers is None or self._buffers[0] != planned:
-                self._buffers = planned, self._digest_buffers()
+            self._buffers.note(planned)
         elif self._due is not None:
             due, self._due = self._due, None
             self._run(due, early=True)
@@ -169,7 +166,7 @@ class LiveCanary:
         start = time.perf_counter()
         try:
             if early:
-                self._check_buffers(planned)
+                self._buffers.check(planned)
             seed = seed_of(planned)
             first, again, against = (
                 run_batch(self._module, batch, self._device, seed=seed, backward_seed=other)
@@ -188,34 +185,6 @@ class LiveCanary:
                 planned.peer,
                 time.perf_counter() - start,
             )
-
-    def _check_buffers(self, planned: Planned) -> None:
-        """Check that the buffers are those that the forward pass will run with.
-
-        Raises:
-            CanaryDeclined: DDP is about to broadcast buffers that training changes.
-        """
-        ddp = self._wrapper
-        if not isinstance(ddp, DistributedDataParallel):
-            return
-        if not ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            return
-        noted, self._buffers = self._buffers, None
-        before = noted[1] if noted is not None and noted[0] == planned else None
-        now = self._digest_buffers()
-        if before is None or now is None or not torch.equal(before, now):
-            raise CanaryDeclined(
-                "the model is compiled, and changes buffers that DDP only makes alike after the "
-                "place where its canary can run"
-            )
-
-    def _digest_buffers(self) -> Tensor | None:
-        """Return digests of the buffers, int64 [number of buffers]; None if one has none."""
-        buffers = [b for b in self._module.buffers() if not getattr(b, "_ddp_ignored", False)]
-        try:
-            return torch.stack([digest_tensor(buffer).to(self._device) for buffer in buffers])
-        except Exception:  # of a kind that cannot be read
-            return None
 
     def _say_declined(self, planned: Planned, reason: CanaryDeclined) -> None:
         say = _log.info if planned.of_finding else _log.warning
