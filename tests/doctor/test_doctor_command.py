@@ -1,4 +1,4 @@
-"""The real command, under the real launcher."""
+"""The real command on real ranks, under the real launcher where that has a part in it."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli import main
+from support.forked_ranks import run_on_ranks
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -31,6 +32,11 @@ def doctor(num_ranks, *options, program=("-m", "rankscope", "doctor")):
         check=False,
     )
     return ended.returncode, ended.stdout, ended.stderr
+
+
+def examine(num_ranks, *options):
+    """Run it without a launcher's own doings; the same three."""
+    return run_on_ranks(num_ranks, ["doctor", *options, "--json", "--seconds=60"], HERE)
 
 
 def checks(out):
@@ -69,13 +75,11 @@ def test_a_healthy_job_is_ready():
 
 
 def test_faults_are_named_with_their_rank():
-    code, out, err = doctor(
+    code, out, err = examine(
         3,
         "--model=patients:perturbed",
         "--optimizer=patients:optimizer",
         "--loader=patients:unsharded",
-        "--json",
-        "--seconds=60",
     )
     assert code == 1, err
     found = checks(out)
@@ -94,7 +98,7 @@ NOT_COMPARED = "not compared: each rank holds a part, or there is no content yet
 
 
 def test_parts_that_ranks_hold_under_fsdp1_are_no_other_model():
-    code, out, err = doctor(2, "--model=patients:fsdp1", "--json", "--seconds=60")
+    code, out, err = examine(2, "--model=patients:fsdp1")
     assert code == 0, err
     found = checks(out)
     for name in ("parameters", "buffers", "optimizer"):
@@ -105,9 +109,7 @@ def test_parts_that_ranks_hold_under_fsdp1_are_no_other_model():
 
 
 def test_a_model_that_is_all_in_parts_is_neither_compared_nor_repeated():
-    code, out, err = doctor(
-        2, "--model=patients:fsdp1_all", "--loader=patients:sharded", "--json", "--seconds=60"
-    )
+    code, out, err = examine(2, "--model=patients:fsdp1_all", "--loader=patients:sharded")
     assert code == 0, err
     found = checks(out)
     assert found["parameters"]["status"] == found["determinism"]["status"] == "skipped"
@@ -116,7 +118,7 @@ def test_a_model_that_is_all_in_parts_is_neither_compared_nor_repeated():
 
 
 def test_what_all_ranks_hold_whole_is_compared_beside_fsdp1():
-    code, out, err = doctor(2, "--model=patients:fsdp1_spoiled", "--json", "--seconds=60")
+    code, out, err = examine(2, "--model=patients:fsdp1_spoiled")
     assert code == 1, err
     found = checks(out)
     for name, key in (("parameters", "0.weight"), ("buffers", "table")):
@@ -125,9 +127,7 @@ def test_what_all_ranks_hold_whole_is_compared_beside_fsdp1():
 
 
 def test_steps_that_do_not_repeat_are_named_with_rank_and_operator():
-    code, out, err = doctor(
-        2, "--model=patients:on_rank_1", "--loader=patients:sharded", "--json", "--seconds=60"
-    )
+    code, out, err = examine(2, "--model=patients:on_rank_1", "--loader=patients:sharded")
     assert code == 0, err
     determinism = checks(out)["determinism"]
     assert (determinism["status"], determinism["ranks"]) == ("warning", [1])

@@ -31,7 +31,7 @@ def wait_for(condition):
 
 
 def stall(rank):
-    """Rank 2 stays in the forward pass of step 3 until the others have complained about it."""
+    """Rank 2 stays in the forward pass of step 3 until all have complained about it."""
     told = dist.PrefixStore("told", dist.distributed_c10d._get_default_store().clone())
     reports = []
 
@@ -47,7 +47,7 @@ def stall(rank):
     for step in range(4):
         heartbeat.beat(step, "forward")
         if rank == 2 and step == 3:
-            wait_for(lambda: told.check(["0", "1"]))
+            wait_for(lambda: told.check(["0", "1", "2"]))
         heartbeat.beat(step, "backward")
         dist.all_reduce(torch.ones(1))
         heartbeat.beat(step, "step")

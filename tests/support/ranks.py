@@ -1,5 +1,6 @@
 """Runs a function on real ranks: one process each, over gloo, with one thread each."""
 
+import gc
 import multiprocessing as mp
 import tempfile
 import traceback
@@ -25,6 +26,13 @@ class RankError(AssertionError):
     """A rank raised, died, or did not finish in time."""
 
 
+def forked() -> Any:
+    """Return the context whose processes are forked from one that has imported all of that."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
 def run_ranks(
     work: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0
 ) -> list[Any]:
@@ -32,8 +40,7 @@ def run_ranks(
 
     ``work`` is a function of a module. It finds a default process group of ``num_ranks`` ranks.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = forked()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
@@ -73,6 +80,7 @@ def _main(work: Any, rank: int, num_ranks: int, store: str, pipe: Any, args: Any
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # a full collection would copy all that the ranks share
     error, result = "", None
     try:
         dist.init_process_group(

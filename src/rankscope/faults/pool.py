@@ -138,6 +138,7 @@ def _work(rank: int, num_workers: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends its workers itself
+    gc.freeze()  # what all workers share needs no look after each trial, which would copy it
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(
