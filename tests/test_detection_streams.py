@@ -1,28 +1,15 @@
 """What the detection bench feeds to the detectors: its streams, intervals and rules of others."""
 
-import importlib
-import sys
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rankscope.core.summarize import summarize
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-def load(name):
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
+from support.benchmarks import load_benchmark
 
 streams, rules, faults, null = map(
-    load, ("detection_streams", "detection_rules", "detection_faults", "detection_null")
+    load_benchmark, ("detection_streams", "detection_rules", "detection_faults", "detection_null")
 )
 HEALTHY = list(streams.HEALTHY)
 STEPS, SIGNALS, WORKERS = 60, 2000, 4

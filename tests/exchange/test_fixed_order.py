@@ -1,7 +1,6 @@
 """What ``fixed_order`` makes of gradients, against sums in rank order that numpy has taken."""
 
 import copy
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from rankscope.core.signals import Table
 from rankscope.errors import UnsupportedError
 from rankscope.exchange.bucket_means import BucketMeans
 from rankscope.exchange.reduction import OrderedMean
+from support.benchmarks import load_benchmark
 from support.exact import PLAIN, flat_gradient, gather_rows, local_gradient, make_ddp
 from support.fixed_order import in_order, rounded
 from support.fsdp2_modes import mode_named
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 3
 BUCKETS = [0.001, 0.004, 0.01, 25]  # MB; the gradient has 0.02
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUM_SENT = 1_000_003
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -192,8 +191,7 @@ def test_a_copy_can_be_given_the_same_order():
 
 
 def count_reductions(rank: int) -> dict[str, int]:
-    sys.path.insert(0, str(BENCHMARKS))
-    bytes_sent = importlib.import_module("wire").bytes_sent
+    bytes_sent = load_benchmark("wire").bytes_sent
     buffer = torch.zeros(NUM_SENT)
     mean = OrderedMean(dist.group.WORLD, torch.device("cpu"))
 

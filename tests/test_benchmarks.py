@@ -1,0 +1,64 @@
+"""What `make bench` runs, in small: it measures what it says, and its page is of its results."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rankscope.exchange import MAX_PAIRED
+from support.benchmarks import load_benchmark
+from support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_is_of_the_results():
+    results = json.loads((ROOT / "docs" / "performance.json").read_text())
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rendered = load_benchmark("bench").render(results)
+    assert of_any_machine(rendered) == of_any_machine(page)
+
+
+def of_any_machine(page):
+    return [line for line in page.splitlines() if not line.startswith("torch ")]
+
+
+def test_many_workers_are_simulated():
+    scale = load_benchmark("scale")
+    network = scale.Network()
+    few, *many = (scale.simulate(n, 2, network) for n in (4, MAX_PAIRED + 1, MAX_PAIRED + 16))
+    assert few.worker_bytes == few.root_bytes
+    for row in many:
+        assert 0 < row.worker_bytes < row.root_bytes
+        assert 0 < row.worker_seconds < row.seconds
+    rows = [few, *many, scale.extrapolate(many, 1000, network)]
+    assert many[1].root_bytes < rows[-1].root_bytes
+    table = [line for line in scale.render(rows, network).splitlines() if line.startswith("|")]
+    assert [line.count("|") for line in table] == [9] * 6
+
+
+def time_steps(rank, kind, variants):
+    harness, steps = load_benchmark("harness"), load_benchmark("steps")
+    harness.WARM_UP = steps.WARM_UP = 1
+    steps.Model = partial(harness.Model, width=32)
+    seconds = steps.time_variants(kind, variants, 16, 2)
+    own = steps.measure_own_cost(variants[0], 16, 2, optimize=True)
+    return seconds, own
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "variants"),
+    [
+        ("DDP", [*load_benchmark("steps").VARIANTS, "naive"]),
+        ("FSDP2", ["sketch"]),
+    ],
+    ids=["DDP", "FSDP2"],
+)
+def test_every_variant_of_a_step_is_timed(kind, variants):
+    (seconds, own), _ = run_ranks(time_steps, 2, kind, variants)
+    assert list(seconds) == ["plain", *variants]
+    assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
+    assert own["bytes_per_step"] > 0
+    assert own["overhead_milliseconds"] > 0
