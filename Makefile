@@ -20,7 +20,7 @@ test: $(VENV)/.dev ## all tests, in parallel
 check: $(VENV)/.dev ## format, lint, strict types, import contract
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev ## ratios measured side by side in one run
@@ -53,4 +53,4 @@ $(VENV)/.study: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[dev]'
-	touch $@
+	touch $@ $(VENV)/.study # which is a part of it
