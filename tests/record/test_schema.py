@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -139,6 +141,36 @@ def test_undefined_entries_of_a_list_are_null(rows):
     for cell, original in zip(round_trip(column, DType.FLOATS), cells, strict=True):
         assert cell.dtype == np.float32
         np.testing.assert_array_equal(cell, original)
+
+
+@untimed
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=5), max_size=8))
+def test_texts_stay_themselves(texts):
+    column = to_arrow(np.array([*texts, ""], object)[:-1], DType.TEXT)
+    assert column.to_pylist() == texts
+    assert round_trip(column, DType.TEXT).tolist() == texts
+
+
+def test_no_column_imports_pandas():
+    """Its import takes most of a second, which the training would spend in waiting for the lock."""
+    work = """
+import sys, numpy as np
+from rankscope.core.signals import DType
+from rankscope.record.part import GrowingPart
+from rankscope.record.schema import pa, to_arrow, to_arrow_lists
+cells = [np.array([1.0, np.nan]), np.array([])]
+columns = {
+    "float": to_arrow(np.array([1.0, np.nan]), DType.FLOAT),
+    "int": to_arrow(np.array([1.0, np.nan]), DType.INT),
+    "bool": to_arrow(np.array([True, False]), DType.BOOL),
+    "text": to_arrow(np.array(["a", "b"], object), DType.TEXT),
+    "floats": to_arrow_lists(cells, DType.FLOATS),
+}
+part = GrowingPart().grown(pa.table(columns)).grown(pa.table(columns))
+assert part.num_bytes and "pandas" not in sys.modules
+import pandas
+"""
+    subprocess.run([sys.executable, "-c", work], check=True)
 
 
 def test_a_null_list_reads_as_an_empty_one():

@@ -94,23 +94,53 @@ def to_arrow(values: Array, dtype: DType) -> pa.Array:
         dtype: The declared type of the column.
     """
     if dtype is DType.TEXT:
-        return pa.array(values.tolist(), pa.string())
+        return _texts(values.tolist())
     if dtype is DType.FLOAT:
-        return pa.array(np.asarray(values, np.float64), from_pandas=True)
+        values = values.astype(np.float64)
+        return _arrow(values, np.isnan(values), dtype)
     if values.dtype.kind == "f":
         missing = ~np.isfinite(values)
         values = np.where(missing, 0, np.rint(values))
     else:
         missing = values == MISSING_INT if values.dtype.kind == "i" else np.zeros(len(values), bool)
-    return pa.array(values.astype(_NUMPY[dtype]), mask=missing)
+    return _arrow(values.astype(_NUMPY[dtype]), missing, dtype)
 
 
 def to_arrow_lists(cells: Sequence[Array], dtype: DType) -> pa.Array:
     """Return a column of lists as Arrow: one array of any length per row, NaN as null."""
-    offsets = np.zeros(len(cells) + 1, np.int32)
-    np.cumsum([len(cell) for cell in cells], out=offsets[1:])
     flat = np.concatenate([np.empty(0, _NUMPY[dtype]), *cells]).astype(_NUMPY[dtype])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, from_pandas=True))
+    missing = np.isnan(flat) if flat.dtype.kind == "f" else np.zeros(len(flat), bool)
+    buffers = [None, _offsets([len(cell) for cell in cells])]
+    children = [_arrow(flat, missing, dtype)]
+    return pa.Array.from_buffers(_ARROW[dtype], len(cells), buffers, children=children)
+
+
+def _arrow(values: Array, missing: NDArray[np.bool_], dtype: DType) -> pa.Array:
+    """Return numpy's own bytes as Arrow.
+
+    ``pa.array`` would import pandas first where it is installed, in the middle of the training,
+    and hold the interpreter's lock for most of a second.
+    """
+    arrow_type = _ARROW[dtype].value_type if is_list(dtype) else _ARROW[dtype]
+    valid = pa.py_buffer(_bits(~missing)) if missing.any() else None
+    content = _bits(values) if values.dtype == np.bool_ else np.ascontiguousarray(values)
+    return pa.Array.from_buffers(arrow_type, len(values), [valid, pa.py_buffer(content)])
+
+
+def _texts(texts: Sequence[str]) -> pa.Array:
+    encoded = [text.encode() for text in texts]
+    buffers = [None, _offsets([len(one) for one in encoded]), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(_ARROW[DType.TEXT], len(texts), buffers)
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Buffer:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.py_buffer(offsets)
+
+
+def _bits(flags: NDArray[np.bool_]) -> Array:
+    return np.packbits(flags, bitorder="little")
 
 
 def to_numpy(column: pa.ChunkedArray, dtype: DType) -> Array:
