@@ -265,10 +265,12 @@ class Scope:
         if self._bypassing:
             self._bypassing = False
             self._guard(partial(self._books.see_output, output, kwargs))
+            self._courier.take_turn()
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
         self._guard(partial(self._books.end_forward, model, args, kwargs, output))
+        self._courier.take_turn()
         if self._books.trains(model):
             self._beat("backward")
 
@@ -300,11 +302,12 @@ class Scope:
         if outcome.gathered is None:
             return
         report = summarize(outcome.gathered)
-        findings = self._diagnosis.observe(report)
+        findings = self._diagnosis.observe(report, self._courier.give_way)
         if self._canary is not None:
             self._canary.on_step(report.gathered, findings, lambda: self._diagnosis.findings)
         self._latest = report
         if self._writer is not None:
+            self._courier.give_way()
             self._writer.add(report)
             self._writer.add_findings(findings)
         if self._sinks is not None:

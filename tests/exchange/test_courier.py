@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,6 +129,78 @@ def test_a_missing_peer_ends_the_channel_and_not_the_sender():
     assert worker.courier.join(30)
     assert "did not answer" in str(worker.ended[0])
     assert threading.current_thread().is_alive()
+
+
+def test_a_step_waits_for_its_turn(monkeypatch):
+    monkeypatch.setattr(courier, "_MOST_PUT_OFF_SECONDS", 600.0)
+    [channel] = MemoryChannel.connect(1)
+    worker, taken = Worker(channel), threading.Event()
+
+    def prepare():
+        taken.set()
+        return message(0, 0)
+
+    worker.courier.send(prepare)
+    assert not taken.wait(0.2)
+    worker.courier.take_turn()
+    assert taken.wait(30)
+    worker.courier.leave()
+    assert worker.courier.join(30)
+    assert [g.step for g in worker.got] == [0]
+
+
+def test_a_step_waits_no_longer_than_until_the_next(monkeypatch):
+    monkeypatch.setattr(courier, "_MOST_PUT_OFF_SECONDS", 600.0)
+    [channel] = MemoryChannel.connect(1)
+    worker, taken = Worker(channel), threading.Event()
+
+    def prepare():
+        taken.set()
+        return message(0, 0)
+
+    worker.courier.send(prepare)
+    worker.courier.send(lambda: message(1, 0))
+    assert taken.wait(30)
+    worker.courier.leave()
+    assert worker.courier.join(30)
+    assert [g.step for g in worker.got] == [0, 1]
+
+
+def test_a_step_without_a_turn_comes_late_and_not_never(monkeypatch):
+    monkeypatch.setattr(courier, "_MOST_PUT_OFF_SECONDS", 0.05)
+    [channel] = MemoryChannel.connect(1)
+    came = threading.Event()
+    worker = Worker(channel, before_delivery=came.set)
+    worker.courier.send(lambda: message(0, 0))
+    assert came.wait(30)
+    worker.courier.leave()
+    assert worker.courier.join(30)
+
+
+def test_the_lock_is_let_go_unless_steps_wait(monkeypatch):
+    slept = []
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr(courier, "time", clock)
+    [channel] = MemoryChannel.connect(1)
+    counts, here, goes_on = [], threading.Event(), threading.Event()
+
+    def look():
+        before = len(slept)
+        worker.courier.give_way()
+        counts.append(len(slept) - before)
+        here.set()
+        assert goes_on.wait(30)
+
+    worker = Worker(channel, before_delivery=look)
+    worker.courier.send(lambda: message(0, 0))
+    worker.courier.take_turn()
+    assert here.wait(30)
+    for step in (1, 2):
+        worker.courier.send(lambda step=step: message(step, 0))
+    goes_on.set()
+    worker.courier.leave()
+    assert worker.courier.join(30)
+    assert counts == [1, 0, 0]
 
 
 def test_own_work_is_waited_for_longer_than_the_others():

@@ -157,9 +157,9 @@ def seen_live(rank, run_dir, tier):
     diagnosis = loop.scope._diagnosis
     observe = diagnosis.observe
 
-    def listen(report):
+    def listen(report, between):
         seen.append(as_recorded(report))
-        return observe(report)
+        return observe(report, between)
 
     diagnosis.observe = listen
     for step in range(9):

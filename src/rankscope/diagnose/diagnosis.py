@@ -1,6 +1,6 @@
 """The diagnosis of a run: feeds steps to the detectors and turns evidence into findings."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -145,8 +145,14 @@ class Diagnosis:
         self._latest = {finding.id: finding for finding in findings}
         self._told = {finding.id: (finding, count) for finding, count in told}
 
-    def observe(self, report: StepReport) -> list[Finding]:
+    def observe(
+        self, report: StepReport, between: Callable[[], None] = lambda: None
+    ) -> list[Finding]:
         """Take one step, in order. Detectors see of it what the record will hold.
+
+        Args:
+            report: The step.
+            between: Called before each detector.
 
         Returns:
             The events to record: findings that opened or changed.
@@ -154,7 +160,7 @@ class Diagnosis:
         self._step = report.gathered.step
         self._num_steps += 1
         observation = Observation(as_recorded(report))
-        return self._updates(detector.observe(observation) for detector in self._detectors)
+        return self._updates(self._ask(observation, between))
 
     def close(self) -> list[Finding]:
         """End the run.
@@ -170,6 +176,13 @@ class Diagnosis:
                 self._told[key] = latest, count
                 events.append(latest)
         return events
+
+    def _ask(
+        self, observation: Observation, between: Callable[[], None]
+    ) -> Iterator[Iterable[Evidence]]:
+        for detector in self._detectors:
+            between()
+            yield detector.observe(observation)
 
     def _updates(self, found: Iterable[Iterable[Evidence]]) -> list[Finding]:
         return [

@@ -14,12 +14,17 @@ _IDLE_SECONDS = 1.0
 _MOST_WAITING = 1024
 _OWN_WORK_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
+_MOST_PUT_OFF_SECONDS = 1.0
+_GIVE_WAY_SECONDS = 5e-5  # the shortest sleep in which a thread that waits for the lock gets it
 
 
 class Courier:
     """Sends this worker's steps and delivers everybody's.
 
-    The training thread only puts an item on a queue. Steps are gathered in order on every worker;
+    The training thread only puts an item on a queue. What follows needs the interpreter's lock for
+    milliseconds, and so does the training while it launches a forward pass. So the courier waits
+    for :meth:`take_turn`, and lets go of the lock every so often (:meth:`give_way`); neither when
+    a further step is waiting already. Steps are gathered in order on every worker;
     whether a message has room for a gradient depends on the step's number and on steps that all
     workers have gathered before, so the workers always agree on its size. A worker that leaves
     says so in the message after its last step, so that nobody waits for it.
@@ -50,6 +55,8 @@ class Courier:
         self._idle = idle
         self._ended = ended
         self._queue: queue.Queue[Callable[[], WorkerStep] | None] = queue.Queue(_MOST_WAITING)
+        self._num_sent = self._num_delivered = 0
+        self._turn = threading.Event()
         self._leaving = threading.Event()
         self._ended_well = False
         self._next_step = first_step
@@ -66,6 +73,11 @@ class Courier:
         Raises:
             ChannelError: So many steps wait that this worker or a peer must be stuck.
         """
+        if self._num_sent == self._num_delivered:
+            self._turn.clear()
+        else:
+            self._turn.set()
+        self._num_sent += 1
         try:
             self._queue.put_nowait(prepare)
         except queue.Full:
@@ -74,10 +86,23 @@ class Courier:
                 f"{self._queue.maxsize} steps wait to be gathered: {busy} stuck, or too slow"
             ) from None
 
+    def take_turn(self) -> None:
+        """Say that the training needs the interpreter's lock less, from now on for a while."""
+        self._turn.set()
+
+    def give_way(self) -> None:
+        """Let the training have the interpreter's lock, if it waits for it.
+
+        In the courier's thread, now and then while it delivers a step.
+        """
+        if not self._is_behind:
+            time.sleep(_GIVE_WAY_SECONDS)
+
     def leave(self) -> None:
         """Announce that no more steps follow; returns at once."""
         if not self._leaving.is_set():
             self._leaving.set()
+            self._turn.set()
             with contextlib.suppress(queue.Full):  # then the thread looks when the queue is empty
                 self._queue.put_nowait(None)
 
@@ -132,11 +157,22 @@ class Courier:
             return True
         if prepare is None:
             return False
-        outcome = self._exchange(prepare())
+        if not self._is_behind:
+            self._turn.wait(_MOST_PUT_OFF_SECONDS)
+        message = prepare()
+        self.give_way()
+        outcome = self._exchange(message)
         self._next_step = outcome.step + 1
+        self.give_way()
         self._deliver(outcome)
+        self._num_delivered += 1
         self._idle()
         return True
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether more waits than the step in hand."""
+        return self._num_sent - self._num_delivered > 1 or self._leaving.is_set()
 
     def _say_goodbye(self) -> None:
         """Release the others from waiting for us; whatever they answer, this is the end."""

@@ -29,6 +29,7 @@ _LARGE_GROUP_BYTES = 512 * 2**10
 @dataclass(frozen=True, slots=True)
 class _Group:
     rows: pa.Table
+    num_bytes: int
     level: int
     footer: Any
     """Metadata of a file that has this row group only."""
@@ -48,14 +49,14 @@ class GrowingPart:
     @property
     def num_bytes(self) -> int:
         """Arrow bytes of all rows, or bytes of the file where these are more."""
-        return max(len(self.content), sum(int(group.rows.nbytes) for group in self._groups))
+        return max(len(self.content), sum(group.num_bytes for group in self._groups))
 
     def grown(self, rows: pa.Table) -> "GrowingPart":
         """Return the version with more rows, whose content begins with this one's."""
         groups, rows, level = self._merged(rows)
         content, footer = _write_group(self.content, rows)
         part = GrowingPart()
-        part._groups = (*groups, _Group(rows, level, footer))
+        part._groups = (*groups, _Group(rows, int(rows.nbytes), level, footer))
         part.content = content + _common_footer(part._groups)
         return part
 
