@@ -12,7 +12,6 @@
 #define ROWS 4             /* read side by side */
 #define GROUPS 8           /* of so many rows, between two looks at the largest magnitude */
 #define TILE (64 * LANES)  /* columns between two transfers of the norm from fp32 to double */
-#define AHEAD (64 * 1024)  /* bytes between reading and prefetching into the second-level cache */
 #define PERIOD 8191
 
 /* Squares of magnitudes in this range neither overflow in a tile's sum nor lose digits. */
@@ -54,8 +53,6 @@ INLINE void add_columns(int type, int rows, int sketching, const group *g, int64
 #pragma GCC unroll 4
 #endif
     for (int row = 0; row < rows; row++) {
-        if (rows == ROWS)
-            __builtin_prefetch(g->at + AHEAD + column * size * ROWS + row * BYTES, 0, 2);
         words packed = load(g->at + row * g->stride + column * size) & mask;
         largest[row & 1] = larger(type, largest[row & 1], packed & magnitude);
         if (sketching) {
