@@ -14,6 +14,7 @@ from typing import Any
 import detection
 import evidence
 import kernel
+import launching
 import memory
 import scale
 import steps
@@ -48,6 +49,11 @@ def bench_options(options: argparse.Namespace) -> list[Row]:
 def bench_fsdp2(options: argparse.Namespace) -> list[Row]:
     """Time FSDP2 watched in the default way against FSDP2 alone."""
     return steps.run_steps("FSDP2", ["sketch"], 2048, options.more_pairs)
+
+
+def bench_launching(options: argparse.Namespace) -> list[Row]:
+    """Time a forward pass that launches small operations."""
+    return [launching.run_launches(options.more_pairs)]
 
 
 def bench_naive(options: argparse.Namespace) -> list[Row]:
@@ -112,6 +118,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "options": bench_options,
     "fsdp2": bench_fsdp2,
     "evidence": bench_evidence,
+    "launching": bench_launching,
     "naive": bench_naive,
     "kernel": bench_kernel,
     "memory": bench_memory,
@@ -149,6 +156,11 @@ def render(results: dict[str, list[Row]]) -> str:
         "## Step time, watched / unwatched",
         _ratios([row for part in _STEP_TIMES for row in results.get(part, [])]),
         "The default is `sketch`: every pair, every group, and the norm of the reduced gradient.",
+        "## Launches",
+        "The monitor's thread needs the interpreter's lock, and so does a forward pass that "
+        "launches operations. It waits until they are launched, and lets go of the lock between "
+        "two detectors.",
+        launching.render(results.get("launching", [])),
         "## Exact evidence",
         _evidence(results.get("evidence", [])),
         "## Against gathering whole gradients",

@@ -96,3 +96,18 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
     low, high = int(len(ordered) / 2 - half), int(np.ceil(len(ordered) / 2 + half))
     clipped = [ordered[max(0, low)], ordered[min(len(ordered) - 1, high)]]
     return float(np.median(ordered)), float(clipped[0]), float(clipped[1])
+
+
+def make_row(what: str, seconds: list[float], plain: list[float]) -> dict[str, Any]:
+    """Return a row of a table: how long something takes against the plain way, pair by pair."""
+    median, low, high = median_interval([a / b for a, b in zip(seconds, plain, strict=True)])
+    added = [a - b for a, b in zip(seconds, plain, strict=True)]
+    return {
+        "what": what,
+        "median": median,
+        "low": low,
+        "high": high,
+        "pairs": len(seconds),
+        "plain_milliseconds": 1e3 * float(np.median(plain)),
+        "added_milliseconds": 1e3 * float(np.median(added)),
+    }

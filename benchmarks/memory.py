@@ -108,7 +108,7 @@ def bucket_bytes(kind: str, blocks: int) -> int:
 
 def _make(kind: str, variant: str, tokens: int, stack: ExitStack, blocks: int) -> Step:
     make = make_ddp_step if kind == "DDP" else make_fsdp2_step
-    return make(variant, tokens, stack, blocks)
+    return make(variant, tokens, stack, Model(blocks=blocks))
 
 
 def _watch_something_small(kind: str) -> None:

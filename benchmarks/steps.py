@@ -15,12 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from harness import (
-    BLOCKS,
     WARM_UP,
     Model,
     Step,
     make_batch,
-    median_interval,
+    make_row,
     run_ranks,
     time_in_turns,
 )
@@ -67,18 +66,20 @@ class NaiveGather:
         return units @ units.T
 
 
-def make_ddp_step(variant: str, tokens: int, stack: ExitStack, blocks: int = BLOCKS) -> Step:
+def make_ddp_step(variant: str, tokens: int, stack: ExitStack, inner: Model | None = None) -> Step:
     """Return a training step under DDP: plain, naive, or watched as a variant says."""
     batch = make_batch(tokens)
-    model = DistributedDataParallel(Model(blocks=blocks))
+    model = DistributedDataParallel(inner or Model())
     naive = NaiveGather(model) if variant == "naive" else None
     return _stepper(model, batch, variant, stack, naive)
 
 
-def make_fsdp2_step(variant: str, tokens: int, stack: ExitStack, blocks: int = BLOCKS) -> Step:
+def make_fsdp2_step(
+    variant: str, tokens: int, stack: ExitStack, inner: Model | None = None
+) -> Step:
     """Return a training step under FSDP2, plain or watched as a variant says."""
     batch = make_batch(tokens)
-    model = Model(blocks=blocks)
+    model = inner or Model()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -126,20 +127,8 @@ def run_steps(
     seconds = run_ranks(time_variants, ranks, kind, variants, tokens, rounds)
     rows = []
     for name in variants:
-        ratios = [a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)]
-        added = [a - b for a, b in zip(seconds[name], seconds["plain"], strict=True)]
-        median, low, high = median_interval(ratios)
-        rows.append(
-            {
-                "what": f"{kind}, {name}, {tokens:,} tokens per rank",
-                "median": median,
-                "low": low,
-                "high": high,
-                "pairs": rounds,
-                "plain_milliseconds": 1e3 * float(np.median(seconds["plain"])),
-                "added_milliseconds": 1e3 * float(np.median(added)),
-            }
-        )
+        what = f"{kind}, {name}, {tokens:,} tokens per rank"
+        rows.append(make_row(what, seconds[name], seconds["plain"]))
     return rows
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 
 from rankscope.canary import LiveCanary
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
@@ -43,6 +44,8 @@ class StepBooks:
         optimizer: The optimizer, if known.
         guard: Keeps exceptions out of the training, and counts the time.
         send: Takes each step whose books are closed.
+        take_turn: Called when all local gradients are there: from now on the training waits, for
+            the reduction or for its device.
         first_step: Number of the first step.
         canary: Replays batches on all workers; None without.
     """
@@ -53,6 +56,7 @@ class StepBooks:
         optimizer: torch.optim.Optimizer | None,
         guard: Guard,
         send: Callable[[LocalStep], None],
+        take_turn: Callable[[], None],
         first_step: int = 0,
         canary: LiveCanary | None = None,
     ) -> None:
@@ -65,6 +69,7 @@ class StepBooks:
         self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
         self._send = send
+        self._take_turn = take_turn
         self._canary, self._module = canary, instruments.module
         self._losses = self._new_losses()
         self._samples = SampleMeter()
@@ -77,7 +82,7 @@ class StepBooks:
         self._updates_alone = 0  # since gradients were synchronised for the last time
         witness = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
         self._tap = instruments.make_tap(guard, witness, self._shadow)
-        self._passes = ForwardPasses(self._tap.notice_backward, guard)
+        self._passes = ForwardPasses(self._notice_backward, guard)
         self.layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
         self._last_time = time.perf_counter()
 
@@ -201,6 +206,11 @@ class StepBooks:
         self._evidence.after_forward()
         self._passes.end(output)
         self._losses.see(output, kwargs, self._passes.current)
+
+    def _notice_backward(self, trained: Callable[[], None]) -> None:
+        """Take notice, from inside it, that a backward pass has reached what the model returned."""
+        Variable._execution_engine.queue_callback(self._take_turn)  # before those of the reduction
+        self._tap.notice_backward(trained)
 
     def begin_optimizer_step(self) -> None:
         """Take notice that ``optimizer.step`` is about to run."""

@@ -89,8 +89,8 @@ class Scope:
         self._diagnosis = diagnosis
         self._saves_state = True
         self._guard = Guard(self._fail_and_leave)
-        first = diagnosis.next_step
-        self._books = StepBooks(instruments, optimizer, self._guard, self._send, first, canary)
+        first, send, take_turn = diagnosis.next_step, self._send, self._take_turn
+        self._books = StepBooks(instruments, optimizer, self._guard, send, take_turn, first, canary)
         self._courier = Courier(
             choose_gathering(channel, self._books.layout),
             interval_at=self._governor.interval_at,
@@ -265,12 +265,10 @@ class Scope:
         if self._bypassing:
             self._bypassing = False
             self._guard(partial(self._books.see_output, output, kwargs))
-            self._courier.take_turn()
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
         self._guard(partial(self._books.end_forward, model, args, kwargs, output))
-        self._courier.take_turn()
         if self._books.trains(model):
             self._beat("backward")
 
@@ -290,6 +288,9 @@ class Scope:
 
     def _send(self, local: LocalStep) -> None:
         self._courier.send(local.to_message)
+
+    def _take_turn(self) -> None:
+        self._courier.take_turn()
 
     # What the courier calls, in the monitor's thread ---------------------------------------
 

@@ -22,12 +22,14 @@ class Courier:
     """Sends this worker's steps and delivers everybody's.
 
     The training thread only puts an item on a queue. What follows needs the interpreter's lock for
-    milliseconds, and so does the training while it launches a forward pass. So the courier waits
-    for :meth:`take_turn`, and lets go of the lock every so often (:meth:`give_way`); neither when
-    a further step is waiting already. Steps are gathered in order on every worker;
-    whether a message has room for a gradient depends on the step's number and on steps that all
-    workers have gathered before, so the workers always agree on its size. A worker that leaves
-    says so in the message after its last step, so that nobody waits for it.
+    milliseconds, and so does the training while it launches operations. So the courier waits for
+    its turn (:meth:`take_turn`) and lets go of the lock every so often (:meth:`give_way`); neither
+    when a further step is waiting already.
+
+    Steps are gathered in order on every worker; whether a message has room for a gradient depends
+    on the step's number and on steps that all workers have gathered before, so the workers always
+    agree on its size. A worker that leaves says so in the message after its last step, so that
+    nobody waits for it.
 
     Args:
         gathering: Exchanges a step with the other workers.
@@ -87,7 +89,7 @@ class Courier:
             ) from None
 
     def take_turn(self) -> None:
-        """Say that the training needs the interpreter's lock less, from now on for a while."""
+        """Say that the training is about to wait itself, and needs the interpreter's lock less."""
         self._turn.set()
 
     def give_way(self) -> None:
