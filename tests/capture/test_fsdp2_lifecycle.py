@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
 from rankscope.capture.fsdp2 import FSDP2Tap
-from support.fsdp2_modes import make_batches, make_net, mode_named
+from support.fsdp2_modes import SINCE_TORCH_2_15, make_batches, make_net, mode_named
 from support.fsdp2_training import (
     EXACT,
     Session,
@@ -117,7 +117,8 @@ def what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced() -> None:
     local = tap.collect()
     assert local is not None
     assert local.reduced is not None
-    assert sketch_error(tap, local, alone) > 0.1  # the head's gradient of the aborted pass
+    kept = sketch_error(tap, local, alone) > 0.1  # the head's gradient of the aborted pass
+    assert kept == (not SINCE_TORCH_2_15)
     sketches = torch.stack([local.totals.sketches, local.reduced.sketches])
     dist.all_reduce(sketches)
     torch.testing.assert_close(sketches[0] / dist.get_world_size(), sketches[1])
@@ -203,8 +204,10 @@ def the_same_pass_is_asked_for_other_gradients_first() -> None:
 
 def only_passes_that_accumulate_are_said_to_train() -> None:
     """Also where FSDP2 reduces in another one what was accumulated before it."""
-    for name in ("accumulated", "bf16 reduced in fp32 accumulated", "HSDP half reduced"):
+    for name in ("accumulated", "bf16 reduced in fp32 accumulated"):
         check_who_trains(start(mode_named(name)))
+    if not SINCE_TORCH_2_15:
+        check_who_trains(start(mode_named("HSDP half reduced")))
 
 
 def check_who_trains(session: Session) -> None:

@@ -17,7 +17,7 @@ from rankscope.capture.norms import NormMeter
 from rankscope.capture.tap import ReadReduced
 from rankscope.core.groups import block_of, group_parameters
 from rankscope.errors import UnsupportedError
-from support.fsdp2_modes import Block, make_batches, make_net, mode_named
+from support.fsdp2_modes import SINCE_TORCH_2_15, Block, make_batches, make_net, mode_named
 from support.fsdp2_training import (
     EXACT,
     WIDTH,
@@ -128,6 +128,30 @@ def a_pipeline_schedule_that_reduces_by_hand() -> None:
     tap.remove()
 
 
+def a_training_that_ends_its_backward_passes_by_hand() -> None:
+    session = start(mode_named("accumulated"))
+    root, tap = session.root, make_tap(session)
+    if not SINCE_TORCH_2_15:
+        return
+    root.set_manual_backward_finalization(True)
+    for step, async_op in enumerate((False, True, False)):
+        exact, _ = local_gradient(session, step)
+        for micro, batch in enumerate(make_batches(session.worker, step, 3)):
+            root.set_requires_gradient_sync(step == 2 and micro == 2)
+            tap.begin_forward(measure=True)
+            (session.model(*batch) / 3).backward()
+            assert not tap.complete
+            assert not tap.aborted
+        root.set_requires_gradient_sync(True)
+        handle = root.finalize_backward(async_op=async_op)
+        if handle is not None:
+            assert not tap.complete
+            handle.wait()
+        check(tap, exact)
+        optimize(session)
+    tap.remove()
+
+
 def reduce_in_backward(root: Any, reduce: bool) -> None:
     root.set_is_last_backward(reduce)
     root.set_reshard_after_backward(reduce)
@@ -223,6 +247,7 @@ SCENARIOS = [
     a_root_that_is_checkpointed,
     a_loss_in_chunks_with_backward_passes_of_their_own,
     a_pipeline_schedule_that_reduces_by_hand,
+    a_training_that_ends_its_backward_passes_by_hand,
     every_synchronised_micro_batch_is_a_step,
     norms_alone,
     the_reduced_gradient_is_left_out_when_nobody_waits_for_it,

@@ -17,7 +17,7 @@ from rankscope.core.signals import Table
 from rankscope.exchange.ordered_scatter import OrderedReduceScatter
 from support.exact import gather_rows
 from support.fixed_order import in_order, rounded
-from support.fsdp2_modes import Mode, make_batches, make_net, mode_named
+from support.fsdp2_modes import SINCE_TORCH_2_15, Mode, make_batches, make_net, mode_named
 from support.fsdp2_training import Session, local_gradient, optimize, start, train_step
 from support.ranks import run_ranks
 
@@ -111,7 +111,8 @@ def expected_mean(name: str, local_WP: np.ndarray) -> np.ndarray:
         total = rounded(in_order(rounded(local_WP / np.float32(before), "fp16"), 1), "fp16")
         return rounded(total / np.float32(len(local_WP) / before), "fp16")
     divisor = 2.5 if name in ("multiplied before", "divided after") else None
-    return rounded(in_order(local_WP, divisor), "bf16" if name.startswith("bf16") else "")
+    in_bf16 = name == "bf16" or (name == "bf16 by default" and not SINCE_TORCH_2_15)
+    return rounded(in_order(local_WP, divisor), "bf16" if in_bf16 else "")
 
 
 def check_means(ranks: list[dict[str, Any]], name: str) -> None:

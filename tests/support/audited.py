@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import instruments
 from support import deepspeed_modes
+from support.fsdp2_modes import SINCE_TORCH_2_15
 
 STEPS = 3
 SECTION_ELEMENTS = 1500  # a layer's weight then lies in three sections
@@ -78,7 +79,7 @@ def _train(rank: int, case: Case, run_dir: str) -> list[dict[str, Any]]:
             _load(twin, net)
             for batch in batches:
                 (twin(batch, branch) / case.accumulate * factor).backward()
-            local = {n: _flat(p.grad, p) for n, p in twin.named_parameters()}
+            local = {n: _flat(_accumulated(p.grad, case), p) for n, p in twin.named_parameters()}
             twin.zero_grad()
             for micro, batch in enumerate(batches):
                 with _synchronised(model, micro == case.accumulate - 1):
@@ -89,6 +90,12 @@ def _train(rank: int, case: Case, run_dir: str) -> list[dict[str, Any]]:
             scaler.update(factor if case.scaler else None)
             optimizer.zero_grad()
     return steps
+
+
+def _accumulated(gradient: Tensor | None, case: Case) -> Tensor | None:
+    """Return a gradient in the type in which it reaches the reduction."""
+    rounds = SINCE_TORCH_2_15 and gradient is not None and case.reduce_dtype is not None
+    return gradient.to(case.reduce_dtype) if rounds else gradient
 
 
 def train_zero(rank: int, cases: list[Any], folder: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ import rankscope
 from support.checkpointed import CheckpointedLM, wrapped_in_checkpoints
 from support.comm_hooks import register_comm_hook
 from support.models import make_batch, make_model
+
+DDP_OPTIONS = inspect.signature(DistributedDataParallel).parameters.keys()
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,16 @@ MODES = [
     Mode("used on one rank", {"find_unused_parameters": True}, branch="rank 0"),
 ]
 
+NEW_MODES = [
+    Mode("batched copies", {"batched_grad_copy": True}),
+    Mode("batched copies, micro-batches", {"batched_grad_copy": True}, accumulate=3),
+    Mode("late buckets", {"lazy_bucket_allocation": True}),
+    Mode("late bucket views", {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True}),
+]
+"""What only some releases of torch have."""
+
 MORE_MODES = [
+    *(mode for mode in NEW_MODES if mode.ddp.keys() <= DDP_OPTIONS),
     Mode("summed micro-batches", {}, accumulate=3, divide=False),
     Mode("zeroed in place and clipped", {}, zero_in_place=True, clip=True),
     Mode("reentrant checkpoints", {}, checkpoint="reentrant"),

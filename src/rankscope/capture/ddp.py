@@ -6,6 +6,9 @@ W = 3: DDP then divides at another place). It sees the accumulated local gradien
 views, ``no_sync``, static graphs, unused parameters, compiled models, activation checkpointing and
 any communication hook.
 
+Where the training itself ends the reduction (``require_manual_backward_finalization``), the reduced
+gradient is not read: it may be there before the backward pass ends, or after.
+
 Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is shown before it
 is taken away (:mod:`rankscope.capture.alone`), and measured as a part of the whole.
 """
@@ -260,7 +263,7 @@ class DDPTap:
     def _on_ending(self) -> None:
         """See the reduced gradient take the place of the local one."""
         sees = self._measure and self._synchronises and self._alone is None and not self._first
-        if self._product is not None and sees:
+        if self._product is not None and sees and not self._waits_by_hand:
             self._product.watch()
 
     def _on_end(self) -> None:
@@ -271,8 +274,10 @@ class DDPTap:
             trained()
         self._settled = self._synchronises
         self._unreduced = self._bypassed or not self._synchronises
+        reduced = self._synchronises and not self._waits_by_hand
         if self._synchronises:
             self._busy.see_reduced()
+        if reduced:
             self._witness.see_reduced()
         self._spoiled = (self._calls.end_pass() and self._alone is None) or self._spoiled
         if not self._measure:
@@ -281,10 +286,15 @@ class DDPTap:
             self._alone.end_pass()
         else:
             self._micro.add(self._totals, last=self._synchronises)
-        if self._synchronises and self._product is not None:
+        if reduced and self._product is not None:
             self._reduced_product = self._product.take(self._calls)
-        if self._synchronises and self._reduced is not None:
+        if reduced and self._reduced is not None:
             self._measure_reduced(self._reduced)
+
+    @property
+    def _waits_by_hand(self) -> bool:
+        """Whether the training itself waits for the reduction, before or after the pass ends."""
+        return bool(getattr(self._model, "require_manual_backward_finalization", False))
 
     def _measure_reduced(self, into: GradientTotals) -> None:
         into.reset()

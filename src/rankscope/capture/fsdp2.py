@@ -19,8 +19,10 @@ from rankscope.capture.fsdp2_calls import listen
 from rankscope.capture.fsdp2_model import (
     ManagedParameter,
     ParameterGroup,
+    ends_backward,
     fsdp2_states,
     managed_parameters,
+    waits_by_hand,
 )
 from rankscope.capture.fsdp2_shard import measure_shard
 from rankscope.capture.micro import MicroBatches
@@ -38,7 +40,8 @@ class FSDP2Tap:
     A step is a backward pass whose gradients are reduced over all workers. One that accumulates
     none (``torch.autograd.grad`` through the model, for adversarial examples, saliency or gradient
     penalties) does not count, even if FSDP2 reduces in it what earlier ones have accumulated; but
-    under ``set_reduce_scatter_unused_params`` it reduces zeros as well, and it looks like a step.
+    under ``set_reduce_scatter_unused_params``, and since torch 2.15 under HSDP while a part of
+    earlier gradients waits for its all-reduce, it reduces zeros as well, and it looks like a step.
     Gradients that are reduced in parts (HSDP without its all-reduce in all micro-batches but the
     last, a loss whose chunks each have a backward pass) add up as
     :class:`~rankscope.capture.parts.GradientParts` says: norms of such groups are estimates then.
@@ -99,6 +102,7 @@ class FSDP2Tap:
             backward_begins=self._on_begin,
             before_reduce=self._on_reduce,
             backward_ends=self._on_end,
+            finalized=self._on_finalized,
         )
         self._stop = weakref.finalize(self, stop)
 
@@ -248,13 +252,29 @@ class FSDP2Tap:
     def _on_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._guarded(partial(self._close_backward, *args, **kwargs))
 
-    def _close_backward(self, state: Any) -> None:
-        """Close a backward pass, after the reductions if it has any."""
+    def _on_finalized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._guarded(partial(self._close_by_hand, *args, **kwargs))
+
+    def _close_by_hand(self, state: Any) -> None:
+        """Close the backward passes of a step whose reductions the training has waited for."""
+        if not ends_backward(state):
+            self._close_backward(state, settled=True)
+
+    def _close_backward(self, state: Any, *, settled: bool | None = None) -> None:
+        """Close a backward pass, after the reductions if it has any.
+
+        Args:
+            state: FSDP2's state.
+            settled: Whether the reductions are over; by default, unless the training waits for
+                them by hand, later.
+        """
         if state not in self._states:
             return
         self._running = self._open = False
         groups = frozenset(group for group in self._groups if group.belongs_to(state))
-        reduced = {g: self._reduced_now.pop(g) for g in groups & self._reduced_now.keys()}
+        reduced = {}
+        if settled or not waits_by_hand(state):
+            reduced = {g: self._reduced_now.pop(g) for g in groups & self._reduced_now.keys()}
         if not self._has_accumulated(groups) and not any(reduced.values()):
             self._close_part()
             return  # the training asked for other gradients than those of parameters

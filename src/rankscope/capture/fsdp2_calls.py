@@ -1,13 +1,15 @@
-"""Listens to three functions inside of FSDP2.
+"""Listens to some functions inside of FSDP2.
 
 FSDP2 offers no public place where the local gradient can be read in every layout: the public
 ``set_custom_reduce_scatter`` is never called with a shard size of 1, replaces the user's own, and
-shows padded gradients, in fp16 already divided. Three private functions serve all layouts:
+shows padded gradients, in fp16 already divided. A few private functions serve all layouts:
 
 * ``FSDPState._register_root_post_backward_final_callback``, when a backward pass reaches FSDP2;
 * ``foreach_reduce``, once for each group of parameters that is about to be reduced;
 * ``FSDPState._root_post_backward_final_callback``, at the end of a backward pass that does not
-  raise: when it returns, the current stream waits for all reductions of the pass.
+  raise: when it returns, the current stream waits for all reductions of the pass;
+* ``FSDPState._end_backward_iteration``, in torch 2.15 and newer: it is there that the stream waits,
+  which a training may put off (``set_manual_backward_finalization``), as pipeline schedules do.
 """
 
 import inspect
@@ -55,6 +57,11 @@ class Relay:
         self._before = before
         self._installed: Any = None
         self._listeners: list[weakref.WeakMethod[Listener]] = []
+
+    @property
+    def exists(self) -> bool:
+        """Whether this torch has the function."""
+        return hasattr(self._owner, self._name)
 
     def check(self) -> None:
         """Check that the function exists.
@@ -109,10 +116,15 @@ def _relaying(
 _BEGIN = Relay(_fsdp_state.FSDPState, "_register_root_post_backward_final_callback", before=False)
 _REDUCE = Relay(_fsdp_param_group, "foreach_reduce", before=True)
 _END = Relay(_fsdp_state.FSDPState, "_root_post_backward_final_callback", before=False)
+_FINALIZE = Relay(_fsdp_state.FSDPState, "_end_backward_iteration", before=False)
 
 
 def listen(
-    *, backward_begins: Listener, before_reduce: Listener, backward_ends: Listener
+    *,
+    backward_begins: Listener,
+    before_reduce: Listener,
+    backward_ends: Listener,
+    finalized: Listener,
 ) -> Callable[[], None]:
     """Tell bound methods of all backward passes and reductions in this process.
 
@@ -122,6 +134,8 @@ def listen(
         backward_begins: Told of a state of FSDP2 that a backward pass has reached.
         before_reduce: Told of a reduction that is about to start.
         backward_ends: Told of a state of FSDP2 whose backward pass has ended.
+        finalized: Told of a state of FSDP2 whose reductions the stream has been made to wait for;
+            of one that does so at the end of its backward pass, before ``backward_ends``.
 
     Returns:
         A function that ends the listening, to be called once.
@@ -132,6 +146,8 @@ def listen(
     wanted = [(_BEGIN, backward_begins), (_REDUCE, before_reduce), (_END, backward_ends)]
     for relay, _ in wanted:
         relay.check()
+    if _FINALIZE.exists:  # since torch 2.15
+        wanted.append((_FINALIZE, finalized))
     stops = [relay.add(weakref.WeakMethod(listener)) for relay, listener in wanted]
 
     def stop() -> None:

@@ -66,8 +66,9 @@ class ParameterGroup:
 
     @property
     def mixed_precision(self) -> Any:
-        """The ``MixedPrecisionPolicy`` that ``fully_shard`` got; None if unknown."""
-        return getattr(self._inside, "mp_policy", None)
+        """The ``MixedPrecisionPolicy`` that ``fully_shard`` got, where all parameters share it."""
+        expect(self._inside, "mp_policy")
+        return self._inside.mp_policy
 
     @property
     def half_reduced(self) -> bool:
@@ -122,8 +123,11 @@ class ManagedParameter:
     @property
     def summed_in(self) -> torch.dtype:
         """The type in which FSDP2 means to reduce the gradient."""
-        policy = self.group.mixed_precision
-        wanted = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+        if hasattr(type(self.inside), "unsharded_grad_dtype"):  # since torch 2.15
+            wanted = self.inside.mp_policy.reduce_dtype or self.tensor.grad_dtype
+        else:
+            policy = self.group.mixed_precision
+            wanted = policy.reduce_dtype or policy.param_dtype
         return wanted or self.tensor.dtype
 
     @property
@@ -147,6 +151,17 @@ class ManagedParameter:
         rank = getattr(self.inside.mesh_info, "shard_mesh_rank", 0)
         first = rank * self.inside.padded_sharded_param_size[dim]
         return ShardPlace(shape, dim, min(first, shape[dim]))
+
+
+def ends_backward(state: Any) -> bool:
+    """Return whether FSDP2 is at the end of a backward pass, of which it will say so."""
+    expect(state._state_ctx, "post_backward_final_callback_queued")
+    return bool(state._state_ctx.post_backward_final_callback_queued)
+
+
+def waits_by_hand(state: Any) -> bool:
+    """Return whether the training itself waits for the reductions of a backward pass, later."""
+    return bool(getattr(state._state_ctx, "manual_backward_finalization_active", False))
 
 
 class LastingParameters:
