@@ -38,6 +38,7 @@ def torch_functions() -> list[Any]:
         _fsdp_param_group.foreach_reduce,
         state._register_root_post_backward_final_callback,
         state._root_post_backward_final_callback,
+        getattr(state, "_end_backward_iteration", None),  # since torch 2.15
     ]
 
 
