@@ -131,8 +131,6 @@ def a_pipeline_schedule_that_reduces_by_hand() -> None:
 def a_training_that_ends_its_backward_passes_by_hand() -> None:
     session = start(mode_named("accumulated"))
     root, tap = session.root, make_tap(session)
-    if not SINCE_TORCH_2_15:
-        return
     root.set_manual_backward_finalization(True)
     for step, async_op in enumerate((False, True, False)):
         exact, _ = local_gradient(session, step)
@@ -247,7 +245,7 @@ SCENARIOS = [
     a_root_that_is_checkpointed,
     a_loss_in_chunks_with_backward_passes_of_their_own,
     a_pipeline_schedule_that_reduces_by_hand,
-    a_training_that_ends_its_backward_passes_by_hand,
+    *([a_training_that_ends_its_backward_passes_by_hand] if SINCE_TORCH_2_15 else []),
     every_synchronised_micro_batch_is_a_step,
     norms_alone,
     the_reduced_gradient_is_left_out_when_nobody_waits_for_it,

@@ -13,6 +13,7 @@ import torch
 
 from rankscope import Run
 from rankscope.core.signals import Table
+from support.fsdp2_modes import SINCE_TORCH_2_15
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks
@@ -139,14 +140,12 @@ def branch_in_some_micro_batches(loop: Loop) -> Iterator[Expected]:
 
 
 def reductions_ended_by_hand(loop: Loop) -> Iterator[Expected]:
-    """Since torch 2.15. Before the training waits for them, gradients are the local ones."""
-    by_hand = hasattr(loop.ddp, "finalize_backward")
-    loop.ddp.require_manual_backward_finalization = by_hand
+    """Before the training has waited for them, gradients are the local ones."""
+    loop.ddp.require_manual_backward_finalization = True
     for step in range(STEPS):
         norm = loop.exact_norm(step)
         loop.forward(step).backward()
-        if by_hand:
-            loop.ddp.finalize_backward()
+        loop.ddp.finalize_backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         yield norm
@@ -165,7 +164,7 @@ LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
     other_gradients_on_the_way,
     forward_passes_before_backward_passes,
     branch_in_some_micro_batches,
-    reductions_ended_by_hand,
+    *([reductions_ended_by_hand] if SINCE_TORCH_2_15 else []),
 ]
 
 

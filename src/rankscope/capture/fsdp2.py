@@ -260,13 +260,13 @@ class FSDP2Tap:
         if not ends_backward(state):
             self._close_backward(state, settled=True)
 
-    def _close_backward(self, state: Any, *, settled: bool | None = None) -> None:
+    def _close_backward(self, state: Any, *, settled: bool = False) -> None:
         """Close a backward pass, after the reductions if it has any.
 
         Args:
             state: FSDP2's state.
-            settled: Whether the reductions are over; by default, unless the training waits for
-                them by hand, later.
+            settled: Whether the reductions are known to be over; if not, they are unless the
+                training waits for them by hand, later.
         """
         if state not in self._states:
             return
