@@ -78,7 +78,7 @@ class StepBooks:
         make_trace = instruments.make_trace_meter
         self._trace = None if make_trace is None else make_trace(optimizer, guard.leave_out)
         self._replica = math.nan if instruments.replica is None else instruments.replica
-        self._unreduced = self._updated = self._forgot = False
+        self._unreduced = self._updated = self._forgot = self._handing_over = False
         self._updates_alone = 0  # since gradients were synchronised for the last time
         witness = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
         self._tap = instruments.make_tap(guard, witness, self._shadow)
@@ -232,13 +232,21 @@ class StepBooks:
         Or once the optimizer has been called for the second time without such a pass. A single
         call between two of them belongs to the second.
 
+        Ctrl-C may be raised in the monitor's own work. What is known of a step is not whole then,
+        and is not sent; where the training goes on all the same, the others still count the step.
+
         Args:
             interrupted: Whether an exception ended the training. Then what this worker holds can
                 only be held against the others when its optimizer has had its turn.
         """
-        if self._tap.complete:
+        cut_short = self._guard.take_cut_short()
+        if self._tap.complete or self._handing_over:
             self._updates_alone = 0
-            self._hand_over(comparable=self._updated or not interrupted)
+            if cut_short:
+                self._forget()
+            if not (cut_short and interrupted):
+                comparable = not cut_short and (self._updated or not interrupted)
+                self._hand_over(comparable=comparable)
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._forget()
         elif self._updated and self._updates_alone > 1:
@@ -285,6 +293,7 @@ class StepBooks:
         Args:
             comparable: Whether workers that agree hold the same after it.
         """
+        self._handing_over = True
         now = time.perf_counter()
         if self._evaluating and not self._warned:
             self._warned = True
@@ -330,6 +339,7 @@ class StepBooks:
         self.step += 1
         self._unreduced = self._updated = False
         self._last_time = now
+        self._handing_over = False
         self._send(local)
 
     def _collect_trace(self, *, comparable: bool) -> tuple[PendingTrace | None, float]:

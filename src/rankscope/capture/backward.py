@@ -61,5 +61,5 @@ class BackwardEnd:
 
     def _end(self, this: object) -> None:
         if this is self._running:
-            self._running = None
             self._guarded(self._ended)
+            self._running = None

@@ -16,6 +16,7 @@ class Guard:
         self._failed = failed
         self._seconds = 0.0
         self._depth = 0
+        self._cut_short = False
 
     def __call__(self, work: Callable[[], None]) -> None:
         """Run ``work``, unless the guard is shut."""
@@ -28,6 +29,9 @@ class Guard:
         except Exception as error:
             self.open = False
             self._failed(error)
+        except BaseException:  # Ctrl-C: the training's, wherever Python happens to raise it
+            self._cut_short = True
+            raise
         finally:
             self._depth -= 1
             if self._depth == 0:
@@ -36,6 +40,11 @@ class Guard:
     def leave_out(self, seconds: float) -> None:
         """Do not count part of the time, from inside of work: it is accounted for elsewhere."""
         self._seconds -= seconds
+
+    def take_cut_short(self) -> bool:
+        """Return whether Ctrl-C or the like has ended work halfway since the last call."""
+        cut_short, self._cut_short = self._cut_short, False
+        return cut_short
 
     def take_seconds(self) -> float:
         """Return the time that work has taken since the last call."""

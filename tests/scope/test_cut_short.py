@@ -1,0 +1,148 @@
+"""Ctrl-C that Python raises in the middle of the monitor's own work on the training thread."""
+
+import contextlib
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import rankscope
+from rankscope import Run
+from rankscope.core.finding import Severity
+from rankscope.core.signals import Table
+from support.loops import Loop
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+PACKAGE = str(Path(rankscope.__file__).parent)
+NUM_STEPS = 5
+TRACED = range(2, 4)
+STRIDE = 149
+"""A prime: lines that come again and again are not met at the same place each time."""
+
+EVIDENCE = {"state_layout", "precision", "rng_used"}
+"""Columns, beside the digests, that are left out where the optimizer had not had its turn."""
+
+
+class Cut:
+    """Raises KeyboardInterrupt at one of the lines that the monitor runs in this thread.
+
+    Args:
+        at: Number of the line; one that never comes counts them all.
+        function: Counts the lines of functions of this name alone; any if empty.
+    """
+
+    def __init__(self, at: int, function: str = "") -> None:
+        self._at, self._function = at, function
+        self.count = 0
+
+    def __enter__(self) -> "Cut":
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        ours = code.co_filename.startswith(PACKAGE)
+        return self._line if ours and self._function in ("", code.co_name) else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.count += 1
+            if self.count > self._at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
+
+
+def train(folder: str, cut: Cut) -> list[str]:
+    """Train and be interrupted; return the warnings."""
+    loop = Loop(0, folder, hang_seconds=None)
+    with contextlib.suppress(KeyboardInterrupt), loop.scope:
+        for step in range(NUM_STEPS):
+            with cut if step in TRACED else contextlib.nullcontext():
+                loop.step(step)
+    return loop.warnings
+
+
+def cut_everywhere(rank: int, folder: str) -> list[str]:
+    count = Cut(10**9)
+    assert train(f"{folder}/whole", count) == []
+    cuts = {str(at): Cut(at) for at in range(0, count.count, STRIDE)}
+    cuts |= {f"end {at}": Cut(at, "_end") for at in range(3)}  # of the backward pass
+    for name, cut in cuts.items():
+        assert train(f"{folder}/{name}", cut) == [], name
+    return list(cuts)
+
+
+def rows(run: Run) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Return what was recorded of each step, worker, micro-batch and group, without times."""
+    found = {}
+    for table in Table:
+        if "step" not in (names := run.table(table).column_names):
+            continue
+        names = [n for n in names if n != "time" and not n.endswith("seconds")]
+        for row in run.table(table).select(names).to_pylist():
+            found[table, row["step"], row.get("micro"), row.get("group")] = row
+    return found
+
+
+def alarms(run: Run) -> list[str]:
+    return [finding.cause for finding in run.findings() if finding.severity > Severity.NOTE]
+
+
+def test_a_step_is_recorded_whole_or_not_at_all(tmp_path):
+    (names,) = run_ranks(cut_everywhere, 1, str(tmp_path), timeout=240)
+    assert len(names) > 30
+    complete = rows(Run.open(tmp_path / "whole"))
+    lasts = set()
+    for name in names:
+        run = Run.open(tmp_path / name)
+        assert run.status == "incomplete"
+        assert alarms(run) == []
+        found = rows(run)
+        last = max(step for _, step, *_ in found)
+        lasts.add(last)
+        assert found.keys() == {key for key in complete if key[1] <= last}, name
+        for key, row in found.items():
+            different = {n for n in row if row[n] != complete[key][n]}
+            if "optimizer_steps" in different:
+                assert row["optimizer_steps"] == 0
+                left_out = {n for n in different if n.endswith("_digest")} | EVIDENCE
+                different -= {"optimizer_steps", *left_out}
+            assert different == set(), (name, key)
+    assert lasts >= {0, 1, 2}
+
+
+def cut_while_a_step_is_sent(rank: int, run_dir: str, function: str) -> list[str]:
+    """One rank catches Ctrl-C, and goes on with the batch that it was about to begin."""
+    loop = Loop(rank, run_dir)
+    for step in range(NUM_STEPS):
+        if step == 3 and rank == 1:
+            with Cut(0, function), pytest.raises(KeyboardInterrupt):
+                loop.forward(step)
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+@pytest.mark.parametrize("function", ["_hand_over", "_collect_gradient", "take_seconds"])
+def test_the_others_count_a_step_that_was_cut_short_here(tmp_path, function):
+    """Else this worker's steps would be held against other ones of the others from then on."""
+    results = run_ranks(cut_while_a_step_is_sent, 2, str(tmp_path / "run"), function)
+    assert results == [[], []]
+    run = Run.open(tmp_path / "run")
+    assert run.status == "complete"
+    assert alarms(run) == []
+    steps, norms_TW = run.per_worker("grad_norm")
+    assert steps.tolist() == list(range(NUM_STEPS))
+    _, losses_TW = run.per_worker("loss")
+    _, digests_TW = run.per_worker("param_digest")
+    for known_TW in (losses_TW == losses_TW, norms_TW == norms_TW):
+        assert known_TW.tolist() == [[True, step != 2] for step in range(NUM_STEPS)]
+    assert (digests_TW[[0, 1, 3, 4], 0] == digests_TW[[0, 1, 3, 4], 1]).all()
