@@ -79,7 +79,7 @@ class Scope:
         self._writer = writer
         self._sinks = sinks
         self._on_finding = on_finding
-        self._off = self._closed = self._close_asked = False
+        self._off = self._closed = self._close_asked = self._inside = self._bypassing = False
         self._pid = os.getpid()
         self._latest: StepReport | None = None
         self._channel = channel
@@ -103,7 +103,6 @@ class Scope:
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
         ]
-        self._inside = self._bypassing = False
         self._model, inner = model, instruments.module
         if inner is not model and not is_compiled(model) and not is_compiled(inner):
             hook = partial(ForeignHook, compiled=False)
@@ -211,20 +210,22 @@ class Scope:
             return
         self._guard(partial(self._books.close_step, interrupted=interrupted))
         self._closed = True
-        self._guard.open = False
-        for hook in self._hooks:
-            hook.remove()
-        self._books.remove()
-        self._courier.leave()
-        delivered = self._courier.join(timeout)
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-        if delivered:
-            self._channel.close()
-        settled = delivered and not self._off
-        whole = settled and not interrupted
-        self._finish_run("complete" if whole else "incomplete", settled=settled)
-        self._off = True
+        delivered = self._guard.open = False
+        try:
+            for hook in self._hooks:
+                hook.remove()
+            self._books.remove()
+            self._courier.leave()
+            delivered = self._courier.join(timeout)
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
+            if delivered:
+                self._channel.close()
+        finally:  # Ctrl-C cuts the wait short, and loses nothing that was delivered
+            settled = delivered and not self._off
+            whole = settled and not interrupted
+            self._finish_run("complete" if whole else "incomplete", settled=settled)
+            self._off = True
 
     def __enter__(self) -> Self:
         return self

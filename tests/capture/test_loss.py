@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rankscope.capture import LossMeter
-from rankscope.capture.loss import count_label_tokens, to_arrays
+from rankscope.capture.loss import _Multiplier, count_label_tokens, to_arrays
 from rankscope.errors import UsageError
 
 
@@ -130,6 +130,14 @@ class TestWhatTheLossWasMultipliedBy:
         loss /= 4
         loss.backward()
         assert self.scale(meter) == 0.25
+
+    def test_one_that_cannot_be_read_is_unknown_and_the_backward_pass_goes_on(self, model):
+        loss = self.losses(model).mean()
+        unit = torch.ones((), device="meta")  # it has no value
+        multiplier = _Multiplier(loss, unit)
+        loss.backward()
+        assert multiplier.value is None
+        assert model.weight.grad is not None
 
     @pytest.mark.parametrize(("divisor", "expected"), [(4, 1.0), (1, 4.0)])
     def test_it_is_summed_over_micro_batches(self, meter, model, divisor, expected):

@@ -55,12 +55,17 @@ class _Multiplier:
         loss.register_hook(self._see)  # type: ignore[no-untyped-call]
 
     def _see(self, gradient: Tensor | None) -> None:
-        if gradient is not None and not _is_spread(gradient):
-            # It is None where nothing that follows the loss depends on it.
-            gradient = _own(gradient)
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            value = gradient.sum(dtype=dtype)
-            self.value = value if self._unit is None else value * self._unit
+        try:
+            self.value = self._factor(gradient)
+        except Exception:  # the backward pass goes on, and the factor is unknown
+            _log.debug("what a loss was multiplied by could not be read", exc_info=True)
+
+    def _factor(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or _is_spread(gradient):
+            return self.value  # it is None where nothing that follows the loss depends on it
+        gradient = _own(gradient)
+        value = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
+        return value if self._unit is None else value * _moved(self._unit, value.device)
 
 
 class LossMeter:
@@ -293,17 +298,22 @@ def _in_double(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Bring a few numbers to a device; what lies on the host goes there without waiting for it."""
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")
+
+
 def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
     """Return own label tokens per token that the loss was divided by ``[1]``, None if all."""
     if weights is None or not isinstance(num_items, (int, float, Tensor)) or _is_spread(num_items):
         return None
-    items = _in_double(num_items).to(weights.device)
+    items = _moved(_in_double(num_items), weights.device)
     return weights / items if items.numel() == 1 else None
 
 
 def _taken_out(unit: Tensor, values: Tensor) -> Tensor:
     """Return values over their unit; those without a token stay what they are, which is 0."""
-    unit = unit.to(values.device)
+    unit = _moved(unit, values.device)
     return torch.where(unit == 0, values, values / unit)
 
 
