@@ -3,25 +3,22 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
-import rankscope
 from rankscope import Run
 from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
+from support.cut import Cut
 from support.loops import Loop
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-PACKAGE = str(Path(rankscope.__file__).parent)
 NUM_STEPS = 5
 TRACED = range(2, 4)
 STRIDE = 149
@@ -29,39 +26,6 @@ STRIDE = 149
 
 EVIDENCE = {"state_layout", "precision", "rng_used"}
 """Columns, beside the digests, that are left out where the optimizer had not had its turn."""
-
-
-class Cut:
-    """Raises KeyboardInterrupt at one of the lines that the monitor runs in this thread.
-
-    Args:
-        at: Number of the line; one that never comes counts them all.
-        function: Counts the lines of functions of this name alone; any if empty.
-    """
-
-    def __init__(self, at: int, function: str = "") -> None:
-        self._at, self._function = at, function
-        self.count = 0
-
-    def __enter__(self) -> "Cut":
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        ours = code.co_filename.startswith(PACKAGE)
-        return self._line if ours and self._function in ("", code.co_name) else None
-
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
-            self.count += 1
-            if self.count > self._at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
 
 
 def train(folder: str, cut: Cut) -> list[str]:
@@ -75,10 +39,10 @@ def train(folder: str, cut: Cut) -> list[str]:
 
 
 def cut_everywhere(rank: int, folder: str) -> list[str]:
-    count = Cut(10**9)
+    count = Cut()
     assert train(f"{folder}/whole", count) == []
     cuts = {str(at): Cut(at) for at in range(0, count.count, STRIDE)}
-    cuts |= {f"end {at}": Cut(at, "_end") for at in range(3)}  # of the backward pass
+    cuts |= {f"end {at}": Cut(at, function="_end") for at in range(3)}  # of the backward pass
     for name, cut in cuts.items():
         assert train(f"{folder}/{name}", cut) == [], name
     return list(cuts)
@@ -128,7 +92,7 @@ def cut_while_a_step_is_sent(rank: int, run_dir: str, function: str) -> list[str
     loop = Loop(rank, run_dir)
     for step in range(NUM_STEPS):
         if step == 3 and rank == 1:
-            with Cut(0, function), pytest.raises(KeyboardInterrupt):
+            with Cut(0, function=function), pytest.raises(KeyboardInterrupt):
                 loop.forward(step)
         loop.step(step)
     loop.close()

@@ -81,24 +81,27 @@ def kept(module: nn.Module, device: torch.device, *, seed: int) -> Iterator[Kept
         generators.seed(seed)
         yield Kept(generators.seed, tensors.before_write, tensors.nodes)
     finally:
-        _take_all(steps_back)
+        try:
+            _take_all(steps_back)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C in the middle of it: once more, from the beginning
+            _take_all(steps_back)
+            raise
 
 
 def _take_all(steps: Iterable[Callable[[], None]]) -> None:
-    """Take all steps back: one that fails, or an interrupt, does not hold up the rest.
+    """Take all steps back: one that fails does not hold up the rest.
 
     Raises:
         NotPutBackError: One has failed.
     """
-    failures: list[BaseException] = []
+    failures: list[Exception] = []
     for step in steps:
         try:
             step()
-        except BaseException as error:
+        except Exception as error:
             failures.append(error)
-    for failure in failures:
-        if not isinstance(failure, Exception):
-            raise failure
     if failures:
         raise NotPutBackError(
             "a canary has left its traces in the model, since something that its forward pass "

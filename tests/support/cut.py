@@ -1,0 +1,47 @@
+"""Ctrl-C at a chosen line of the monitor's, where Python might raise it."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import rankscope
+
+_PACKAGE = str(Path(rankscope.__file__).parent)
+
+
+class Cut:
+    """Raises KeyboardInterrupt at one of the lines that the monitor runs in this thread.
+
+    Args:
+        at: Number of the line; None to count them all.
+        file: Counts the lines of files with this in their names alone.
+        function: Counts the lines of functions of this name alone.
+
+    Attributes:
+        count: Lines so far.
+    """
+
+    def __init__(self, at: int | None = None, *, file: str = "", function: str = "") -> None:
+        self.count = 0
+        self._at, self._file, self._function = at, file, function
+
+    def __enter__(self) -> "Cut":
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        chosen = path.startswith(_PACKAGE) and self._file in path[len(_PACKAGE) :]
+        return self._line if chosen and self._function in ("", name) else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.count += 1
+            if self._at is not None and self.count > self._at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
