@@ -12,7 +12,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
 from rankscope.capture.fsdp2 import FSDP2Tap
-from support.fsdp2_modes import SINCE_TORCH_2_15, make_batches, make_net, mode_named
+from support.fsdp2_modes import (
+    SINCE_TORCH_2_13,
+    SINCE_TORCH_2_15,
+    make_batches,
+    make_net,
+    mode_named,
+)
 from support.fsdp2_training import (
     EXACT,
     Session,
@@ -349,17 +355,20 @@ def a_forgotten_tap_leaves_torch_as_it_was() -> None:
     assert torch_functions() == original
 
 
-SCENARIOS = [
+ABORTED = [
     an_aborted_pass_is_not_counted,
     collecting_an_aborted_pass_drops_it,
     what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced,
+    what_an_aborted_pass_has_reduced_makes_no_step_of_the_next,
+]
+SCENARIOS = [
+    *(ABORTED if SINCE_TORCH_2_13 else []),
     a_tap_may_come_between_micro_batches,
     a_tap_may_come_between_forward_and_backward,
     other_gradients_make_no_step,
     the_same_pass_is_asked_for_other_gradients_first,
     only_passes_that_accumulate_are_said_to_train,
     a_gradient_that_never_reaches_fsdp2_trains_nothing,
-    what_an_aborted_pass_has_reduced_makes_no_step_of_the_next,
     a_half_reduced_step_is_measured_whole_or_not_at_all,
     unmeasured_steps_are_counted,
     taps_do_not_see_each_others_models,

@@ -17,7 +17,14 @@ from rankscope.capture.norms import NormMeter
 from rankscope.capture.tap import ReadReduced
 from rankscope.core.groups import block_of, group_parameters
 from rankscope.errors import UnsupportedError
-from support.fsdp2_modes import SINCE_TORCH_2_15, Block, make_batches, make_net, mode_named
+from support.fsdp2_modes import (
+    SINCE_TORCH_2_13,
+    SINCE_TORCH_2_15,
+    Block,
+    make_batches,
+    make_net,
+    mode_named,
+)
 from support.fsdp2_training import (
     EXACT,
     WIDTH,
@@ -106,6 +113,12 @@ def a_loss_in_chunks_with_backward_passes_of_their_own() -> None:
     tap.remove()
 
 
+def groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group]  # torch 2.11
+
+
 def a_pipeline_schedule_that_reduces_by_hand() -> None:
     session = start(mode_named("accumulated"))
     root, tap = session.root, make_tap(session)
@@ -119,7 +132,7 @@ def a_pipeline_schedule_that_reduces_by_hand() -> None:
         reduce_in_backward(root, True)
         state = root._get_fsdp_state()
         for each in state._state_ctx.all_states:
-            for group in each._fsdp_param_groups:
+            for group in groups_of(each):
                 group.post_backward()
         state._root_post_backward_final_callback()
         local = check(tap, exact)
@@ -235,7 +248,7 @@ def a_model_that_is_not_sharded_is_refused() -> None:
 
 def an_unknown_torch_is_told() -> None:
     session = start(mode_named("1-D"))
-    group = session.root._get_fsdp_state()._fsdp_param_groups[0]
+    group = groups_of(session.root._get_fsdp_state())[0]
     del group.reduce_grads
     with pytest.raises(UnsupportedError, match=r"expected FSDPParamGroup\.reduce_grads in torch"):
         make_tap(session)
@@ -243,7 +256,7 @@ def an_unknown_torch_is_told() -> None:
 
 SCENARIOS = [
     a_root_that_is_checkpointed,
-    a_loss_in_chunks_with_backward_passes_of_their_own,
+    *([a_loss_in_chunks_with_backward_passes_of_their_own] if SINCE_TORCH_2_13 else []),
     a_pipeline_schedule_that_reduces_by_hand,
     *([a_training_that_ends_its_backward_passes_by_hand] if SINCE_TORCH_2_15 else []),
     every_synchronised_micro_batch_is_a_step,

@@ -17,7 +17,14 @@ from rankscope.core.signals import Table
 from rankscope.exchange.ordered_scatter import OrderedReduceScatter
 from support.exact import gather_rows
 from support.fixed_order import in_order, rounded
-from support.fsdp2_modes import SINCE_TORCH_2_15, Mode, make_batches, make_net, mode_named
+from support.fsdp2_modes import (
+    SINCE_TORCH_2_13,
+    SINCE_TORCH_2_15,
+    Mode,
+    make_batches,
+    make_net,
+    mode_named,
+)
 from support.fsdp2_training import Session, local_gradient, optimize, start, train_step
 from support.ranks import run_ranks
 
@@ -53,8 +60,9 @@ FSDP2 = {
     "bf16 by default": replace(mode_named("1-D"), options={"mp_policy": _IN_BF16}),
     "multiplied before": replace(mode_named("1-D"), finish=_divided(2.5, forced=False)),
     "divided after": replace(mode_named("1-D"), finish=_divided(2.5, forced=True)),
-    "another group": replace(mode_named("1-D"), finish=_separate_group),
 }
+if SINCE_TORCH_2_13:
+    FSDP2["another group"] = replace(mode_named("1-D"), finish=_separate_group)
 AT_EIGHT = ["fp32", "bf16", "fp16"]
 BEFORE = {2: 2, 3: 2, 4: 2, 8: 4}
 """What FSDP2 divides gradients in fp16 by before their sum, by W; by the rest afterwards."""
@@ -189,6 +197,11 @@ def test_fsdp2_ends_with_the_bits_of_ddp(tmp_path, num_ranks):
     assert all(0 < row["reduction_residual"] < 5e-7 for row in rows)
 
 
+def premultiplied(factor: Any) -> Any:
+    make: Any = dist.ReduceOp.PREMUL_SUM
+    return make(factor) if callable(make) else dist._make_nccl_premul_sum(factor)
+
+
 def scatter(rank: int) -> dict[str, list[float]]:
     """Reduce cancelling values, without FSDP2 around it."""
     replaced = torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter()
@@ -198,8 +211,8 @@ def scatter(rank: int) -> dict[str, list[float]]:
     for name, op in {
         "sum": dist.ReduceOp.SUM,
         "mean": dist.ReduceOp.AVG,
-        "half": dist.ReduceOp.PREMUL_SUM(0.5),
-        "half of a tensor": dist.ReduceOp.PREMUL_SUM(torch.tensor(0.5)),
+        "half": premultiplied(0.5),
+        "half of a tensor": premultiplied(torch.tensor(0.5)),
     }.items():
         for later in (False, True):
             output = torch.full((2,), -1.0)

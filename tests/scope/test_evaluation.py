@@ -13,6 +13,7 @@ import torch
 
 from rankscope import Run
 from rankscope.core.signals import Table
+from support.fsdp2_modes import SINCE_TORCH_2_13
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks
@@ -109,7 +110,7 @@ LOOPS = {
     forgotten_while_accumulating: {0: LEFT_AT},
     never_in_training_mode: {0: 0, 1: 0},
     evaluated_with_gradients: {},
-    attacked: {},
+    **({attacked: {}} if SINCE_TORCH_2_13 else {}),
     attacked_in_training_mode: {},
     attacked_through_parameters: {},
 }

@@ -13,7 +13,7 @@ import torch
 
 from rankscope import Run
 from rankscope.core.signals import Table
-from support.fsdp2_modes import SINCE_TORCH_2_15
+from support.fsdp2_modes import SINCE_TORCH_2_13, SINCE_TORCH_2_15
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks
@@ -160,7 +160,7 @@ LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
     zeroed_before_backward,
     micro_batches_that_all_synchronise,
     backward_twice,
-    one_backward_for_two_forwards,
+    *([one_backward_for_two_forwards] if SINCE_TORCH_2_13 else []),
     other_gradients_on_the_way,
     forward_passes_before_backward_passes,
     branch_in_some_micro_batches,

@@ -48,10 +48,11 @@ def several_devices() -> DistributedDataParallel:
 
 REFUSED = {
     "python_reducer": python_reducer,
-    "mixed_precision": mixed_precision,
     "delay_all_reduce_named_params": delayed_reduction,
     "cpu, meta": several_devices,
 }
+if torch.version.cuda is None or torch.cuda.is_available():  # else torch itself fails first
+    REFUSED["mixed_precision"] = mixed_precision
 
 
 def try_all(rank: int, run_dir: str) -> list[str]:
