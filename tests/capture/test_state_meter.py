@@ -229,7 +229,7 @@ def test_state_that_an_optimizer_shards_is_not_compared():
     assert StateKind.APPLIED in state.kinds
 
 
-def test_nothing_that_cannot_be_read_raises(monkeypatch, caplog):
+def test_nothing_that_cannot_be_read_raises_and_it_is_told(monkeypatch, caplog):
     class Stubborn:
         param_groups = ()
 
@@ -252,6 +252,9 @@ def test_nothing_that_cannot_be_read_raises(monkeypatch, caplog):
     state, values = look(broken, 0)
     assert state.names == ()
     assert values == {}
+    told, about_the_model = [record.getMessage() for record in caplog.records]  # once a meter
+    assert told.endswith("is not compared between workers: RuntimeError: sharded elsewhere")
+    assert "between workers: AttributeError" in about_the_model
 
 
 def test_a_step_that_is_cut_short_leaves_nothing_behind():

@@ -322,7 +322,12 @@ class StateMeter:
     def _tell(self, error: Exception) -> None:
         if not self._told:
             self._told = True
-            _log.debug("some state cannot be digested: %s", error)
+            _log.warning(
+                "some of the model's or the optimizer's state cannot be read, and is not compared "
+                "between workers: %s: %s",
+                type(error).__name__,
+                error,
+            )
 
 
 def _as_bits(tensor: Tensor) -> Tensor:
