@@ -12,6 +12,7 @@ from rankscope import Run
 from rankscope.core.recorded import as_recorded
 from rankscope.core.signals import Table
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
+from rankscope.errors import RunError
 from rankscope.opening import _begin_record, _free_directory
 from rankscope.record import RunWriter, writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
@@ -22,6 +23,13 @@ from support.same import assert_same
 KILLED_AFTER = 14
 
 
+def last_on_disk(run_dir):
+    try:
+        return Run.open(run_dir).columns(Table.STEPS, "step")["step"].max(initial=-1)
+    except RunError:  # there is none as yet
+        return -1
+
+
 def copied_batches(rank, run_dir, num_steps, kill):
     """Train with the same batches on both ranks; with ``kill``, die when all is on disk."""
     writer.STATE_BYTES_PER_FLUSH = 1  # so the state is older than the tables
@@ -30,9 +38,8 @@ def copied_batches(rank, run_dir, num_steps, kill):
     for step in range(num_steps):
         loop.step(step, rank=0)
     if kill:
-        while loop.scope.latest is None or loop.scope.latest.step < num_steps - 2:
-            time.sleep(0.01)
-        time.sleep(0.3)
+        while last_on_disk(run_dir) < num_steps - 2:
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     loop.scope.close()
     diagnosis = loop.scope._diagnosis
