@@ -12,13 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
 from rankscope.capture.fsdp2 import FSDP2Tap
-from support.fsdp2_modes import (
-    SINCE_TORCH_2_13,
-    SINCE_TORCH_2_15,
-    make_batches,
-    make_net,
-    mode_named,
-)
+from support.cut import Cut
+from support.fsdp2_modes import make_batches, make_net, mode_named
 from support.fsdp2_training import (
     EXACT,
     Session,
@@ -33,6 +28,7 @@ from support.fsdp2_training import (
     start,
     train_step,
 )
+from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
 from support.scenarios import run_scenarios
 
 pytestmark = pytest.mark.ranks
@@ -284,6 +280,23 @@ def what_an_aborted_pass_has_reduced_makes_no_step_of_the_next() -> None:
     tap.remove()
 
 
+def a_pass_whose_end_is_cut_short_is_not_counted() -> None:
+    """Wherever Ctrl-C strikes after the reduction, the next step has nothing of this one."""
+    session = start(mode_named("1-D"))
+    tap = make_tap(session)
+    with Cut(function="_end_pass") as end:
+        check_step(session, tap, 0)
+    assert end.count > 5
+    for at in range(end.count):
+        with Cut(at, function="_end_pass"), pytest.raises(KeyboardInterrupt):
+            train_step(session, 1, tap)
+        assert tap.aborted
+        assert not tap.complete
+        session.optimizer.zero_grad()
+        check_step(session, tap, 2)
+    tap.remove()
+
+
 def a_half_reduced_step_is_measured_whole_or_not_at_all() -> None:
     session = start(mode_named("HSDP half reduced"))
     first, last = make_batches(session.worker, 0, 2)
@@ -369,6 +382,7 @@ SCENARIOS = [
     the_same_pass_is_asked_for_other_gradients_first,
     only_passes_that_accumulate_are_said_to_train,
     a_gradient_that_never_reaches_fsdp2_trains_nothing,
+    a_pass_whose_end_is_cut_short_is_not_counted,
     a_half_reduced_step_is_measured_whole_or_not_at_all,
     unmeasured_steps_are_counted,
     taps_do_not_see_each_others_models,

@@ -12,19 +12,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.capture.fsdp2 import FSDP2Tap
-from rankscope.capture.fsdp2_model import fsdp2_parameters, is_fsdp2
+from rankscope.capture.fsdp2_model import _groups, fsdp2_parameters, is_fsdp2
 from rankscope.capture.norms import NormMeter
 from rankscope.capture.tap import ReadReduced
 from rankscope.core.groups import block_of, group_parameters
 from rankscope.errors import UnsupportedError
-from support.fsdp2_modes import (
-    SINCE_TORCH_2_13,
-    SINCE_TORCH_2_15,
-    Block,
-    make_batches,
-    make_net,
-    mode_named,
-)
+from support.fsdp2_modes import Block, make_batches, make_net, mode_named
 from support.fsdp2_training import (
     EXACT,
     WIDTH,
@@ -41,6 +34,7 @@ from support.fsdp2_training import (
     start,
     train_step,
 )
+from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
 from support.scenarios import run_scenarios
 
 pytestmark = pytest.mark.ranks
@@ -113,12 +107,6 @@ def a_loss_in_chunks_with_backward_passes_of_their_own() -> None:
     tap.remove()
 
 
-def groups_of(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group]  # torch 2.11
-
-
 def a_pipeline_schedule_that_reduces_by_hand() -> None:
     session = start(mode_named("accumulated"))
     root, tap = session.root, make_tap(session)
@@ -132,7 +120,7 @@ def a_pipeline_schedule_that_reduces_by_hand() -> None:
         reduce_in_backward(root, True)
         state = root._get_fsdp_state()
         for each in state._state_ctx.all_states:
-            for group in groups_of(each):
+            for group in _groups(each):
                 group.post_backward()
         state._root_post_backward_final_callback()
         local = check(tap, exact)
@@ -248,7 +236,7 @@ def a_model_that_is_not_sharded_is_refused() -> None:
 
 def an_unknown_torch_is_told() -> None:
     session = start(mode_named("1-D"))
-    group = groups_of(session.root._get_fsdp_state())[0]
+    group = _groups(session.root._get_fsdp_state())[0]
     del group.reduce_grads
     with pytest.raises(UnsupportedError, match=r"expected FSDPParamGroup\.reduce_grads in torch"):
         make_tap(session)

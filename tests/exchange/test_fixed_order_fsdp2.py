@@ -17,16 +17,10 @@ from rankscope.core.signals import Table
 from rankscope.exchange.ordered_scatter import OrderedReduceScatter
 from support.exact import gather_rows
 from support.fixed_order import in_order, rounded
-from support.fsdp2_modes import (
-    SINCE_TORCH_2_13,
-    SINCE_TORCH_2_15,
-    Mode,
-    make_batches,
-    make_net,
-    mode_named,
-)
+from support.fsdp2_modes import Mode, make_batches, make_net, mode_named
 from support.fsdp2_training import Session, local_gradient, optimize, start, train_step
 from support.ranks import run_ranks
+from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
 
 pytestmark = pytest.mark.ranks
 

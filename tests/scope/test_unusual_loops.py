@@ -13,10 +13,10 @@ import torch
 
 from rankscope import Run
 from rankscope.core.signals import Table
-from support.fsdp2_modes import SINCE_TORCH_2_13, SINCE_TORCH_2_15
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks
+from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
 
 pytestmark = pytest.mark.ranks
 

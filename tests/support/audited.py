@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import instruments
 from support import deepspeed_modes
-from support.fsdp2_modes import SINCE_TORCH_2_15
+from support.releases import SINCE_TORCH_2_15
 
 STEPS = 3
 SECTION_ELEMENTS = 1500  # a layer's weight then lies in three sections

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from support.fsdp2_modes import SINCE_TORCH_2_13
 from support.models import TinyLM, make_batch, make_model
+from support.releases import SINCE_TORCH_2_13
 
 LOSS_SCALE = 64.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,16 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 NUM_TOKENS = 22
-SINCE_TORCH_2_13 = hasattr(FSDPModule, "reset_iter_state")
-"""An aborted pass can be forgotten; DDP allows forward passes between another and its backward."""
-SINCE_TORCH_2_15 = hasattr(FSDPModule, "finalize_backward")
-"""Gradients accumulate in the type in which they are reduced, which is the parameter's by default.
-A reduction takes zeros where HSDP holds a part of earlier ones."""
 
 
 class Block(nn.Module):

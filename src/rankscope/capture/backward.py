@@ -62,4 +62,4 @@ class BackwardEnd:
     def _end(self, this: object) -> None:
         if this is self._running:
             self._guarded(self._ended)
-            self._running = None
+            self._running = None  # last: Ctrl-C in between leaves an aborted pass

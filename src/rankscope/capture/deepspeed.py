@@ -187,13 +187,14 @@ class DeepSpeedTap:
             self._local.before_reduction()
 
     def _end_backward(self) -> None:
-        self._running = self._ending = False
+        self._ending = False
         self._num_backwards += 1
         if self._measure:
             self._local.end_backward()
         engine = self._engine
         if engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt:
             self._finish()
+        self._running = False  # last: Ctrl-C in between leaves an aborted pass
 
     def _before_step(self) -> None:
         """Close a step whose backward passes could not know which of them was the last."""

@@ -268,9 +268,12 @@ class FSDP2Tap:
             settled: Whether the reductions are known to be over; if not, they are unless the
                 training waits for them by hand, later.
         """
-        if state not in self._states:
-            return
-        self._running = self._open = False
+        if state in self._states:
+            self._running = False
+            self._end_pass(state, settled=settled)
+            self._open = False  # last: Ctrl-C in between leaves an aborted pass
+
+    def _end_pass(self, state: Any, *, settled: bool) -> None:
         groups = frozenset(group for group in self._groups if group.belongs_to(state))
         reduced = {}
         if settled or not waits_by_hand(state):
