@@ -23,7 +23,7 @@ from harness import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.exchange.exact import ExactGram
+from rankscope.reduce.exact import ExactGram
 
 
 def run_steps(pairs: int = 300, tokens: int = 2048, ranks: int = 2) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MeasuredGradient
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.exchange import (
+from rankscope.reduce import (
     MAX_PAIRED,
     Layout,
     MemoryChannel,

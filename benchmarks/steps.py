@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.core.signals import Table
-from rankscope.exchange import Layout
+from rankscope.reduce import Layout
 from rankscope.instruments import GROUP_WIDTH
 
 VARIANTS: dict[str, dict[str, Any]] = {

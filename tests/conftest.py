@@ -10,6 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: n
 # once, and threads that wait for each other in turn would burn ten times the work itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A process for each run of a test would cost more than the test itself. Those that are about the
+# process say agent="process".
+os.environ.setdefault("RANKSCOPE_AGENT", "thread")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with slow tests first, so that no process is left alone with one in the end."""

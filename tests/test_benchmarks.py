@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.exchange import MAX_PAIRED
+from rankscope.reduce import MAX_PAIRED
 from support.benchmarks import load_benchmark
 from support.ranks import run_ranks
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rankscope.core.step import StepReport as StepReport
     from rankscope.core.tiers import Tier as Tier
     from rankscope.errors import RankscopeError as RankscopeError
-    from rankscope.exchange.fixed_order import fixed_order as fixed_order
-    from rankscope.exchange.order_free import order_free as order_free
     from rankscope.record import Run as Run
+    from rankscope.reduce.fixed_order import fixed_order as fixed_order
+    from rankscope.reduce.order_free import order_free as order_free
     from rankscope.scope import Scope as Scope
     from rankscope.start import watch as watch
 
@@ -40,8 +40,8 @@ _HOMES = {
     "Severity": "rankscope.core.finding",
     "StepReport": "rankscope.core.step",
     "Tier": "rankscope.core.tiers",
-    "fixed_order": "rankscope.exchange.fixed_order",
-    "order_free": "rankscope.exchange.order_free",
+    "fixed_order": "rankscope.reduce.fixed_order",
+    "order_free": "rankscope.reduce.order_free",
     "watch": "rankscope.start",
 }
 

@@ -10,14 +10,12 @@ optimizer on, the books of a step close after each.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from rankscope.canary import LiveCanary
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
@@ -26,8 +24,9 @@ from rankscope.capture.guard import Guard
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.trace import PendingTrace
 from rankscope.capture.witness import BothSee
-from rankscope.exchange import LocalStep, pack_share
 from rankscope.instruments import Instruments
+from rankscope.local_step import LocalStep
+from rankscope.reduce.exact import pack_share
 from rankscope.wrapping import is_compiled, is_training
 
 _log = logging.getLogger("rankscope")
@@ -44,8 +43,6 @@ class StepBooks:
         optimizer: The optimizer, if known.
         guard: Keeps exceptions out of the training, and counts the time.
         send: Takes each step whose books are closed.
-        take_turn: Called when all local gradients are there: from now on the training waits, for
-            the reduction or for its device.
         first_step: Number of the first step.
         canary: Replays batches on all workers; None without.
     """
@@ -56,7 +53,6 @@ class StepBooks:
         optimizer: torch.optim.Optimizer | None,
         guard: Guard,
         send: Callable[[LocalStep], None],
-        take_turn: Callable[[], None],
         first_step: int = 0,
         canary: LiveCanary | None = None,
     ) -> None:
@@ -64,12 +60,11 @@ class StepBooks:
         self.step = first_step
         self._new_losses = partial(LossMeter, shifted=instruments.shifted_labels)
         self._knows_optimizer, self._warned = optimizer is not None, False
-        self._interval_at = instruments.governor.interval_at
+        self._intervals = [(0, instruments.every)]
         make_exact = instruments.make_exact
         self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
         self._send = send
-        self._take_turn = take_turn
         self._canary, self._module = canary, instruments.module
         self._losses = self._new_losses()
         self._samples = SampleMeter()
@@ -83,8 +78,20 @@ class StepBooks:
         witness = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
         self._tap = instruments.make_tap(guard, witness, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
-        self.layout = replace(instruments.layout, reduced_copies=self._tap.reduced_copies)
+        self._layout, self._sections = instruments.layout, instruments.sections
         self._last_time = time.perf_counter()
+
+    @property
+    def reduced_copies(self) -> int:
+        """How many workers hold each element of the reduced gradient."""
+        return self._tap.reduced_copies
+
+    def set_intervals(self, changes: Sequence[tuple[int, int]]) -> None:
+        """Take the governor's decisions: from which step on gradients are measured how often."""
+        self._intervals = [self._intervals[0], *((first, every) for first, every in changes)]
+
+    def _interval(self) -> int:
+        return next(every for first, every in reversed(self._intervals) if first <= self.step)
 
     def give_loss(
         self, value: Any, weight: Any, *, factor: Any = None, spare: bool = False
@@ -195,7 +202,7 @@ class StepBooks:
         self._evidence.begin_step(self.step)
         if self._trace is not None:
             self._trace.begin_step(self.step, paused=self.paused)
-        due = self.step % self._interval_at(self.step) == 0
+        due = self.step % self._interval() == 0
         measure = due and not self.paused
         if self._exact is not None:
             self._exact.measure = measure
@@ -209,7 +216,6 @@ class StepBooks:
 
     def _notice_backward(self, trained: Callable[[], None]) -> None:
         """Take notice, from inside it, that a backward pass has reached what the model returned."""
-        Variable._execution_engine.queue_callback(self._take_turn)  # before those of the reduction
         self._tap.notice_backward(trained)
 
     def begin_optimizer_step(self) -> None:
@@ -356,9 +362,9 @@ class StepBooks:
             return None
         return GradientHandover(
             measured,
-            sketch_width=self.layout.sketch_width,
-            group_width=self.layout.group_width,
-            sections=self.layout.sections,
-            audit_width=self.layout.audit_width,
+            sketch_width=self._layout.sketch_width,
+            group_width=self._layout.group_width,
+            sections=self._sections,
+            audit_width=self._layout.audit_width,
             gram=None if gram is None else pack_share(gram),
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from typing import Any as Channel
 
 import numpy as np
 import torch
@@ -23,9 +24,9 @@ from rankscope.core.batches import BatchError, PlainBatch, pack_batch, unpack_ba
 from rankscope.core.canary import Verdict, judge, results_of
 from rankscope.core.canary_plan import CanaryPlan, Planned, all_asked
 from rankscope.core.finding import Finding
+from rankscope.core.recorded import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.core.step import GatheredStep
 from rankscope.errors import RunError, UnsupportedError, UsageError
-from rankscope.exchange import MAX_PAIRED, Channel
 from rankscope.record.bundle import ReplayBundle, save_bundle
 from rankscope.wrapping import Wrapped
 

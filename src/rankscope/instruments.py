@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from rankscope.agent.layout import Layout
 from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
 from rankscope.capture.exact_evidence import EvidenceMeter, ExactEvidence, NoEvidence
 from rankscope.capture.fsdp2_model import LastingParameters
@@ -19,12 +20,12 @@ from rankscope.capture.trace import TraceMeter
 from rankscope.capture.witness import GradientWitness
 from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.consensus import SKETCH_WIDTH as CONSENSUS_WIDTH
-from rankscope.core.governor import Governor
 from rankscope.core.groups import Groups, GroupsOption, group_parameters
+from rankscope.core.recorded import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.core.sections import SECTION_ELEMENTS, Sections, cut_sections
 from rankscope.core.tiers import Tier
 from rankscope.errors import UnsupportedError, UsageError
-from rankscope.exchange import MAX_PAIRED, ExactGram, Layout, check_exact
+from rankscope.reduce.exact import ExactGram, check_exact
 from rankscope.wrapping import Wrapped
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -75,7 +76,8 @@ class Instruments:
         replica: Workers with equal numbers hold the same parameters; None where each parameter has
             one owner.
         layout: What a step's message holds.
-        governor: Decides in which steps gradients are measured.
+        sections: The rows of totals, where the reduction is audited; None: one for each group.
+        every: Gradients are measured in steps that are multiples of this.
         groups: Names of the parameter groups, and which parameter belongs to which.
         device: Where the gradients live.
         shifted_labels: Whether the model predicts the next token, so that the first label of each
@@ -93,7 +95,8 @@ class Instruments:
     module: torch.nn.Module
     replica: int | None
     layout: Layout
-    governor: Governor
+    sections: Sections | None
+    every: int
     groups: Groups
     device: torch.device
     shifted_labels: bool
@@ -155,12 +158,12 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         )
     width = options.sketch_width if paired else min(CONSENSUS_WIDTH, options.sketch_width)
     layout = Layout(
+        num_workers=num_workers,
         sketch_width=width if sketches else 0,
         groups=groups.names,
         group_width=GROUP_WIDTH if sketches and len(groups) > 1 else 0,
-        sections=sections,
+        section_counts=() if sections is None else sections.counts,
         audit_width=0 if sections is None else min(AUDIT_WIDTH, options.sketch_width),
-        gram_size=num_workers * (num_workers + 1) // 2 if options.tier is Tier.EXACT else 0,
         num_products=0 if sketches else 1,
     )
 
@@ -194,7 +197,8 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         module=wrapped.module,
         replica=wrapped.replica,
         layout=layout,
-        governor=Governor(options.overhead_budget, options.every),
+        sections=sections,
+        every=options.every,
         groups=groups,
         device=wrapped.device,
         shifted_labels=shifts_labels(wrapped.module),

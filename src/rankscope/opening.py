@@ -1,166 +1,301 @@
 """How a run begins on all ranks or on none: what they agree on, and what rank 0 opens.
 
 What one rank alone cannot do is told to all of them. If it just raised, the others would wait for
-it in the next exchange, up to half an hour.
+it, up to half an hour.
 """
 
+import contextlib
 import dataclasses
+import json
 import logging
-from collections.abc import Callable
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from rankscope import errors
-from rankscope.core.plan import Plan
+from rankscope.agent import launch
+from rankscope.agent.frames import Kind, pack
+from rankscope.agent.launch import Started
+from rankscope.agent.layout import Layout
+from rankscope.agent.link import Link
 from rankscope.core.signals import schema_hash
-from rankscope.diagnose.diagnosis import Diagnosis, has_comm_hook
-from rankscope.diagnose.restart import state_after
 from rankscope.errors import RankscopeError, RunError, UsageError
-from rankscope.exchange import Channel, Hello
-from rankscope.record import Run, RunTakenError, RunWriter
-from rankscope.record.states import pack_state, unpack_state
-from rankscope.sinks import PlannedSink, RunInfo, Sinks, plan_sinks
+from rankscope.meeting import Meeting
+from rankscope.record.begin import begin_run, is_run
+from rankscope.record.files import RunTakenError, to_plain
+from rankscope.record.states import pack_state
+from rankscope.sinks import PlannedSink, plan_sinks
 
 _log = logging.getLogger("rankscope")
 
+_PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write what it knows
 
-def open_run(
-    channel: Channel,
-    options: dict[str, Any],
-    describe: Callable[[], dict[str, Any]],
-    flush: float,
-) -> tuple[RunWriter | None, Diagnosis, Sinks | None]:
-    """Agree on options with all ranks, and open the run's directory and sinks on rank 0.
 
-    Args:
-        channel: Where the ranks meet; all of them call this at the same point of the program.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """A run that has begun, as one rank sees it.
+
+    Attributes:
+        rank: This worker's rank in the data-parallel group.
+        num_workers: W.
+        first_step: Number of the first step.
+        run_dir: The run's directory; None on all ranks but 0.
+        address: Where the agent listens.
+        hello: What this rank tells it first.
+        agent: The agent, on the rank that has started it.
+        info: What ``run.json`` says, on rank 0.
+        local_sinks: Sinks that live in the training's process, on rank 0.
+    """
+
+    rank: int
+    num_workers: int
+    first_step: int
+    run_dir: Path | None
+    address: str
+    hello: Mapping[str, Any]
+    agent: Started | None
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    local_sinks: tuple[PlannedSink, ...] = ()
+
+    def connect(self, reduced_copies: int) -> Link:
+        """Return the way to the agent.
+
+        Args:
+            reduced_copies: How many workers hold each element of the reduced gradient.
+
+        Raises:
+            LinkError: Nobody listens there.
+        """
+        hello = dict(self.hello)
+        if "root" in hello:
+            layout = {**hello["root"]["layout"], "reduced_copies": reduced_copies}
+            hello["root"] = {**hello["root"], "layout": layout}
+        frame = pack(Kind.HELLO, json.dumps(hello).encode(), rank=self.rank)
+        return Link(partial(launch.connect, self.address), frame)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Intent:
+    """What a run is to be.
+
+    Attributes:
         options: What must be equal on all ranks, as plain values.
         describe: Returns what this rank says of itself: ``facts``, ``config``, ``training``,
             ``sinks``, and ``run_dir``, the directory that rank 0 writes.
-        flush: Longest time in seconds that measured values stay in memory.
+        layout: How messages are to be read.
+        flush_seconds: Longest time that measured values stay in the agent's memory.
+        hang_seconds: How long a step may take; None for any time.
+        in_thread: Whether agents live in threads of the training's processes.
+    """
 
-    Returns:
-        The writer, on rank 0, the diagnosis, which may go on from the run before, and the sinks.
+    options: dict[str, Any]
+    describe: Callable[[], dict[str, Any]]
+    layout: Layout
+    flush_seconds: float
+    hang_seconds: float | None
+    in_thread: bool
+
+
+def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
+    """Agree on options with all ranks, open the run's directory on rank 0, and find the agent.
+
+    Args:
+        group: The ranks; all of them call this at the same point of the program.
+        intent: What the run is to be.
 
     Raises:
         RankscopeError: Some rank cannot begin; of the same kind on all of them.
     """
+    meeting = Meeting(group)
     info: dict[str, Any] = {}
-    problem, rank = None, channel.rank
+    problem = None
     try:
-        info = describe()
+        info = intent.describe()
     except Exception as error:
-        problem = _problem_of(error, f"rank {rank} cannot begin to watch")
-    facts = info.pop("facts", {})
-    hellos = _meet(channel, {"schema": schema_hash(), **options}, facts, problem)
-    for other, hello in enumerate(hellos):
-        if hello.agreement != hellos[0].agreement:
-            raise UsageError(
-                f"watch() expected the same options on every rank, got {hello.agreement} on rank "
-                f"{other} and {hellos[0].agreement} on rank 0; pass equal options"
-            )
-    run_dir, sinks = info.pop("run_dir"), info.pop("sinks")
-    hosts = tuple(str(hello.facts["host"]) for hello in hellos)
-    diagnosis = Diagnosis(
-        channel.num_workers,
-        hosts,
-        [hello.facts["environment"] for hello in hellos],
-        Plan.of(options["plan"]),
-        reduced_in=options["reduced_in"],
-        comm_hook=has_comm_hook(info),
-        sampler_seeds=[hello.facts["sampler_seed"] for hello in hellos],
-        with_replacement=all(hello.facts["with_replacement"] for hello in hellos),
-    )
-    record = _Record()
-    if rank == 0:
-        info = {
-            "num_workers": channel.num_workers,
-            "world_size": dist.get_world_size(),
-            "ranks": [{"rank": rank, **hello.facts} for rank, hello in enumerate(hellos)],
-            "options": options,
-            **info,
-        }
-        try:
-            record = _begin_record(run_dir, diagnosis, plan_sinks(sinks), info, flush)
-        except Exception as error:
-            problem = _problem_of(error, f"rank 0 cannot begin the run in {run_dir}")
-    hello = _meet(channel, {}, {"start_bytes": len(record.start)}, problem)[0]
-    message = np.zeros(hello.facts["start_bytes"], np.uint8)
-    message[: len(record.start)] = np.frombuffer(record.start, np.uint8)
-    if len(message):
-        message = channel.broadcast(message)
-        if rank != 0:
-            diagnosis.restore(unpack_state(message.tobytes()))
-    return record.writer, diagnosis, _start_sinks(record, diagnosis, info, options)
+        problem = _problem_of(error, f"rank {meeting.rank} cannot begin to watch")
+    agreement = {"schema": schema_hash(), **to_plain(intent.options)}
+    hello = {"agreement": agreement, "facts": info.pop("facts", {}), "host": _host()}
+    if problem is not None:
+        hello |= {"problem": str(problem), "kind": type(problem).__name__}
+    hellos = meeting.gather(json.dumps(to_plain(hello)).encode())
+    begun = _Begun()
+    if hellos is not None:
+        answer, begun = _answer([json.loads(each) for each in hellos], info, intent)
+        meeting.write("answer", json.dumps(answer).encode())
+    else:
+        answer = json.loads(meeting.read("answer")[0])
+    if problem is not None:
+        raise problem
+    if "problem" in answer:
+        kind = getattr(errors, answer["kind"], RunError)
+        raise begun.problem or kind.__new__(kind, answer["problem"])  # it is whole
+    return _connect(meeting, answer, begun, intent)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Record:
-    """What rank 0 alone has of a run.
+class _Begun:
+    """What rank 0 alone has of a run."""
 
-    Attributes:
-        writer: Writes it.
-        planned: Where its numbers go besides.
-        start: What the detectors go on from, packed; empty when they start anew.
-    """
-
-    writer: RunWriter | None = None
-    planned: tuple[PlannedSink, ...] = ()
-    start: bytes = b""
+    path: Path | None = None
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sinks: tuple[str, ...] = ()
+    local_sinks: tuple[PlannedSink, ...] = ()
+    problem: RankscopeError | None = None
 
 
-def _begin_record(
-    run_dir: Path,
-    diagnosis: Diagnosis,
-    planned: tuple[PlannedSink, ...],
-    info: dict[str, Any],
-    flush: float,
-) -> _Record:
-    """Open the run's directory; the diagnosis goes on from the run before, if there is one."""
+def _answer(
+    hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
+) -> tuple[dict[str, Any], _Begun]:
+    """Return what rank 0 says to all ranks, and what it has begun."""
+    for hello in hellos:
+        if "problem" in hello:
+            return {"problem": hello["problem"], "kind": hello["kind"]}, _Begun()
+    try:
+        _check_agreement(hellos)
+        run_dir = Path(info.pop("run_dir"))
+        begun, first_step = _begin(run_dir, hellos, info, intent)
+    except Exception as error:
+        problem = _problem_of(error, f"rank 0 cannot begin the run in {info.get('run_dir')}")
+        return {"problem": str(problem), "kind": type(problem).__name__}, _Begun(problem=problem)
+    return {
+        "first_step": first_step,
+        "secret": secrets.token_hex(16),
+        "host": hellos[0]["host"],
+    }, begun
+
+
+def _check_agreement(hellos: list[dict[str, Any]]) -> None:
+    first = hellos[0]["agreement"]
+    for rank, hello in enumerate(hellos):
+        if hello["agreement"] != first:
+            keys = [key for key in first if hello["agreement"].get(key) != first[key]]
+            said = {key: hello["agreement"].get(key) for key in keys}
+            raise UsageError(
+                f"watch() expected the same options on every rank, got {said} on rank {rank} and "
+                f"{ {key: first[key] for key in keys} } on rank 0; pass equal options"
+            )
+
+
+def _begin(
+    run_dir: Path, hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
+) -> tuple[_Begun, int]:
+    given = info.pop("sinks")
+    planned = plan_sinks(given) if dist.get_rank() == 0 else ()
+    if given and not planned:  # one tracker, one port, one webhook for the job
+        _log.info("sinks show the data-parallel group of global rank 0; this is another")
+    info = {
+        "num_workers": len(hellos),
+        "world_size": dist.get_world_size(),
+        "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
+        "options": intent.options,
+        **info,
+    }
     while True:
+        previous, path = _free_directory(run_dir)
+        start = _state_after(previous, info) if intent.options["resume"] else None
+        told = dict(info)
+        if previous is not None and start is not None:
+            told |= {"continues": previous.name, "first_step": start["step"] + 1}
         try:
-            writer, packed = _begin_writer(run_dir, info, flush)
-            break
+            begun = begin_run(path, told, b"" if start is None else pack_state(start))
         except RunTakenError:  # by a job that begins at the same time: the next sibling is ours
             continue
-    if packed:
-        diagnosis.restore(unpack_state(packed))
-    writer.add_findings(diagnosis.findings)
-    return _Record(writer, planned, packed)
+        return _Begun(
+            path,
+            to_plain(begun),
+            tuple(sink.spec for sink in planned if sink.spec),
+            tuple(sink for sink in planned if not sink.spec),
+        ), told.get("first_step", 0)
 
 
-def _begin_writer(run_dir: Path, info: dict[str, Any], flush: float) -> tuple[RunWriter, bytes]:
-    """Return the writer of a new run, and what its detectors go on from, see ``_Record``.
-
-    Raises:
-        RunTakenError: Another job was faster.
-    """
-    options = info["options"]
-    previous, path = _free_directory(run_dir)
-    start = None
-    if previous is not None and options["resume"]:
-        hosts = [str(rank["host"]) for rank in info["ranks"]]
-        start = state_after(previous, info["num_workers"], hosts, options["groups"])
-    if previous is not None and start is not None:
-        info = {**info, "continues": previous.name, "first_step": start["step"] + 1}
-    packed = b"" if start is None else pack_state(start)
-    return RunWriter(path, info, flush_seconds=flush, start=start), packed
-
-
-def _start_sinks(
-    record: _Record, diagnosis: Diagnosis, info: dict[str, Any], options: dict[str, Any]
-) -> Sinks | None:
-    if record.writer is None or not record.planned:
+def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
+    if previous is None:
         return None
-    if dist.get_rank() != 0:  # one tracker, one port, one webhook for the job
-        _log.info("sinks show the data-parallel group of global rank 0; this is another")
-        return None
-    known = tuple(diagnosis.findings)
-    run = RunInfo(record.writer.path, info["num_workers"], info["config"], options, known)
-    return Sinks(record.planned, run)
+    from rankscope.diagnose.restart import state_after  # detectors: only where a run goes on
+
+    _wait_for_agent(previous)
+    hosts = [str(rank["host"]) for rank in info["ranks"]]
+    return state_after(previous, info["num_workers"], hosts, info["options"]["groups"])
+
+
+def _wait_for_agent(previous: Path) -> None:
+    """Let the agent of a run that has just been killed write what it was sent."""
+    until = time.monotonic() + _PREVIOUS_SECONDS
+    while time.monotonic() < until:
+        try:
+            said = json.loads((previous / "run.json").read_bytes())
+        except (OSError, ValueError):
+            return
+        agent = said.get("agent") or {}
+        if said.get("status") != "running" or agent.get("host") != _host():
+            return
+        if not Path(f"/proc/{agent.get('pid')}").exists():
+            return
+        time.sleep(0.05)
+
+
+def _connect(meeting: Meeting, answer: Mapping[str, Any], begun: _Begun, intent: Intent) -> Opened:
+    rank, secret, own_host = meeting.rank, answer["secret"], _host()
+    place = f"agent/{own_host}"
+    agent = None
+    leads = rank == 0 or (own_host != answer["host"] and meeting.is_first(f"leads/{own_host}"))
+    if leads:
+        listening, address = launch.listen()
+        meeting.write(place, address.encode())
+        agent = launch.start(listening, secret, thread=intent.in_thread)
+    else:
+        address = meeting.read(place)[0].decode()
+    hello: dict[str, Any] = {"rank": rank, "secret": secret}
+    if begun.path is not None:
+        hello["root"] = _setup(begun, answer["first_step"], intent)
+    return Opened(
+        rank=rank,
+        num_workers=meeting.num_workers,
+        first_step=answer["first_step"],
+        run_dir=begun.path,
+        address=address,
+        hello=hello,
+        agent=agent,
+        info=begun.info,
+        local_sinks=begun.local_sinks,
+    )
+
+
+def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:
+    """Return what the root has to know, as JSON can hold it."""
+    options = intent.options
+    return {
+        "run_dir": str(Path(begun.path or "").absolute()),
+        "info": begun.info,
+        "layout": intent.layout.to_json(),
+        "first_step": first_step,
+        "flush_seconds": intent.flush_seconds,
+        "hang_seconds": intent.hang_seconds,
+        "budget": options["overhead_budget"],
+        "every": options["every"],
+        "canary": options["canary"],
+        "canary_every": options["canary_every"],
+        "sinks": list(begun.sinks),
+        "relays": bool(begun.local_sinks),
+    }
+
+
+def _host() -> str:
+    """Return what two processes have in common that can open each other's sockets."""
+    parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+            parts.append(str(Path("/proc/self/ns/net").readlink()))
+    return "|".join(parts)
 
 
 def _problem_of(error: Exception, sentence: str) -> RankscopeError:
@@ -172,37 +307,13 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
     return problem
 
 
-def _meet(
-    channel: Channel,
-    agreement: dict[str, Any],
-    facts: dict[str, Any],
-    problem: RankscopeError | None,
-) -> list[Hello]:
-    """Gather one greeting per rank, or end on all ranks when one has a problem.
-
-    Raises:
-        RankscopeError: This rank's problem, or else the first that another rank has, of its kind.
-    """
-    own = Hello(agreement, facts)
-    if problem is not None:
-        own = Hello(agreement, facts, str(problem), type(problem).__name__)
-    hellos = channel.gather_hellos(own)
-    if problem is not None:
-        raise problem
-    for hello in hellos:
-        if hello.problem:
-            kind = getattr(errors, hello.kind, RunError)
-            raise kind.__new__(kind, hello.problem)  # it is whole; __init__ would add to it
-    return hellos
-
-
 def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
     """Return the run before, if ``run_dir`` holds one already, and where to record this one.
 
     Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
     """
     previous, candidate, number = None, run_dir, 1
-    while Run.is_run(candidate):
+    while is_run(candidate):
         number += 1
         previous, candidate = candidate, run_dir.with_name(f"{run_dir.name}-{number}")
     if previous is not None:

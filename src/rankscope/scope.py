@@ -1,14 +1,17 @@
-"""The :class:`Scope`: capture → exchange → core → diagnose → record, for one watched job.
+"""The :class:`Scope`: what a training process holds of the monitor, for one watched job.
 
-The scope holds the state of a watched job and no mathematics. Its rule above all others: it never
-raises into the training loop, never blocks it, and leaves every bit of the training as it was. A
-failure of its own switches it off with one warning.
+It collects this worker's steps, hands them to the agent of its host without ever waiting, and reads
+what comes back at the beginning of each step. Its rule above all others: it never raises into the
+training loop, never blocks it, and leaves every bit of the training as it was. A failure of its own
+switches it off with one warning.
 """
 
 import atexit
+import json
 import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,19 +22,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from rankscope.agent.frames import Frame, Kind
+from rankscope.agent.link import LinkError, Traffic
+from rankscope.agent.reports import unpack_report
 from rankscope.books import StepBooks
 from rankscope.canary import LiveCanary
 from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.guard import Guard
 from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
-from rankscope.core.summarize import summarize
-from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.errors import RankscopeError, RunError
-from rankscope.exchange import Channel, Courier, LocalStep, Outcome, Traffic, choose_gathering
-from rankscope.exchange.heartbeat import Heartbeat, Phase
+from rankscope.errors import RankscopeError
 from rankscope.instruments import Instruments
-from rankscope.record import RunWriter
+from rankscope.local_step import LocalStep
+from rankscope.opening import Opened
+from rankscope.outbox import Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrapping import has_closure, is_compiled, tell_if_wrapped_anew
 
@@ -45,6 +49,8 @@ CLOSE_SECONDS = 10.0
 CLOSE_SECONDS_AFTER_ERROR = 3.0
 """The same when the training raised: the others may never come."""
 
+_AGENT_SECONDS = 2.0  # that an agent may take to end after its last word
+
 
 class Scope:
     """A running monitor; made by :func:`rankscope.watch`.
@@ -53,13 +59,10 @@ class Scope:
         model: What the training calls: the wrapped model, or the compiled wrapper.
         optimizer: Its optimizer, if known.
         instruments: What measures the model's gradients, and how.
-        channel: Gathers steps.
-        writer: Records the run; None on all ranks but 0.
-        diagnosis: What watches the steps; it knows the number of the first one.
+        opened: The run that has begun, and the way to the agent.
         on_finding: Called with each finding that opens or changes.
-        heartbeat: Tells the other ranks where this one is; None without.
         canary: Replays batches on all workers; None without.
-        sinks: Where the numbers go besides the record; None on all ranks but 0.
+        sinks: Sinks that live in this process; None without.
     """
 
     def __init__(
@@ -67,38 +70,29 @@ class Scope:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         instruments: Instruments,
-        channel: Channel,
+        opened: Opened,
         *,
-        writer: RunWriter | None,
-        diagnosis: Diagnosis,
         on_finding: OnFinding | None,
-        heartbeat: Heartbeat | None = None,
         canary: LiveCanary | None = None,
         sinks: Sinks | None = None,
     ) -> None:
-        self._writer = writer
+        self._opened = opened
         self._sinks = sinks
         self._on_finding = on_finding
-        self._off = self._closed = self._close_asked = self._inside = self._bypassing = False
+        self._off = self._closed = self._done = self._inside = self._bypassing = False
         self._pid = os.getpid()
+        self._reports = False  # whether the agent sends them
+        self._packed: bytes | None = None
         self._latest: StepReport | None = None
-        self._channel = channel
-        self._heartbeat = heartbeat
+        self._findings: dict[str, Finding] = {}
+        self._due: list[tuple[int, Finding]] = []  # to be told from a step on
+        self._telling = False
         self._canary = canary
-        self._governor = instruments.governor
-        self._diagnosis = diagnosis
-        self._saves_state = True
-        self._guard = Guard(self._fail_and_leave)
-        first, send, take_turn = diagnosis.next_step, self._send, self._take_turn
-        self._books = StepBooks(instruments, optimizer, self._guard, send, take_turn, first, canary)
-        self._courier = Courier(
-            choose_gathering(channel, self._books.layout),
-            interval_at=self._governor.interval_at,
-            deliver=self._on_step,
-            idle=self._on_idle,
-            ended=self._on_end,
-            first_step=first,
-        )
+        self._guard = Guard(self._fail)
+        first, send = opened.first_step, self._send
+        self._books = StepBooks(instruments, optimizer, self._guard, send, first, canary)
+        self._link = opened.connect(self._books.reduced_copies)
+        self._outbox = Outbox(self._link, opened.rank)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
@@ -112,6 +106,7 @@ class Scope:
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        _scopes.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
     # What the user calls -------------------------------------------------------------------
@@ -119,22 +114,32 @@ class Scope:
     @property
     def run_dir(self) -> Path | None:
         """The run's directory; None on all ranks but 0."""
-        return None if self._writer is None else self._writer.path
+        return self._opened.run_dir
 
     @property
     def latest(self) -> StepReport | None:
-        """The last step that was gathered from all workers; None before the first."""
+        """The last step that is known of all workers; None before the first.
+
+        The first time that it is asked for, the agent is asked to send reports from then on.
+        """
+        if not self._closed and not self._off:
+            self._guard(self._ask_for_reports)
+        if self._packed is not None:
+            packed, self._packed = self._packed, None
+            self._latest = unpack_report(packed)
         return self._latest
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All findings so far, each in its latest state."""
-        return tuple(self._diagnosis.findings)
+        if not self._closed and not self._off:
+            self._guard(self._read)
+        return tuple(self._findings.values())
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that this worker has sent and received on the side channel so far."""
-        return self._channel.traffic
+        """Bytes that this worker has exchanged with its agent so far."""
+        return self._link.traffic
 
     def loss(
         self,
@@ -191,9 +196,7 @@ class Scope:
         self._books.paused = False
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Deliver what was measured, finish the run's directory, and take all hooks out.
-
-        In ``on_finding`` it only asks for it: the scope closes at the next forward pass.
+        """Deliver what was measured, wait until the run is written, and take all hooks out.
 
         Args:
             timeout: Seconds to wait for the other workers' last step.
@@ -203,29 +206,42 @@ class Scope:
     def _close(self, timeout: float, *, interrupted: bool = False) -> None:
         if self._closed or os.getpid() != self._pid:  # what a forked process ends is its own
             return
-        if self._courier.is_current:  # it cannot wait for itself
-            if not self._close_asked:
-                _log.info("on_finding has closed the scope, which ends at the next forward pass")
-            self._close_asked = True
-            return
         self._guard(partial(self._books.close_step, interrupted=interrupted))
         self._closed = True
-        delivered = self._guard.open = False
+        settled = self._guard.open
+        self._guard.open = False
         try:
             for hook in self._hooks:
                 hook.remove()
             self._books.remove()
-            self._courier.leave()
-            delivered = self._courier.join(timeout)
-            if self._heartbeat is not None:
-                self._heartbeat.stop()
-            if delivered:
-                self._channel.close()
-        finally:  # Ctrl-C cuts the wait short, and loses nothing that was delivered
-            settled = delivered and not self._off
-            whole = settled and not interrupted
-            self._finish_run("complete" if whole else "incomplete", settled=settled)
+            if settled:
+                self._say_goodbye(timeout, interrupted=interrupted)
+        except RankscopeError as error:
+            self._warn(error)
+        finally:  # Ctrl-C cuts the wait short, and loses nothing that was handed over
             self._off = True
+            self._link.close()
+            if self._sinks is not None:
+                self._sinks.close()
+            if self._opened.agent is not None and self._done:
+                self._opened.agent.wait(_AGENT_SECONDS)
+
+    def _say_goodbye(self, timeout: float, *, interrupted: bool) -> None:
+        """Hand over what is left, and wait for the agent's last word.
+
+        Raises:
+            LinkError: The agent has ended.
+        """
+        until = time.monotonic() + timeout
+        self._outbox.flush()
+        why = "its training was interrupted" if interrupted else "it closed its scope"
+        said = {"complete": not interrupted, "why": why}
+        self._link.send(Kind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
+        self._link.drain(timeout)
+        while not self._done and time.monotonic() < until:
+            for frame in self._link.wait(min(until - time.monotonic(), 0.5)):
+                self._take(frame)
+        self._tell_due(None)
 
     def __enter__(self) -> Self:
         return self
@@ -244,12 +260,12 @@ class Scope:
     # What torch calls, in the training thread ----------------------------------------------
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        if self._close_asked:
-            self._close(CLOSE_SECONDS)
         self._inside = True
         if self._books.trains(model):
+            self._guard(self._books.close_step)
+            self._guard(self._read)
+            self._tell_due(self._books.step)
             self._guard(partial(self._books.begin_forward, model, args, kwargs))
-            self._beat("forward")
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
@@ -270,8 +286,6 @@ class Scope:
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
         self._guard(partial(self._books.end_forward, model, args, kwargs, output))
-        if self._books.trains(model):
-            self._beat("backward")
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not has_closure(args, kwargs):
@@ -281,120 +295,116 @@ class Scope:
         if has_closure(args, kwargs):
             self._guard(self._books.begin_optimizer_step)
         self._guard(partial(self._books.count_optimizer_step, optimizer))
-        self._beat("step")
 
-    def _beat(self, phase: Phase) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.beat(self._books.step, phase)
+    def _send(self, step: LocalStep) -> None:
+        self._outbox.send(step)
 
-    def _send(self, local: LocalStep) -> None:
-        self._courier.send(local.to_message)
+    # What the agent says -------------------------------------------------------------------
 
-    def _take_turn(self) -> None:
-        self._courier.take_turn()
+    def _read(self) -> None:
+        for frame in self._link.poll():
+            self._take(frame)
 
-    # What the courier calls, in the monitor's thread ---------------------------------------
+    def _take(self, frame: Frame) -> None:
+        kind = frame.kind
+        if kind == Kind.INTERVAL:
+            self._books.set_intervals(json.loads(frame.payload))
+        elif kind == Kind.FINDINGS:
+            self._take_findings(frame)
+        elif kind == Kind.LATEST:
+            self._packed = frame.payload
+            self._feed_sinks(frame.payload)
+        elif kind == Kind.LOG:
+            level, line = json.loads(frame.payload)
+            _log.log(level, "%s", line)
+        elif kind == Kind.OFF:
+            raise LinkError(frame.payload.decode())
+        elif kind == Kind.DONE:
+            self._done = True
+        elif self._canary is not None:
+            self._canary.take(frame)
 
-    def _on_step(self, outcome: Outcome) -> None:
-        decision = self._governor.observe(
-            outcome.step, outcome.observed, outcome.overhead_seconds, outcome.step_seconds
-        )
-        if decision is not None and self._channel.rank == 0:
-            _log.info("%s", decision)
-        if outcome.gathered is None:
+    def _take_findings(self, frame: Frame) -> None:
+        said = json.loads(frame.payload)
+        for event in said["findings"]:
+            finding = Finding.from_json(event)
+            self._findings[finding.id] = finding
+            if said["told"]:
+                self._due.append((frame.step, finding))
+
+    def _tell_due(self, step: int | None) -> None:
+        """Tell findings whose step has come, on every rank in the same one; None tells all."""
+        if not self._due or self._telling or (self._off and step is not None):
             return
-        report = summarize(outcome.gathered)
-        findings = self._diagnosis.observe(report, self._courier.give_way)
-        if self._canary is not None:
-            self._canary.on_step(report.gathered, findings, lambda: self._diagnosis.findings)
-        self._latest = report
-        if self._writer is not None:
-            self._courier.give_way()
-            self._writer.add(report)
-            self._writer.add_findings(findings)
-        if self._sinks is not None:
-            self._sinks.step(report, findings)
-        self._tell(findings)
+        due = [finding for at, finding in self._due if step is None or at <= step]
+        self._due = [(at, f) for at, f in self._due if step is not None and at > step]
+        self._telling = True
+        try:
+            for finding in due:
+                self._tell(finding)
+        finally:
+            self._telling = False
 
-    def _on_idle(self) -> None:
-        if self._writer is not None and self._writer.flush_if_due():
-            self._save_state(self._writer)
-
-    def _on_end(self, error: BaseException) -> None:
-        self._fail(error)
-        self._finish_run("incomplete", settled=False)
-
-    def _tell(self, findings: Sequence[Finding]) -> None:
+    def _tell(self, finding: Finding) -> None:
         if self._on_finding is None:
             return
-        for finding in findings:
-            try:
-                self._on_finding(finding)
-            except BaseException:  # sys.exit() would only end this thread
-                _log.exception("on_finding raised for %s; training and monitor go on", finding.id)
+        try:
+            self._on_finding(finding)
+        except Exception:
+            _log.exception("on_finding raised for %s; training and monitor go on", finding.id)
 
-    def _fail_and_leave(self, error: Exception) -> None:
-        self._fail(error)
-        self._courier.leave()
+    def _ask_for_reports(self) -> None:
+        if not self._reports:
+            self._reports = True
+            self._link.send(Kind.SUBSCRIBE, rank=self._opened.rank)
+        self._read()
 
-    def _fail(self, error: BaseException) -> None:
-        if self._off:
-            return
-        self._off = True
-        self._guard.open = False
-        if self._heartbeat is not None:  # steps are no longer counted: each would seem to hang
-            self._heartbeat.stop(0.0)
+    def _feed_sinks(self, packed: bytes) -> None:
+        if self._sinks is not None:
+            report = unpack_report(packed)
+            self._sinks.step(report, [f for f in self._findings.values() if f.step == report.step])
+
+    # Failures ------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        if not self._off:
+            self._off = True
+            self._guard.open = False
+            self._warn(error)
+            self._link.close()
+
+    def _warn(self, error: Exception) -> None:
         foreseen = isinstance(error, RankscopeError)  # such a message says it all
         _log.warning(
             "rankscope has switched itself off on rank %d after step %d; training goes on. %s",
-            self._channel.rank,
+            self._opened.rank,
             self._books.step - 1,
             error if foreseen else f"{type(error).__name__}: {error}",
             exc_info=None if foreseen else error,
         )
 
-    def _finish_run(self, status: str, *, settled: bool) -> None:
-        """Close the run; what detectors remember is only saved when no step is under way."""
-        try:
-            last = self._diagnosis.close()  # on every rank, so that all know the same findings
-            if self._writer is None:
-                return
-            self._writer.add_findings(last)
-            if self._sinks is not None:
-                self._sinks.findings(last)
-            self._writer.flush()
-            if settled:
-                self._save_state(self._writer, at_end=True)
-            self._writer.close(status, overhead=self._governor.summary())
-        except Exception as error:
-            self._fail(error)
-        finally:
-            if self._sinks is not None:
-                self._sinks.close()
+    def _leave_to_parent(self) -> None:
+        """Do nothing any more, in a process that was forked from the training's."""
+        self._off = True
+        self._guard.open = False
 
-    def _save_state(self, writer: RunWriter, *, at_end: bool = False) -> None:
-        """Write what the detectors remember; if it cannot be told, the run goes on all the same.
 
-        Raises:
-            RunError: It cannot be written, as the tables cannot be either.
-        """
-        if not self._saves_state:
-            return
-        try:
-            writer.save_state(self._diagnosis.state, at_end=at_end)
-        except RunError:
-            raise
-        except Exception as error:
-            self._saves_state = False
-            _log.warning("a restarted job cannot go on from %s: %s", writer.path, error)
+_scopes: "weakref.WeakSet[Scope]" = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for scope in tuple(_scopes):
+        scope._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
-    """Write what a script leaves behind that never called ``close``; waits for nobody.
+    """Deliver what a script leaves behind that never called ``close``.
 
     Python has noted the exception that ends a script before it comes here.
     """
     scope = reference()
     if scope is not None:
         scope._close(1.0, interrupted=getattr(sys, "last_value", None) is not None)
-        scope._channel.abandon()

@@ -1,37 +1,31 @@
 """``rankscope.watch``: what happens once, before the first step."""
 
 import dataclasses
-import logging
 import os
 import platform
 import socket
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rankscope.canary import LiveCanary, check_canary
+from rankscope.agent.launch import IN_THREAD
+from rankscope.canary import check_canary
 from rankscope.capture import ReadReduced
 from rankscope.capture.environment import environment_facts, vocabulary_digest
 from rankscope.capture.replacement import draws_with_replacement
 from rankscope.capture.training_facts import sampler_seed, training_facts
 from rankscope.core.groups import GroupsOption
-from rankscope.core.hang import HangReport
 from rankscope.core.plan import Plan
 from rankscope.core.tiers import Tier
-from rankscope.exchange import Channel, GlooChannel
-from rankscope.exchange.heartbeat import Heartbeat, default_store
+from rankscope.errors import UsageError
 from rankscope.instruments import Options, choice, choose_instruments
-from rankscope.opening import open_run
-from rankscope.record import RunWriter
+from rankscope.opening import Intent, Opened, open_run
 from rankscope.scope import OnFinding, Scope
-from rankscope.sinks import SinkOption
-from rankscope.wrapping import Wrapped, find_wrapper, plain_optimizer
-
-_log = logging.getLogger("rankscope")
+from rankscope.sinks import RunInfo, SinkOption, Sinks
+from rankscope.wrapping import find_wrapper, plain_optimizer
 
 
 def watch(
@@ -60,6 +54,7 @@ def watch(
     canary_every: int | None = None,
     trace: bool = False,
     sinks: SinkOption = (),
+    agent: str | None = None,
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
@@ -120,6 +115,9 @@ def watch(
             ``"mlflow"``, ``"prometheus:PORT"``, ``"jsonl"``, ``"webhook:URL"`` and
             ``"command:COMMAND"``, or objects with the methods of :class:`rankscope.sinks.Sink`.
             Only those given on rank 0 count. One that is slow or fails never delays the training.
+        agent: Where the monitor's work is done: ``"process"``, one of its own on each host, or
+            ``"thread"`` inside of this one, where no process may be started. By default what the
+            environment variable ``RANKSCOPE_AGENT`` says, else a process.
 
     Returns:
         The running scope, also a context manager.
@@ -147,7 +145,6 @@ def watch(
     intended = Plan.of(plan)
     group = process_group or wrapped.group
     canary = check_canary(wrapped, wanted=canary, every=canary_every)
-    channel = GlooChannel(group)
     described = {
         **dataclasses.asdict(options),
         "groups": list(instruments.groups.names),
@@ -168,49 +165,50 @@ def watch(
             "run_dir": _own_directory(Path(run_dir), dist.get_process_group_ranks(group)),
         }
 
-    writer, diagnosis, feeders = open_run(channel, described, describe, flush_seconds)
-    if channel.rank != 0:
+    in_thread = _in_thread(agent)
+    opened = open_run(
+        group,
+        Intent(
+            options=described,
+            describe=describe,
+            layout=instruments.layout,
+            flush_seconds=flush_seconds,
+            hang_seconds=hang_seconds,
+            in_thread=in_thread,
+        ),
+    )
+    if opened.rank != 0:
         instruments = dataclasses.replace(instruments, make_trace_meter=None)
     return Scope(
         model,
         optimizer,
         instruments,
-        channel,
-        writer=writer,
-        diagnosis=diagnosis,
+        opened,
         on_finding=on_finding,
-        heartbeat=_heartbeat(channel, group, hang_seconds),
-        canary=_live_canary(wrapped, channel, canary_every, writer) if canary else None,
-        sinks=feeders,
+        canary=None,
+        sinks=_local_sinks(opened),
     )
 
 
-def _live_canary(
-    wrapped: Wrapped, channel: Channel, every: int | None, writer: RunWriter | None
-) -> LiveCanary:
-    run_dir = None if writer is None else writer.path
-    return LiveCanary(wrapped, channel, every=every, run_dir=run_dir)
+def _in_thread(agent: str | None) -> bool:
+    """Return whether the agent lives in a thread of this process.
+
+    Raises:
+        UsageError: There is no such place.
+    """
+    given = agent or os.environ.get(IN_THREAD) or "process"
+    if given not in ("process", "thread"):
+        raise UsageError(f"agent must be 'process' or 'thread', got {given!r}")
+    return given == "thread"
 
 
-def _heartbeat(
-    channel: Channel, group: dist.ProcessGroup, hang_seconds: float | None
-) -> Heartbeat | None:
-    store = default_store(str(dist.get_process_group_ranks(group)[0])) if hang_seconds else None
-    if store is None or not hang_seconds:
+def _local_sinks(opened: Opened) -> Sinks | None:
+    """Start the sinks that have to live in this process: objects, and the training's trackers."""
+    if not opened.local_sinks or opened.run_dir is None:
         return None
-    return Heartbeat(
-        store,
-        channel.rank,
-        channel.num_workers,
-        hang_seconds=hang_seconds,
-        on_hang=partial(_tell_of_hang, channel.rank),
-    )
-
-
-def _tell_of_hang(rank: int, report: HangReport) -> None:
-    """Log a hang; a long pause of all ranks together (evaluation, checkpoint) is no warning."""
-    level = logging.WARNING if report.suspects else logging.INFO
-    _log.log(level, "rankscope, rank %d: %s", rank, report)
+    info = opened.info
+    run = RunInfo(opened.run_dir, opened.num_workers, info["config"], info["options"])
+    return Sinks(opened.local_sinks, run)
 
 
 def _own_directory(run_dir: Path, ranks: list[int]) -> Path:

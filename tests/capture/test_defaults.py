@@ -20,7 +20,7 @@ from rankscope.capture.sketch import DEFAULT_WIDTH
 from rankscope.capture.totals import GradientTotals
 from rankscope.capture.trace_reading import _Fold
 from rankscope.core.groups import group_parameters
-from rankscope.exchange.accumulator import native_functions
+from rankscope.reduce.accumulator import native_functions
 
 GRADIENT = random(30 * WIDTH + 5)
 LOSS = torch.tensor(2.5)

@@ -59,7 +59,7 @@ def test_a_hook_that_begins_to_compress_later(jobs):
     ("hook", "theirs"),
     [
         (None, False),
-        ("rankscope.exchange.bucket_means.reduce_bucket", False),
+        ("rankscope.reduce.bucket_means.reduce_bucket", False),
         ("BuiltinCommHookType.FP16_COMPRESS", True),
         ("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook", True),
     ],

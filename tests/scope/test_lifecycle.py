@@ -17,8 +17,8 @@ from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import UnsupportedError
-from rankscope.exchange import gathering
-from rankscope.exchange.channel import GlooChannel
+from rankscope.reduce import gathering
+from rankscope.reduce.channel import GlooChannel
 from rankscope.scope import _close_at_exit
 from support.loops import Loop
 from support.models import make_batch, make_model

@@ -19,6 +19,7 @@ _PRELOAD = [
     "torch._functorch.aot_autograd",
     "torch._inductor.pattern_matcher",
     "rankscope.start",
+    "rankscope.agent.process",
 ]
 
 

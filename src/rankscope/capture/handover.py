@@ -10,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rankscope.agent.message import StepMessage
 from rankscope.capture.fold import fold
 from rankscope.capture.host import HostCopy
 from rankscope.capture.tap import LocalGradient
 from rankscope.core.arrays import Floats
 from rankscope.core.audit import AuditPart
+from rankscope.core.measured import NUMBERS, SKETCHES, sizes_of
 from rankscope.core.sections import Sections
 from rankscope.core.step import MeasuredGradient
 
@@ -75,6 +77,20 @@ class GradientHandover:
         self._sketches = _Vectors({name: part.view(-1) for name, part in sketches.items()})
         self._norm_estimated = measured.norm_estimated
         self._gram = None if gram is None else HostCopy(gram)
+
+    def fill(self, message: StepMessage) -> None:
+        """Wait for the copy, and put it into a message."""
+        numbers, sketches = self._numbers.read(), self._sketches.read()
+        message.numbers = np.concatenate([numbers[n] for n in NUMBERS if n in numbers])
+        parts = {name: len(vector) for name, vector in sketches.items()}
+        if sketches:
+            message.sketches = np.concatenate([sketches[n] for n in SKETCHES if n in sketches])
+        lengths = {name: len(vector) for name, vector in numbers.items()}
+        message.sizes = np.array(
+            sizes_of(lengths, parts, norm_estimated=self._norm_estimated), np.int64
+        )
+        if self._gram is not None:
+            message.gram = np.asarray(self._gram.numpy(), np.float64)
 
     def read(self) -> HandedOver:
         """Wait for the copy and return it."""

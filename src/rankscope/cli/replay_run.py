@@ -20,7 +20,6 @@ from rankscope.core.batches import PlainBatch
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict, judge
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
-from rankscope.exchange import GlooChannel
 from rankscope.record.bundle import ReplayBundle
 
 WORST = 5
@@ -173,11 +172,9 @@ def _gather(own: list[float]) -> list[list[float]]:
     """Return everybody's row, in rank order."""
     if not dist.is_initialized():
         return [own]
-    channel = GlooChannel()
-    message = np.concatenate([np.array(own[:4], np.int64), np.array(own[4:]).view(np.int64)])
-    rows = channel.gather(message.view(np.uint8)).view(np.int64)
-    channel.close()
-    return [[*row[:4].tolist(), *row[4:].copy().view(np.float64).tolist()] for row in rows]
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, own, group=dist.new_group(backend="gloo"))
+    return rows
 
 
 def _results(bundle: ReplayBundle, rows_W: list[list[float]]) -> CanaryResults:

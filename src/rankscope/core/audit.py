@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Floats, Floats32
-from rankscope.core.sections import Sections
+from rankscope.core.arrays import Floats, Floats32, Ints
 
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -71,7 +70,7 @@ def contribution(part: AuditPart, num_workers: int, copies: int) -> Floats32:
 def residuals(
     total_N: NDArray[np.floating],
     part: AuditPart,
-    sections: Sections,
+    firsts_G: Ints,
     num_workers: int,
     copies: int,
 ) -> Floats:
@@ -80,7 +79,7 @@ def residuals(
     Args:
         total_N: Sum over workers of what :func:`contribution` returned.
         part: As this worker gave it there.
-        sections: The sections.
+        firsts_G: The first section of each group, by index.
         num_workers: As given there.
         copies: As given there.
 
@@ -106,7 +105,7 @@ def residuals(
         distances_S = np.square(difference_SK).sum(axis=1)
         each_S = _relative(distances_S, squares_S, least)
         whole = _relative(distances_S.sum(keepdims=True), squares_S.sum(keepdims=True), least)
-        return np.concatenate([whole, np.maximum.reduceat(each_S, sections.firsts)])
+        return np.concatenate([whole, np.maximum.reduceat(each_S, firsts_G)])
 
 
 def _relative(distances: Floats, squares: Floats, least: float) -> Floats:

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope.errors import RankscopeError, RunError
-from rankscope.exchange.heartbeat import default_store
+from rankscope.errors import RunError
 from rankscope.integrations.agreement import agree
 from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.job import Job
 from rankscope.integrations.live import Surroundings
+from rankscope.meeting import default_store
 from rankscope.start import watch
 from rankscope.wrapping import find_wrapper
 
@@ -87,9 +87,8 @@ def begin(model: nn.Module, job: Job) -> Watching | None:
 
 def _agree(group: dist.ProcessGroup, problem: str) -> str:
     ranks = dist.get_process_group_ranks(group)
-    store = default_store(f"rankscope-run/{ranks[0]}/{len(ranks)}")
-    if store is None:
-        raise RankscopeError("torch's store, where the ranks would agree to it, is out of reach")
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore(f"rankscope-run/{ranks[0]}/{len(ranks)}", default_store())
     return agree(store, len(ranks), problem)
 
 

@@ -18,13 +18,30 @@
     detectors-start.npz what they remembered when the run began, if it continues another
 """
 
-from rankscope.record.files import RunTakenError
-from rankscope.record.overview import Overview
-from rankscope.record.reader import Run
-from rankscope.record.rollups import Coverage
-from rankscope.record.schema import SCHEMA_VERSION, arrow_schema
-from rankscope.record.tables import Columns
-from rankscope.record.writer import RunWriter
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankscope.record.begin import SCHEMA_VERSION as SCHEMA_VERSION
+    from rankscope.record.files import RunTakenError as RunTakenError
+    from rankscope.record.overview import Overview as Overview
+    from rankscope.record.reader import Run as Run
+    from rankscope.record.rollups import Coverage as Coverage
+    from rankscope.record.schema import arrow_schema as arrow_schema
+    from rankscope.record.tables import Columns as Columns
+    from rankscope.record.writer import RunWriter as RunWriter
+
+_HOMES = {
+    "SCHEMA_VERSION": "begin",
+    "Columns": "tables",
+    "Coverage": "rollups",
+    "Overview": "overview",
+    "Run": "reader",
+    "RunTakenError": "files",
+    "RunWriter": "writer",
+    "arrow_schema": "schema",
+}
+"""Imported when it is asked for: a training process begins a run without Arrow."""
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -36,3 +53,9 @@ __all__ = [
     "RunWriter",
     "arrow_schema",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"rankscope.record.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'rankscope.record' has no attribute {name!r}")

@@ -15,12 +15,13 @@ from rankscope.core.finding import Finding
 from rankscope.core.signals import DType, Table, signal, signals
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError, UsageError
+from rankscope.record.begin import SCHEMA_VERSION
 from rankscope.record.bounded import even_rows, even_single_rows, latest_rows
 from rankscope.record.files import is_directory, is_file, unreadable
 from rankscope.record.overview import MAX_ROWS, Overview, read_overviews
 from rankscope.record.replay import read_reports
 from rankscope.record.rollups import Cells, Coverage, has_rollups, is_sorted, read_coverage
-from rankscope.record.schema import SCHEMA_VERSION, row_keys, schema_with, to_numpy
+from rankscope.record.schema import row_keys, schema_with, to_numpy
 from rankscope.record.tables import Columns, parts_of, read_part, step_range, to_columns
 
 

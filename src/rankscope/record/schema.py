@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 from rankscope.core.signals import DType, Signal, Source, Table, signal, signals
 from rankscope.core.step import MISSING_INT
-
-SCHEMA_VERSION = 1
-"""Raised when an older reader would misread a run; a new column alone does not raise it."""
+from rankscope.record.begin import SCHEMA_VERSION
 
 Array = NDArray[Any]
 

@@ -5,14 +5,11 @@ file sees a whole one. The last Parquet part of a table grows at each flush unti
 then stays as it is: few files, and never a row twice or a gap.
 """
 
-import contextlib
 import json
 import math
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -20,37 +17,25 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-import rankscope
 from rankscope.core.finding import Finding
 from rankscope.core.signals import DType, Signal, Table, signals
 from rankscope.core.state import State
 from rankscope.core.step import StepReport
 from rankscope.core.trace import TRACE_WIDTH
 from rankscope.errors import RunError
-from rankscope.record.files import (
-    append,
-    claim,
-    create_directory,
-    replace,
-    staged,
-    to_plain,
-    write_error,
-)
+from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
+from rankscope.record.files import append, replace, to_plain, write_error
 from rankscope.record.part import GrowingPart
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
 from rankscope.record.schema import (
-    SCHEMA_VERSION,
     Array,
     is_list,
     schema_of,
     to_arrow,
     to_arrow_lists,
 )
-from rankscope.record.states import START_FILE, STATE_FILE, pack_state
-
-INFO_FILE = "run.json"
-"""Says what a run is; the job that put it there has the directory."""
+from rankscope.record.states import STATE_FILE, pack_state
 
 PART_BYTES = 16 * 2**20
 """Bytes after which a part is finished and the next one begins."""
@@ -85,7 +70,8 @@ class RunWriter:
         info: What ``run.json`` says about the run: configuration, hosts, versions. Values that
             JSON does not know (numpy, paths) are made plain, numbers that are not finite null.
         flush_seconds: Time between two writes of ``flush_if_due``.
-        start: What the detectors remember when the run begins, if it continues another.
+        begun: Whether :func:`~rankscope.record.begin.begin_run` has taken the directory already,
+            and ``info`` is what it returned.
 
     Raises:
         RunTakenError: Another job has begun a run in it.
@@ -98,7 +84,7 @@ class RunWriter:
         info: Mapping[str, Any],
         *,
         flush_seconds: float = 10.0,
-        start: State | None = None,
+        begun: bool = False,
     ) -> None:
         self.path = Path(path)
         self.flush_seconds = flush_seconds
@@ -119,14 +105,10 @@ class RunWriter:
         self._last_flush: float | None = None
         self._flushes_without_state = 0
         self._closed = False
-        self._info = {
-            **info,
-            "schema_version": SCHEMA_VERSION,
-            "versions": {**_versions(), **info.get("versions", {})},
-            "status": "running",
-            "started": _now(),
-        }
-        self._begin(start)
+        begun_info = dict(info) if begun else begin_run(self.path, info)
+        versions = {**begun_info["versions"], "pyarrow": pa.__version__}
+        self._info = {**begun_info, "versions": versions}
+        replace(self.path / INFO_FILE, text_of(self._info))
 
     def add(self, report: StepReport) -> None:
         """Append one step to all tables, in memory.
@@ -226,28 +208,10 @@ class RunWriter:
             if self._closed:
                 return
             self.flush()
-            self._info |= {"status": status, "finished": _now(), "steps": self._num_steps}
+            self._info |= {"status": status, "finished": now(), "steps": self._num_steps}
             self._info |= facts
-            replace(self.path / INFO_FILE, self._info_text())
+            replace(self.path / INFO_FILE, text_of(self._info))
             self._closed = True
-
-    def _begin(self, start: State | None) -> None:
-        """Take the directory: what the detectors remember becomes visible with ``run.json``."""
-        create_directory(self.path, INFO_FILE, leftovers=[START_FILE])
-        with contextlib.ExitStack() as stack:
-            remembered = self.path / START_FILE
-            hidden = None
-            if start is not None:
-                hidden = stack.enter_context(staged(remembered, pack_state(start)))
-            claim(self.path / INFO_FILE, self._info_text())
-            if hidden is not None:
-                hidden.replace(remembered)
-            else:  # one of a start that did not get so far is not this run's
-                with contextlib.suppress(OSError):
-                    remembered.unlink()
-
-    def _info_text(self) -> bytes:
-        return (json.dumps(to_plain(self._info), indent=2) + "\n").encode()
 
 
 class _PartWriter:
@@ -304,16 +268,3 @@ def _column(blocks: list[Array | list[Array]], dtype: DType) -> pa.Array:
     if is_list(dtype):
         return to_arrow_lists([cell for block in blocks for cell in block], dtype)
     return to_arrow(np.concatenate(blocks), dtype)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "rankscope": rankscope.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "pyarrow": pa.__version__,
-    }
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -7,7 +7,7 @@ must not meet a half-done import.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
@@ -36,10 +36,13 @@ class PlannedSink:
     Attributes:
         name: What messages call it; holds nothing secret.
         make: Makes it.
+        spec: The string that another process can make it from; empty for one that has to live in
+            the training's process: objects, and trackers whose open run is the training's own.
     """
 
     name: str
     make: Callable[[], Sink]
+    spec: str = ""
 
 
 def plan_sinks(sinks: SinkOption) -> tuple[PlannedSink, ...]:
@@ -65,7 +68,8 @@ def _plan(sink: Any) -> PlannedSink:
         if kind not in _KINDS:
             # What comes after the kind may be a secret.
             raise UsageError(f"a sink must be one of {', '.join(FORMS)}, got {kind!r}")
-        return _KINDS[kind](rest)
+        planned = _KINDS[kind](rest)
+        return planned if kind in _IN_TRAINING else replace(planned, spec=sink)
     if isinstance(sink, Sink) and not isinstance(sink, type):
         name = getattr(sink, "name", type(sink).__name__)
         return PlannedSink(str(name), lambda: sink)
@@ -207,6 +211,8 @@ def _command(rest: str) -> PlannedSink:
 
     return PlannedSink("command", make)
 
+
+_IN_TRAINING = frozenset({"wandb", "mlflow"})
 
 _KINDS: dict[str, Callable[[str], PlannedSink]] = {
     "tensorboard": _tensorboard,

@@ -1,0 +1,245 @@
+"""From the messages of W workers to the step of all.
+
+Steps are assembled in order. A step is there when every worker has delivered it; what a worker
+that ended has not delivered never comes.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.agent.layout import Layout
+from rankscope.agent.message import StepMessage, columns_of
+from rankscope.core.arrays import Floats, Ints
+from rankscope.core.audit import contribution, residuals
+from rankscope.core.gram import sum_shares
+from rankscope.core.measured import Measured, measured_of
+from rankscope.core.nulls import weighted_mean_and_sem
+from rankscope.core.replicas import StateDigests, StateKind, differences
+from rankscope.core.scale import undo_common_scale
+from rankscope.core.step import MISSING_INT, GatheredStep, MeasuredGradient
+from rankscope.core.trace import TRACE_WIDTH, Trace
+
+_Kinds = tuple[StateKind, ...]
+_Named = tuple[_Kinds, tuple[str, ...]]
+
+
+class Assembly:
+    """Collects the workers' messages until a step is whole.
+
+    Args:
+        layout: How to read them.
+        first_step: Number of the first step.
+    """
+
+    def __init__(self, layout: Layout, first_step: int) -> None:
+        self._layout = layout
+        self.next_step = first_step
+        self.newest = first_step - 1
+        self._queues: list[deque[StepMessage]] = [deque() for _ in range(layout.num_workers)]
+        self._delivered = [first_step - 1] * layout.num_workers
+        self._names: dict[int, _Named] = {}
+        self._traced: _Named = (), ()
+        self._initial: _Named | None = None
+
+    @property
+    def delivered(self) -> tuple[int, ...]:
+        """The last step that each worker has delivered ``[W]``."""
+        return tuple(self._delivered)
+
+    def add(self, rank: int, message: StepMessage) -> None:
+        """Take a message; one that is known already is left out."""
+        if message.step <= self._delivered[rank]:
+            return
+        self._delivered[rank] = message.step
+        self.newest = max(self.newest, message.step)
+        self._learn_names(rank, message)
+        self._queues[rank].append(message)
+
+    def take(self, most: int) -> list[list[StepMessage]]:
+        """Return the messages of the next steps that are whole, at most so many steps."""
+        steps: list[list[StepMessage]] = []
+        while len(steps) < most and all(self._queues):
+            steps.append([queue.popleft() for queue in self._queues])
+            self.next_step = steps[-1][0].step + 1
+        return steps
+
+    def step_of(self, messages_W: Sequence[StepMessage], interval: int) -> GatheredStep:
+        """Return what all workers' messages of a step say together."""
+        first = messages_W[0]
+        workers = columns_of([message.slots for message in messages_W])
+        losses, weights = _losses(messages_W, workers)
+        measured_W = [self._measured(message) for message in messages_W]
+        carried = [one is not None and one.values["grad_carried_over"] > 0 for one in measured_W]
+        observed = all(
+            one is not None and not c for one, c in zip(measured_W, carried, strict=True)
+        )
+        for rank, one in enumerate(measured_W):
+            if one is not None:
+                known = {"grad_carried_over": 1.0} if carried[rank] else one.values
+                _fill(workers, rank, known)
+        _fill_nonfinite(workers, messages_W)
+        gathered = GatheredStep(
+            step=first.step,
+            time=max((message.time for message in messages_W), default=time.time()),
+            observed=observed,
+            workers=workers,
+            samples=tuple(message.samples_B for message in messages_W),
+            micro_losses=losses,
+            micro_weights=weights,
+            micro_norms=tuple(
+                np.empty(0) if one is None or carried[rank] else one.micro_norms
+                for rank, one in enumerate(measured_W)
+            ),
+            micro_scales=tuple(
+                _beside(message.multipliers_M, len(message.units_M)) for message in messages_W
+            ),
+            differences=self._differences(messages_W, workers["replica"]),
+            interval=interval,
+            trace=self._trace(first),
+            **(self._gradients(measured_W, messages_W) if observed else {"sketches_WK": None}),
+        )
+        return undo_common_scale(gathered)
+
+    def _measured(self, message: StepMessage) -> Measured | None:
+        if not message.measured:
+            return None
+        counts = self._layout.section_counts
+        return measured_of(message.numbers, message.sketches, message.sizes, counts)
+
+    def _gradients(
+        self, measured_W: Sequence[Measured | None], messages_W: Sequence[StepMessage]
+    ) -> dict[str, Any]:
+        layout = self._layout
+        known_W = [one.gradient for one in measured_W if one is not None]
+        residuals_WR = self._residuals(known_W) if layout.section_counts else None
+        has_gram = len(messages_W[0].gram) > 0
+        return {
+            "groups": layout.groups,
+            "group_norms_WG": np.stack([one.group_norms_G for one in known_W]),
+            "sketches_WK": (
+                np.stack([one.sketch_K for one in known_W]) if layout.sketch_width else None
+            ),
+            "group_sketches_WGK": (
+                np.stack([one.group_sketches_GK for one in known_W]) if layout.group_width else None
+            ),
+            "gram_WW": sum_shares(np.stack([m.gram for m in messages_W])) if has_gram else None,
+            "total_residuals_W": None if residuals_WR is None else residuals_WR[:, 0],
+            "residuals_WG": None if residuals_WR is None else residuals_WR[:, 1:],
+            "reduced_copies": layout.reduced_copies,
+            "reduced_products_W": (
+                np.array([one.reduced_product for one in known_W]) if layout.num_products else None
+            ),
+        }
+
+    def _residuals(self, measured_W: Sequence[MeasuredGradient]) -> Floats:
+        width, copies = self._layout.num_workers, self._layout.reduced_copies
+        parts = [one.audit for one in measured_W if one.audit is not None]
+        total = np.zeros(1)
+        for part in parts:
+            total = total + contribution(part, width, copies)
+        firsts = np.cumsum((0, *self._layout.section_counts[:-1])).astype(np.int64)
+        return np.stack([residuals(total, part, firsts, width, copies) for part in parts])
+
+    # Names of what digests are of, which travel once ---------------------------------------------
+
+    def _learn_names(self, rank: int, message: StepMessage) -> None:
+        if rank != 0 or not len(message.names):
+            return
+        said = json.loads(message.names.tobytes())
+        for items, kinds, names in said.get("items", ()):
+            self._names[int(items)] = tuple(map(StateKind, kinds)), tuple(names)
+        for what, (kinds, names) in said.get("traced", {}).items():
+            named = tuple(map(StateKind, kinds)), tuple(names)
+            if what == "initial":
+                self._initial = named
+            else:
+                self._traced = named
+
+    def _differences(self, messages_W: Sequence[StepMessage], replicas_W: Ints) -> Any:
+        first = messages_W[0]
+        if first.items not in self._names or any(m.items != first.items for m in messages_W):
+            return ()
+        kinds, names = self._names[first.items]
+        own = StateDigests(kinds, names, first.digests_D, first.unchanged_D.astype(bool))
+        return differences(
+            own,
+            np.stack([message.digests_D for message in messages_W]),
+            np.stack([message.unchanged_D for message in messages_W]).astype(bool),
+            replicas_W,
+        )
+
+    def _trace(self, message: StepMessage) -> Trace | None:
+        """Return the tensors of the first worker, where they are traced."""
+        if not len(message.traced_digests_N):
+            return None
+        initial, self._initial = self._initial, None
+        count = 0 if initial is None else len(initial[0])
+        before = None if initial is None else _tensors(message, *initial, 0)
+        return replace(_tensors(message, *self._traced, count), initial=before)
+
+
+def _tensors(message: StepMessage, kinds: _Kinds, names: tuple[str, ...], begin: int) -> Trace:
+    rows = slice(begin, begin + len(kinds))
+    sketches = message.traced_sketches.reshape(-1, TRACE_WIDTH)
+    return Trace(
+        kinds, names, message.traced_digests_N[rows], message.traced_norms_N[rows], sketches[rows]
+    )
+
+
+def _losses(
+    messages_W: Sequence[StepMessage], workers: Mapping[str, NDArray[Any]]
+) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
+    """Fill the workers' losses in; return those of each micro-batch, and their weights."""
+    losses, weights = [], []
+    for rank, message in enumerate(messages_W):
+        count = len(message.units_M)
+        own, own_weights = np.full(count, np.nan), np.full(count, np.nan)
+        if count:
+            whole = _loss_values(message.losses_U, message.weights_U)
+            _fill(workers, rank, whole)
+            ends = np.cumsum(message.units_M)
+            for micro, (begin, end) in enumerate(zip(ends - message.units_M, ends, strict=True)):
+                one = (
+                    whole
+                    if count == 1
+                    else _loss_values(message.losses_U[begin:end], message.weights_U[begin:end])
+                )
+                own[micro], own_weights[micro] = one["loss"], one["loss_weight"]
+        if len(message.multipliers_M):
+            _fill(workers, rank, {"grad_scale": float(message.multipliers_M.sum())})
+        losses.append(own)
+        weights.append(own_weights)
+    return tuple(losses), tuple(weights)
+
+
+def _loss_values(losses_U: Floats, weights_U: Floats) -> dict[str, float]:
+    loss, sem = weighted_mean_and_sem(losses_U, weights_U)
+    return {"loss": loss, "loss_sem": sem, "loss_weight": float(weights_U.sum())}
+
+
+def _beside(values_M: Floats, count: int) -> Floats:
+    return values_M if len(values_M) == count else np.full(count, np.nan)
+
+
+def _fill(workers: Mapping[str, NDArray[Any]], rank: int, values: Mapping[str, float]) -> None:
+    """Put a worker's values into the columns; NaN is missing."""
+    for name, value in values.items():
+        column = workers[name]
+        if value == value:
+            column[rank] = value
+        else:
+            column[rank] = MISSING_INT if column.dtype == np.int64 else np.nan
+
+
+def _fill_nonfinite(workers: Mapping[str, NDArray[Any]], messages_W: Sequence[StepMessage]) -> None:
+    counts = workers["grad_nonfinite"]
+    known = (counts != MISSING_INT) if counts.dtype == np.int64 else np.isfinite(counts)
+    bad_losses = [not np.isfinite(message.losses_U).all() for message in messages_W]
+    workers["nonfinite"][:] = (known & (np.where(known, counts, 0) > 0)) | bad_losses

@@ -1,0 +1,111 @@
+"""Frames: what travels between probe, agent and root, one after the other on a stream.
+
+A frame is a header (length of the payload, kind, rank, step) and a payload. The rank is the one
+that a frame is from or for; -1 stands for all of them.
+"""
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from rankscope.errors import RankscopeError
+
+HEADER = struct.Struct("<IHHiq")  # bytes of payload, mark, kind, rank, step
+MARK = 0x5253
+MAX_PAYLOAD = 1 << 30
+ALL_RANKS = -1
+
+
+class Kind(IntEnum):
+    """What a frame says."""
+
+    # From a probe.
+    HELLO = 1
+    """Who this is, as JSON; the first frame of a connection."""
+    STEP = 2
+    """A step as :mod:`rankscope.agent.message` packs it."""
+    BATCH = 3
+    """A batch that was kept for a canary."""
+    SUBSCRIBE = 4
+    """The steps' reports are wanted from now on."""
+    BYE = 5
+    """No more steps follow; as JSON, why."""
+
+    # To probes.
+    INTERVAL = 20
+    """From a step on, gradients are measured every so many steps."""
+    FINDINGS = 21
+    """Findings that opened or changed, to be told at the beginning of a step."""
+    CANARY_PLAN = 22
+    """A canary to come."""
+    CANARY_RUN = 23
+    """The batches of a canary."""
+    LATEST = 24
+    """The report of the last step that is known."""
+    LOG = 25
+    """A line for the log of the training."""
+    OFF = 26
+    """Nothing is recorded from now on, and why."""
+    DONE = 27
+    """The run is closed; the last frame."""
+
+    # Between agents.
+    GONE = 40
+    """A rank has ended without a BYE; as JSON, what is known of it."""
+    STATES = 41
+    """What the processes of a host do, and where they stand, as JSON."""
+    LOOK = 42
+    """Look at the processes of your host."""
+
+
+class Frame(NamedTuple):
+    """One frame.
+
+    Attributes:
+        kind: What it says.
+        rank: Whom it is from or for; ``ALL_RANKS`` for all.
+        step: The step that it is about, or from which it holds; -1 without one.
+        payload: The rest.
+    """
+
+    kind: int
+    rank: int
+    step: int
+    payload: bytes
+
+
+class FrameError(RankscopeError):
+    """What came in is no frame: another program, or another version, is at the other end."""
+
+
+def pack(kind: Kind, payload: bytes = b"", *, rank: int = ALL_RANKS, step: int = -1) -> bytes:
+    """Return a frame's bytes."""
+    return HEADER.pack(len(payload), MARK, kind, rank, step) + payload
+
+
+class FrameReader:
+    """Takes a stream apart into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> list[Frame]:
+        """Take bytes in order of arrival; return the frames that are whole by now.
+
+        Raises:
+            FrameError: They are no frames.
+        """
+        self._buffer += data
+        frames, at = [], 0
+        while len(self._buffer) - at >= HEADER.size:
+            size, mark, kind, rank, step = HEADER.unpack_from(self._buffer, at)
+            if mark != MARK or size > MAX_PAYLOAD:
+                raise FrameError(f"expected a frame, got {bytes(self._buffer[at : at + 8])!r}")
+            end = at + HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            frames.append(Frame(kind, rank, step, bytes(self._buffer[at + HEADER.size : end])))
+            at = end
+        if at:
+            del self._buffer[:at]
+        return frames

@@ -1,0 +1,296 @@
+"""The probe's end of the socket to its agent: no call but ``drain`` and ``wait`` blocks.
+
+The kernel keeps what was sent when this process is killed, and the agent reads it. What does not
+fit into the socket waits in memory, in order, up to a limit.
+
+Ctrl-C may be raised between a call of the system and the note of how much it has taken. What lies
+on the socket is not known then, so the next call opens another one and sends the frame again; the
+agent knows a step that it has already.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rankscope.agent.frames import Frame, FrameError, FrameReader, Kind, pack
+from rankscope.errors import RankscopeError
+
+ROOM_BYTES = 1 << 20
+"""With more than this waiting, gradients are left out of steps."""
+
+MOST_BYTES = 32 << 20
+"""With more than this waiting, the agent takes nothing any more."""
+
+SILENT_SECONDS = 60.0
+"""The same after so long a time in which it took nothing, with something waiting."""
+
+_SEND_BUFFER = 4 << 20  # the kernel gives less where it must
+_CHUNK = 1 << 16
+
+Connect = Callable[[], socket.socket]
+
+
+class LinkError(RankscopeError):
+    """The agent is out of reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one worker has exchanged with its agent.
+
+    Attributes:
+        sent: Bytes sent.
+        received: Bytes received.
+    """
+
+    sent: int = 0
+    received: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes sent plus received."""
+        return self.sent + self.received
+
+
+class Link:
+    """Sends frames to the agent, and takes what it sends back.
+
+    Args:
+        connect: Returns a new connection to the agent.
+        hello: The first frame of every connection.
+    """
+
+    def __init__(self, connect: Connect, hello: bytes) -> None:
+        self._connect = connect
+        self._hello = hello
+        self._lock = threading.Lock()
+        self._waiting: deque[memoryview] = deque()
+        self._frame: bytes | None = None  # of which a part may have been sent
+        self._bytes_waiting = 0
+        self._progress = time.monotonic()
+        self._sent = self._received = 0
+        self._in_system_call = False
+        self._socket: socket.socket | None = None
+        self._reader = FrameReader()
+        try:
+            self._open()
+            self._push()
+        except OSError as error:
+            self._end(error)
+        _links.add(self)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was exchanged so far."""
+        return Traffic(self._sent, self._received)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a step may bring its gradient along."""
+        return self._bytes_waiting < ROOM_BYTES
+
+    def send(self, kind: Kind, payload: bytes = b"", *, rank: int, step: int = -1) -> None:
+        """Hand a frame over, or keep it until there is room.
+
+        Raises:
+            LinkError: The agent has ended, or takes nothing any more.
+        """
+        frame = pack(kind, payload, rank=rank, step=step)
+        with self._lock:
+            if not self._waiting:
+                self._progress = time.monotonic()
+            self._waiting.append(memoryview(frame))
+            self._bytes_waiting += len(frame)
+            self._push()
+            silent = time.monotonic() - self._progress
+            if self._bytes_waiting > MOST_BYTES or (self._waiting and silent > SILENT_SECONDS):
+                raise LinkError(
+                    f"the monitor's agent has taken nothing for {silent:.0f} s, and "
+                    f"{self._bytes_waiting / 2**20:.0f} MiB wait for it: it is stopped, or the "
+                    "machine leaves it no time"
+                )
+
+    def poll(self) -> list[Frame]:
+        """Return what has come in by now, and push what waits.
+
+        Raises:
+            LinkError: The agent has ended. What it sent before is returned first.
+        """
+        with self._lock:
+            if self._waiting:
+                self._push()
+            return self._pull()
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until everything is handed over.
+
+        Returns:
+            Whether it is.
+
+        Raises:
+            LinkError: The agent has ended.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                self._push()
+                if not self._waiting:
+                    return True
+                place = self._alive()
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            select.select([], [place], [], min(left, 0.5))
+
+    def wait(self, seconds: float) -> list[Frame]:
+        """Return what comes in, as soon as something does; nothing after so many seconds.
+
+        Raises:
+            LinkError: The agent has ended.
+        """
+        with self._lock:
+            place = self._alive()
+        select.select([place], [], [], max(seconds, 0.0))
+        return self.poll()
+
+    def close(self) -> None:
+        """Close the connection; a second call does nothing."""
+        _links.discard(self)
+        place, self._socket = self._socket, None
+        if place is not None:
+            with contextlib.suppress(OSError):
+                place.close()
+
+    def forget(self) -> None:
+        """Leave the connection to the process that this one was forked from."""
+        self._lock = threading.Lock()  # another thread may have held it
+        self.close()
+
+    # With the lock held ----------------------------------------------------------------------
+
+    def _open(self) -> None:
+        place = self._connect()
+        place.setblocking(False)
+        with contextlib.suppress(OSError):
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        state = os.fstat(place.fileno())
+        self._identity = state.st_dev, state.st_ino
+        self._socket = place
+        self._reader = FrameReader()
+        self._waiting.appendleft(memoryview(self._hello))
+        self._bytes_waiting += len(self._hello)
+
+    def _alive(self) -> socket.socket:
+        """Return the socket, if it still is one of ours.
+
+        A script may close all files that it does not know, and open others in their place.
+
+        Raises:
+            LinkError: It is not.
+        """
+        place = self._socket
+        try:
+            state = None if place is None else os.fstat(place.fileno())
+        except OSError:
+            state = None
+        if place is None or state is None or (state.st_dev, state.st_ino) != self._identity:
+            if place is not None:
+                self._socket = None
+                place.detach()  # the number belongs to somebody else by now
+            raise LinkError("the connection to the monitor's agent was closed in this process")
+        return place
+
+    def _push(self) -> None:
+        if self._in_system_call:
+            self._open_again()
+        place = self._alive()
+        while self._waiting:
+            view = self._waiting[0]
+            if self._frame is None:
+                self._frame = view.obj if isinstance(view.obj, bytes) else bytes(view)
+            self._in_system_call = True
+            try:
+                count = place.send(view)
+            except BlockingIOError:
+                self._in_system_call = False
+                return
+            except OSError as error:
+                self._in_system_call = False
+                self._end(error)
+            if count == len(view):
+                self._waiting.popleft()
+                self._frame = None
+            else:
+                self._waiting[0] = view[count:]
+            self._in_system_call = False
+            self._bytes_waiting -= count
+            self._sent += count
+            self._progress = time.monotonic()
+
+    def _open_again(self) -> None:
+        """Open another connection, since what has reached the agent on this one is not known."""
+        self._in_system_call = False
+        if self._socket is not None:
+            self._socket.close()
+        if self._frame is not None and self._waiting:
+            if self._waiting[0].obj is self._frame:
+                self._waiting.popleft()
+            if self._frame is not self._hello:
+                self._waiting.appendleft(memoryview(self._frame))
+        self._frame = None
+        try:
+            self._open()
+        except OSError as error:
+            self._end(error)
+        self._bytes_waiting = sum(map(len, self._waiting))
+
+    def _pull(self) -> list[Frame]:
+        if self._in_system_call:
+            self._open_again()
+        place = self._alive()
+        frames: list[Frame] = []
+        while True:
+            self._in_system_call = True
+            try:
+                data = place.recv(_CHUNK)
+            except BlockingIOError:
+                self._in_system_call = False
+                return frames
+            except OSError as error:
+                self._in_system_call = False
+                if frames:
+                    return frames
+                self._end(error)
+            if not data:
+                self._in_system_call = False
+                if frames:
+                    return frames
+                self._end(None)
+            try:
+                frames += self._reader.feed(data)
+            except FrameError as error:
+                raise LinkError(str(error)) from error
+            self._received += len(data)
+            self._in_system_call = False
+
+    def _end(self, error: OSError | None) -> None:
+        why = "" if error is None else f" ({error.strerror or error})"
+        raise LinkError(f"the monitor's agent has ended{why}") from error
+
+
+_links: "weakref.WeakSet[Link]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for link in tuple(_links):
+        link.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,194 @@
+"""The agent of one host: its loop, and how it comes to live in a process or in a thread."""
+
+import hmac
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+
+from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
+from rankscope.agent.root import Root
+from rankscope.agent.server import LocalServer
+from rankscope.errors import RankscopeError
+
+_log = logging.getLogger("rankscope")
+
+_TURN_SECONDS = 0.25
+FIRST_SECONDS = 120.0
+"""How long an agent waits for its first rank."""
+
+CLOSE_SECONDS = 5.0
+"""How long it waits for probes to take its last words."""
+
+
+class Agent:
+    """Serves the ranks of one host until the run ends.
+
+    Args:
+        listening: The socket on which local ranks connect; it listens already.
+        secret: What every rank's first frame holds.
+    """
+
+    def __init__(self, listening: socket.socket, secret: str) -> None:
+        self._secret = secret
+        self._processes: dict[int, int] = {}
+        self._server = LocalServer(
+            listening, self._check, peer=self._processes.__setitem__, lives=self._lives
+        )
+        self._root: Root | None = None
+        self._early: deque[tuple[int, Frame | None, float]] = deque()
+        self._lines: deque[tuple[int, str]] = deque(maxlen=256)
+
+    def run(self) -> None:
+        """Serve until the run is closed, or until nobody is left."""
+        began = time.monotonic()
+        try:
+            while self._root is None or not self._root.finished:
+                self._turn()
+                if self._root is None and self._is_forsaken(time.monotonic() - began):
+                    return
+        finally:
+            self._say_lines()
+            self._server.close(CLOSE_SECONDS)
+
+    def say(self, level: int, line: str) -> None:
+        """Have a line logged by the training of rank 0."""
+        self._lines.append((level, line))
+
+    def _is_forsaken(self, seconds: float) -> bool:
+        """Return whether no run will begin here: all ranks that came are gone, or none came."""
+        return not self._server.ranks and (bool(self._early) or seconds > FIRST_SECONDS)
+
+    def _turn(self) -> None:
+        for rank, frame, at in self._server.take(_TURN_SECONDS):
+            self._take(rank, frame, at)
+        root = self._root
+        if root is None:
+            return
+        try:
+            while root.work() and not root.finished:
+                self._say_lines()
+            root.idle()
+        except Exception as error:
+            self._note_failure(error)
+            root.fail(error)
+        self._say_lines()
+
+    def _take(self, rank: int, frame: Frame | None, at: float) -> None:
+        if frame is not None and frame.kind == Kind.HELLO and self._root is None:
+            setup = json.loads(frame.payload).get("root")
+            if setup is not None:
+                self._begin(setup)
+        if self._root is None:
+            self._early.append((rank, frame, at))
+            return
+        while self._early:
+            self._give(*self._early.popleft())
+        self._give(rank, frame, at)
+
+    def _give(self, rank: int, frame: Frame | None, at: float) -> None:
+        assert self._root is not None
+        if self._root.finished:
+            return
+        try:
+            self._root.take(rank, frame, at)
+        except Exception as error:
+            self._note_failure(error)
+            self._root.fail(error)
+
+    def _begin(self, setup: dict[str, object]) -> None:
+        try:
+            self._root = Root(setup, self._send)
+        except Exception as error:
+            self._note_failure(error)
+            why = str(error) if isinstance(error, RankscopeError) else repr(error)
+            for rank in self._server.ranks:
+                self._server.send(rank, pack(Kind.OFF, why.encode(), rank=rank))
+            raise
+
+    def _send(self, rank: int, content: bytes) -> None:
+        for each in self._server.ranks if rank == ALL_RANKS else (rank,):
+            self._server.send(each, content)
+
+    def _say_lines(self) -> None:
+        while self._lines:
+            level, line = self._lines.popleft()
+            content = json.dumps([level, line]).encode()
+            self._server.send(0, pack(Kind.LOG, content, rank=0))
+
+    def _note_failure(self, error: BaseException) -> None:
+        self.say(logging.DEBUG, "".join(traceback.format_exception(error)))
+
+    def _check(self, frame: Frame) -> int | None:
+        try:
+            said = json.loads(frame.payload)
+            same = hmac.compare_digest(str(said["secret"]), self._secret)
+            return int(said["rank"]) if same else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def _lives(self, rank: int) -> bool | None:
+        pid = self._processes.get(rank)
+        if pid is None:
+            return None
+        if pid == os.getpid():
+            return True
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state not in "ZX"
+
+
+class LinesToTraining(logging.Handler):
+    """Hands the agent's log over to the training, whose handlers and levels decide.
+
+    Args:
+        agent: The agent.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(logging.INFO)
+        self._agent = agent
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand a line over."""
+        line = record.getMessage()
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            line += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
+        self._agent.say(record.levelno, line)
+
+
+def serve(descriptor: int, secret: str) -> None:
+    """Be the agent of this host, in a process of its own.
+
+    Args:
+        descriptor: Number of the socket that listens.
+        secret: What every rank's first frame holds.
+    """
+    agent = Agent(socket.socket(fileno=descriptor), secret)
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+    _log.addHandler(LinesToTraining(agent))
+    agent.run()
+
+
+def serve_in_thread(listening: socket.socket, secret: str) -> threading.Thread:
+    """Be the agent of this host in a thread of the training's process."""
+    agent = Agent(listening, secret)
+    thread = threading.Thread(target=agent.run, name="rankscope-agent", daemon=True)
+    thread.start()
+    return thread
+
+
+def main() -> None:
+    """Serve as the environment says; for ``python -m rankscope.agent``."""
+    os.nice(10)
+    descriptor, secret = int(sys.argv[1]), sys.stdin.readline().strip()
+    serve(descriptor, secret)

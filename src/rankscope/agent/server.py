@@ -1,0 +1,269 @@
+"""The agent's end of the sockets of its host: a thread that reads all the time, and never works.
+
+Probes must find room in their sockets while the agent is busy, so reading has a thread of its own.
+Frames wait in memory until the agent takes them.
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rankscope.agent.frames import Frame, FrameError, FrameReader, Kind
+
+GRACE_SECONDS = 1.0
+"""How long a rank whose connection was lost may take to open another, while its process lives."""
+
+MOST_OUT_BYTES = 256 << 20
+"""What may wait for a probe that reads nothing, since its training stands still."""
+
+_CHUNK = 1 << 20
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+class Arrived(NamedTuple):
+    """A frame from a rank, or ``None`` for the end of its connection.
+
+    Attributes:
+        rank: The rank.
+        frame: What it sent; None when its connection has ended for good.
+        time: Unix time.
+    """
+
+    rank: int
+    frame: Frame | None
+    time: float
+
+
+@dataclass(slots=True)
+class _Connection:
+    socket: socket.socket
+    reader: FrameReader = field(default_factory=FrameReader)
+    rank: int = -1
+    outgoing: deque[memoryview] = field(default_factory=deque)
+    waiting: int = 0
+
+
+class LocalServer:
+    """Takes connections of local ranks.
+
+    Args:
+        listening: A socket that listens already.
+        check: Returns the rank of a connection from its first frame; None turns it away.
+        peer: Called with a rank and the process at its end, when that is known.
+        lives: Whether a rank's process still runs; None if unknown.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        check: Callable[[Frame], int | None],
+        *,
+        peer: Callable[[int, int], None],
+        lives: Callable[[int], bool | None],
+    ) -> None:
+        self._listening = listening
+        self._check, self._peer, self._lives = check, peer, lives
+        self._lock = threading.Lock()
+        self._arrived: deque[Arrived] = deque()
+        self._news = threading.Event()
+        self._connections: dict[int, _Connection] = {}
+        self._lost: dict[int, float] = {}
+        self._ended: set[int] = set()
+        self._closing = False
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for each in (listening, self._wake_in):
+            each.setblocking(False)
+        self._selector.register(listening, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
+        self._thread = threading.Thread(target=self._run, name="rankscope-agent-io", daemon=True)
+        self._thread.start()
+
+    # In the agent's thread -------------------------------------------------------------------
+
+    def take(self, seconds: float) -> list[Arrived]:
+        """Return what has arrived, as soon as something has; nothing after so many seconds."""
+        self._news.wait(seconds)
+        self._news.clear()
+        with self._lock:
+            arrived = list(self._arrived)
+            self._arrived.clear()
+        return arrived
+
+    def send(self, rank: int, content: bytes) -> None:
+        """Send a frame to a local rank; nothing happens if it is gone."""
+        with self._lock:
+            connection = self._connections.get(rank)
+            if connection is None or connection.waiting > MOST_OUT_BYTES:
+                return
+            connection.outgoing.append(memoryview(content))
+            connection.waiting += len(content)
+        self._wake()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that are connected."""
+        with self._lock:
+            return tuple(sorted(self._connections))
+
+    def close(self, seconds: float) -> None:
+        """Send what waits, and close all connections; waits no longer than that."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self._thread.is_alive():
+            with self._lock:
+                if not any(each.outgoing for each in self._connections.values()):
+                    break
+            time.sleep(0.005)
+        self._closing = True
+        self._wake()
+        self._thread.join(max(until - time.monotonic(), 0.2))
+        for connection in list(self._connections.values()):
+            connection.socket.close()
+        for each in (self._listening, self._wake_in, self._wake_out):
+            each.close()
+        self._selector.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b".")
+
+    # In the reading thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, events in self._selector.select(0.25):
+                key.data(key.fileobj, events)
+            self._give_up_lost()
+
+    def _accept(self, listening: socket.socket, events: int) -> None:
+        with contextlib.suppress(OSError):
+            accepted, _ = listening.accept()
+            accepted.setblocking(False)
+            connection = _Connection(accepted)
+            self._selector.register(
+                accepted, selectors.EVENT_READ, lambda _, e: self._serve(connection, e)
+            )
+
+    def _woken(self, end: socket.socket, events: int) -> None:
+        with contextlib.suppress(OSError):
+            end.recv(_CHUNK)
+        with self._lock:
+            connections = list(self._connections.values())
+        for connection in connections:
+            self._write(connection)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._write(connection)
+        if events & selectors.EVENT_READ:
+            self._read(connection)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        try:
+            frames = connection.reader.feed(data)
+        except FrameError:
+            self._drop(connection)
+            return
+        now = time.time()
+        for frame in frames:
+            if connection.rank < 0 and not self._introduce(connection, frame):
+                return
+            self._note(Arrived(connection.rank, frame, now))
+
+    def _introduce(self, connection: _Connection, frame: Frame) -> bool:
+        rank = self._check(frame) if frame.kind == Kind.HELLO else None
+        if rank is None:
+            self._drop(connection)
+            return False
+        with self._lock:
+            previous = self._connections.get(rank)
+            connection.rank = rank
+            self._connections[rank] = connection
+            self._lost.pop(rank, None)
+        if previous is not None and previous is not connection:
+            self._drop(previous)
+        process = _process_of(connection.socket)
+        if process is not None:
+            self._peer(rank, process)
+        return True
+
+    def _write(self, connection: _Connection) -> None:
+        while True:
+            with self._lock:
+                if not connection.outgoing:
+                    break
+                view = connection.outgoing[0]
+            try:
+                count = connection.socket.send(view)
+            except BlockingIOError:
+                break
+            except OSError:
+                return  # its end is read, too
+            with self._lock:
+                connection.waiting -= count
+                if count == len(view):
+                    connection.outgoing.popleft()
+                else:
+                    connection.outgoing[0] = view[count:]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.outgoing else 0)
+        with contextlib.suppress(KeyError, ValueError):
+            key = self._selector.get_key(connection.socket)
+            if key.events != events:
+                self._selector.modify(connection.socket, events, key.data)
+
+    def _drop(self, connection: _Connection) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
+        with self._lock:
+            if self._connections.get(connection.rank) is connection:
+                del self._connections[connection.rank]
+                self._lost[connection.rank] = time.monotonic()
+
+    def _give_up_lost(self) -> None:
+        """Notice ranks that are gone, also where a process that they forked holds the socket."""
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            if self._lives(connection.rank) is False and not self._has_more(connection):
+                self._drop(connection)
+        for rank, since in list(self._lost.items()):
+            if self._lives(rank) is False or now - since > GRACE_SECONDS:
+                with self._lock:
+                    self._lost.pop(rank, None)
+                self._note(Arrived(rank, None, time.time()))
+
+    def _has_more(self, connection: _Connection) -> bool:
+        try:
+            return bool(connection.socket.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def _note(self, arrived: Arrived) -> None:
+        with self._lock:
+            self._arrived.append(arrived)
+        self._news.set()
+
+
+def _process_of(place: socket.socket) -> int | None:
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return None
+    pid, uid, _ = _PEER.unpack(place.getsockopt(socket.SOL_SOCKET, option, _PEER.size))
+    return pid if pid > 0 and uid in (os.getuid(), 0) else None

@@ -1,0 +1,94 @@
+"""What was measured of one worker's gradient, as it travels: two flat vectors and their sizes."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rankscope.core.arrays import Floats, Floats32, Ints
+from rankscope.core.audit import AuditPart
+from rankscope.core.step import MeasuredGradient
+
+NUMBERS = ("squares", "reduced_squares", "micro", "largest", "nonfinite", "carried", "product")
+"""The parts of ``numbers``, in order; one that is absent has the size 0."""
+
+SKETCHES = ("total", "groups", "local", "reduced")
+"""The parts of ``sketches``, in order."""
+
+
+class Measured(NamedTuple):
+    """A worker's gradient as the agent sees it.
+
+    Attributes:
+        gradient: What is compared with other workers.
+        values: LOCAL signals.
+        micro_norms: Gradient norms of the micro-batches ``[M]``, empty when unknown.
+    """
+
+    gradient: MeasuredGradient
+    values: dict[str, float]
+    micro_norms: Floats
+
+
+def sizes_of(
+    numbers: dict[str, int], sketches: dict[str, int], *, norm_estimated: bool
+) -> list[int]:
+    """Return the sizes of all parts, and whether the norm is an estimate, for the message."""
+    sizes = [numbers.get(name, 0) for name in NUMBERS]
+    return [*sizes, *(sketches.get(name, 0) for name in SKETCHES), int(norm_estimated)]
+
+
+def measured_of(
+    numbers: Floats, sketches: Floats32, sizes: Ints, section_counts: Sequence[int]
+) -> Measured:
+    """Take what has travelled apart.
+
+    Args:
+        numbers: Float64 parts, one after the other, see ``NUMBERS``.
+        sketches: Float32 parts, see ``SKETCHES``.
+        sizes: As :func:`sizes_of` has them.
+        section_counts: How many sections each group has; empty where groups are whole.
+    """
+    given = [int(size) for size in sizes]
+    part = _parts(numbers, NUMBERS, given)
+    sketch = _parts(sketches, SKETCHES, given[len(NUMBERS) :])
+    squares_R, num_rows = part["squares"], len(part["squares"])
+    counts = tuple(section_counts) or (1,) * num_rows
+    firsts_G = np.cumsum((0, *counts[:-1]))
+    reduced_squares_R = part["reduced_squares"]
+    if not len(reduced_squares_R):
+        reduced_squares_R = np.full(num_rows, np.nan)
+    audit = None
+    if len(sketch["local"]):
+        local_SK = sketch["local"].reshape(num_rows, -1)
+        reduced = sketch["reduced"]
+        reduced_SK = (
+            reduced.reshape(local_SK.shape) if len(reduced) else np.full_like(local_SK, np.nan)
+        )
+        audit = AuditPart(local_SK, reduced_SK, reduced_squares_R)
+    gradient = MeasuredGradient(
+        group_norms_G=np.sqrt(np.add.reduceat(squares_R, firsts_G)),
+        sketch_K=sketch["total"],
+        group_sketches_GK=sketch["groups"].reshape(len(firsts_G), -1),
+        gram=np.empty(0),
+        audit=audit,
+        reduced_product=float(part["product"][0]) if len(part["product"]) else math.nan,
+    )
+    values = {
+        "grad_norm": math.sqrt(squares_R.sum()),
+        "grad_norm_estimated": float(given[-1]),
+        "grad_max": float(part["largest"][0]),
+        "grad_nonfinite": float(part["nonfinite"][0]),
+        "reduced_norm": math.sqrt(reduced_squares_R.sum()),
+        "grad_carried_over": float(part["carried"][0]) if len(part["carried"]) else 0.0,
+    }
+    return Measured(gradient, values, np.sqrt(part["micro"]))
+
+
+def _parts(flat: Floats, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Floats]:
+    parts, at = {}, 0
+    for name, size in zip(names, sizes, strict=False):
+        parts[name] = flat[at : at + size]
+        at += size
+    return parts

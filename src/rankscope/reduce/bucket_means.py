@@ -1,0 +1,211 @@
+"""The mean of DDP's buckets in rank order: a communication hook that others may look into.
+
+A DDP communication hook puts :class:`~rankscope.reduce.reduction.OrderedMean` in the place of
+the all-reduce. Between its halves each worker holds one W-th of every worker's gradient, and shows
+it to whoever watches, as the exact tier does.
+
+A communication hook cannot be taken out of a DDP model again, so a model gets this one at most
+once, and whoever comes later finds it there.
+
+Legend of shapes: W workers, N any number of gradient elements.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.reduce.reduction import Exchange, OrderedMean
+
+
+class Watcher(Protocol):
+    """Looks at the gradients of all workers while they are being reduced; must not raise."""
+
+    def begin(self) -> None:
+        """Note that a backward pass begins; an earlier one that did not end has raised."""
+
+    def look(self, gradients_WN: Tensor) -> None:
+        """See values of all workers side by side; it must not keep them."""
+
+    def end(self) -> None:
+        """Note that all of the pass's gradients have been shown."""
+
+
+class BucketMeans:
+    """Averages the gradient of a DDP model in rank order, bucket by bucket.
+
+    Made by :meth:`put_into`. The reduced gradient is the sum over workers in rank order, in fp32,
+    divided by W and rounded once: the same bits on every worker and in every run.
+
+    Args:
+        model: The model; only a weak reference is kept.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.watchers: list[Watcher] = []
+        """Who is shown the gradients; changes take effect with the next bucket."""
+        self._model = weakref.ref(model)
+        self._group = model.process_group
+        self._device = model.device
+        self._reduction = OrderedMean(model.process_group, model.device)
+        self._under_way: Exchange | None = None
+        self._num_bytes = _log(model)["total_parameter_size_bytes"]
+        self._num_bytes_missing = 0
+        self._first_address = 0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self | None:
+        """Return what averages a model's buckets, if it was put into the model before."""
+        hooks = getattr(model, "_comm_hooks", ())
+        return next((state for hook, state in hooks if isinstance(state, cls)), None)
+
+    @classmethod
+    def put_into(cls, model: DistributedDataParallel, refuse: Callable[[str], NoReturn]) -> Self:
+        """Return what averages a model's buckets from now on; it may be there already.
+
+        Every worker calls it at the same point of the program.
+
+        Args:
+            model: The model.
+            refuse: Raises, given what was expected and what was found instead; see
+                :func:`obstacle`.
+        """
+        found = cls.of(model)
+        if found is not None:
+            return found
+        wrong = obstacle(model) or try_all_to_all(model.process_group, model.device)
+        if wrong is not None:
+            refuse(wrong)
+        made = cls(model)
+        model._comm_hooks[:] = _hooks(model)  # without what copying has left of another model's
+        model.register_comm_hook(made, reduce_bucket)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make copies empty: DDP copies the hook's state with the model, but not the hook."""
+        return type(None), ()
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Begin to average a bucket's gradients; called by DDP, bucket by bucket.
+
+        Each call first finishes the bucket before: its communication had the time in between, and
+        collectives are launched in the same order everywhere whatever arrives first.
+        """
+        buffer = bucket.buffer()
+        if self._begins_with(bucket):
+            self._begin()
+            self._first_address = buffer.data_ptr()
+        self._finish()
+        exchange = self._under_way = self._reduction.start(buffer)
+        self._num_bytes_missing -= buffer.nbytes
+        if bucket.is_last() or self._num_bytes_missing <= 0:
+            self._finish()
+            self._reduction.trim()
+            self._num_bytes_missing = 0
+            for watcher in tuple(self.watchers):
+                watcher.end()
+        return exchange.mean
+
+    def _begins_with(self, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
+        """Return whether a bucket is the first of a backward pass.
+
+        In the first pass of a static graph every bucket has the index 0 and none is the last, so
+        that sizes have to be counted. A pass that raised before its end was reset by the user.
+        """
+        again = bucket.index() == 0 and bucket.buffer().data_ptr() == self._first_address
+        return self._num_bytes_missing == 0 or again
+
+    def _begin(self) -> None:
+        if self._under_way is not None:
+            self._under_way.abandon()
+            self._under_way = None
+        self._num_bytes_missing = self._num_bytes
+        self._reduction.divisor = self._count_workers()
+        for watcher in tuple(self.watchers):
+            watcher.begin()
+
+    def _count_workers(self) -> int:
+        """Return what DDP divides by: W, unless ``join()`` was told to count who still trains.
+
+        A worker that has run out of data then runs the hook outside of any backward pass.
+        """
+        model = self._model()
+        if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
+            return self._group.size()
+        trains = torch._C._current_graph_task_id() != -1
+        count = torch.tensor(int(trains), device=self._device)
+        dist.all_reduce(count, group=self._group)
+        return int(count)
+
+    def _finish(self) -> None:
+        exchange, self._under_way = self._under_way, None
+        if exchange is not None:
+            self._reduction.finish(exchange, self._look)
+
+    def _look(self, gradients_WN: Tensor) -> None:
+        for watcher in tuple(self.watchers):
+            watcher.look(gradients_WN)
+
+
+def reduce_bucket(state: BucketMeans, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """Average a bucket: the function that DDP gets."""
+    return state.reduce(bucket)
+
+
+def obstacle(model: DistributedDataParallel) -> str | None:
+    """Return, without communication, why a model's buckets cannot be averaged in rank order.
+
+    Returns:
+        What was expected and what was found, as a part of a sentence; None when nothing is in the
+        way, or the buckets are averaged so already.
+    """
+    if BucketMeans.of(model) is not None:
+        return None
+    parameters = [p for p in model._module_parameters if p.requires_grad]
+    if _hooks(model) or _log(model).get("comm_hook"):  # a built-in one is in the log only
+        return "a model without a communication hook of its own, got one that has a hook"
+    if model._use_python_reducer:
+        return "DDP's C++ reducer, got optimize_ddp='python_reducer'"
+    if model._delay_all_reduce_params:
+        return "all gradients in DDP's buckets, got delay_all_reduce_named_params"
+    if any(getattr(module, "sparse", False) for module in model.modules()):
+        return "dense gradients, got an embedding with sparse=True"
+    if not all(parameter.is_floating_point() for parameter in parameters):
+        return "real gradients, got complex parameters"
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        return f"all parameters on one device, got {', '.join(sorted(map(str, devices)))}"
+    return None
+
+
+def try_all_to_all(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Exchange a few numbers; every worker of a group calls it.
+
+    Returns:
+        What was expected and what the backend said; None when it has an all-to-all.
+    """
+    sent = torch.zeros(group.size(), dtype=torch.float32, device=device)
+    try:
+        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return f"a backend with all-to-all, and {dist.get_backend(group)} says '{error}'"
+    return None
+
+
+def _hooks(model: DistributedDataParallel) -> list[Any]:
+    """Return a model's hooks, but for what copying another model has left of ours: a name."""
+    return [
+        (hook, state)
+        for hook, state in model._comm_hooks
+        if not (hook is reduce_bucket and state is None)
+    ]
+
+
+def _log(model: DistributedDataParallel) -> dict[str, Any]:
+    log: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    return log

@@ -1,0 +1,248 @@
+"""Accumulators against exact arithmetic."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rankscope.reduce import accumulator
+from rankscope.reduce.accumulator import (
+    DTYPES,
+    LARGEST,
+    QUANTUM,
+    Accumulator,
+    add_bounds,
+    convert,
+    native_functions,
+    verdicts,
+)
+
+EPSILON = 2.0**-24
+NUM_SUMMANDS = 64
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=["native", "plain"], autouse=True)
+def arithmetic(request, monkeypatch):
+    """Run each test with the functions in C, and in plain torch."""
+    if request.param == "plain":
+        monkeypatch.setattr(accumulator, "native_functions", lambda: None)
+    elif native_functions() is None:
+        pytest.skip("there is no C compiler")
+
+
+def sum_of(summands: Tensor) -> Accumulator:
+    total = Accumulator.zeros(summands[0].numel())
+    for summand in summands:
+        total.deposit(summand)
+    return total
+
+
+def bits(values: Tensor) -> list[int]:
+    return values.contiguous().view(torch.uint8).tolist()
+
+
+def ill_conditioned(lowest: int, seed: int = 0, *, columns: int = 50) -> Tensor:
+    """Return summands whose magnitudes span 60 binary orders, and which nearly cancel."""
+    random = torch.Generator().manual_seed(seed)
+    half = torch.randn(NUM_SUMMANDS // 2 - 1, columns, generator=random, dtype=torch.float64)
+    exponents = torch.rand(half.shape, generator=random, dtype=torch.float64) * 60 + lowest
+    half = half.sign() * exponents.exp2()
+    tail = (1 + torch.rand(2, columns, generator=random, dtype=torch.float64)) * 2.0**lowest
+    summands = torch.cat([half, -half, tail]).float()
+    return summands[torch.randperm(NUM_SUMMANDS, generator=random)]
+
+
+@pytest.mark.parametrize("lowest", [-60, -45, -30, -24])
+def test_any_permutation_gives_the_same_bits_within_the_classical_bound(lowest):
+    summands = ill_conditioned(lowest)
+    expected = sum_of(summands).value()
+    random = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        order = torch.randperm(NUM_SUMMANDS, generator=random)
+        assert torch.equal(sum_of(summands[order]).value(), expected)
+    exact = [math.fsum(column) for column in summands.T.tolist()]
+    bounds = (NUM_SUMMANDS - 1) * EPSILON * summands.abs().double().sum(0)
+    assert all(
+        abs(Fraction(value) - Fraction(truth)) <= Fraction(bound)
+        for value, truth, bound in zip(expected.tolist(), exact, bounds.tolist(), strict=True)
+    )
+    in_floats = summands.cumsum(0)[-1]
+    assert not torch.equal(in_floats, expected)
+
+
+@pytest.mark.parametrize("lowest", [-45, -24])
+def test_summands_above_the_grid_give_the_correctly_rounded_sum(lowest):
+    summands = ill_conditioned(lowest, seed=3)
+    exact = [np.float32(math.fsum(column)) for column in summands.T.tolist()]
+    # fsum rounds to float64 first: none of these columns lies that close to a tie
+    assert sum_of(summands).value().tolist() == exact
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 64])
+def test_any_grouping_gives_the_same_bits(parts):
+    summands = ill_conditioned(-40, seed=5)
+    expected = sum_of(summands).value()
+    groups = [sum_of(group) for group in torch.tensor_split(summands, parts)]
+    merged = Accumulator.zeros(summands.shape[1])
+    for group in reversed(groups):
+        merged.merge(group)
+    assert torch.equal(merged.value(), expected)
+    for group in groups:
+        group.make_room(parts)
+    side_by_side = torch.empty_like(expected)
+    convert(torch.stack([group.digits for group in groups]), side_by_side)
+    assert torch.equal(side_by_side, expected)
+    bounds = add_bounds(torch.stack([group.bounds for group in groups]))
+    assert torch.equal(bounds, sum_of(summands).bounds)
+
+
+finite = st.floats(-(2.0**39), 2.0**39, width=32)
+
+
+def nearest(value: Fraction) -> float:
+    """Return the nearest float32, ties to even, by exact arithmetic."""
+    guess = np.float32(float(value))
+    around = (
+        np.nextafter(guess, np.float32(-np.inf)),
+        guess,
+        np.nextafter(guess, np.float32(np.inf)),
+    )
+    return float(
+        min(around, key=lambda f: (abs(Fraction(float(f)) - value), int(f.view(np.uint32)) & 1))
+    )
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(st.lists(finite, min_size=1, max_size=12))
+def test_it_is_the_sum_of_rounded_summands_rounded_once(summands):
+    grid = Fraction(QUANTUM)
+    exact = sum((round(Fraction(x) / grid) for x in summands), 0) * grid
+    for use in (native_functions, lambda: None):
+        before, accumulator.native_functions = accumulator.native_functions, use
+        try:
+            total = Accumulator.zeros(1)
+            for x in summands:
+                total.deposit(torch.tensor([x]))
+            assert total.value().item() == nearest(exact)
+            assert total.value(divisor=8).item() == nearest(exact / 8)
+            third = total.value(divisor=3).item()
+            assert abs(Fraction(third) - exact / 3) <= abs(exact / 3) * Fraction(
+                0.51
+            ) * 2 * Fraction(EPSILON)
+        finally:
+            accumulator.native_functions = before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_summed_exactly_and_rounded_once(dtype):
+    random = torch.Generator().manual_seed(2)
+    summands = torch.randn(9, 400, generator=random).mul(100.0).to(dtype)
+    exact = summands.double().sum(0)  # of few values with few bits: exact but for float64
+    result = sum_of(summands).value(dtype)
+    assert result.dtype == dtype
+    if dtype in SIXTEEN_BITS:
+        single = np.array([nearest_of(float(x), dtype) for x in exact], np.float32)
+        assert result.float().tolist() == single.tolist()
+    else:
+        torch.testing.assert_close(result.double(), exact, rtol=2.0**-24, atol=1e-13)
+
+
+def nearest_of(value: float, dtype: torch.dtype) -> float:
+    """Return the nearest number of 16 bits by looking at its neighbours."""
+    guess = torch.tensor([value], dtype=torch.float64).to(dtype).view(torch.int16)
+    around = torch.cat([guess - 1, guess, guess + 1])
+    candidates = around.view(dtype).double().tolist()
+    distances = [(abs(Fraction(c) - Fraction(value)), int(b) & 1)
+                 for c, b in zip(candidates, around.tolist(), strict=True)]  # fmt: skip
+    return candidates[distances.index(min(distances))]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_sixteen_bits_are_not_rounded_twice(dtype):
+    half = 2.0 ** (-8 if dtype == torch.bfloat16 else -11)  # a tie between 1 and its successor
+    total = sum_of(torch.tensor([[1.0], [half], [2.0**-40]]))
+    assert total.value(dtype).item() == 1.0 + 2 * half
+    tie = sum_of(torch.tensor([[1.0], [half]]))
+    assert tie.value(dtype).item() == 1.0
+
+
+def test_what_is_smaller_than_the_grid_counts_as_zero_and_zero_has_no_sign():
+    tiny = [2.0**-149, 2.0**-126, -(2.0**-70), 0.0, -0.0]
+    for x in tiny:
+        value = sum_of(torch.tensor([[x]])).value()
+        assert bits(value) == [0, 0, 0, 0]
+    assert sum_of(torch.tensor([[QUANTUM]])).value().item() == QUANTUM
+    assert sum_of(torch.tensor([[-3.0], [3.0]])).value().tolist() == [0.0]
+    assert Accumulator.zeros(2).value().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("summands", "expected"),
+    [
+        ([math.inf], math.inf),
+        ([-math.inf, 1.0], -math.inf),
+        ([math.inf, -math.inf], math.nan),
+        ([math.nan, 1.0], math.nan),
+        ([1.0, math.nan, math.inf], math.nan),
+        ([LARGEST * 2, 5.0], math.inf),
+        ([-3e38, -3e38], -math.inf),
+        ([2.0**40] * 65, math.inf),  # none of them is too large, but all together
+    ],
+)
+@pytest.mark.parametrize("place", [0, 700])
+def test_what_leaves_the_range_marks_the_whole_tensor(summands, expected, place):
+    rows = torch.ones(len(summands), 1000)
+    rows[:, place] = torch.tensor(summands)
+    forward, backward = sum_of(rows).value(), sum_of(rows.flip(0)).value()
+    assert torch.equal(forward.nan_to_num(7.0), backward.nan_to_num(7.0))
+    assert torch.equal(forward.nan_to_num(7.0), torch.full((1000,), expected).nan_to_num(7.0))
+
+
+def test_the_range_is_used_to_its_end():
+    largest = sum_of(torch.full((64, 1), LARGEST))
+    assert largest.value().item() == 64 * LARGEST
+    assert verdicts(largest.bounds).item() == 0.0
+
+
+def test_many_summands_do_not_overflow_the_low_digits():
+    x = 2.0**-16 * 0.49999997  # the low digit is as large as it gets
+    total, other = Accumulator.zeros(1), Accumulator.zeros(1)
+    for _ in range(5000):
+        total.deposit(torch.tensor([x]))
+        other.deposit(torch.tensor([x]))
+    assert total.value().item() == np.float32(Fraction(float(np.float32(x))) * 5000)
+    total.merge(other)
+    assert total.value().item() == np.float32(Fraction(float(np.float32(x))) * 10_000)
+
+
+def test_plain_torch_and_c_give_the_same_bits():
+    native = native_functions()
+    if native is None:
+        pytest.skip("there is no C compiler")
+    random = torch.Generator().manual_seed(4)
+    for dtype in DTYPES:
+        exponents = torch.randint(-140, 41, (5, 3001), generator=random).float()
+        rows = (torch.randn(5, 3001, generator=random) * exponents.exp2()).to(dtype)
+        results = []
+        for deposit in (native.deposit, accumulator._deposit):
+            digits = torch.full((3001, 2), 77, dtype=torch.int64)
+            bounds = torch.zeros(3, dtype=torch.float64)
+            for number, row in enumerate(rows):
+                deposit(row, digits, bounds, number == 0)
+            results.append((digits, bounds))
+        assert torch.equal(results[0][0], results[1][0])
+        assert bits(results[0][1]) == bits(results[1][1])
+
+
+def test_clearing_forgets_the_summands_and_the_marks():
+    total = sum_of(torch.tensor([[math.nan, 1.0]]))
+    total.clear()
+    assert total.empty
+    total.deposit(torch.tensor([2.0, 3.0]))
+    assert total.value().tolist() == [2.0, 3.0]

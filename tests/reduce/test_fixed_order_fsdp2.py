@@ -1,0 +1,231 @@
+"""What ``fixed_order`` makes of FSDP2's gradients, against sums that numpy has taken."""
+
+import datetime
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope.core.signals import Table
+from rankscope.reduce.ordered_scatter import OrderedReduceScatter
+from support.exact import gather_rows
+from support.fixed_order import in_order, rounded
+from support.fsdp2_modes import Mode, make_batches, make_net, mode_named
+from support.fsdp2_training import Session, local_gradient, optimize, start, train_step
+from support.ranks import run_ranks
+from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 3
+
+
+def _divided(factor: float, *, forced: bool) -> Any:
+    def finish(model: Any) -> nn.Module:
+        for module in [model, *model.blocks]:
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(forced)
+        return model
+
+    return finish
+
+
+def _separate_group(model: Any) -> nn.Module:
+    model.set_separate_reduce_scatter_group(True)
+    return model
+
+
+_IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+FSDP2 = {
+    "fp32": mode_named("1-D"),
+    "accumulated": mode_named("accumulated"),
+    "second dimension cut": mode_named("second dimension cut"),
+    "frozen in part": mode_named("frozen in part"),
+    "16 bits in fp32": mode_named("bf16 reduced in fp32"),
+    "bf16": mode_named("bf16 reduced in bf16"),
+    "fp16": mode_named("fp16"),
+    "bf16 by default": replace(mode_named("1-D"), options={"mp_policy": _IN_BF16}),
+    "multiplied before": replace(mode_named("1-D"), finish=_divided(2.5, forced=False)),
+    "divided after": replace(mode_named("1-D"), finish=_divided(2.5, forced=True)),
+}
+if SINCE_TORCH_2_13:
+    FSDP2["another group"] = replace(mode_named("1-D"), finish=_separate_group)
+AT_EIGHT = ["fp32", "bf16", "fp16"]
+BEFORE = {2: 2, 3: 2, 4: 2, 8: 4}
+"""What FSDP2 divides gradients in fp16 by before their sum, by W; by the rest afterwards."""
+TWO_REPLICAS = {
+    "HSDP": mode_named("HSDP"),
+    "HSDP half reduced": mode_named("HSDP half reduced"),
+}
+
+
+def reduced_by_name(session: Session) -> dict[str, np.ndarray]:
+    return {
+        name: parameter.grad.full_tensor().numpy().ravel()
+        for name, parameter in session.model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def reduce_fsdp2(rank: int, mode: Mode) -> dict[str, Any]:
+    """Train one step, and return local and reduced gradients of the next."""
+    session = start(mode)
+    rankscope.fixed_order(session.model)
+    rankscope.fixed_order(session.model)
+    train_step(session, 0, None)
+    optimize(session)
+    local, _ = local_gradient(session, 1)
+    local_WP = {name: gather_rows(part.float().flatten()) for name, part in local.items()}
+    train_step(session, 1, None)
+    return {"local": local_WP, "reduced": reduced_by_name(session)}
+
+
+def reduce_fsdp2_in_all_modes(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    modes = {**FSDP2, **TWO_REPLICAS}
+    return {name: reduce_fsdp2(rank, modes[name]) for name in names}
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def sharded(request):
+    return run_ranks(reduce_fsdp2_in_all_modes, request.param, list(FSDP2))
+
+
+@pytest.fixture(scope="module")
+def sharded_in_eight():
+    return run_ranks(reduce_fsdp2_in_all_modes, 8, AT_EIGHT)
+
+
+@pytest.fixture(scope="module")
+def replicated():
+    return run_ranks(reduce_fsdp2_in_all_modes, 4, list(TWO_REPLICAS))
+
+
+def expected_mean(name: str, local_WP: np.ndarray) -> np.ndarray:
+    if name == "fp16":
+        before = BEFORE[len(local_WP)]
+        total = rounded(in_order(rounded(local_WP / np.float32(before), "fp16"), 1), "fp16")
+        return rounded(total / np.float32(len(local_WP) / before), "fp16")
+    divisor = 2.5 if name in ("multiplied before", "divided after") else None
+    in_bf16 = name == "bf16" or (name == "bf16 by default" and not SINCE_TORCH_2_15)
+    return rounded(in_order(local_WP, divisor), "bf16" if in_bf16 else "")
+
+
+def check_means(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        result = rank[name]
+        assert result["reduced"].keys() == result["local"].keys()
+        for parameter, local_WP in result["local"].items():
+            expected = expected_mean(name, local_WP)
+            assert np.array_equal(result["reduced"][parameter], expected), parameter
+
+
+class TestFSDP2:
+    @pytest.mark.parametrize("name", FSDP2)
+    def test_the_mean_is_the_sum_in_rank_order_divided_as_fsdp2_does(self, sharded, name):
+        check_means(sharded, name)
+
+    @pytest.mark.parametrize("name", AT_EIGHT)
+    def test_so_it_is_with_eight_workers(self, sharded_in_eight, name):
+        check_means(sharded_in_eight, name)
+
+    def test_two_replicas_are_two_sums_in_order_whose_mean_has_one_order(self, replicated):
+        for rank in replicated:
+            result = rank["HSDP"]
+            for parameter, local_WP in result["local"].items():
+                expected = in_order(np.stack([in_order(local_WP[:2]), in_order(local_WP[2:])]))
+                assert np.array_equal(result["reduced"][parameter], expected), parameter
+
+    @pytest.mark.parametrize("name", TWO_REPLICAS)
+    def test_two_replicas_hold_the_mean(self, replicated, name):
+        for rank in replicated:
+            for parameter, local_WP in rank[name]["local"].items():
+                mean = local_WP.astype(np.float64).mean(axis=0)
+                found = rank[name]["reduced"][parameter]
+                np.testing.assert_allclose(found, mean, rtol=1e-4, atol=1e-7)
+
+
+def train_both(rank: int, run_dir: str) -> dict[str, dict[str, bytes]]:
+    """Train the same model under DDP and under FSDP2, the latter watched and not."""
+    ddp = DistributedDataParallel(make_net(), bucket_cap_mb=0.01)
+    rankscope.fixed_order(ddp)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        [(ids, labels)] = make_batches(rank, step, 1)
+        ddp(ids, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ends = {"DDP": {n: p.detach().numpy().tobytes() for n, p in ddp.module.named_parameters()}}
+    for name, options in {"FSDP2": None, "watched": {"reduced": "sketch"}}.items():
+        session = start(mode_named("1-D"))
+        rankscope.fixed_order(session.model)
+        scope = None
+        if options is not None:
+            scope = rankscope.watch(
+                session.model, session.optimizer, run_dir=run_dir, overhead_budget=None, **options
+            )
+        for step in range(STEPS):
+            train_step(session, step, None)
+            optimize(session)
+        if scope is not None:
+            scope.close()
+        ends[name] = {
+            n: p.detach().full_tensor().numpy().tobytes()
+            for n, p in session.model.named_parameters()
+        }
+    return ends
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_fsdp2_ends_with_the_bits_of_ddp(tmp_path, num_ranks):
+    for ends in run_ranks(train_both, num_ranks, str(tmp_path / "run")):
+        assert ends["DDP"] == ends["FSDP2"] == ends["watched"]
+    rows = rankscope.Run.open(tmp_path / "run").table(Table.STEPS).to_pylist()
+    assert len(rows) == STEPS
+    assert all(0 < row["reduction_residual"] < 5e-7 for row in rows)
+
+
+def premultiplied(factor: Any) -> Any:
+    make: Any = dist.ReduceOp.PREMUL_SUM
+    return make(factor) if callable(make) else dist._make_nccl_premul_sum(factor)
+
+
+def scatter(rank: int) -> dict[str, list[float]]:
+    """Reduce cancelling values, without FSDP2 around it."""
+    replaced = torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter()
+    ordered = OrderedReduceScatter(replaced)
+    values = torch.tensor([[1e8] * 6, [1.0, 1.0, -1e8, -1e8, 0.0, 0.0], [-1e8] * 6])[rank]
+    results = {}
+    for name, op in {
+        "sum": dist.ReduceOp.SUM,
+        "mean": dist.ReduceOp.AVG,
+        "half": premultiplied(0.5),
+        "half of a tensor": premultiplied(torch.tensor(0.5)),
+    }.items():
+        for later in (False, True):
+            output = torch.full((2,), -1.0)
+            work = ordered(output, values.clone(), dist.group.WORLD, op, async_op=later)
+            if later:
+                assert work is not None
+                assert work.wait()
+                assert work.wait(datetime.timedelta(seconds=1))
+                assert work.is_completed()
+            results[f"{name}, {later}"] = output.tolist()
+    with pytest.raises(ValueError, match="expected SUM, AVG or PREMUL_SUM, got"):
+        ordered(torch.empty(2), values, dist.group.WORLD, dist.ReduceOp.MAX)
+    return results
+
+
+def test_a_scattered_sum_divides_after_it_has_added_up_now_or_later():
+    # (1e8 + 1) − 1e8 is 0 in fp32, (1e8 − 1e8) − 1e8 and (1e8 + 0) − 1e8 are exact
+    for rank, results in enumerate(run_ranks(scatter, 3)):
+        total = np.float32([0.0, -1e8, 0.0][rank])
+        for name, values in results.items():
+            divisor = {"sum": 1, "mean": 3}.get(name.split(",")[0], 2)
+            assert values == [total / np.float32(divisor)] * 2, name

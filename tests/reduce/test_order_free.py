@@ -1,0 +1,292 @@
+"""Order-free gradients on real ranks: the same bits for any number of workers."""
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope.core.signals import Table
+from rankscope.reduce import digit_sums
+from rankscope.reduce.accumulator import Accumulator
+from rankscope.reduce.order_free import order_free
+from support.comm_hooks import register_comm_hook
+from support.order_free import MICRO_BATCHES, STEPS, Case, Trained, digest, train
+from support.ranks import run_ranks
+
+VIEWS = {"gradient_as_bucket_view": True}
+SMALL = {"bucket_cap_mb": 0.001}
+UNUSED = {"find_unused_parameters": True}
+
+SAME = [  # all of these end like "plain"
+    Case("plain", {}),
+    Case("bucket views", VIEWS),
+    Case("small buckets", SMALL),
+    Case("views zeroed in place", VIEWS, zero_in_place=True),
+    Case("zeroed in place", {}, zero_in_place=True),
+    Case("backwards", {}, reverse=True),
+    Case("a micro-batch thrown away", {}, discard="zero_grad"),
+    Case("thrown away in place", VIEWS, discard="zero_grad", zero_in_place=True),
+    Case("a pass that raised", {}, discard="raises"),
+    Case("raised, views in place", VIEWS, discard="raises", zero_in_place=True),
+]
+OTHERS = [
+    Case("shared", {}, model="shared"),
+    Case("channels last", SMALL, model="convolution"),
+    Case("used once", UNUSED, model="branch"),
+    Case("used once, views", {**UNUSED, **VIEWS}, model="branch"),
+    Case("bfloat16", {}, dtype=torch.bfloat16),
+    Case("float64", {}, dtype=torch.float64),
+    Case("workers", {}, average="workers"),
+    Case("reentrant", {}, model="reentrant"),
+    Case("everything reentrant", {}, model="everything reentrant"),
+    Case("non-reentrant", {}, model="shared non-reentrant"),
+    Case("scaler", {}, scaler=True),
+]
+STATIC = [  # DDP wants no no_sync in the first step of a static graph
+    Case("static graph", {"static_graph": True}),
+    Case("static shared reentrant", {"static_graph": True}, model="shared reentrant"),
+    Case("static with views", {"static_graph": True, **VIEWS}, model="shared reentrant"),
+]
+PLAIN_DDP = Case("plain DDP", {}, average="")
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[int, list[dict[str, tuple[str, str]]]]:
+    cases = [*SAME, *OTHERS, PLAIN_DDP]
+    return {
+        1: run_ranks(train, 1, cases),
+        2: run_ranks(train, 2, cases),
+        4: run_ranks(train, 4, [*cases, *STATIC]),
+    }
+
+
+@pytest.mark.ranks
+class TestBits:
+    @pytest.mark.parametrize("case", [*SAME, *OTHERS], ids=lambda case: case.name)
+    def test_are_the_same_for_1_2_and_4_workers(self, ends, case):
+        found = {rank[case.name] for ranks in ends.values() for rank in ranks}
+        assert len(found) == 1
+
+    @pytest.mark.parametrize("case", SAME, ids=lambda case: case.name)
+    def test_do_not_depend_on_how_ddp_is_used(self, ends, case):
+        assert ends[2][0][case.name] == ends[2][0]["plain"]
+
+    def test_are_the_same_with_a_static_graph(self, ends):
+        assert all(rank["static graph"] == ends[1][0]["plain"] for rank in ends[4])
+        assert {rank["static with views"] for rank in ends[4]} == {
+            ends[4][0]["static shared reentrant"]
+        }
+
+    def test_of_plain_ddp_differ(self, ends):
+        assert len({ends[w][0]["plain DDP"] for w in ends}) > 1
+
+
+def reduce_by_hand(rank: int) -> None:
+    """Hold a step's gradient against one accumulator for all micro-batches."""
+    case = Case("by hand", {"bucket_cap_mb": 0.001})
+    trained = Trained(rank, case)
+    alone = copy.deepcopy(trained.model)
+    sums = [Accumulator.zeros(p.numel()) for p in alone.parameters()]
+    tokens = 0
+    for step in range(2):
+        alone.load_state_dict(trained.model.state_dict())
+        for each in sums:
+            each.clear()
+        batches = [everything_batch(step, micro) for micro in range(MICRO_BATCHES)]
+        tokens = sum(batch["labels"].numel() for batch in batches)
+        for batch in batches:
+            alone.zero_grad()
+            (alone(**batch)["loss"] * (batch["labels"].numel() / tokens)).backward()
+            for parameter, each in zip(alone.parameters(), sums, strict=True):
+                assert parameter.grad is not None
+                each.deposit(parameter.grad)
+        trained.step(step)
+        for gradient, each in zip(trained.gradients, sums, strict=True):
+            assert torch.equal(gradient.flatten(), each.value())
+
+
+def everything_batch(step: int, micro: int) -> dict[str, Any]:
+    from support.order_free import make_micro_batch
+
+    return make_micro_batch(step, micro)
+
+
+@pytest.mark.ranks
+def test_the_gradient_is_the_sum_of_all_micro_batches_rounded_once():
+    run_ranks(reduce_by_hand, 2)
+
+
+def scatter(rank: int) -> list[bytes]:
+    """Reduce by an all-to-all, and as accelerators do, over sizes that W does not divide."""
+    group = dist.group.WORLD
+    results = []
+    for on_cpu in (True, False):
+        for dtype in (torch.float32, torch.bfloat16):
+            sums = digit_sums.DigitSums(group, torch.device("cpu"))
+            sums._on_cpu = on_cpu
+            accumulators = [Accumulator.zeros(n) for n in (5, 1, 0, 4)]
+            random = torch.Generator().manual_seed(rank)
+            for each in accumulators[:3]:
+                each.deposit(torch.randn(len(each.digits), generator=random))
+            if rank == 1:
+                accumulators[0].deposit(torch.tensor([1.0, 2.0, 3.0, 4.0, math.inf]))
+            arena = digit_sums.Arena(accumulators, group.size())
+            exchange = sums.start(torch.full((10,), 9.0, dtype=dtype), arena, 1)
+            sums.finish(exchange)
+            results.append(bytes(exchange.result.wait().view(torch.uint8).numpy()))
+    return results
+
+
+@pytest.mark.ranks
+def test_a_reduce_scatter_gives_the_same_bits_as_an_all_to_all():
+    ranks = run_ranks(scatter, 3)
+    for results in ranks:
+        assert results == ranks[0]
+        assert results[:2] == results[2:]
+    values = np.frombuffer(ranks[0][0], np.float32)
+    assert np.isinf(values[:5]).all()
+    assert np.isfinite(values[5:]).all()
+    assert (values[6:] == 0).all()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """Return what is said to models that cannot be reduced so."""
+    said = {}
+
+    def expect(name: str, act: Any, error: type[Exception] = rankscope.errors.UnsupportedError):
+        with pytest.raises(error) as caught:
+            act()
+        said[name] = str(caught.value)
+
+    linear = nn.Linear(2, 2)
+    expect("bare", lambda: order_free(linear))
+    ddp = DistributedDataParallel(linear)
+    expect("average", lambda: order_free(ddp, average="mean"), rankscope.errors.UsageError)
+    order_free(ddp)
+    expect("twice", lambda: order_free(ddp))
+    expect("fixed", lambda: rankscope.fixed_order(ddp))
+    hooked = DistributedDataParallel(nn.Linear(2, 2))
+    register_comm_hook(hooked, "all-reduce")
+    expect("hook", lambda: order_free(hooked))
+    fixed = DistributedDataParallel(nn.Linear(2, 2))
+    rankscope.fixed_order(fixed)
+    expect("after fixed", lambda: order_free(fixed))
+    sparse = DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
+    expect("sparse", lambda: order_free(sparse))
+    expect("complex", lambda: order_free(DistributedDataParallel(Complex())))
+
+    def accumulate_without_no_sync() -> None:
+        for _ in range(2):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+    expect("not cleared", accumulate_without_no_sync)
+    second = DistributedDataParallel(nn.Linear(2, 2))
+    order_free(second)
+    expect("create_graph", lambda: second(torch.ones(1, 2)).sum().backward(create_graph=True))
+    copied = copy.deepcopy(second)
+    copied(torch.ones(1, 2)).sum().backward()  # its gradients are its own
+    return said
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_what_cannot_work_is_refused_in_a_sentence():
+    (said,) = run_ranks(refusals, 1)
+    assert "got Linear" in said["bare"]
+    assert "'workers', 'sum'" in said["average"]
+    assert "order_free" in said["twice"]
+    assert "hook" in said["fixed"]
+    assert "hook of its own" in said["hook"]
+    assert "fixed_order" in said["after fixed"]
+    assert "sparse" in said["sparse"]
+    assert "complex" in said["complex"]
+    assert "zero_grad" in said["not cleared"]
+    assert "create_graph" in said["create_graph"]
+
+
+def freeze(rank: int) -> None:
+    """Freeze layers before and after wrapping, and train them later."""
+    for options in ({**UNUSED}, {**UNUSED, **VIEWS}, {**UNUSED, **SMALL}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+        alone = copy.deepcopy(model)
+        before, after = model[0], model[2]
+        before.requires_grad_(False)  # not in DDP's buckets
+        ddp = DistributedDataParallel(model, **options)
+        after.requires_grad_(False)
+        order_free(ddp, average="sum")
+        for frozen in ([before, after], [before], [], [before, after], [before]):
+            for layer in (before, after):
+                layer.requires_grad_(layer not in frozen)
+            ddp.zero_grad()
+            alone.zero_grad()
+            batches = torch.randn(dist.get_world_size(), 5, 4)
+            ddp(batches[rank]).square().sum().backward()
+            for batch in batches:
+                alone(batch).square().sum().backward()
+            for layer, own in zip(model, alone, strict=True):
+                for one, other in zip(layer.parameters(), own.parameters(), strict=True):
+                    if layer in frozen:
+                        assert one.grad is None
+                    elif layer is not before:
+                        assert one.grad is not None
+                        torch.testing.assert_close(one.grad, other.grad)
+                    else:  # DDP does not reduce it, and nothing takes it away
+                        assert one.grad is not None
+                        assert one.grad.any()
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_layers_that_are_frozen_for_a_while_are_reduced_once_they_are_trained():
+    run_ranks(freeze, 2)
+
+
+def watch_it(rank: int, case: Case, first: str, tier: str, folder: str) -> tuple[str, list[float]]:
+    """Train under ``watch``; return the digest of the parameters, and true gradient norms."""
+    reduced = "norm" if tier == "scalars" else "sketch"
+    options: dict[str, Any] = {"tier": tier, "reduced": reduced, "overhead_budget": None}
+    trained = Trained(rank, case if first == "order_free" else Case("", {}, average=""))
+    scope = rankscope.watch(trained.ddp, trained.optimizer, run_dir=folder, **options)
+    if first == "watch":
+        order_free(trained.ddp, average=case.average)
+        trained.case, trained.factor = case, 1.0
+    norms = []
+    for step in range(STEPS):
+        trained.step(step)
+        whole = torch.cat([gradient.flatten() for gradient in trained.gradients])
+        norms.append(whole.double().norm().item())
+    scope.close()
+    return digest(trained.model.parameters()), norms
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("num_ranks", "first", "tier"),
+    [(2, "order_free", "sketch"), (2, "watch", "sketch"), (4, "watch", "scalars")],
+)
+def test_watch_reads_what_is_taken_away(ends, tmp_path, num_ranks, first, tier):
+    ranks = run_ranks(watch_it, num_ranks, Case("plain", {}), first, tier, str(tmp_path / "run"))
+    assert {rank[0] for rank in ranks} == {ends[1][0]["plain"][1]}
+    run = rankscope.Run.open(tmp_path / "run")
+    steps = run.columns(Table.STEPS, "grad_norm_reduced", "reduction_residual")
+    scale = np.median(run.per_worker("grad_scale")[1], axis=1)
+    # the sum over workers is recorded as the mean of what they contribute, like the loss
+    expected = np.array(ranks[0][1]) / num_ranks / scale
+    np.testing.assert_allclose(steps["grad_norm_reduced"], expected, rtol=1e-5)
+    if tier == "sketch":
+        assert (steps["reduction_residual"] < 1e-5).all()
+    assert all(finding.severity != "error" for finding in run.findings())
