@@ -273,6 +273,7 @@ def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:
     """Return what the root has to know, as JSON can hold it."""
     options = intent.options
     return {
+        "host": _host(),
         "run_dir": str(Path(begun.path or "").absolute()),
         "info": begun.info,
         "layout": intent.layout.to_json(),

@@ -7,6 +7,7 @@ switches it off with one warning.
 """
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -87,6 +88,8 @@ class Scope:
         self._findings: dict[str, Finding] = {}
         self._due: list[tuple[int, Finding]] = []  # to be told from a step on
         self._telling = False
+        self._news: list[Finding] = []  # not shown to this process's sinks as yet
+        self._fed = -1
         self._canary = canary
         self._guard = Guard(self._fail)
         first, send = opened.first_step, self._send
@@ -222,9 +225,11 @@ class Scope:
             self._off = True
             self._link.close()
             if self._sinks is not None:
+                self._feed_sinks(None)
                 self._sinks.close()
             if self._opened.agent is not None and self._done:
                 self._opened.agent.wait(_AGENT_SECONDS)
+        self._tell_due(None)
 
     def _say_goodbye(self, timeout: float, *, interrupted: bool) -> None:
         """Hand over what is left, and wait for the agent's last word.
@@ -235,13 +240,15 @@ class Scope:
         until = time.monotonic() + timeout
         self._outbox.flush()
         why = "its training was interrupted" if interrupted else "it closed its scope"
-        said = {"complete": not interrupted, "why": why}
-        self._link.send(Kind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
+        self._say_bye(complete=not interrupted, why=why)
         self._link.drain(timeout)
         while not self._done and time.monotonic() < until:
             for frame in self._link.wait(min(until - time.monotonic(), 0.5)):
                 self._take(frame)
-        self._tell_due(None)
+
+    def _say_bye(self, *, complete: bool, why: str) -> None:
+        said = {"complete": complete, "why": why}
+        self._link.send(Kind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
 
     def __enter__(self) -> Self:
         return self
@@ -262,10 +269,9 @@ class Scope:
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inside = True
         if self._books.trains(model):
-            self._guard(self._books.close_step)
             self._guard(self._read)
-            self._tell_due(self._books.step)
             self._guard(partial(self._books.begin_forward, model, args, kwargs))
+            self._tell_due(self._books.step)
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
@@ -321,6 +327,8 @@ class Scope:
             raise LinkError(frame.payload.decode())
         elif kind == Kind.DONE:
             self._done = True
+            if frame.payload:
+                raise LinkError(frame.payload.decode())
         elif self._canary is not None:
             self._canary.take(frame)
 
@@ -331,6 +339,8 @@ class Scope:
             self._findings[finding.id] = finding
             if said["told"]:
                 self._due.append((frame.step, finding))
+            if said["news"]:
+                self._news.append(finding)
 
     def _tell_due(self, step: int | None) -> None:
         """Tell findings whose step has come, on every rank in the same one; None tells all."""
@@ -359,10 +369,17 @@ class Scope:
             self._link.send(Kind.SUBSCRIBE, rank=self._opened.rank)
         self._read()
 
-    def _feed_sinks(self, packed: bytes) -> None:
-        if self._sinks is not None:
-            report = unpack_report(packed)
-            self._sinks.step(report, [f for f in self._findings.values() if f.step == report.step])
+    def _feed_sinks(self, packed: bytes | None) -> None:
+        """Hand a step to the sinks of this process, or what was found since the last one."""
+        news, self._news = self._news, []
+        if self._sinks is None:
+            return
+        report = None if packed is None else unpack_report(packed)
+        if report is None or report.step <= self._fed:
+            self._sinks.findings(news)
+        else:
+            self._fed = report.step
+            self._sinks.step(report, news)
 
     # Failures ------------------------------------------------------------------------------
 
@@ -371,6 +388,8 @@ class Scope:
             self._off = True
             self._guard.open = False
             self._warn(error)
+            with contextlib.suppress(Exception):  # it may be the link that has failed
+                self._say_bye(complete=False, why="its monitor has switched itself off")
             self._link.close()
 
     def _warn(self, error: Exception) -> None:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from rankscope.errors import RunError
-from rankscope.record import RunTakenError, RunWriter, writer
+from rankscope.record import RunTakenError, RunWriter, begin
 from rankscope.record.files import staged
 from rankscope.record.states import START_FILE, read_state
 from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
@@ -71,14 +71,14 @@ def test_what_a_start_that_was_killed_has_left_is_in_nobodys_way(tmp_path, start
 
 def overtake(monkeypatch, path):
     """Let another job begin its run when the next one has found the directory free."""
-    create = writer.create_directory
+    create = begin.create_directory
 
     def overtaken(*arguments, **named):
         create(*arguments, **named)
-        monkeypatch.setattr(writer, "create_directory", create)
+        monkeypatch.setattr(begin, "create_directory", create)
         RunWriter(path, {"job": "other"})
 
-    monkeypatch.setattr(writer, "create_directory", overtaken)
+    monkeypatch.setattr(begin, "create_directory", overtaken)
 
 
 @pytest.mark.parametrize("links", [True, False])

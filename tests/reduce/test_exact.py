@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.core.direction import cosines_from_gram, gram
-from rankscope.reduce.exact import ExactGram, pack_share, sum_shares
+from rankscope.core.gram import sum_shares
+from rankscope.reduce.exact import ExactGram, pack_share
 from support.exact import (
     PLAIN,
     SMALL_BUCKETS,

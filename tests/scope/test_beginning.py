@@ -6,7 +6,6 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.core.signals import Table
-from rankscope.record import RunWriter
 from support.loops import Loop
 from support.models import make_model
 from support.ranks import run_ranks
@@ -31,11 +30,6 @@ def begin_badly(rank, folder):
     ddp = DistributedDataParallel(make_model())
     circular: dict = {}
     circular["itself"] = circular
-    add_findings = RunWriter.add_findings
-
-    def fail(*_):
-        raise OSError("disk gone")
-
     problems = {
         "long name": problem_of(ddp, f"{folder}/{'x' * 300}"),
         "config": problem_of(ddp, f"{folder}/config", config=circular),
@@ -44,9 +38,6 @@ def begin_badly(rank, folder):
         "tokenizer": problem_of(ddp, f"{folder}/t", tokenizer=NoTokenizer() if rank == 1 else {}),
         "usage": problem_of(ddp, f"{folder}/u", tokenizer=3 if rank == 1 else {}),
     }
-    RunWriter.add_findings = fail  # type: ignore[method-assign]
-    problems["findings"] = problem_of(ddp, f"{folder}/findings")
-    RunWriter.add_findings = add_findings  # type: ignore[method-assign]
     loop = Loop(rank, f"{folder}/run")
     loop.step(0)
     loop.close()
@@ -62,7 +53,6 @@ def test_every_rank_hears_what_one_cannot_do(tmp_path):
         "usage": "UsageError",
     }
     assert "RecursionError" in first["config"][1]
-    assert f"rank 0 cannot begin the run in {tmp_path}/findings" in first["findings"][1]
     assert "rank 1 cannot begin to watch (LookupError: no vocabulary" in first["tokenizer"][1]
     assert "rank 1 cannot begin to watch (TypeError" in first["no config"][1]
     assert "expected a tokenizer" in first["usage"][1]

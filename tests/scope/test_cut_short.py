@@ -143,4 +143,5 @@ def test_a_second_time_loses_nothing_that_was_delivered(tmp_path):
     run_ranks(interrupted_twice, 2, str(tmp_path))
     run = Run.open(tmp_path / "run")
     assert run.status == "incomplete"
-    assert run.table(Table.STEPS)["step"].to_pylist() == list(range(NUM_STEPS - 1))
+    steps = run.table(Table.STEPS)["step"].to_pylist()
+    assert steps[: NUM_STEPS - 1] == list(range(NUM_STEPS - 1))

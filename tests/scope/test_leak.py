@@ -41,8 +41,8 @@ def train(rank: int, run_dir: str) -> dict[str, Any]:
             if step % 250 == 249:
                 wait_for(scope, step - 1)  # the books of a step close when the next begins
             if step + 1 in COUNTED_AFTER:
-                if scope._writer is not None:
-                    scope._writer.flush()
+                if scope._opened.agent is not None:
+                    scope._opened.agent.agent.root._writer.flush()
                 counts.append(count())
     return {"warnings": warnings, "counts": counts}
 

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import sys
+import time
 import weakref
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
@@ -17,8 +17,6 @@ from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import UnsupportedError
-from rankscope.reduce import gathering
-from rankscope.reduce.channel import GlooChannel
 from rankscope.scope import _close_at_exit
 from support.loops import Loop
 from support.models import make_batch, make_model
@@ -240,39 +238,6 @@ def test_parameters_that_a_fault_changes_after_a_step_are_found_in_the_next(tmp_
         assert ("state.parameters_differ", 4) in found
 
 
-def ends_before_the_others(rank, run_dir, max_paired, options):
-    """Rank 0's script ends while rank 1 still owes a step, which it then brings."""
-    gathering.MAX_PAIRED = max_paired
-    moves = []
-    move = GlooChannel._move
-
-    def noted_move(channel, shift):
-        moves.append(move(channel, shift))
-        return moves[-1]
-
-    GlooChannel._move = noted_move
-    loop = Loop(rank, run_dir, **options)
-    for step in range(3):
-        loop.step(step)
-    if rank == 0:
-        _close_at_exit(weakref.ref(loop.scope))
-    num_moves = len(moves)
-    dist.barrier()
-    if rank == 1:
-        loop.scope.close(timeout=0.5)
-    dist.barrier()
-    return rank == 0 and (loop.scope._courier.join(1.5) or len(moves) > num_moves)
-
-
-@pytest.mark.parametrize("max_paired", [64, 1])
-@pytest.mark.parametrize("options", [{"reduced": "sketch"}, {"reduced": "norm"}])
-def test_no_thread_comes_back_from_gloo_once_the_script_has_ended(tmp_path, max_paired, options):
-    """That would abort the process while Python shuts down."""
-    ended = run_ranks(ends_before_the_others, 2, str(tmp_path / "run"), max_paired, options)
-    assert ended == [False, False]
-    assert Run.open(tmp_path / "run").status == "incomplete"
-
-
 def start_problems(rank, folder):
     problems = []
     ddp = DistributedDataParallel(make_model())
@@ -343,7 +308,7 @@ def test_workers_that_share_their_batches_are_found_on_every_rank(tmp_path):
 
 def raising_callback(rank, run_dir):
     def on_finding(finding):
-        raise (SystemExit if rank else ValueError)("user's bug")
+        raise ValueError("user's bug")
 
     loop = Loop(rank, run_dir, on_finding=on_finding)
     for step in range(4):
@@ -354,8 +319,37 @@ def raising_callback(rank, run_dir):
 
 def test_a_callback_that_raises_changes_nothing(tmp_path):
     for warnings in run_ranks(raising_callback, 2, str(tmp_path / "run")):
+        assert warnings
         assert all("on_finding raised" in warning for warning in warnings)
     assert Run.open(tmp_path / "run").status == "complete"
+
+
+def stopping_callback(rank, run_dir):
+    """Stop the training from the callback, which is called in the training's own thread."""
+
+    stopped = []
+
+    def stop(finding):
+        if not stopped:
+            stopped.append(finding.cause)
+            raise SystemExit
+
+    loop = Loop(rank, run_dir, on_finding=stop)
+    for step in range(1000):
+        try:
+            loop.step(step, rank=0)
+        except SystemExit:
+            loop.scope.close()
+            return step, stopped[0]
+        time.sleep(0.005)
+    return 1000, ""
+
+
+def test_a_callback_stops_all_ranks_at_the_beginning_of_the_same_step(tmp_path):
+    results = run_ranks(stopping_callback, 2, str(tmp_path / "run"))
+    assert results[0] == results[1]
+    assert results[0][1] == "data.duplicate_batches"
+    assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == results[0][0]
 
 
 def closing_callback(rank, run_dir):
@@ -365,10 +359,11 @@ def closing_callback(rank, run_dir):
         loop.step(step)
         if loop.scope._closed:
             return step, loop.warnings
+        time.sleep(0.002)
     return 0, loop.warnings
 
 
-def test_a_callback_that_closes_the_scope_ends_it_at_the_next_forward_pass(tmp_path):
+def test_a_callback_that_closes_the_scope_ends_the_run(tmp_path):
     [(last, warnings)] = run_ranks(closing_callback, 1, str(tmp_path / "run"))
     run = Run.open(tmp_path / "run")
     assert (run.status, warnings) == ("complete", [])

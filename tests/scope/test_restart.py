@@ -4,19 +4,20 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import replace
 
 import pytest
+import torch
 
 from rankscope import Run
+from rankscope.agent.layout import Layout
 from rankscope.core.recorded import as_recorded
 from rankscope.core.signals import Table
-from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
+from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.errors import RunError
-from rankscope.opening import _begin_record, _free_directory
-from rankscope.record import RunWriter, writer
+from rankscope.opening import Intent, _begin, _free_directory
+from rankscope.record import RunWriter, begin, writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
-from support.loops import Loop
+from support.loops import Loop, root_of
 from support.ranks import RankError, run_ranks
 from support.same import assert_same
 
@@ -42,9 +43,8 @@ def copied_batches(rank, run_dir, num_steps, kill):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     loop.scope.close()
-    diagnosis = loop.scope._diagnosis
     findings = [finding.to_json() for finding in loop.scope.findings]
-    return diagnosis.num_steps, loop.scope.latest.step, findings, told, loop.warnings
+    return loop.scope.latest.step, findings, told, loop.warnings
 
 
 def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
@@ -53,7 +53,6 @@ def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
     first = Run.open(tmp_path / "sft")
     last = first.columns(Table.STEPS, "step")["step"][-1]
     assert last == KILLED_AFTER - 2  # the books of the last step were still open
-    assert read_state(first.path / STATE_FILE)["step"] < last
 
     results = run_ranks(copied_batches, 2, str(tmp_path / "sft"), 10, False)
     second = Run.open(tmp_path / "sft-2")
@@ -63,8 +62,8 @@ def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
     assert steps.tolist() == list(range(last + 1, last + 11))
     recorded = [finding.to_json() for finding in second.findings()]
     assert recorded == [finding.to_json() for finding in diagnose_run(second)]
-    for num_steps, latest, findings, told, _ in results:
-        assert num_steps == last + 11
+    assert read_state(second.path / STATE_FILE)["num_steps"] == last + 11
+    for latest, findings, told, _ in results:
         assert latest == last + 10
         assert findings == recorded
         assert {finding.step > last for finding in told} <= {True}
@@ -79,21 +78,21 @@ def few_steps(rank, run_dir, **options):
     for step in range(3):
         loop.step(step)
     loop.scope.close()
-    return loop.scope._diagnosis.num_steps, loop.scope.latest.step, loop.warnings
+    return loop.scope.latest.step, loop.warnings
 
 
 def test_a_restart_that_cannot_go_on_starts_anew_on_all_ranks(tmp_path):
-    assert [result[:2] for result in run_ranks(few_steps, 1, str(tmp_path / "run"))] == [(3, 2)]
+    assert [result[0] for result in run_ranks(few_steps, 1, str(tmp_path / "run"))] == [2]
     results = run_ranks(few_steps, 2, str(tmp_path / "run"))
-    assert [result[:2] for result in results] == [(3, 2)] * 2
-    assert "it had 1 workers, this job has 2" in results[0][2][1]
+    assert [result[0] for result in results] == [2] * 2
+    assert "it had 1 workers, this job has 2" in results[0][1][1]
     (tmp_path / "run-2" / STATE_FILE).write_bytes(b"torn")
     results = run_ranks(few_steps, 2, str(tmp_path / "run"))
-    assert [result[:2] for result in results] == [(3, 2)] * 2
-    assert "damaged" in results[0][2][1]
+    assert [result[0] for result in results] == [2] * 2
+    assert "damaged" in results[0][1][1]
     assert "continues" not in Run.open(tmp_path / "run-3").info
     results = run_ranks(few_steps, 2, str(tmp_path / "run"))
-    assert [result[:2] for result in results] == [(6, 5)] * 2
+    assert [result[0] for result in results] == [5] * 2
     assert Run.open(tmp_path / "run-4").info["continues"] == "run-3"
 
 
@@ -104,7 +103,7 @@ def a_new_attempt(rank, run_dir):
 
 def test_a_new_attempt_begins_with_nothing(tmp_path):
     results = run_ranks(a_new_attempt, 2, str(tmp_path / "run"))
-    assert [result[:2] for result in results] == [(3, 2)] * 2
+    assert [result[0] for result in results] == [2] * 2
     assert "continues" not in Run.open(tmp_path / "run-2").info
 
 
@@ -113,7 +112,8 @@ def without_a_state(rank, run_dir):
         raise TypeError("no such state")
 
     loop = Loop(rank, run_dir, flush_seconds=0.0)
-    loop.scope._diagnosis.state = fail
+    if rank == 0:
+        root_of(loop)._diagnosis.state = fail
     for step in range(4):
         loop.step(step)
     loop.scope.close()
@@ -140,20 +140,21 @@ def test_a_restart_is_recorded_after_the_last_sibling(tmp_path):
 
 
 def test_a_job_that_another_has_overtaken_records_beside_it(tmp_path, monkeypatch):
-    create = writer.create_directory
+    create = begin.create_directory
 
     def overtaken(*arguments, **named):
         create(*arguments, **named)
-        monkeypatch.setattr(writer, "create_directory", create)
+        monkeypatch.setattr(begin, "create_directory", create)
         RunWriter(tmp_path / "run", {"num_workers": 2})
 
-    monkeypatch.setattr(writer, "create_directory", overtaken)
-    hosts = ("a", "b")
-    ranks = [{"host": host} for host in hosts]
+    monkeypatch.setattr(begin, "create_directory", overtaken)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    hellos = [{"facts": {"host": host}} for host in ("a", "b")]
     options = {"resume": True, "groups": []}
-    info = {"num_workers": 2, "options": options, "ranks": ranks}
-    record = _begin_record(tmp_path / "run", Diagnosis(2, hosts), (), info, 10.0)
-    assert (record.writer.path, record.start) == (tmp_path / "run-2", b"")
+    intent = Intent(options, dict, Layout(2), 10.0, None, in_thread=True)
+    begun, first_step = _begin(tmp_path / "run", hellos, {"sinks": ()}, intent)
+    assert (begun.path, first_step) == (tmp_path / "run-2", 0)
     assert "continues" not in Run.open(tmp_path / "run-2").info
 
 
@@ -161,14 +162,15 @@ def seen_live(rank, run_dir, tier):
     """Train with and without accumulation; return each step as the detectors saw it."""
     seen = []
     loop = Loop(rank, run_dir, tier=tier, every=2)
-    diagnosis = loop.scope._diagnosis
-    observe = diagnosis.observe
+    if rank == 0:
+        diagnosis = root_of(loop)._diagnosis
+        observe = diagnosis.observe
 
-    def listen(report, between):
-        seen.append(as_recorded(report))
-        return observe(report, between)
+        def listen(report, *others):
+            seen.append(as_recorded(report))
+            return observe(report, *others)
 
-    diagnosis.observe = listen
+        diagnosis.observe = listen
     for step in range(9):
         for micro in range(1 + step % 3):
             last = micro == step % 3
@@ -181,7 +183,7 @@ def seen_live(rank, run_dir, tier):
 
 
 @pytest.mark.parametrize("tier", ["scalars", "sketch", "exact"])
-def test_the_record_holds_what_detectors_saw_on_every_rank(tmp_path, tier):
+def test_the_record_holds_what_detectors_saw(tmp_path, tier):
     results = run_ranks(seen_live, 3, str(tmp_path / "run"), tier)
     run = Run.open(tmp_path / "run")
     recorded = list(run.iter_reports())
@@ -189,8 +191,7 @@ def test_the_record_holds_what_detectors_saw_on_every_rank(tmp_path, tier):
     assert any(report.gathered.micro_losses for report in recorded)
     assert any(report.gathered.micro_norms for report in recorded) == (tier != "scalars")
     assert any(report.cosines_WW is not None for report in recorded) == (tier != "scalars")
-    for seen, findings in results:
-        for read, live in zip(recorded, seen, strict=True):
-            gathered = replace(live.gathered, time=read.time)  # each rank reads its own clock
-            assert_same(read, replace(live, gathered=gathered))
+    for read, live in zip(recorded, results[0][0], strict=True):
+        assert_same(read, live)
+    for _, findings in results:
         assert findings == [finding.to_json() for finding in diagnose_run(run)]

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,14 @@ def collect_warnings() -> list[str]:
     logger = logging.getLogger("rankscope")
     logger.handlers, logger.propagate = [handler], False
     return warnings
+
+
+def root_of(loop: "Loop") -> Any:
+    """Return what judges the steps of a loop, which lives in a thread of rank 0."""
+    agent = loop.scope._opened.agent.agent
+    while agent.root is None:
+        time.sleep(0.01)
+    return agent.root
 
 
 class Loop:

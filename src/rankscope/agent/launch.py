@@ -16,6 +16,10 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rankscope.agent.process import Agent
 
 _log = logging.getLogger("rankscope")
 
@@ -82,7 +86,8 @@ def start(listening: socket.socket, secret: str, *, thread: bool) -> "Started":
             )
     from rankscope.agent.process import serve_in_thread
 
-    return Started(thread=serve_in_thread(listening, secret))
+    agent, in_thread = serve_in_thread(listening, secret)
+    return Started(thread=in_thread, agent=agent)
 
 
 class Started:
@@ -91,14 +96,16 @@ class Started:
     Args:
         process: Its process, or
         thread: its thread.
+        agent: The agent itself, in a thread.
     """
 
     def __init__(
         self,
         process: "subprocess.Popen[str] | None" = None,
         thread: threading.Thread | None = None,
+        agent: "Agent | None" = None,
     ) -> None:
-        self._process, self._thread = process, thread
+        self._process, self._thread, self.agent = process, thread, agent
         self._pid = os.getpid()
 
     @property

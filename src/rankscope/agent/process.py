@@ -33,6 +33,9 @@ class Agent:
     Args:
         listening: The socket on which local ranks connect; it listens already.
         secret: What every rank's first frame holds.
+
+    Attributes:
+        root: What judges steps, on the host of rank 0; None before rank 0 has come, and elsewhere.
     """
 
     def __init__(self, listening: socket.socket, secret: str) -> None:
@@ -41,7 +44,7 @@ class Agent:
         self._server = LocalServer(
             listening, self._check, peer=self._processes.__setitem__, lives=self._lives
         )
-        self._root: Root | None = None
+        self.root: Root | None = None
         self._early: deque[tuple[int, Frame | None, float]] = deque()
         self._lines: deque[tuple[int, str]] = deque(maxlen=256)
 
@@ -49,9 +52,9 @@ class Agent:
         """Serve until the run is closed, or until nobody is left."""
         began = time.monotonic()
         try:
-            while self._root is None or not self._root.finished:
+            while self.root is None or not self.root.finished:
                 self._turn()
-                if self._root is None and self._is_forsaken(time.monotonic() - began):
+                if self.root is None and self._is_forsaken(time.monotonic() - began):
                     return
         finally:
             self._say_lines()
@@ -68,7 +71,7 @@ class Agent:
     def _turn(self) -> None:
         for rank, frame, at in self._server.take(_TURN_SECONDS):
             self._take(rank, frame, at)
-        root = self._root
+        root = self.root
         if root is None:
             return
         try:
@@ -81,11 +84,11 @@ class Agent:
         self._say_lines()
 
     def _take(self, rank: int, frame: Frame | None, at: float) -> None:
-        if frame is not None and frame.kind == Kind.HELLO and self._root is None:
+        if frame is not None and frame.kind == Kind.HELLO and self.root is None:
             setup = json.loads(frame.payload).get("root")
             if setup is not None:
                 self._begin(setup)
-        if self._root is None:
+        if self.root is None:
             self._early.append((rank, frame, at))
             return
         while self._early:
@@ -93,18 +96,18 @@ class Agent:
         self._give(rank, frame, at)
 
     def _give(self, rank: int, frame: Frame | None, at: float) -> None:
-        assert self._root is not None
-        if self._root.finished:
+        assert self.root is not None
+        if self.root.finished:
             return
         try:
-            self._root.take(rank, frame, at)
+            self.root.take(rank, frame, at)
         except Exception as error:
             self._note_failure(error)
-            self._root.fail(error)
+            self.root.fail(error)
 
     def _begin(self, setup: dict[str, object]) -> None:
         try:
-            self._root = Root(setup, self._send)
+            self.root = Root(setup, self._send)
         except Exception as error:
             self._note_failure(error)
             why = str(error) if isinstance(error, RankscopeError) else repr(error)
@@ -179,12 +182,12 @@ def serve(descriptor: int, secret: str) -> None:
     agent.run()
 
 
-def serve_in_thread(listening: socket.socket, secret: str) -> threading.Thread:
+def serve_in_thread(listening: socket.socket, secret: str) -> tuple[Agent, threading.Thread]:
     """Be the agent of this host in a thread of the training's process."""
     agent = Agent(listening, secret)
     thread = threading.Thread(target=agent.run, name="rankscope-agent", daemon=True)
     thread.start()
-    return thread
+    return agent, thread
 
 
 def main() -> None:

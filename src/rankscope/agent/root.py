@@ -6,6 +6,7 @@ has reached yet.
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,14 @@ class _Worker:
         complete: Whether it has said that its part of the run is complete.
         ended_at: Unix time at which it left.
         wants_reports: Whether it asked for the steps' reports.
+        last_word: What it is told when the run is closed, though all was well on its side.
     """
 
     left: str | None = None
     complete: bool = False
     ended_at: float = 0.0
     wants_reports: bool = False
+    last_word: str = ""
 
 
 class Root:
@@ -78,8 +81,9 @@ class Root:
         start = read_state(self._run_dir / START_FILE) if "continues" in run.info else None
         if start is not None:
             self._diagnosis.restore(start)
+        info = {**setup["info"], "agent": {"host": setup["host"], "pid": os.getpid()}}
         self._writer = RunWriter(
-            self._run_dir, setup["info"], flush_seconds=setup["flush_seconds"], begun=True
+            self._run_dir, info, flush_seconds=setup["flush_seconds"], begun=True
         )
         known = tuple(self._diagnosis.findings)
         self._writer.add_findings(known)
@@ -185,20 +189,34 @@ class Root:
             return
         delivered = self._assembly.delivered
         last = min(delivered[rank] for rank in left)
-        passed = any(delivered[rank] > last for rank, w in enumerate(self._workers) if not w.left)
-        if passed:
-            first = min(left, key=lambda rank: self._workers[rank].ended_at)
-            self._turn_off(
-                f"rank {first} sends nothing after step {delivered[first]}: "
-                f"{self._workers[first].left}"
-            )
+        passed = any(delivered[rank] > last for rank in range(len(delivered)) if rank not in left)
         if passed or len(left) == len(self._workers):
+            if not self._is_whole:
+                first = min(left, key=self._blame)
+                self._turn_off(
+                    f"rank {first} sends nothing after step {delivered[first]}: "
+                    f"{self._workers[first].left}",
+                    because_of=first,
+                )
             self.close()
 
-    def _turn_off(self, why: str) -> None:
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all workers have said that the run is complete, after the same step."""
+        complete = all(worker.complete for worker in self._workers)
+        return complete and len(set(self._assembly.delivered)) == 1
+
+    def _blame(self, rank: int) -> tuple[bool, int, float]:
+        worker = self._workers[rank]
+        return worker.complete, self._assembly.delivered[rank], worker.ended_at
+
+    def _turn_off(self, why: str, because_of: int = -1) -> None:
+        """Tell the probes that nothing is recorded any more, also one that has closed already."""
         for rank, worker in enumerate(self._workers):
             if worker.left is None:
                 self._send(rank, pack(Kind.OFF, why.encode(), rank=rank))
+            elif worker.complete and rank != because_of:
+                worker.last_word = why
 
     def fail(self, error: BaseException) -> None:
         """End the run after an error of the monitor's own; the training goes on."""
@@ -211,9 +229,9 @@ class Root:
         if self.finished:
             return
         self.finished = True
-        workers, delivered = self._workers, self._assembly.delivered
-        whole = all(w.complete for w in workers) and len(set(delivered)) == 1
+        whole = self._is_whole
         complete = whole and not failed
+        last: list[Finding] = []
         try:
             last = self._diagnosis.close()
             self._writer.add_findings(last)
@@ -228,14 +246,18 @@ class Root:
                 **({} if complete else {"ended": self._endings()}),
             )
         except Exception as error:
-            _log.warning("the run in %s could not be closed: %s", self._run_dir, error)
+            level = logging.DEBUG if failed else logging.WARNING  # it was told why already
+            _log.log(level, "the run in %s could not be closed: %s", self._run_dir, error)
         finally:
             if self._sinks is not None:
                 self._sinks.close()
-            self._send(ALL_RANKS, _findings_frame(self._diagnosis.findings, told=False, step=-1))
+            known = self._diagnosis.findings
+            self._send(ALL_RANKS, _findings_frame(last, told=False, step=-1, news=True))
+            self._send(ALL_RANKS, _findings_frame(known, told=False, step=-1))
             if self._latest is not None:
                 self._send(ALL_RANKS, pack(Kind.LATEST, pack_report(self._latest)))
-            self._send(ALL_RANKS, pack(Kind.DONE))
+            for rank, worker in enumerate(self._workers):
+                self._send(rank, pack(Kind.DONE, worker.last_word.encode(), rank=rank))
 
     def _endings(self) -> list[dict[str, Any]]:
         """Return who ended, the first one first."""
@@ -264,8 +286,11 @@ class Root:
             _log.warning("a restarted job cannot go on from %s: %s", self._run_dir, error)
 
 
-def _findings_frame(findings: Sequence[Finding], *, told: bool, step: int) -> bytes:
-    content = {"told": told, "findings": [finding.to_json() for finding in findings]}
+def _findings_frame(
+    findings: Sequence[Finding], *, told: bool, step: int, news: bool = False
+) -> bytes:
+    events = [finding.to_json() for finding in findings]
+    content = {"told": told, "news": news or told, "findings": events}
     return pack(Kind.FINDINGS, json.dumps(content, default=_plain).encode(), step=step)
 
 

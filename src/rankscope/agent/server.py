@@ -75,7 +75,7 @@ class LocalServer:
         self._arrived: deque[Arrived] = deque()
         self._news = threading.Event()
         self._connections: dict[int, _Connection] = {}
-        self._lost: dict[int, float] = {}
+        self._lost: dict[int, tuple[float, float]] = {}  # by both clocks
         self._ended: set[int] = set()
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
@@ -235,7 +235,7 @@ class LocalServer:
         with self._lock:
             if self._connections.get(connection.rank) is connection:
                 del self._connections[connection.rank]
-                self._lost[connection.rank] = time.monotonic()
+                self._lost[connection.rank] = time.monotonic(), time.time()
 
     def _give_up_lost(self) -> None:
         """Notice ranks that are gone, also where a process that they forked holds the socket."""
@@ -243,11 +243,11 @@ class LocalServer:
         for connection in list(self._connections.values()):
             if self._lives(connection.rank) is False and not self._has_more(connection):
                 self._drop(connection)
-        for rank, since in list(self._lost.items()):
+        for rank, (since, at) in list(self._lost.items()):
             if self._lives(rank) is False or now - since > GRACE_SECONDS:
                 with self._lock:
                     self._lost.pop(rank, None)
-                self._note(Arrived(rank, None, time.time()))
+                self._note(Arrived(rank, None, at))
 
     def _has_more(self, connection: _Connection) -> bool:
         try:

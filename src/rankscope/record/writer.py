@@ -70,6 +70,7 @@ class RunWriter:
         info: What ``run.json`` says about the run: configuration, hosts, versions. Values that
             JSON does not know (numpy, paths) are made plain, numbers that are not finite null.
         flush_seconds: Time between two writes of ``flush_if_due``.
+        start: What the detectors remember when the run begins, if it continues another.
         begun: Whether :func:`~rankscope.record.begin.begin_run` has taken the directory already,
             and ``info`` is what it returned.
 
@@ -84,6 +85,7 @@ class RunWriter:
         info: Mapping[str, Any],
         *,
         flush_seconds: float = 10.0,
+        start: State | None = None,
         begun: bool = False,
     ) -> None:
         self.path = Path(path)
@@ -105,10 +107,12 @@ class RunWriter:
         self._last_flush: float | None = None
         self._flushes_without_state = 0
         self._closed = False
-        begun_info = dict(info) if begun else begin_run(self.path, info)
-        versions = {**begun_info["versions"], "pyarrow": pa.__version__}
-        self._info = {**begun_info, "versions": versions}
-        replace(self.path / INFO_FILE, text_of(self._info))
+        self._info = {**info, "versions": {"pyarrow": pa.__version__, **info.get("versions", {})}}
+        if begun:
+            replace(self.path / INFO_FILE, text_of(self._info))
+        else:
+            packed = b"" if start is None else pack_state(start)
+            self._info = begin_run(self.path, self._info, packed)
 
     def add(self, report: StepReport) -> None:
         """Append one step to all tables, in memory.
