@@ -1,10 +1,27 @@
 """When a hang begins and ends, by a clock made by hand; and the finding about it."""
 
+import os
+import threading
+import time
+
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.agent.hangs import HangWatch, hang_finding
+from rankscope.agent.processes import permit_inspection
+from rankscope.agent.stacks import stacks_of
 from rankscope.core.finding import Finding, Severity
-from rankscope.core.hang import Fate, HangReport, Place, ProcessState, Stack, Standing
+from rankscope.core.hang import (
+    Fate,
+    HangReport,
+    Place,
+    ProcessState,
+    Stack,
+    Standing,
+    judge_stacks,
+)
+from support.ranks import run_ranks
 
 ENDED, STOPPED = ProcessState.ENDED, ProcessState.STOPPED
 LOCKED = Stack(thread="MainThread", frames=["take (job.py:10)", "train (job.py:20)"], missing="")
@@ -287,3 +304,56 @@ def test_a_finding_about_many_ranks_stays_short():
     assert len(finding.explanation) < 700
     assert "ranks 7–1002" in finding.explanation
     assert len(finding.evidence) < 50
+
+
+# Real ranks -----------------------------------------------------------------------------------
+
+
+def stand_still(file):
+    while not file.exists():
+        time.sleep(0.02)
+
+
+def look_until_seen(folder, pids, where):
+    """Look at all ranks until stacks tell who is waited for; let it go on then."""
+    level = HangReport(1, 125.0, waiting=(0, 1, 2))
+    while True:
+        stacks = stacks_of(dict.fromkeys(pids, 0))
+        by_rank = {rank: stacks[pid] for rank, pid in enumerate(pids)}
+        report = judge_stacks(level, by_rank)
+        if report.ranks == (1,) and report.phase == where and "stand_still" in str(by_rank[1]):
+            (folder / "finding").write_text(hang_finding(report, by_rank).explanation)
+            break
+    (folder / "go on").touch()
+
+
+def train_with_one_that_stands_still(rank, folder, agent, at):
+    permit_inspection(agent)
+    (folder / str(rank)).write_text(str(os.getpid()))
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if (rank, step) == (1, at):
+            stand_still(folder / "go on")
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def agent_of(folder, where):
+    files = [folder / str(rank) for rank in range(3)]
+    while not all(file.exists() and file.read_text() for file in files):
+        time.sleep(0.02)
+    look_until_seen(folder, [int(file.read_text()) for file in files], where)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("at", "where"),
+    [(1, "forward"), (2, "backward")],  # DDP rebuilds its buckets as step 1 begins
+)
+def test_stacks_of_real_ranks_tell_who_holds_up_a_step(tmp_path, at, where):
+    agent = threading.Thread(target=agent_of, args=(tmp_path, where), daemon=True)
+    agent.start()
+    run_ranks(train_with_one_that_stands_still, 3, tmp_path, os.getpid(), at)
+    agent.join()
+    told = (tmp_path / "finding").read_text()
+    assert f"rank 1 is alive and behind, in step 1; ranks 0 and 2 wait in the {where} pass" in told
+    assert "stand_still (test_hangs.py:" in told

@@ -37,6 +37,12 @@ def stack(*frames):
 
 IN_BACKWARD = stack("_engine_run_backward (torch/autograd/graph.py:841)", "backward (_tensor.py:1)")
 IN_BARRIER = stack("barrier (torch/distributed/distributed_c10d.py:4000)", "save (job.py:1)")
+IN_WRAPPER = stack("DistributedDataParallel._pre_forward (torch/nn/parallel/distributed.py:1775)")
+IN_GATHERING = stack(
+    "all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)",
+    "foreach_all_gather (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:200)",
+)
+IN_LAYER = stack("Block.forward (model.py:10)", *IN_WRAPPER["frames"])
 IN_LOCK = stack("take (job.py:10)", "train (job.py:20)")
 
 
@@ -154,6 +160,17 @@ def test_by_stacks_the_rank_that_is_not_in_the_backward_pass_holds_up_the_others
     assert (report.waiting, report.phase) == ((0, 2), "backward")
 
 
+@pytest.mark.parametrize("waits", [IN_WRAPPER, IN_GATHERING])
+def test_ranks_that_wait_in_the_wrapper_as_a_step_begins_are_held_up(waits):
+    report = judge_stacks(LEVEL, {0: waits, 1: IN_LAYER, 2: waits})
+    assert (report.ranks, report.phase) == ((1,), "forward")
+
+
+def test_ranks_that_wait_in_both_passes_have_no_phase_in_common():
+    report = judge_stacks(LEVEL, {0: IN_WRAPPER, 1: IN_LOCK, 2: IN_BACKWARD})
+    assert (report.ranks, report.phase) == ((1,), "")
+
+
 def test_a_rank_without_a_stack_is_not_accused():
     unknown = Stack(thread="", frames=[], missing="no permission")
     assert judge_stacks(LEVEL, {0: IN_BACKWARD, 1: unknown, 2: IN_BACKWARD}).is_pause
@@ -167,6 +184,7 @@ def test_a_rank_that_waits_outside_of_the_backward_pass_is_not_accused():
 def test_ranks_that_wait_for_one_that_saves_pause():
     assert judge_stacks(LEVEL, {0: IN_LOCK, 1: IN_BARRIER, 2: IN_BARRIER}) == LEVEL
     assert judge_stacks(LEVEL, dict.fromkeys(range(3), IN_LOCK)) == LEVEL
+    assert judge_stacks(LEVEL, dict.fromkeys(range(3), IN_LAYER)) == LEVEL
 
 
 def test_all_in_the_backward_pass_by_their_stacks_is_no_pause():

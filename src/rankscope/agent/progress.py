@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import struct
+from pathlib import Path
 
 from rankscope.core.hang import Place
 
@@ -73,7 +74,8 @@ def open_mark(pid: int, number: int) -> int | None:
     descriptor = None
     try:
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME}"):
+        opened = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if str(opened).startswith(f"/memfd:{_NAME}"):
             return descriptor
     except OSError:
         pass

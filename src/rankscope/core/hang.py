@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, Self, TypedDict
 
+_ENGINE = "_engine_run_backward "  # the Python frame that calls autograd's engine
+_WRAPPERS = ("(torch/nn/parallel/distributed.py", "(torch/distributed/fsdp/")
+_COLLECTIVES = ("(torch/nn/parallel/distributed.py", "(torch/distributed/")
+
 
 class ProcessState(StrEnum):
     """How the process of a rank is, seen from outside."""
@@ -204,27 +208,27 @@ def judge_hang(
 def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
     """Return a report in which stacks tell what places did not.
 
-    If some ranks wait inside of a backward pass, or for a collective called there, all the ranks
-    that do something else hold them up. Where nobody is in a backward pass, it may be a planned
-    pause, say for a checkpoint, and the report stays as it is; so it does where somebody is
-    suspected already.
+    If some ranks wait in a backward pass, or in a collective of the wrapper's (DDP rebuilds its
+    buckets and sends buffers as a forward pass begins, FSDP2 gathers parameters), all the ranks
+    that do something else hold them up. Where nobody does, it may be a planned pause, say for a
+    checkpoint, and the report stays as it is; so it does where somebody is suspected already.
 
     Args:
         report: What places tell.
         stacks: Stacks by rank; ranks without one are neither accused nor acquitted.
     """
     known = {rank: stack for rank, stack in stacks.items() if stack["frames"]}
-    in_backward = {rank for rank, stack in known.items() if _waits_in_backward(stack)}
-    if report.recovered or not report.is_pause or not in_backward:
+    phases = {rank: phase for rank, stack in known.items() if (phase := _waits_in_step(stack))}
+    if report.recovered or not report.is_pause or not phases:
         return report
     busy = [rank for rank in sorted(known) if not _waits(known[rank])]
+    phase = next(iter(phases.values())) if len(set(phases.values())) == 1 else ""
     if busy:
         place = Place(report.step)
         suspects = tuple(Standing(rank, Fate.STUCK, place) for rank in busy)
         waiting = tuple(rank for rank in report.waiting if rank not in busy)
-        return replace(report, suspects=suspects, waiting=waiting, phase="backward")
-    all_there = in_backward >= set(report.waiting)
-    return replace(report, phase="backward") if all_there else report
+        return replace(report, suspects=suspects, waiting=waiting, phase=phase)
+    return replace(report, phase=phase) if phases.keys() >= set(report.waiting) else report
 
 
 def _exact(there: Mapping[int, Place], states: Mapping[int, ProcessState]) -> list[Standing]:
@@ -267,12 +271,15 @@ def _depth(place: Place) -> tuple[int, int]:
     return place.step, place.passes
 
 
-def _waits_in_backward(stack: Stack) -> bool:
-    """Return whether the innermost Python frame is the one that calls autograd's engine."""
-    return stack["frames"][0].startswith("_engine_run_backward ")
+def _waits_in_step(stack: Stack) -> str:
+    """Return the pass in which it waits for other ranks; empty if it does not, or elsewhere."""
+    if stack["frames"][0].startswith(_ENGINE):
+        return "backward"
+    wrapped = any(wrapper in frame for frame in stack["frames"] for wrapper in _WRAPPERS)
+    return "forward" if wrapped and _waits(stack) else ""
 
 
 def _waits(stack: Stack) -> bool:
     """Return whether it waits for other ranks, as far as its innermost frame tells."""
-    places = ("(torch/distributed/", "(torch/nn/parallel/distributed.py")
-    return _waits_in_backward(stack) or any(place in stack["frames"][0] for place in places)
+    innermost = stack["frames"][0]
+    return innermost.startswith(_ENGINE) or any(place in innermost for place in _COLLECTIVES)
