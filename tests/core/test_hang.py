@@ -1,82 +1,197 @@
-"""Who holds up whom, from beats made by hand."""
+"""Who holds up whom, from places, states and stacks made by hand."""
 
+import json
 from dataclasses import replace
 
-from rankscope.core.hang import STOPPED, Beat, compare_beats
+import pytest
+
+from rankscope.core.hang import (
+    Fate,
+    HangReport,
+    Place,
+    ProcessState,
+    Stack,
+    judge_hang,
+    judge_stacks,
+)
+
+FORWARD, BACKWARD, AFTER = (1, "forward"), (2, "backward"), (3, "step")
 
 
-def beat(rank, step, passes=1, phase="forward", count=9):
-    return Beat(rank, count, 1e9, step, passes, phase, 1e9 - 60)
+def judge(*places, states=None, left=(), num_workers=None):
+    """Judge ranks whose processes run unless told, at ``(step, (passes, phase))`` each."""
+    by_rank = {
+        rank: Place(step, *within) for rank, (step, *rest) in enumerate(places) for within in rest
+    }
+    running = dict.fromkeys(by_rank, ProcessState.RUNNING)
+    return judge_hang(125.0, num_workers or len(places), by_rank, running | (states or {}), left)
 
 
-def compare(*beats, num_workers=None, own=0):
-    """Compare beats of ranks that have all written since the earlier look."""
-    now = {b.rank: b for b in beats}
-    earlier = {rank: replace(b, count=b.count - 3) for rank, b in now.items()}
-    return compare_beats(now[own], 125.0, earlier, now, num_workers or len(beats))
+def fates(report):
+    return {one.rank: one.fate for one in report.suspects}
+
+
+def stack(*frames):
+    return Stack(thread="MainThread", frames=list(frames), missing="")
+
+
+IN_BACKWARD = stack("_engine_run_backward (torch/autograd/graph.py:841)", "backward (_tensor.py:1)")
+IN_BARRIER = stack("barrier (torch/distributed/distributed_c10d.py:4000)", "save (job.py:1)")
+IN_WRAPPER = stack("DistributedDataParallel._pre_forward (torch/nn/parallel/distributed.py:1775)")
+IN_GATHERING = stack(
+    "all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)",
+    "foreach_all_gather (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:200)",
+)
+IN_LAYER = stack("Block.forward (model.py:10)", *IN_WRAPPER["frames"])
+IN_LOCK = stack("take (job.py:10)", "train (job.py:20)")
+
+
+def test_a_rank_in_the_forward_pass_holds_up_those_in_the_backward_pass():
+    report = judge((7, BACKWARD), (7, FORWARD), (7, BACKWARD))
+    assert fates(report) == {1: Fate.STUCK}
+    assert (report.step, report.waiting, report.phase) == (7, (0, 2), "backward")
+    assert str(report) == (
+        "step 7 has not ended for 125 s; rank 1 is alive and behind, in the forward pass of step 7"
+    )
 
 
 def test_the_rank_in_an_earlier_step_is_behind():
-    report = compare(beat(0, 7), beat(1, 6, 2, "backward"), beat(2, 7))
-    assert report.suspects == (1,)
-    assert report.behind[0].rank == 1
-    text = str(report)
-    assert "step 7 has not ended for 125 s" in text
-    assert "behind the others: rank 1, in the backward pass of step 6 since" in text
+    report = judge((7, FORWARD), (6, AFTER), (7, FORWARD))
+    assert fates(report) == {1: Fate.STUCK}
+    assert report.step == 6
+    assert "after the backward pass of step 6" in str(report)
 
 
 def test_within_a_step_the_number_of_passes_tells():
-    micro = [beat(0, 7, 4, "backward"), beat(1, 7, 2, "backward"), beat(2, 7, 3, "forward")]
-    assert compare(*micro).suspects == (1,)
+    assert judge((7, (4, "backward")), (7, (2, "backward")), (7, (3, "forward"))).ranks == (1,)
+
+
+def test_where_only_steps_are_known_they_tell():
+    report = judge((8, (0, "")), (7, (0, "")), (8, (0, "")))
+    assert fates(report) == {1: Fate.STUCK}
+    assert str(report).endswith("rank 1 is alive and behind, in step 7")
 
 
 def test_ranks_that_are_level_are_not_accused():
-    report = compare(*(beat(rank, 7) for rank in range(3)))
+    for within in (FORWARD, AFTER, (0, "")):
+        report = judge(*[(7, within)] * 3)
+        assert report.is_pause
+        assert report.suspects == ()
+        assert "all ranks are equally far" in str(report)
+
+
+def test_all_ranks_in_one_backward_pass_are_no_pause():
+    report = judge(*[(7, BACKWARD)] * 3)
     assert report.suspects == ()
-    assert "all ranks are as far as this one" in str(report)
+    assert not report.is_pause
+    assert str(report).endswith("all ranks are equally far, in the backward pass of step 7")
 
 
-def test_a_rank_that_writes_no_more_is_silent_wherever_it_was():
-    now = {rank: beat(rank, 7) for rank in range(3)}
-    earlier = {0: beat(0, 7, count=6), 1: beat(1, 7, count=9), 2: beat(2, 7, count=6)}
-    report = compare_beats(now[0], 125.0, earlier, now, 3)
-    assert [b.rank for b in report.silent] == [1]
-    assert report.behind == ()
-    assert "dead or frozen, without a sign of life: rank 1" in str(report)
+@pytest.mark.parametrize(
+    ("state", "fate"),
+    [(ProcessState.ENDED, Fate.ENDED), (ProcessState.STOPPED, Fate.STOPPED)],
+)
+def test_an_ended_or_stopped_rank_accounts_for_the_hang_wherever_it_was(state, fate):
+    # Rank 0 is behind too, but only since it waits for rank 1.
+    report = judge((7, FORWARD), (7, BACKWARD), (7, BACKWARD), states={1: state})
+    assert fates(report) == {1: fate}
+    assert report.waiting == (0, 2)
 
 
-def test_a_rank_that_only_just_began_to_write_is_not_silent():
-    now = {0: beat(0, 7), 1: beat(1, 7, count=1)}
-    assert compare_beats(now[0], 125.0, {0: beat(0, 7, count=6)}, now, 2).suspects == ()
+def test_ended_and_stopped_ranks_are_told_apart():
+    states = {0: ProcessState.STOPPED, 2: ProcessState.ENDED}
+    report = judge(*[(7, FORWARD)] * 3, states=states)
+    assert fates(report) == {0: Fate.STOPPED, 2: Fate.ENDED}
+    assert [one.rank for one in report.with_fate(Fate.ENDED)] == [2]
 
 
-def test_a_rank_that_ended_early_is_named_and_one_that_ended_in_time_is_not():
-    report = compare(beat(0, 7), beat(1, 5, 3, STOPPED), beat(2, 7, 1, STOPPED))
-    assert report.suspects == (1,)
-    assert "rank 1, not watched any more, after step 5" in str(report)
+def test_a_job_that_is_suspended_as_a_whole_pauses():
+    suspended = dict.fromkeys(range(3), ProcessState.STOPPED)
+    assert judge(*[(7, FORWARD)] * 3, states=suspended).is_pause
 
 
-def test_a_rank_that_never_wrote_is_missing():
-    report = compare(beat(0, 7), beat(2, 7), num_workers=4)
-    assert report.missing == report.suspects == (1, 3)
-    assert "never heard of: ranks [1, 3]" in str(report)
+def test_a_rank_behind_of_which_nobody_knows_is_silent():
+    report = judge((7, BACKWARD), (7, FORWARD), states={1: ProcessState.UNKNOWN})
+    assert fates(report) == {1: Fate.SILENT}
 
 
-def test_a_rank_may_find_itself_behind():
-    assert compare(beat(0, 6), beat(1, 7)).suspects == (0,)
+def test_a_rank_that_left_early_is_named_and_one_that_left_in_time_is_not():
+    report = judge((7, FORWARD), (5, AFTER), (7, FORWARD), left=(1, 2))
+    assert fates(report) == {1: Fate.LEFT}
+    assert (report.step, report.waiting) == (7, (0,))
+    assert "rank 1 is not watched any more, after the backward pass of step 5" in str(report)
+
+
+def test_a_process_that_ends_after_it_left_has_not_died():
+    assert judge(*[(7, AFTER)] * 2, states={1: ProcessState.ENDED}, left=(1,)).is_pause
+
+
+def test_a_rank_that_never_spoke_is_missing_in_the_first_step_only():
+    report = judge((0, BACKWARD), (0, BACKWARD), num_workers=4)
+    assert fates(report) == {2: Fate.MISSING, 3: Fate.MISSING}
+    assert str(report).endswith("rank 2 never said anything; rank 3 never said anything")
+    assert judge((1, FORWARD), (1, FORWARD), num_workers=4).is_pause
 
 
 def test_many_ranks_are_counted_not_listed():
-    report = compare(beat(0, 7), *(beat(rank, 6) for rank in range(1, 12)))
+    report = judge((7, FORWARD), *[(6, FORWARD)] * 11)
     assert len(report.suspects) == 11
-    assert "and 3 more" in str(report)
+    assert str(report).endswith("and 3 more")
 
 
 def test_recovery_is_told_in_one_sentence():
-    report = replace(compare(beat(0, 7), beat(1, 6)), recovered=True)
-    assert str(report) == "step 7 has ended after 125 s; training goes on"
+    report = replace(judge((7, FORWARD), (6, FORWARD)), recovered=True)
+    assert str(report) == "step 6 has ended after 125 s; training goes on"
 
 
-def test_beats_survive_the_store():
-    before = beat(3, 7, 2, "backward")
-    assert Beat.from_bytes(3, before.to_bytes()) == before
+def test_reports_travel_as_json():
+    for report in (judge((7, BACKWARD), (7, FORWARD)), judge((0, FORWARD), num_workers=2)):
+        assert HangReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+# Stacks, where places tell nothing -----------------------------------------------------------
+
+LEVEL = HangReport(7, 125.0, waiting=(0, 1, 2))
+
+
+def test_by_stacks_the_rank_that_is_not_in_the_backward_pass_holds_up_the_others():
+    report = judge_stacks(LEVEL, {0: IN_BACKWARD, 1: IN_LOCK, 2: IN_BACKWARD})
+    assert fates(report) == {1: Fate.STUCK}
+    assert (report.waiting, report.phase) == ((0, 2), "backward")
+
+
+@pytest.mark.parametrize("waits", [IN_WRAPPER, IN_GATHERING])
+def test_ranks_that_wait_in_the_wrapper_as_a_step_begins_are_held_up(waits):
+    report = judge_stacks(LEVEL, {0: waits, 1: IN_LAYER, 2: waits})
+    assert (report.ranks, report.phase) == ((1,), "forward")
+
+
+def test_ranks_that_wait_in_both_passes_have_no_phase_in_common():
+    report = judge_stacks(LEVEL, {0: IN_WRAPPER, 1: IN_LOCK, 2: IN_BACKWARD})
+    assert (report.ranks, report.phase) == ((1,), "")
+
+
+def test_a_rank_without_a_stack_is_not_accused():
+    unknown = Stack(thread="", frames=[], missing="no permission")
+    assert judge_stacks(LEVEL, {0: IN_BACKWARD, 1: unknown, 2: IN_BACKWARD}).is_pause
+
+
+def test_a_rank_that_waits_outside_of_the_backward_pass_is_not_accused():
+    report = judge_stacks(LEVEL, {0: IN_BACKWARD, 1: IN_LOCK, 2: IN_BARRIER})
+    assert report.ranks == (1,)
+
+
+def test_ranks_that_wait_for_one_that_saves_pause():
+    assert judge_stacks(LEVEL, {0: IN_LOCK, 1: IN_BARRIER, 2: IN_BARRIER}) == LEVEL
+    assert judge_stacks(LEVEL, dict.fromkeys(range(3), IN_LOCK)) == LEVEL
+    assert judge_stacks(LEVEL, dict.fromkeys(range(3), IN_LAYER)) == LEVEL
+
+
+def test_all_in_the_backward_pass_by_their_stacks_is_no_pause():
+    report = judge_stacks(LEVEL, dict.fromkeys(range(3), IN_BACKWARD))
+    assert (report.suspects, report.phase) == ((), "backward")
+
+
+def test_stacks_do_not_overrule_places():
+    behind = judge((7, BACKWARD), (7, FORWARD), (7, BACKWARD))
+    assert judge_stacks(behind, {0: IN_LOCK, 1: IN_BACKWARD}) == behind

@@ -1,135 +1,285 @@
-"""What every rank was last seen doing, and from that: who holds up all others in a hang."""
+"""Who holds up all others in a hang, from how far each rank is and how its process is.
 
-import json
-import time
-from dataclasses import dataclass
+All of it is plain data: in a job of several hosts, states and stacks come over the wire.
+"""
 
-STARTING, STOPPED = "starting", "stopped"
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, NamedTuple, Self, TypedDict
+
+_ENGINE = "_engine_run_backward "  # the Python frame that calls autograd's engine
+_WRAPPERS = ("(torch/nn/parallel/distributed.py", "(torch/distributed/fsdp/")
+_COLLECTIVES = ("(torch/nn/parallel/distributed.py", "(torch/distributed/")
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """What a rank last wrote. Times are by that rank's own clock.
+class ProcessState(StrEnum):
+    """How the process of a rank is, seen from outside."""
+
+    RUNNING = "running"
+    """It runs, sleeps or waits; the system gives it time."""
+    STOPPED = "stopped"
+    """By SIGSTOP or a debugger."""
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+    """Nobody who could look has told."""
+
+
+class Fate(StrEnum):
+    """Why a rank holds up the others."""
+
+    ENDED = "ended"
+    STOPPED = "stopped"
+    LEFT = "left"
+    """It ended its watch before it came as far as the others."""
+    MISSING = "missing"
+    """It never said anything."""
+    STUCK = "stuck"
+    """Its process is alive, and it is behind the others."""
+    SILENT = "silent"
+    """It is behind, and nobody can say how its process is: its host is out of reach."""
+
+
+class Place(NamedTuple):
+    """How far a rank is; places of one look are comparable.
 
     Attributes:
-        rank: The worker's rank.
-        count: Number of the beat; a rank whose count stands still is dead or frozen.
-        time: Unix time at which it was written.
-        step: The training's step; −1 before the first.
-        passes: How many phases of that step have begun; more with several micro-batches.
-        phase: What the training does: starting, forward, backward, step, or stopped.
-        since: Unix time at which that phase began.
+        step: The step that it works on; 0 in the first.
+        passes: How many phases of that step have begun; 0 where only steps are known.
+        phase: ``forward``, ``backward`` or ``step``; empty where only steps are known.
     """
 
-    rank: int
-    count: int
-    time: float
     step: int
-    passes: int
-    phase: str
-    since: float
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """How far the rank is."""
-        return self.step, self.passes
+    passes: int = 0
+    phase: str = ""
 
     def __str__(self) -> str:
-        doing = {
-            STARTING: "before its first step",
-            STOPPED: f"not watched any more, after step {self.step}",
-            "step": f"after the backward pass of step {self.step}",
-        }.get(self.phase, f"in the {self.phase} pass of step {self.step}")
-        return f"rank {self.rank}, {doing} since {_clock(self.since)}"
+        if self.phase == "step":
+            return f"after the backward pass of step {self.step}"
+        phase = f"the {self.phase} pass of " if self.phase else ""
+        return f"in {phase}step {self.step}"
 
-    def to_bytes(self) -> bytes:
-        """Return the value for the store."""
-        fields = [self.count, self.time, self.step, self.passes, self.phase, self.since]
-        return json.dumps(fields).encode()
 
-    @classmethod
-    def from_bytes(cls, rank: int, value: bytes) -> "Beat":
-        """Return what a rank wrote."""
-        return cls(rank, *json.loads(value))
+class Stack(TypedDict):
+    """The Python stack of a process.
+
+    Attributes:
+        thread: Name of the thread.
+        frames: Functions with file and line, the innermost first.
+        missing: Why there is none, in a sentence; empty if there is one.
+    """
+
+    thread: str
+    frames: list[str]
+    missing: str
+
+
+class Standing(NamedTuple):
+    """A rank that the others wait for: why, and where it is; None for one that never spoke."""
+
+    rank: int
+    fate: Fate
+    place: Place | None
 
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """What a rank whose step does not end found out about the others.
+    """A step that does not end, and who the others wait for.
 
     Attributes:
-        own: This rank's beat.
-        seconds: For how long its step has not ended.
-        behind: Ranks that are further back than others: these the others wait for.
-        silent: Ranks that no longer write: dead, or on a frozen host.
-        stopped: Ranks that have ended their watch before they came as far as the others.
-        missing: Ranks that never wrote.
-        recovered: Whether the step has ended after all.
+        step: The step that has not ended everywhere.
+        seconds: For how long nobody has come any further.
+        suspects: Those that the others wait for.
+        waiting: The other ranks that are still there, in order.
+        phase: The phase in which those that wait are, if it is the same; empty if it is not, or not
+            known.
+        recovered: Whether the training goes on after all.
     """
 
-    own: Beat
+    step: int
     seconds: float
-    behind: tuple[Beat, ...] = ()
-    silent: tuple[Beat, ...] = ()
-    stopped: tuple[Beat, ...] = ()
-    missing: tuple[int, ...] = ()
+    suspects: tuple[Standing, ...] = ()
+    waiting: tuple[int, ...] = ()
+    phase: str = ""
     recovered: bool = False
 
     @property
-    def suspects(self) -> tuple[int, ...]:
-        """The ranks that the others wait for, as far as can be told, in order."""
-        beats = (*self.behind, *self.silent, *self.stopped)
-        return tuple(sorted({*(beat.rank for beat in beats), *self.missing}))
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that the others wait for, in order."""
+        return tuple(sorted(one.rank for one in self.suspects))
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether nothing accuses anybody: all are level, as when they evaluate or save."""
+        return not self.suspects and self.phase != "backward"
+
+    def with_fate(self, *fates: Fate) -> tuple[Standing, ...]:
+        """Return the suspects with one of these fates."""
+        return tuple(one for one in self.suspects if one.fate in fates)
 
     def __str__(self) -> str:
         if self.recovered:
-            return f"step {self.own.step} has ended after {self.seconds:.0f} s; training goes on"
-        parts = [f"step {self.own.step} has not ended for {self.seconds:.0f} s"]
-        if self.behind:
-            parts.append(f"behind the others: {_listed(self.behind)}")
-        if self.silent:
-            parts.append(f"dead or frozen, without a sign of life: {_listed(self.silent)}")
-        if self.stopped:
-            parts.append(_listed(self.stopped))
-        if self.missing:
-            parts.append(f"never heard of: ranks {list(self.missing)}")
+            return f"step {self.step} has ended after {self.seconds:.0f} s; training goes on"
+        text = f"step {self.step} has not ended for {self.seconds:.0f} s"
         if not self.suspects:
-            parts.append(f"all ranks are as far as this one, {self.own}")
-        return "; ".join(parts)
+            where = f", {Place(self.step, 1, self.phase)}" if self.phase else ""
+            return f"{text}; all ranks are equally far{where}"
+        named = [f"rank {one.rank} {words_of(one)}" for one in self.suspects[:8]]
+        more = [f"and {len(self.suspects) - 8} more"] if len(self.suspects) > 8 else []
+        return "; ".join([text, *named, *more])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON values."""
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "suspects": [[one.rank, str(one.fate), one.place] for one in self.suspects],
+            "waiting": list(self.waiting),
+            "phase": self.phase,
+            "recovered": self.recovered,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return what :meth:`to_json` made.
+
+        Raises:
+            KeyError: A field is missing.
+            ValueError: There is no such fate.
+        """
+        suspects = tuple(
+            Standing(rank, Fate(fate), None if place is None else Place(*place))
+            for rank, fate, place in values["suspects"]
+        )
+        return cls(**{**values, "suspects": suspects, "waiting": tuple(values["waiting"])})
 
 
-def compare_beats(
-    own: Beat, seconds: float, earlier: dict[int, Beat], now: dict[int, Beat], num_workers: int
+def words_of(one: Standing) -> str:
+    """Return what is the matter with a rank: ``has ended, in step 7``."""
+    words = {
+        Fate.ENDED: "has ended",
+        Fate.STOPPED: "is stopped, by SIGSTOP or a debugger",
+        Fate.LEFT: "is not watched any more",
+        Fate.MISSING: "never said anything",
+        Fate.STUCK: "is alive and behind",
+        Fate.SILENT: "is behind and out of reach",
+    }[one.fate]
+    return words if one.place is None else f"{words}, {one.place}"
+
+
+def judge_hang(
+    seconds: float,
+    num_workers: int,
+    places: Mapping[int, Place],
+    states: Mapping[int, ProcessState],
+    left: Iterable[int] = (),
 ) -> HangReport:
-    """Tell from two looks at all beats who holds up the others.
+    """Tell who holds up the others, while nobody comes any further.
+
+    A rank whose process has ended or is stopped accounts for the hang, wherever it was. Only where
+    there is none do places tell: those that are furthest back, while others are further. Ranks that
+    are level are not accused, nor are all ranks at once when the whole job is suspended.
 
     Args:
-        own: The beat of the rank that looks.
-        seconds: For how long its step has not ended.
-        earlier: Beats by rank, read so long before that each live rank has written since.
-        now: Beats by rank.
+        seconds: For how long nobody has come any further.
         num_workers: How many ranks there should be.
+        places: How far each rank is; without those that never spoke.
+        states: How the processes are; unknown for those that are left out.
+        left: Ranks that have ended their watch in good order.
     """
-    counts = {rank: beat.count for rank, beat in earlier.items()}
-    running = [beat for beat in now.values() if beat.phase != STOPPED]
-    silent = [beat for beat in running if counts.get(beat.rank) == beat.count]
-    alive = [beat for beat in running if beat not in silent]
-    places = [beat.place for beat in (*alive, own)]
-    first, last = min(places), max(places)
+    gone = set(left)
+    there = {rank: place for rank, place in sorted(places.items()) if rank not in gone}
+    suspects = [
+        *_exact(there, states),
+        *_left(places, gone),
+        *_missing(num_workers, places, gone),
+    ] or _behind(there, states)
+    waiting = sorted(there.keys() - {one.rank for one in suspects})
+    phases = {there[rank].phase for rank in waiting}
     return HangReport(
-        own,
-        seconds,
-        behind=tuple(beat for beat in alive if beat.place == first != last),
-        silent=tuple(silent),
-        stopped=tuple(b for b in now.values() if b.phase == STOPPED and b.place < last),
-        missing=tuple(rank for rank in range(num_workers) if rank not in now),
+        step=min((place.step for place in there.values()), default=0),
+        seconds=seconds,
+        suspects=tuple(suspects),
+        waiting=tuple(waiting),
+        phase=phases.pop() if len(phases) == 1 else "",
     )
 
 
-def _listed(beats: tuple[Beat, ...]) -> str:
-    shown = ", ".join(str(beat) for beat in beats[:8])
-    return shown if len(beats) <= 8 else f"{shown}, and {len(beats) - 8} more"
+def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
+    """Return a report in which stacks tell what places did not.
+
+    If some ranks wait in a backward pass, or in a collective of the wrapper's (DDP rebuilds its
+    buckets and sends buffers as a forward pass begins, FSDP2 gathers parameters), all the ranks
+    that do something else hold them up. Where nobody does, it may be a planned pause, say for a
+    checkpoint, and the report stays as it is; so it does where somebody is suspected already.
+
+    Args:
+        report: What places tell.
+        stacks: Stacks by rank; ranks without one are neither accused nor acquitted.
+    """
+    known = {rank: stack for rank, stack in stacks.items() if stack["frames"]}
+    phases = {rank: phase for rank, stack in known.items() if (phase := _waits_in_step(stack))}
+    if report.recovered or not report.is_pause or not phases:
+        return report
+    busy = [rank for rank in sorted(known) if not _waits(known[rank])]
+    phase = next(iter(phases.values())) if len(set(phases.values())) == 1 else ""
+    if busy:
+        place = Place(report.step)
+        suspects = tuple(Standing(rank, Fate.STUCK, place) for rank in busy)
+        waiting = tuple(rank for rank in report.waiting if rank not in busy)
+        return replace(report, suspects=suspects, waiting=waiting, phase=phase)
+    return replace(report, phase=phase) if phases.keys() >= set(report.waiting) else report
 
 
-def _clock(unix_time: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(unix_time))
+def _exact(there: Mapping[int, Place], states: Mapping[int, ProcessState]) -> list[Standing]:
+    fates = {ProcessState.ENDED: Fate.ENDED, ProcessState.STOPPED: Fate.STOPPED}
+    if all(states.get(rank) == ProcessState.STOPPED for rank in there):
+        return []  # by who suspended the job; nobody waits
+    found = [(rank, fates.get(states.get(rank, ProcessState.UNKNOWN))) for rank in there]
+    return [Standing(rank, fate, there[rank]) for rank, fate in found if fate is not None]
+
+
+def _left(places: Mapping[int, Place], gone: set[int]) -> list[Standing]:
+    last = max(map(_depth, places.values()), default=(0, 0))
+    behind = [rank for rank in sorted(gone & places.keys()) if _depth(places[rank]) < last]
+    return [Standing(rank, Fate.LEFT, places[rank]) for rank in behind]
+
+
+def _missing(num_workers: int, places: Mapping[int, Place], gone: set[int]) -> list[Standing]:
+    """Return ranks that never spoke; after a step without them nobody waits for them."""
+    if any(place.step > 0 for place in places.values()):
+        return []
+    silent = (rank for rank in range(num_workers) if rank not in places and rank not in gone)
+    return [Standing(rank, Fate.MISSING, None) for rank in silent]
+
+
+def _behind(there: Mapping[int, Place], states: Mapping[int, ProcessState]) -> list[Standing]:
+    depths = {rank: _depth(place) for rank, place in there.items()}
+    first, last = min(depths.values(), default=(0, 0)), max(depths.values(), default=(0, 0))
+    return [
+        Standing(rank, _fate_behind(states.get(rank)), there[rank])
+        for rank, depth in depths.items()
+        if depth == first != last
+    ]
+
+
+def _fate_behind(state: ProcessState | None) -> Fate:
+    return Fate.STUCK if state == ProcessState.RUNNING else Fate.SILENT
+
+
+def _depth(place: Place) -> tuple[int, int]:
+    return place.step, place.passes
+
+
+def _waits_in_step(stack: Stack) -> str:
+    """Return the pass in which it waits for other ranks; empty if it does not, or elsewhere."""
+    if stack["frames"][0].startswith(_ENGINE):
+        return "backward"
+    wrapped = any(wrapper in frame for frame in stack["frames"] for wrapper in _WRAPPERS)
+    return "forward" if wrapped and _waits(stack) else ""
+
+
+def _waits(stack: Stack) -> bool:
+    """Return whether it waits for other ranks, as far as its innermost frame tells."""
+    innermost = stack["frames"][0]
+    return innermost.startswith(_ENGINE) or any(place in innermost for place in _COLLECTIVES)

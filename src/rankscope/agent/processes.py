@@ -1,0 +1,172 @@
+"""The processes of a host seen from outside: whether a rank runs, is stopped, or has ended.
+
+Linux tells it through a pidfd, which stays with one process even if its number is given to another,
+and through ``/proc``. Elsewhere the state is unknown.
+"""
+
+import ctypes
+import fcntl
+import os
+import platform
+import select
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from rankscope.core.hang import ProcessState
+
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_SO_PEERPIDFD = 77  # Linux 6.5
+_PIDFD_GET_INFO, _INFO_EXIT, _INFO_BYTES = 0xC040FF0B, 1 << 3, 64  # Linux 6.15
+_PR_SET_PTRACER = 0x59616D61
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_BEST_EFFORT_LAST = 2 << 13 | 7
+_NICE = 10
+
+
+class ProcessWatch:
+    """Looks at one process, without a right over it and without disturbing it.
+
+    Args:
+        pid: Its number. That it is the process that is meant, the caller must know: its connection
+            is still open, for instance.
+        pidfd: A pidfd of it, if there is one already; closed by :meth:`close`.
+    """
+
+    def __init__(self, pid: int, pidfd: int | None = None) -> None:
+        self.pid = pid
+        self._ended = False
+        self._pidfd = self._open() if pidfd is None else pidfd
+        self._stat = Path(f"/proc/{pid}/stat")
+        self._started = self._read()[1]
+
+    @classmethod
+    def of_peer(cls, connection: socket.socket) -> Self:
+        """Watch the process at the other end of a Unix socket: the one that connected it.
+
+        Raises:
+            OSError: The system does not tell who that is.
+        """
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        pidfd = None
+        with suppress(OSError):
+            pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        return cls(_PEER_CREDENTIALS.unpack(peer)[0], pidfd)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once the process has ended; −1 without one."""
+        return -1 if self._pidfd is None else self._pidfd
+
+    def state(self) -> ProcessState:
+        """Return how the process is; unknown where the system does not tell."""
+        if self._ended or self._has_ended():
+            self._ended = True
+            return ProcessState.ENDED
+        letter = self._read()[0]
+        if not letter:
+            return ProcessState.UNKNOWN
+        return ProcessState.STOPPED if letter in "tT" else ProcessState.RUNNING
+
+    def ending(self) -> str:
+        """Return how it ended, ``exited with code 1`` or ``killed by SIGKILL``; mostly empty.
+
+        Only the parent is sure to be told. Linux 6.15 tells others too, once the parent knows.
+        """
+        if self._pidfd is None:
+            return ""
+        info = bytearray(_INFO_BYTES)
+        struct.pack_into("=Q", info, 0, _INFO_EXIT)
+        try:
+            fcntl.ioctl(self._pidfd, _PIDFD_GET_INFO, info)
+        except OSError:
+            return ""
+        known, status = struct.unpack_from("=Q", info)[0], struct.unpack_from("=i", info, 60)[0]
+        if not known & _INFO_EXIT:
+            return ""
+        if os.WIFSIGNALED(status):
+            return f"killed by {_signal_name(os.WTERMSIG(status))}"
+        return f"exited with code {os.WEXITSTATUS(status)}"
+
+    def close(self) -> None:
+        """Give back the descriptor; states are unknown or by number from then on."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _open(self) -> int | None:
+        try:
+            return os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self._ended = True
+        except (OSError, AttributeError):
+            pass
+        return None
+
+    def _has_ended(self) -> bool:
+        if self._pidfd is not None:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            return bool(poll.poll(0))
+        if not self._started:  # never seen: another user's, or no /proc
+            return False
+        letter, started = self._read()
+        return letter in ("", "Z", "X") or started != self._started
+
+    def _read(self) -> tuple[str, int]:
+        """Return the letter of its state and when it started; empty if that cannot be read."""
+        try:
+            fields = self._stat.read_text("ascii", "replace").rpartition(")")[2].split()
+            return fields[0], int(fields[19])
+        except (OSError, IndexError, ValueError):
+            return "", 0
+
+
+def lower_priority() -> None:
+    """Let this thread, and threads that it starts later, give way to the training.
+
+    For the agent's process as it starts. What the system refuses is left as it is.
+    """
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    number = _IOPRIO_SET.get(platform.machine())
+    if sys.platform == "linux" and number is not None:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT_LAST)
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process occupies; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def permit_inspection(agent_pid: int) -> None:
+    """Permit a process of the same user to read this one's memory: its Python stacks in a hang.
+
+    For the probe. With ``kernel.yama.ptrace_scope`` 1 (Debian, Ubuntu and others) only a parent may
+    look, or whom this call names; the agent is no parent. With 0, and where Yama is not in the
+    kernel, nothing is needed; with 2 only ``CAP_SYS_PTRACE`` helps; with 3 nothing does. It never
+    raises, and permits one process at a time: a later call replaces the earlier one. A container
+    may forbid all of it (its seccomp profile, or another user's process).
+
+    Args:
+        agent_pid: Number of that process; 0 permits nobody.
+    """
+    with suppress(Exception):
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

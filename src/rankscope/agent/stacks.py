@@ -1,0 +1,134 @@
+"""Python stacks of stuck processes, taken from outside by py-spy.
+
+py-spy only reads the other process's memory here (``--nonblocking``): it neither stops it nor
+interrupts a system call in which it waits, and it can read a process that is stopped.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rankscope.core.hang import Stack
+
+NUM_FRAMES = 12
+
+NO_PY_SPY = (
+    "py-spy is not installed where the agent runs; pip install 'rankscope[hangs]' shows Python "
+    "stacks of hangs"
+)
+NO_PERMISSION = (
+    "the system does not let the agent read this process; set kernel.yama.ptrace_scope to 0 or 1, "
+    "or give a container CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
+)
+
+
+def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Stack]:
+    """Return the Python stack of the training thread of each process; blocks meanwhile.
+
+    Args:
+        threads: The training thread's number (``threading.get_native_id()``) by process; 0 stands
+            for the main thread.
+        seconds: How long one process may take.
+
+    Returns:
+        A stack for each process, or in its place a sentence that says why there is none.
+    """
+    program = _find()
+    if program is None:
+        return {pid: _missing(NO_PY_SPY) for pid in threads}
+    return {pid: _stack_of(program, pid, thread, seconds) for pid, thread in threads.items()}
+
+
+class StackTaker:
+    """Takes stacks in a thread of its own, so that nobody waits for them.
+
+    Args:
+        threads: The training thread's number by process, as for :func:`stacks_of`.
+        seconds: How long one process may take.
+    """
+
+    def __init__(self, threads: Mapping[int, int], seconds: float = 5.0) -> None:
+        self._stacks: dict[int, Stack] | None = None
+        self._threads = dict(threads)
+        self._seconds = seconds
+        worker = threading.Thread(target=self._take, name="rankscope-stacks", daemon=True)
+        try:
+            worker.start()
+        except RuntimeError as error:  # no more threads may be started
+            self._fail(str(error))
+
+    def result(self) -> dict[int, Stack] | None:
+        """Return the stacks by process; None as long as they are not there."""
+        return self._stacks
+
+    def _take(self) -> None:
+        try:
+            self._stacks = stacks_of(self._threads, self._seconds)
+        except Exception as error:
+            self._fail(str(error))
+
+    def _fail(self, reason: str) -> None:
+        self._stacks = {pid: _missing(reason) for pid in self._threads}
+
+
+def _find() -> str | None:
+    """Return where py-spy is: beside this Python, or on the path."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+
+
+def _stack_of(program: str, pid: int, thread: int, seconds: float) -> Stack:
+    command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _missing(f"py-spy did not answer within {seconds:g} s")
+    except OSError as error:
+        return _missing(f"py-spy cannot be started: {error}")
+    if done.returncode:
+        return _missing(_reason(done.stderr))
+    try:
+        return _chosen(json.loads(done.stdout), pid, thread)
+    except (ValueError, LookupError, TypeError):
+        return _missing("py-spy's answer cannot be read; rankscope knows version 0.4")
+
+
+def _chosen(dumped: list[dict[str, Any]], pid: int, thread: int) -> Stack:
+    """Return the stack of the thread that trains, or else of the main thread."""
+    by_number = {one["os_thread_id"]: one for one in dumped}
+    main = next((one for one in dumped if one["thread_name"] == "MainThread"), dumped[0])
+    one = by_number.get(thread) or by_number.get(pid) or main
+    frames = [
+        f"{frame['name']} ({frame['short_filename'] or frame['filename']}:{frame['line']})"
+        for frame in one["frames"][:NUM_FRAMES]
+    ]
+    if not frames:
+        return _missing("its thread runs no Python code")
+    return Stack(thread=one["thread_name"] or "", frames=frames, missing="")
+
+
+def _reason(words: str) -> str:
+    """Return why py-spy failed, from what it wrote to its standard error."""
+    if "permission" in words.lower() or "not permitted" in words.lower():
+        return NO_PERMISSION
+    lines = [line.strip() for line in words.partition("Stack backtrace")[0].splitlines()]
+    told = "; ".join(line for line in lines if line and line != "Caused by:")
+    return f"py-spy: {told[:300] or 'failed without a word'}"
+
+
+def _missing(reason: str) -> Stack:
+    return Stack(thread="", frames=[], missing=reason)

@@ -1,0 +1,359 @@
+"""When a hang begins and ends, by a clock made by hand; and the finding about it."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.agent.hangs import HangWatch, hang_finding
+from rankscope.agent.processes import permit_inspection
+from rankscope.agent.stacks import stacks_of
+from rankscope.core.finding import Finding, Severity
+from rankscope.core.hang import (
+    Fate,
+    HangReport,
+    Place,
+    ProcessState,
+    Stack,
+    Standing,
+    judge_stacks,
+)
+from support.ranks import run_ranks
+
+ENDED, STOPPED = ProcessState.ENDED, ProcessState.STOPPED
+LOCKED = Stack(thread="MainThread", frames=["take (job.py:10)", "train (job.py:20)"], missing="")
+BACKWARD = Stack(
+    thread="MainThread", frames=["_engine_run_backward (torch/autograd/graph.py:9)"], missing=""
+)
+
+
+class Job:
+    """Three ranks that greet at second 0, and are looked at every second."""
+
+    def __init__(self, hang_seconds=120.0):
+        self.watch = HangWatch(3, hang_seconds)
+        self.now = 0.0
+        self.states = dict.fromkeys(range(3), ProcessState.RUNNING)
+        self.marks = None
+        self.reports = []
+        self.deliver(-1)
+
+    def deliver(self, step, ranks=range(3)):
+        for rank in ranks:
+            self.watch.observe(rank, step, self.now)
+
+    def train(self, first, last, seconds):
+        for step in range(first, last):
+            self.wait(seconds)
+            self.deliver(step)
+
+    def wait(self, seconds):
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            report = self.watch.look(self.now, self.states, self.marks)
+            self.reports += [] if report is None else [report]
+
+    def fates(self):
+        return [{one.rank: one.fate for one in report.suspects} for report in self.reports]
+
+
+def test_a_hang_is_told_once_and_its_end_once():
+    job = Job()
+    job.train(0, 5, 1)
+    job.deliver(5, ranks=(0, 1))
+    job.wait(119)
+    assert job.reports == []
+    job.wait(1000)
+    assert job.fates() == [{2: Fate.STUCK}]
+    assert (job.reports[0].step, job.reports[0].seconds) == (5, 120)
+    job.deliver(5, ranks=(2,))
+    job.wait(1)
+    assert len(job.reports) == 1  # rank 2 came as far as the others; nobody goes on yet
+    job.deliver(6)
+    job.wait(500)
+    assert [report.recovered for report in job.reports] == [False, True, False]
+    assert job.reports[1].ranks == (2,)
+    assert job.reports[1].seconds == 1120
+
+
+def test_a_long_pause_of_all_ranks_accuses_nobody():
+    job = Job()
+    job.train(0, 5, 1)
+    job.wait(500)
+    [pause] = job.reports
+    assert pause.is_pause
+    assert hang_finding(pause) is None
+    job.train(5, 6, 1)
+    job.wait(1)
+    assert job.reports[-1].recovered
+    assert hang_finding(job.reports[-1]) is None
+
+
+def test_a_rank_that_others_do_not_wait_for_is_no_hang():
+    job = Job()
+    job.deliver(0)
+    for step in range(1, 400):
+        job.wait(1)
+        job.deliver(step, ranks=(0, 1))
+    assert job.reports == []
+
+
+def test_a_training_of_slow_steps_has_time_for_twenty():
+    job = Job()
+    job.train(0, 10, 60)
+    job.wait(1199)
+    assert job.reports == []
+    job.wait(1)
+    assert len(job.reports) == 1
+
+
+def test_steps_that_were_not_delivered_count_for_the_pace():
+    job = Job()
+    for step in range(9, 99, 10):  # every tenth arrives, every 100 seconds
+        job.wait(100)
+        job.deliver(step)
+    job.wait(199)
+    assert job.reports == []
+    job.wait(1)
+    assert len(job.reports) == 1
+
+
+def test_a_first_step_may_take_long():
+    job = Job()
+    job.wait(10_000)
+    job.marks = dict.fromkeys(range(3), Place(0, 1, "forward"))
+    job.wait(10_000)
+    job.marks[2] = Place(0, 2, "backward")  # one compiles faster than the others
+    assert job.reports == []
+
+
+@pytest.mark.parametrize(("state", "fate"), [(ENDED, Fate.ENDED), (STOPPED, Fate.STOPPED)])
+def test_a_rank_that_dies_or_is_stopped_in_the_first_step_is_named(state, fate):
+    job = Job()
+    job.states[1] = state
+    job.wait(121)
+    assert job.fates() == [{1: fate}]
+
+
+def test_all_in_the_first_backward_pass_but_one_is_a_hang():
+    job = Job()
+    job.marks = {rank: Place(0, 2, "backward") for rank in range(3)} | {1: Place(0, 1, "forward")}
+    job.wait(121)
+    assert job.fates() == [{1: Fate.STUCK}]
+
+
+def test_places_inside_of_the_step_tell_who_is_behind():
+    job = Job()
+    job.train(0, 5, 1)
+    job.marks = {rank: Place(5, 2, "backward") for rank in range(3)} | {1: Place(5, 1, "forward")}
+    job.wait(121)
+    assert job.fates() == [{1: Fate.STUCK}]
+    assert job.reports[0].phase == "backward"
+
+
+def test_where_a_place_is_not_known_steps_alone_tell():
+    job = Job()
+    job.train(0, 5, 1)
+    job.marks = {0: Place(5, 2, "backward"), 1: Place(5, 1, "forward")}
+    job.wait(121)
+    assert job.reports[0].is_pause
+
+
+def test_a_stuck_rank_that_is_killed_later_is_told_again_and_once():
+    job = Job()
+    job.train(0, 5, 1)
+    job.deliver(5, ranks=(0, 1))
+    job.wait(200)
+    job.states[2] = STOPPED
+    job.wait(200)
+    job.states[2] = ENDED
+    job.wait(200)
+    assert job.fates() == [{2: Fate.STUCK}, {2: Fate.STOPPED}, {2: Fate.ENDED}]
+    assert [report.step for report in job.reports] == [5, 5, 5]
+    job.states = dict.fromkeys(range(3), ENDED)
+    job.wait(200)
+    assert len(job.reports) == 3
+
+
+def test_a_training_that_goes_on_without_a_dead_rank_has_recovered():
+    job = Job()
+    job.train(0, 5, 1)
+    job.states[2] = ENDED
+    job.wait(121)
+    job.deliver(5, ranks=(0, 1))
+    job.wait(1)
+    assert [report.recovered for report in job.reports] == [False, True]
+
+
+def test_the_end_of_a_run_is_no_hang():
+    job = Job()
+    job.train(0, 5, 1)
+    for rank in range(3):
+        job.watch.leave(rank)
+    job.wait(1000)
+    assert job.reports == []
+
+
+def test_those_that_left_in_time_are_not_waited_for():
+    job = Job()
+    job.train(0, 5, 1)
+    job.watch.leave(1)
+    job.states[1] = ENDED
+    job.wait(121)
+    assert job.reports[0].is_pause
+    job.deliver(5, ranks=(0, 2))
+    job.wait(1)
+    assert job.reports[1].recovered
+
+
+def test_an_agent_that_was_itself_held_up_accuses_nobody():
+    job = Job()
+    job.train(0, 5, 1)
+    job.deliver(5, ranks=(0, 1))
+    job.now += 3600
+    job.wait(100)
+    assert job.reports == []
+    job.wait(21)
+    assert len(job.reports) == 1
+
+
+def test_other_hosts_are_asked_in_time():
+    job = Job()
+    job.train(0, 5, 1)
+    job.wait(59)
+    assert not job.watch.wants_states(job.now)
+    job.wait(1)
+    assert job.watch.wants_states(job.now)
+
+
+def test_stacks_turn_a_pause_into_a_hang_whose_end_is_told_of_the_same_rank():
+    job = Job()
+    job.train(0, 5, 1)
+    assert job.watch.learn({0: BACKWARD}) is None
+    job.wait(121)
+    assert job.reports[0].is_pause
+    learned = job.watch.learn({0: BACKWARD, 1: LOCKED, 2: BACKWARD})
+    opened = hang_finding(learned, {1: LOCKED})
+    assert (opened.ranks, opened.severity) == ((1,), Severity.WARNING)
+    job.deliver(5)
+    job.wait(1)
+    closed = hang_finding(job.reports[-1])
+    assert (closed.id, closed.ranks, closed.status) == (opened.id, (1,), "closed")
+
+
+# The finding ----------------------------------------------------------------------------------
+
+
+def report(*fates, **more):
+    suspects = [Standing(rank, fate, Place(42, 1, "forward")) for rank, fate in fates]
+    return HangReport(42, 130.4, tuple(suspects), (0, 1, 2), "backward", **more)
+
+
+@pytest.mark.parametrize("fate", list(Fate))
+def test_dead_and_stopped_ranks_are_errors_and_others_are_warnings(fate):
+    severity = Severity.ERROR if fate in (Fate.ENDED, Fate.STOPPED) else Severity.WARNING
+    assert hang_finding(report((3, fate))).severity == severity
+
+
+def test_a_finding_says_who_where_and_who_waits():
+    finding = hang_finding(report((3, Fate.STUCK)), {0: BACKWARD, 3: LOCKED})
+    assert finding.explanation == (
+        "Step 42 has not ended for 130 s: rank 3 is alive and behind, in the forward pass of "
+        "step 42; ranks 0–2 wait in the backward pass. Rank 3 is in take (job.py:10), called by "
+        "train (job.py:20)."
+    )
+    assert (finding.id, finding.status, finding.ranks) == ("time.hang:step-42", "open", (3,))
+    assert (finding.first_step, finding.last_step, finding.step) == (42, 42, 41)
+    assert finding.evidence == {
+        "seconds": 130.4,
+        "stuck": [3],
+        "waiting_ranks": 3,
+        "place_of_rank_3": "in the forward pass of step 42",
+        "stack_of_rank_3": "take (job.py:10) ← train (job.py:20)",
+        "stack_of_rank_0": "_engine_run_backward (torch/autograd/graph.py:9)",
+    }
+    assert Finding.from_json(finding.to_json()) == finding
+
+
+def test_a_reduction_that_does_not_end_anywhere_names_nobody():
+    finding = hang_finding(report())
+    assert (finding.ranks, finding.severity) == ((), Severity.WARNING)
+    assert "all ranks are in its backward pass" in finding.explanation
+
+
+def test_why_there_is_no_stack_is_said_once():
+    reason = Stack(thread="", frames=[], missing="py-spy is not installed")
+    finding = hang_finding(report((3, Fate.STUCK)), dict.fromkeys(range(4), reason))
+    assert finding.explanation.endswith(" No Python stack: py-spy is not installed.")
+    assert finding.evidence["stack_of_rank_3"] == "py-spy is not installed"
+
+
+def test_the_end_of_a_hang_closes_its_finding():
+    finding = hang_finding(report((3, Fate.STOPPED), recovered=True))
+    assert (finding.status, finding.severity) == ("closed", Severity.ERROR)
+    assert finding.explanation.startswith("Step 42 ended only after 130 s: rank 3 ")
+
+
+def test_a_finding_about_many_ranks_stays_short():
+    finding = hang_finding(
+        report(*[(rank, Fate.ENDED) for rank in range(3, 1003)]), dict.fromkeys(range(9999), LOCKED)
+    )
+    assert len(finding.explanation) < 700
+    assert "ranks 7–1002" in finding.explanation
+    assert len(finding.evidence) < 50
+
+
+# Real ranks -----------------------------------------------------------------------------------
+
+
+def stand_still(file):
+    while not file.exists():
+        time.sleep(0.02)
+
+
+def look_until_seen(folder, pids, where):
+    """Look at all ranks until stacks tell who is waited for; let it go on then."""
+    level = HangReport(1, 125.0, waiting=(0, 1, 2))
+    while True:
+        stacks = stacks_of(dict.fromkeys(pids, 0))
+        by_rank = {rank: stacks[pid] for rank, pid in enumerate(pids)}
+        report = judge_stacks(level, by_rank)
+        if report.ranks == (1,) and report.phase == where and "stand_still" in str(by_rank[1]):
+            (folder / "finding").write_text(hang_finding(report, by_rank).explanation)
+            break
+    (folder / "go on").touch()
+
+
+def train_with_one_that_stands_still(rank, folder, agent, at):
+    permit_inspection(agent)
+    (folder / str(rank)).write_text(str(os.getpid()))
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if (rank, step) == (1, at):
+            stand_still(folder / "go on")
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def agent_of(folder, where):
+    files = [folder / str(rank) for rank in range(3)]
+    while not all(file.exists() and file.read_text() for file in files):
+        time.sleep(0.02)
+    look_until_seen(folder, [int(file.read_text()) for file in files], where)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("at", "where"),
+    [(1, "forward"), (2, "backward")],  # DDP rebuilds its buckets as step 1 begins
+)
+def test_stacks_of_real_ranks_tell_who_holds_up_a_step(tmp_path, at, where):
+    agent = threading.Thread(target=agent_of, args=(tmp_path, where), daemon=True)
+    agent.start()
+    run_ranks(train_with_one_that_stands_still, 3, tmp_path, os.getpid(), at)
+    agent.join()
+    told = (tmp_path / "finding").read_text()
+    assert f"rank 1 is alive and behind, in step 1; ranks 0 and 2 wait in the {where} pass" in told
+    assert "stand_still (test_hangs.py:" in told
