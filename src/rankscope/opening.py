@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,6 +27,7 @@ from rankscope.agent.frames import Kind, pack
 from rankscope.agent.launch import Started
 from rankscope.agent.layout import Layout
 from rankscope.agent.link import Link
+from rankscope.agent.progress import ProgressMark
 from rankscope.core.signals import schema_hash
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.meeting import Meeting
@@ -65,16 +67,19 @@ class Opened:
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     local_sinks: tuple[PlannedSink, ...] = ()
 
-    def connect(self, reduced_copies: int) -> Link:
+    def connect(self, reduced_copies: int, mark: ProgressMark | None) -> Link:
         """Return the way to the agent.
 
         Args:
             reduced_copies: How many workers hold each element of the reduced gradient.
+            mark: Where this rank notes how far it is; None without.
 
         Raises:
             LinkError: Nobody listens there.
         """
-        hello = dict(self.hello)
+        hello = {**self.hello, "thread": threading.get_native_id()}
+        if mark is not None:
+            hello["progress"] = mark.fileno()
         if "root" in hello:
             layout = {**hello["root"]["layout"], "reduced_copies": reduced_copies}
             hello["root"] = {**hello["root"], "layout": layout}

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from rankscope.agent.frames import Frame, Kind
 from rankscope.agent.link import LinkError, Traffic
+from rankscope.agent.processes import permit_inspection
+from rankscope.agent.progress import ProgressMark
 from rankscope.agent.reports import unpack_report
 from rankscope.books import StepBooks
 from rankscope.canary import LiveCanary
@@ -94,7 +96,8 @@ class Scope:
         self._guard = Guard(self._fail)
         first, send = opened.first_step, self._send
         self._books = StepBooks(instruments, optimizer, self._guard, send, first, canary)
-        self._link = opened.connect(self._books.reduced_copies)
+        self._mark = _new_mark()
+        self._link = opened.connect(self._books.reduced_copies, self._mark)
         self._outbox = Outbox(self._link, opened.rank)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
@@ -224,6 +227,8 @@ class Scope:
         finally:  # Ctrl-C cuts the wait short, and loses nothing that was handed over
             self._off = True
             self._link.close()
+            if self._mark is not None:
+                self._mark.close()
             if self._sinks is not None:
                 self._feed_sinks(None)
                 self._sinks.close()
@@ -271,6 +276,7 @@ class Scope:
         if self._books.trains(model):
             self._guard(self._read)
             self._guard(partial(self._books.begin_forward, model, args, kwargs))
+            self._beat("forward")
             self._tell_due(self._books.step)
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
@@ -292,6 +298,8 @@ class Scope:
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
         self._guard(partial(self._books.end_forward, model, args, kwargs, output))
+        if self._books.trains(model):
+            self._beat("backward")
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not has_closure(args, kwargs):
@@ -301,6 +309,12 @@ class Scope:
         if has_closure(args, kwargs):
             self._guard(self._books.begin_optimizer_step)
         self._guard(partial(self._books.count_optimizer_step, optimizer))
+        self._beat("step")
+
+    def _beat(self, phase: str) -> None:
+        """Note where the training is, in memory that the agent reads when it hangs."""
+        if self._mark is not None and self._guard.open:
+            self._mark.beat(self._books.step, phase)
 
     def _send(self, step: LocalStep) -> None:
         self._outbox.send(step)
@@ -313,7 +327,9 @@ class Scope:
 
     def _take(self, frame: Frame) -> None:
         kind = frame.kind
-        if kind == Kind.INTERVAL:
+        if kind == Kind.WELCOME:
+            permit_inspection(int(frame.payload))
+        elif kind == Kind.INTERVAL:
             self._books.set_intervals(json.loads(frame.payload))
         elif kind == Kind.FINDINGS:
             self._take_findings(frame)
@@ -406,6 +422,14 @@ class Scope:
         """Do nothing any more, in a process that was forked from the training's."""
         self._off = True
         self._guard.open = False
+
+
+def _new_mark() -> ProgressMark | None:
+    try:
+        return ProgressMark()
+    except OSError as error:
+        _log.debug("a hang will be told without the places of the ranks: %s", error)
+        return None
 
 
 _scopes: "weakref.WeakSet[Scope]" = weakref.WeakSet()

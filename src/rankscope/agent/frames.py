@@ -32,6 +32,8 @@ class Kind(IntEnum):
     """No more steps follow; as JSON, why."""
 
     # To probes.
+    WELCOME = 19
+    """The number of the agent's process, which may look at this one when it hangs."""
     INTERVAL = 20
     """From a step on, gradients are measured every so many steps."""
     FINDINGS = 21

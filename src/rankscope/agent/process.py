@@ -10,9 +10,10 @@ import threading
 import time
 import traceback
 from collections import deque
-from pathlib import Path
 
 from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
+from rankscope.agent.local_ranks import LocalRanks
+from rankscope.agent.processes import lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
 from rankscope.errors import RankscopeError
@@ -33,16 +34,18 @@ class Agent:
     Args:
         listening: The socket on which local ranks connect; it listens already.
         secret: What every rank's first frame holds.
+        in_thread: Whether it lives in a thread of a training's process.
 
     Attributes:
         root: What judges steps, on the host of rank 0; None before rank 0 has come, and elsewhere.
     """
 
-    def __init__(self, listening: socket.socket, secret: str) -> None:
+    def __init__(self, listening: socket.socket, secret: str, *, in_thread: bool = False) -> None:
+        self._in_thread = in_thread
         self._secret = secret
-        self._processes: dict[int, int] = {}
+        self._ranks = LocalRanks()
         self._server = LocalServer(
-            listening, self._check, peer=self._processes.__setitem__, lives=self._lives
+            listening, self._check, introduce=self._introduce, lives=self._ranks.lives
         )
         self.root: Root | None = None
         self._early: deque[tuple[int, Frame | None, float]] = deque()
@@ -59,6 +62,7 @@ class Agent:
         finally:
             self._say_lines()
             self._server.close(CLOSE_SECONDS)
+            self._ranks.close()
 
     def say(self, level: int, line: str) -> None:
         """Have a line logged by the training of rank 0."""
@@ -107,7 +111,7 @@ class Agent:
 
     def _begin(self, setup: dict[str, object]) -> None:
         try:
-            self.root = Root(setup, self._send)
+            self.root = Root(setup, self._send, self._ranks)
         except Exception as error:
             self._note_failure(error)
             why = str(error) if isinstance(error, RankscopeError) else repr(error)
@@ -136,17 +140,10 @@ class Agent:
         except (ValueError, KeyError, TypeError):
             return None
 
-    def _lives(self, rank: int) -> bool | None:
-        pid = self._processes.get(rank)
-        if pid is None:
-            return None
-        if pid == os.getpid():
-            return True
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return False
-        return state not in "ZX"
+    def _introduce(self, rank: int, frame: Frame, connection: socket.socket) -> None:
+        self._ranks.introduce(rank, json.loads(frame.payload), connection)
+        if not self._in_thread:
+            self._server.send(rank, pack(Kind.WELCOME, str(os.getpid()).encode(), rank=rank))
 
 
 class LinesToTraining(logging.Handler):
@@ -184,7 +181,7 @@ def serve(descriptor: int, secret: str) -> None:
 
 def serve_in_thread(listening: socket.socket, secret: str) -> tuple[Agent, threading.Thread]:
     """Be the agent of this host in a thread of the training's process."""
-    agent = Agent(listening, secret)
+    agent = Agent(listening, secret, in_thread=True)
     thread = threading.Thread(target=agent.run, name="rankscope-agent", daemon=True)
     thread.start()
     return agent, thread
@@ -192,6 +189,6 @@ def serve_in_thread(listening: socket.socket, secret: str) -> tuple[Agent, threa
 
 def main() -> None:
     """Serve as the environment says; for ``python -m rankscope.agent``."""
-    os.nice(10)
+    lower_priority()
     descriptor, secret = int(sys.argv[1]), sys.stdin.readline().strip()
     serve(descriptor, secret)

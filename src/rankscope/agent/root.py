@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
+from rankscope.agent.hang_notes import HangNotes, Hosts
 from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage
 from rankscope.agent.reports import pack_report
@@ -63,9 +64,10 @@ class Root:
     Args:
         setup: What rank 0 has told, see :func:`rankscope.opening.setup_of`.
         send: Sends a frame to a rank.
+        hosts: The processes of all ranks.
     """
 
-    def __init__(self, setup: Mapping[str, Any], send: Send) -> None:
+    def __init__(self, setup: Mapping[str, Any], send: Send, hosts: Hosts) -> None:
         layout = Layout.from_json(setup["layout"])
         self._send = send
         self._run_dir = Path(setup["run_dir"])
@@ -87,6 +89,11 @@ class Root:
         )
         known = tuple(self._diagnosis.findings)
         self._writer.add_findings(known)
+        seconds = setup["hang_seconds"]
+        self._hangs: HangNotes | None = None
+        if seconds is not None:
+            self._hangs = HangNotes(layout.num_workers, seconds, hosts, self._tell_of_hang)
+        self._hosts = hosts
         self._sinks = _start_sinks(setup, self._run_dir, known)
         self._tell(known, told=False)
 
@@ -96,22 +103,36 @@ class Root:
         """Take a frame of a rank, or None for the end of its connection."""
         worker = self._workers[rank]
         if frame is None:
-            self._leave(worker, "its process ended", at)
+            how = self._hosts.ending(rank)
+            self._leave(worker, f"its process ended{f' ({how})' if how else ''}", at)
         elif frame.kind == Kind.HELLO:
+            self._note_progress(rank, -1)
             self._send(rank, self._interval_frame())
-            self._send(rank, _findings_frame(self._diagnosis.findings, told=False, step=-1))
+            self._send(rank, _findings_frame(self._known, told=False, step=-1))
         elif worker.left is not None:
             return
         elif frame.kind == Kind.STEP:
             self._assembly.add(rank, StepMessage.unpack(frame.payload))
+            self._note_progress(rank, frame.step)
         elif frame.kind == Kind.BYE:
             said = json.loads(frame.payload)
             worker.complete = bool(said["complete"])
+            if self._hangs is not None:
+                self._hangs.leave(rank)
             self._leave(worker, said["why"], at)
         elif frame.kind == Kind.SUBSCRIBE:
             worker.wants_reports = True
             if self._latest is not None:
                 self._send(rank, pack(Kind.LATEST, pack_report(self._latest), rank=rank))
+
+    def _note_progress(self, rank: int, step: int) -> None:
+        if self._hangs is not None:
+            self._hangs.observe(rank, step)
+
+    @property
+    def _known(self) -> tuple[Finding, ...]:
+        hangs = () if self._hangs is None else tuple(self._hangs.findings.values())
+        return (*self._diagnosis.findings, *hangs)
 
     def _leave(self, worker: _Worker, why: str, at: float) -> None:
         if worker.left is None:
@@ -132,8 +153,19 @@ class Root:
 
     def idle(self) -> None:
         """Write what is due."""
-        if not self.finished and self._writer.flush_if_due():
+        if self.finished:
+            return
+        if self._hangs is not None:
+            self._hangs.look(self._assembly.next_step - 1)
+        if self._writer.flush_if_due():
             self._save_state()
+
+    def _tell_of_hang(self, finding: Finding) -> None:
+        self._writer.flush()
+        self._writer.add_findings([finding])
+        if self._sinks is not None:
+            self._sinks.findings([finding])
+        self._tell([finding], told=True)
 
     def _judge(self, messages: Sequence[StepMessage]) -> None:
         step = messages[0].step
@@ -251,7 +283,7 @@ class Root:
         finally:
             if self._sinks is not None:
                 self._sinks.close()
-            known = self._diagnosis.findings
+            known = self._known
             self._send(ALL_RANKS, _findings_frame(last, told=False, step=-1, news=True))
             self._send(ALL_RANKS, _findings_frame(known, told=False, step=-1))
             if self._latest is not None:

@@ -5,10 +5,8 @@ Frames wait in memory until the agent takes them.
 """
 
 import contextlib
-import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -25,7 +23,6 @@ MOST_OUT_BYTES = 256 << 20
 """What may wait for a probe that reads nothing, since its training stands still."""
 
 _CHUNK = 1 << 20
-_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class Arrived(NamedTuple):
@@ -57,7 +54,7 @@ class LocalServer:
     Args:
         listening: A socket that listens already.
         check: Returns the rank of a connection from its first frame; None turns it away.
-        peer: Called with a rank and the process at its end, when that is known.
+        introduce: Called with a rank, its first frame, and the connection.
         lives: Whether a rank's process still runs; None if unknown.
     """
 
@@ -66,11 +63,11 @@ class LocalServer:
         listening: socket.socket,
         check: Callable[[Frame], int | None],
         *,
-        peer: Callable[[int, int], None],
+        introduce: Callable[[int, Frame, socket.socket], None],
         lives: Callable[[int], bool | None],
     ) -> None:
         self._listening = listening
-        self._check, self._peer, self._lives = check, peer, lives
+        self._check, self._introduced, self._lives = check, introduce, lives
         self._lock = threading.Lock()
         self._arrived: deque[Arrived] = deque()
         self._news = threading.Event()
@@ -199,9 +196,7 @@ class LocalServer:
             self._lost.pop(rank, None)
         if previous is not None and previous is not connection:
             self._drop(previous)
-        process = _process_of(connection.socket)
-        if process is not None:
-            self._peer(rank, process)
+        self._introduced(rank, frame, connection.socket)
         return True
 
     def _write(self, connection: _Connection) -> None:
@@ -259,11 +254,3 @@ class LocalServer:
         with self._lock:
             self._arrived.append(arrived)
         self._news.set()
-
-
-def _process_of(place: socket.socket) -> int | None:
-    option = getattr(socket, "SO_PEERCRED", None)
-    if option is None:
-        return None
-    pid, uid, _ = _PEER.unpack(place.getsockopt(socket.SOL_SOCKET, option, _PEER.size))
-    return pid if pid > 0 and uid in (os.getuid(), 0) else None

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from rankscope.core.arrays import Floats, Floats32, Ints
 from rankscope.core.audit import AuditPart
 from rankscope.core.step import MeasuredGradient
+
+_Flat = TypeVar("_Flat", Floats, Floats32)
 
 NUMBERS = ("squares", "reduced_squares", "micro", "largest", "nonfinite", "carried", "product")
 """The parts of ``numbers``, in order; one that is absent has the size 0."""
@@ -86,8 +88,9 @@ def measured_of(
     return Measured(gradient, values, np.sqrt(part["micro"]))
 
 
-def _parts(flat: Floats, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Floats]:
-    parts, at = {}, 0
+def _parts(flat: _Flat, names: Sequence[str], sizes: Sequence[int]) -> dict[str, _Flat]:
+    parts: dict[str, _Flat] = {}
+    at = 0
     for name, size in zip(names, sizes, strict=False):
         parts[name] = flat[at : at + size]
         at += size

@@ -1,0 +1,118 @@
+"""The processes of a host's ranks, as its agent sees them from outside."""
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rankscope.agent.processes import ProcessWatch
+from rankscope.agent.progress import open_mark, read_mark
+from rankscope.agent.stacks import StackTaker
+from rankscope.core.hang import Place, ProcessState, Stack
+
+_log = logging.getLogger("rankscope")
+
+
+@dataclass(slots=True)
+class _Rank:
+    watch: ProcessWatch
+    mark: int | None
+    thread: int
+
+
+class LocalRanks:
+    """States, places and stacks of the ranks that have come to this agent."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._taker: StackTaker | None = None
+
+    def introduce(self, rank: int, hello: Mapping[str, Any], connection: socket.socket) -> None:
+        """Take note of the process at the other end of a connection."""
+        try:
+            watch = ProcessWatch.of_peer(connection)
+        except OSError:  # this system does not tell
+            return
+        self._forget(rank)
+        mark = open_mark(watch.pid, int(hello["progress"])) if "progress" in hello else None
+        self._ranks[rank] = _Rank(watch, mark, int(hello.get("thread", 0)))
+
+    def lives(self, rank: int) -> bool | None:
+        """Return whether a rank's process runs; None if that is not known."""
+        known = self._ranks.get(rank)
+        if known is None or known.watch.pid == os.getpid():
+            return None
+        state = known.watch.state()
+        return None if state is ProcessState.UNKNOWN else state is not ProcessState.ENDED
+
+    def ending(self, rank: int) -> str:
+        """Return how a rank's process has ended, as far as that is known."""
+        known = self._ranks.get(rank)
+        return "" if known is None else known.watch.ending()
+
+    def states(self) -> dict[int, ProcessState]:
+        """Return how the processes are."""
+        return {rank: known.watch.state() for rank, known in self._ranks.items()}
+
+    def marks(self) -> dict[int, Place]:
+        """Return where the ranks are inside of their steps, as far as that is known."""
+        places = {}
+        for rank, known in self._ranks.items():
+            place = None if known.mark is None else read_mark(known.mark)
+            if place is not None:
+                places[rank] = place
+        return places
+
+    def ask(self) -> None:
+        """Do nothing: what is on this host is seen at once."""
+
+    def say(self, line: str) -> None:
+        """Write a line where the lowest rank's warnings go, though its training stands still."""
+        for rank in sorted(self._ranks):
+            pid = self._ranks[rank].watch.pid
+            if pid == os.getpid():
+                _log.warning("%s", line)
+                return
+            with contextlib.suppress(OSError):
+                flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
+                descriptor = os.open(f"/proc/{pid}/fd/2", flags)
+                try:
+                    os.write(descriptor, f"rankscope: {line}\n".encode())
+                finally:
+                    os.close(descriptor)
+                return
+
+    def take_stacks(self) -> None:
+        """Begin to take the Python stacks of all ranks that have not ended."""
+        if self._taker is None:
+            self._taker = StackTaker(
+                {
+                    known.watch.pid: known.thread
+                    for known in self._ranks.values()
+                    if known.watch.state() is not ProcessState.ENDED
+                }
+            )
+
+    def stacks(self) -> dict[int, Stack] | None:
+        """Return the stacks by rank, once they are taken."""
+        taken = None if self._taker is None else self._taker.result()
+        if taken is None:
+            return None
+        self._taker = None
+        ranks = {known.watch.pid: rank for rank, known in self._ranks.items()}
+        return {ranks[pid]: stack for pid, stack in taken.items() if pid in ranks}
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for rank in list(self._ranks):
+            self._forget(rank)
+
+    def _forget(self, rank: int) -> None:
+        known = self._ranks.pop(rank, None)
+        if known is not None:
+            known.watch.close()
+            if known.mark is not None:
+                os.close(known.mark)
