@@ -39,6 +39,9 @@ _processes: "list[subprocess.Popen[str]]" = []  # until they have ended, so that
 IN_THREAD = "RANKSCOPE_AGENT"
 """Environment variable that says where agents run: ``process`` or ``thread``."""
 
+LOG_FILE = "RANKSCOPE_AGENT_LOG"
+"""Environment variable that names a file for what an agent's process prints before it fails."""
+
 
 def listen() -> tuple[socket.socket, str]:
     """Return a socket that listens, and the address by which local ranks find it."""
@@ -128,16 +131,17 @@ def _start_process(listening: socket.socket, secret: str) -> "subprocess.Popen[s
     if not sys.executable:
         raise OSError(0, "this Python does not know where it lies")
     descriptor = listening.fileno()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "rankscope.agent", str(descriptor)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(descriptor,),
-        start_new_session=True,
-        env=_environment(),
-        text=True,
-    )
+    with Path(os.environ.get(LOG_FILE) or os.devnull).open("a") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rankscope.agent", str(descriptor)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=(descriptor,),
+            start_new_session=True,
+            env=_environment(),
+            text=True,
+        )
     listening.close()
     _processes[:] = [each for each in (*_processes, process) if each.poll() is None]
     assert process.stdin is not None

@@ -54,6 +54,7 @@ class Agent:
     def run(self) -> None:
         """Serve until the run is closed, or until nobody is left."""
         began = time.monotonic()
+        self._server.start()
         try:
             while self.root is None or not self.root.finished:
                 self._turn()

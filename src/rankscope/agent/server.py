@@ -82,14 +82,23 @@ class LocalServer:
         self._selector.register(listening, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
         self._thread = threading.Thread(target=self._run, name="rankscope-agent-io", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
         self._thread.start()
 
     # In the agent's thread -------------------------------------------------------------------
 
     def take(self, seconds: float) -> list[Arrived]:
-        """Return what has arrived, as soon as something has; nothing after so many seconds."""
+        """Return what has arrived, as soon as something has; nothing after so many seconds.
+
+        Raises:
+            RuntimeError: Nothing is read any more.
+        """
         self._news.wait(seconds)
         self._news.clear()
+        if not self._thread.is_alive():
+            raise RuntimeError("the agent's thread that reads has ended")
         with self._lock:
             arrived = list(self._arrived)
             self._arrived.clear()
