@@ -18,6 +18,9 @@ from rankscope.agent.letters import (
 SEARCH_SECONDS = 10.0
 """After so long without a word from the root, an agent tries all of its addresses again."""
 
+NEXT_SECONDS = 0.25
+"""So long it waits for an answer before it tries the next address as well."""
+
 
 class HostLink:
     """The end of another host's agent. Nothing blocks, and nothing fails while the root is away.
@@ -40,12 +43,13 @@ class HostLink:
         self._invitation, self._host = invitation, host
         self._session = time.time_ns()
         self._lane = Lane(kept_bytes=kept_bytes, window_bytes=window_bytes, asks_when_idle=True)
-        self._keys = zmq.curve_public(invitation.client_secret.encode())
+        self._public = zmq.curve_public(invitation.client_secret.encode())
         self._context = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._chosen: str | None = None
-        self._heard_at = self._searched_at = float("-inf")
+        self._untried: list[str] = []
+        self._heard_at = self._searched_at = self._tried_at = float("-inf")
         self._search(time.monotonic())
 
     @property
@@ -104,23 +108,25 @@ class HostLink:
         return self._lane.is_empty
 
     def _search(self, now: float) -> None:
-        """Ask at all addresses of the root, where none answers; the first that does is chosen."""
-        if now - max(self._heard_at, self._searched_at) < SEARCH_SECONDS:
-            return
-        self._searched_at = now
-        for endpoint in self._invitation.endpoints:
-            if endpoint in self._sockets:
-                continue
-            place = self._context.socket(zmq.DEALER)
-            for option, value in OPTIONS.items():
-                place.setsockopt(option, value)
-            place.curve_serverkey = self._invitation.server_public.encode()
-            place.curve_secretkey = self._invitation.client_secret.encode()
-            place.curve_publickey = self._keys
-            place.connect(endpoint)
-            self._sockets[endpoint] = place
-            self._poller.register(place, zmq.POLLIN)
-            self._hand(place, Packet(Note.ASK, 0))
+        """Ask at the root's addresses, one after the other, until one answers: that is chosen."""
+        if now - max(self._heard_at, self._searched_at) >= SEARCH_SECONDS:
+            self._searched_at = now
+            self._untried = [e for e in self._invitation.endpoints if e not in self._sockets]
+        if self._untried and now - self._tried_at >= NEXT_SECONDS:
+            self._tried_at = now
+            self._hand(self._open(self._untried.pop(0)), Packet(Note.ASK, 0))
+
+    def _open(self, endpoint: str) -> "zmq.Socket[bytes]":
+        place = self._context.socket(zmq.DEALER)
+        for option, value in OPTIONS.items():
+            place.setsockopt(option, value)
+        place.curve_serverkey = self._invitation.server_public.encode()
+        place.curve_secretkey = self._invitation.client_secret.encode()
+        place.curve_publickey = self._public
+        place.connect(endpoint)
+        self._sockets[endpoint] = place
+        self._poller.register(place, zmq.POLLIN)
+        return place
 
     def _receive(self, place: "zmq.Socket[bytes]") -> list[bytes]:
         found: list[bytes] = []
@@ -139,6 +145,7 @@ class HostLink:
         return found
 
     def _choose(self, chosen: "zmq.Socket[bytes]") -> None:
+        self._untried.clear()
         if len(self._sockets) == 1 and self._chosen is not None:
             return
         for endpoint, place in list(self._sockets.items()):
