@@ -142,7 +142,8 @@ def fold(rows_NK: Floats32, width: int) -> Floats32:
         return rows_NK
     padded = np.zeros((num_rows, wide + -wide % width), np.float32)
     np.multiply(rows_NK, _signs(wide), out=padded[:, :wide])
-    return padded.reshape(num_rows, -1, width).sum(axis=1, dtype=np.float64).astype(np.float32)
+    folded: Floats = padded.reshape(num_rows, -1, width).sum(axis=1, dtype=np.float64)
+    return folded.astype(np.float32)
 
 
 def narrow(rows_NK: Floats32, width: int) -> Halves:
@@ -229,7 +230,7 @@ def _against_rest(rows_WK: Floats, norms_W: Floats) -> Floats:
     least_W = _LOST**2 * (squares_W.sum() - squares_W)
     known_W = (norms_W > 0) & (rests_W > least_W)
     below_W = np.where(known_W, norms_W * np.sqrt(np.maximum(rests_W, 0.0)), np.nan)
-    cosines_W = products_W / below_W
+    cosines_W: Floats = products_W / below_W
     near_W = np.abs(cosines_W) >= 1.0 - ROUNDING
     return np.where(near_W, np.sign(cosines_W), cosines_W)
 
