@@ -11,7 +11,10 @@ import pytest
 
 from support.two_hosts import TwoHosts, why_not
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
 
 ROOM = 64 << 20
 
