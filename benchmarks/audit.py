@@ -25,7 +25,7 @@ from rankscope.capture import GradientTotals, Sketcher
 from rankscope.capture.fold import fold
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.core.audit import AUDIT_WIDTH, AuditPart, contribution, residuals
+from rankscope.core.audit import AUDIT_WIDTH, AuditPart, residuals, total_of
 from rankscope.core.groups import Groups, group_parameters
 from rankscope.core.sections import cut_sections
 from rankscope.core.step import GatheredStep, StepReport
@@ -71,8 +71,8 @@ class Audit:
         """Return the residual of all, then of each group, as every worker would learn it."""
         parts = [self._part(totals, reduced) for totals in local]
         width = len(parts)
-        total = sum((contribution(part, width, width) for part in parts), np.float32(0))
-        return residuals(np.asarray(total), parts[0], self.sections, width, width)
+        total = total_of(parts, width, width)
+        return residuals(total, parts[0], self.sections.firsts, width, width)
 
     def _part(self, local: GradientTotals, reduced: GradientTotals) -> AuditPart:
         narrow = [

@@ -83,8 +83,8 @@ def bench_memory(options: argparse.Namespace) -> list[Row]:
 
 def bench_scale(options: argparse.Namespace) -> list[Row]:
     """Simulate many workers."""
-    network = scale.Network()
-    return [{"markdown": scale.render(scale.measure(4, network), network)}]
+    rows = [scale.measure(num_workers, 4) for num_workers in scale.WORKERS]
+    return [{"markdown": scale.render(rows)}]
 
 
 def bench_kernel(options: argparse.Namespace) -> list[Row]:

@@ -1,60 +1,39 @@
-"""Bytes and time of a step on 8 to 1,024 workers, and a model of them for 10,240.
+"""Bytes of a step on 8 to 10,240 workers, counted, and what it costs agents and root to handle it.
 
-Every worker is a thread that runs the monitor's real exchange on a channel in memory, which counts
-the bytes that the real channel moves. Time has two parts. What the workers compute is measured: the
-least processor time of their threads, since a thousand threads disturb each other. The network is
-modelled, from the messages that follow each other and the bytes that rank 0, the busiest worker,
-moves. Training waits for neither.
+The messages are real: packed as a probe packs them, for a model of 40 groups, with sketches, audit
+and 8 samples a worker; a healthy step, in which all workers hold the same reduced gradient and the
+same digests. Hosts have 8 workers. Run ``python benchmarks/scale.py``.
 """
 
 import argparse
 import json
-import math
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from rankscope.core.consensus import SKETCH_WIDTH
+from rankscope.agent.assembly import Assembly
+from rankscope.agent.frames import Kind, pack
+from rankscope.agent.layout import Layout
+from rankscope.agent.message import StepMessage, pack_values
+from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with_directions
+from rankscope.core.audit import AUDIT_WIDTH
+from rankscope.core.consensus import narrowing_for
+from rankscope.core.measured import sizes_of
+from rankscope.core.recorded import MAX_PAIRED_WORKERS
 from rankscope.core.signals import DType, Source, Table, signals
-from rankscope.core.step import MeasuredGradient
+from rankscope.core.step import GatheredStep
 from rankscope.core.summarize import summarize
-from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.reduce import (
-    MAX_PAIRED,
-    Layout,
-    MemoryChannel,
-    Traffic,
-    WorkerStep,
-    choose_gathering,
-)
 
-WORKERS = (8, 16, 32, 64, 65, 128, 256, 512, 1024)
-EXTRAPOLATED = 10_240
+WORKERS = (8, 64, 1024, 10_240)
+PER_HOST = 8
 NUM_GROUPS = 40
-GROUP_WIDTH = 251
 BATCH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """What a message costs.
-
-    Attributes:
-        latency: Seconds from one worker to another, gloo's own handling included.
-        bandwidth: Bytes per second and direction.
-    """
-
-    latency: float = 100e-6
-    bandwidth: float = 1.25e9
-
-    def seconds(self, messages: int, moved: Traffic) -> float:
-        """Return the time of messages that follow each other."""
-        return messages * self.latency + max(moved.sent, moved.received) / self.bandwidth
+NUM_DIGESTS = 8
+LANE_BYTES = 32
+"""Header of a packet between agents; one each step confirms what has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,201 +42,165 @@ class Row:
 
     Attributes:
         workers: W.
-        worker_bytes: Sent plus received by the busiest worker but rank 0.
-        root_bytes: Sent plus received by rank 0.
-        worker_seconds: Processor time of a worker, from its message to the end of the exchange.
-        root_seconds: The same of rank 0, with the verdict.
-        messages: Messages that follow each other.
-        network_seconds: Modelled.
-        measured: Whether the step was run; else a model fitted to those that were.
+        worker_bytes: From a worker to the agent of its host.
+        host_bytes: From another host to the root; 0 on one host.
+        root_bytes: In and out of the root, between hosts.
+        host_seconds: Processor time of an agent to make its part.
+        root_seconds: Processor time of the root from bytes to the step's report.
+        cosine_error: RMS error of a worker's cosine, from sketches.
     """
 
     workers: int
-    worker_bytes: float
-    root_bytes: float
-    worker_seconds: float
+    worker_bytes: int
+    host_bytes: int
+    root_bytes: int
+    host_seconds: float
     root_seconds: float
-    messages: int
-    network_seconds: float
-    measured: bool = True
-
-    @property
-    def seconds(self) -> float:
-        """Time from message to verdict."""
-        return self.worker_seconds + self.network_seconds + self.root_seconds
+    cosine_error: float
 
 
 def layout_for(num_workers: int) -> Layout:
-    """Return what ``watch`` would send for a model of 40 groups."""
+    """Return what ``watch`` would send for a model of 40 groups of one section each."""
     return Layout(
-        sketch_width=4093 if num_workers <= MAX_PAIRED else SKETCH_WIDTH,
+        num_workers=num_workers,
         groups=tuple(f"layers.{group}" for group in range(NUM_GROUPS)),
-        group_width=GROUP_WIDTH,
+        section_counts=(1,) * NUM_GROUPS,
+        sketch_width=4093,
+        group_width=251,
+        audit_width=AUDIT_WIDTH,
+        reduced_copies=num_workers,
     )
 
 
-def make_message(layout: Layout, rank: int, step: int) -> WorkerStep:
-    """Return a message with a value in every slot."""
-    rng = np.random.default_rng((rank, step))
+def make_messages(layout: Layout, ranks: Sequence[int], step: int) -> dict[int, StepMessage]:
+    """Return messages with a value in every slot."""
+    shared = np.random.default_rng(step)
+    reduced_GK = shared.normal(size=(NUM_GROUPS, layout.audit_width))
+    reduced_squares_G = np.square(reduced_GK).sum(axis=1)
+    digests_D = shared.integers(2**62, size=NUM_DIGESTS)
     local = signals(Table.WORKERS, Source.LOCAL)
-    values = {s.name: float(rng.uniform(1, 2)) for s in local if s.dtype is DType.FLOAT}
-    values |= {s.name: float(rng.integers(2**31)) for s in local if s.dtype is DType.INT}
-    gradient = MeasuredGradient(
-        group_norms_G=rng.uniform(1, 2, NUM_GROUPS),
-        sketch_K=rng.normal(size=layout.sketch_width).astype(np.float32),
-        group_sketches_GK=rng.normal(size=(NUM_GROUPS, GROUP_WIDTH)).astype(np.float32),
-        gram=np.empty(0),
-    )
-    return WorkerStep(
-        step=step,
-        values={**values, "samples_named": 1, "num_samples": BATCH},
-        gradient=gradient,
-        samples=rng.integers(2**62, size=BATCH),
-        micro=rng.uniform(1, 2, (4, 1)),  # loss, weight, gradient norm, multiplier
-    )
+    messages = {}
+    for rank in ranks:
+        rng = np.random.default_rng((rank, step))
+        values = {s.name: float(rng.uniform(1, 2)) for s in local if s.dtype is DType.FLOAT}
+        values |= {s.name: float(rng.integers(2**31)) for s in local if s.dtype is DType.INT}
+        local_GK = reduced_GK + 3 * rng.normal(size=reduced_GK.shape)
+        sketches = {
+            "total": rng.normal(size=layout.sketch_width) + 0.3,
+            "groups": rng.normal(size=(NUM_GROUPS, layout.group_width)) + 0.3,
+            "local": local_GK,
+            "reduced": reduced_GK,
+        }
+        sizes = {"squares": NUM_GROUPS, "reduced_squares": NUM_GROUPS, "micro": 1}
+        sizes |= dict.fromkeys(("largest", "nonfinite", "carried"), 1)
+        numbers = [*np.square(local_GK).sum(axis=1), *reduced_squares_G, rng.uniform(), 2, 0, 0]
+        widths = {name: part.size for name, part in sketches.items()}
+        messages[rank] = StepMessage(
+            step=step,
+            time=time.time(),
+            items=7,
+            slots=pack_values(values),
+            losses_U=rng.uniform(1, 2, BATCH),
+            weights_U=rng.integers(100, 512, BATCH).astype(np.float64),
+            units_M=np.array([BATCH]),
+            multipliers_M=np.ones(1),
+            samples_B=rng.integers(2**62, size=BATCH),
+            digests_D=digests_D,
+            unchanged_D=np.zeros(NUM_DIGESTS, np.uint8),
+            numbers=np.array(numbers),
+            sizes=np.array(sizes_of(sizes, widths, norm_estimated=False)),
+            sketches=np.concatenate([s.ravel() for s in sketches.values()]).astype(np.float32),
+        )
+    return messages
 
 
-class Worker:
-    """One simulated worker: exchanges steps, and judges them where it has them.
-
-    Args:
-        channel: Its channel.
-        steps: How many steps to exchange.
-    """
-
-    def __init__(self, channel: MemoryChannel, steps: int) -> None:
-        self.seconds: list[float] = []
-        self.traffic = Traffic()
-        self._channel = channel
-        self._steps = steps
-
-    def run(self) -> None:
-        """Exchange all steps; rank 0 goes on to the verdict, as the others would among few."""
-        layout = layout_for(self._channel.num_workers)
-        gathering = choose_gathering(self._channel, layout)
-        diagnosis = Diagnosis(self._channel.num_workers)
-        for step in range(self._steps):
-            message = make_message(layout, self._channel.rank, step)
-            before, start = self._channel.traffic, time.thread_time()
-            outcome = gathering.exchange(message, 1)
-            if outcome.gathered is not None and self._channel.rank == 0:
-                diagnosis.observe(summarize(outcome.gathered))
-            self.seconds.append(time.thread_time() - start)
-            after = self._channel.traffic
-            self.traffic = Traffic(after.sent - before.sent, after.received - before.received)
-
-
-def simulate(num_workers: int, steps: int, network: Network) -> Row:
-    """Run a job and return its row."""
-    channels = MemoryChannel.connect(num_workers, timeout_seconds=600.0)
-    workers = [Worker(channel, steps) for channel in channels]
-    threads = [threading.Thread(target=worker.run) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    root, others = workers[0], workers[1:]
-    paired = num_workers <= MAX_PAIRED
-    busiest = max(others, key=lambda worker: worker.traffic.total)
-    messages = num_messages(num_workers)
-    other_seconds = min(min(worker.seconds) for worker in others)
+def measure(num_workers: int, steps: int) -> Row:
+    """Return the row of so many workers."""
+    layout = layout_for(num_workers)
+    host_seconds, root_seconds = [], []
+    for step in range(steps):
+        # 16 hosts stand for all of them; beyond that, ranks differ and values repeat
+        some = min(num_workers // PER_HOST, 16)
+        hosts = [
+            make_messages(layout, range(PER_HOST * host, PER_HOST * (host + 1)), step)
+            for host in range(some)
+        ]
+        start = time.process_time()
+        if num_workers > MAX_PAIRED_WORKERS:
+            contents = [[host_summary(each, layout)] for each in hosts]
+        else:
+            contents = [[m.pack() for m in each.values()] for each in hosts]
+        host_seconds.append((time.process_time() - start) / some)
+        start = time.process_time()
+        assert summarize(step_of(layout, contents)).observed
+        root_seconds.append(time.process_time() - start)
+    worker_bytes = len(pack(Kind.STEP, hosts[0][0].pack(), rank=0, step=0))
+    away = num_workers // PER_HOST - 1
+    single = [pack(Kind.STEP, each, rank=0, step=0) for each in contents[0]]
+    host_bytes = sum(len(each) + LANE_BYTES for each in single) if away else 0
+    width = 4093 if num_workers <= MAX_PAIRED_WORKERS else narrowing_for(num_workers).sketch_width
     return Row(
         workers=num_workers,
-        worker_bytes=busiest.traffic.total,
-        root_bytes=root.traffic.total,
-        worker_seconds=0.0 if paired else other_seconds,
-        root_seconds=min(root.seconds),
-        messages=messages,
-        network_seconds=network.seconds(messages, root.traffic),
+        worker_bytes=worker_bytes,
+        host_bytes=host_bytes,
+        root_bytes=away * (host_bytes + LANE_BYTES),
+        host_seconds=min(host_seconds),
+        root_seconds=min(root_seconds),
+        cosine_error=width**-0.5,
     )
 
 
-def num_messages(num_workers: int) -> int:
-    """Return how many messages follow each other: a ring; or a barrier, two sums and a gather."""
-    if num_workers <= MAX_PAIRED:
-        return num_workers - 1
-    return (1 + 2 * 2) * math.ceil(math.log2(num_workers)) + 1
+def step_of(layout: Layout, contents: Sequence[Sequence[bytes]]) -> GatheredStep:
+    """Do what the root does with what all hosts have sent."""
+    if layout.num_workers <= MAX_PAIRED_WORKERS:
+        messages = [StepMessage.unpack(each) for host in contents for each in host]
+        return Assembly(layout, 0).step_of(messages, 1)
+    summaries = []
+    for host in range(layout.num_workers // PER_HOST):
+        one = HostSummary.unpack(contents[host % len(contents)][0])
+        ranks = range(PER_HOST * host, PER_HOST * (host + 1))
+        summaries.append(
+            replace(one, messages=dict(zip(ranks, one.messages.values(), strict=True)))
+        )
+    lean = [message for one in summaries for message in one.messages.values()]
+    gathered = Assembly(lean_layout(layout), 0).step_of(lean, 1)
+    return with_directions(gathered, summaries, layout)
 
 
-def extrapolate(rows: Sequence[Row], num_workers: int, network: Network) -> Row:
-    """Return the row of more workers than can be simulated.
-
-    Bytes and seconds are fitted, by least squares over the rows beyond 64 workers, with a constant,
-    a term in log2 W, and for rank 0 a term in W.
-    """
-    rows = [row for row in rows if row.workers > MAX_PAIRED]
-    worker, root = [_one, math.log2], [_one, math.log2, float]
-    root_bytes = _fitted(rows, "root_bytes", root, num_workers)
-    messages = num_messages(num_workers)
-    return Row(
-        workers=num_workers,
-        worker_bytes=_fitted(rows, "worker_bytes", worker, num_workers),
-        root_bytes=root_bytes,
-        worker_seconds=_fitted(rows, "worker_seconds", worker, num_workers),
-        root_seconds=_fitted(rows, "root_seconds", root, num_workers),
-        messages=messages,
-        network_seconds=network.seconds(messages, Traffic(0, round(root_bytes))),
-        measured=False,
-    )
-
-
-def _one(workers: float) -> float:
-    return 1.0
-
-
-def _fitted(
-    rows: Sequence[Row], column: str, terms: Sequence[Callable[[float], float]], workers: int
-) -> float:
-    matrix = np.array([[term(row.workers) for term in terms] for row in rows])
-    weights = 1 / np.array([getattr(row, column) for row in rows])  # relative errors count
-    solution = np.linalg.lstsq(matrix * weights[:, None], np.ones(len(rows)), rcond=None)[0]
-    return float(solution @ [term(workers) for term in terms])
-
-
-def render(rows: Sequence[Row], network: Network) -> str:
+def render(rows: Sequence[Row]) -> str:
     """Return the table for the docs."""
     lines = [
-        "| workers | kB a step, a worker | kB a step, rank 0 | messages in turn "
-        "| compute, a worker (ms) | compute, rank 0 (ms) | network (ms) | to the verdict (ms) |",
-        "|---|---|---|---|---|---|---|---|",
+        "| workers | kB a step: a worker | a host | root, in and out | agent (ms) | root (ms) "
+        "| a cosine's RMS error |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row.workers:,}{'' if row.measured else ' (model)'} "
-        f"| {row.worker_bytes / 1e3:,.1f} | {row.root_bytes / 1e3:,.1f} | {row.messages} "
-        f"| {1e3 * row.worker_seconds:.2f} | {1e3 * row.root_seconds:.2f} "
-        f"| {1e3 * row.network_seconds:.2f} | {1e3 * row.seconds:.2f} |"
+        f"| {row.workers:,} | {row.worker_bytes / 1e3:,.1f} | {row.host_bytes / 1e3:,.1f} "
+        f"| {row.root_bytes / 1e3:,.1f} | {1e3 * row.host_seconds:.2f} "
+        f"| {1e3 * row.root_seconds:.2f} | {row.cosine_error:.3f} |"
         for row in rows
     ]
     lines += [
         "",
-        f"Sent plus received, without headers; {NUM_GROUPS} groups of parameters, every step "
-        f"observed. Up to {MAX_PAIRED} workers everybody gets every message and compares all "
-        "pairs; beyond, sketches are summed, and rank 0 gets a short message from everybody. "
-        f"Network: modelled with {network.latency * 1e6:.0f} µs a message and "
-        f"{network.bandwidth / 1e9:.2f} GB/s.",
+        f"Hosts of {PER_HOST} workers; {NUM_GROUPS} groups, the audit on, {BATCH} samples each. "
+        "A worker's bytes stay on its host; those of the root are what travels between hosts. "
+        f"Up to {MAX_PAIRED_WORKERS} workers the messages travel as they are and all pairs are "
+        "compared; beyond, each host narrows sketches and sums its part of the audit. Times are "
+        "processor time, the least of several steps; a cosine errs less the nearer it is to 1.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def measure(steps: int, network: Network) -> list[Row]:
-    """Return all rows, the extrapolated one last."""
-    rows = [simulate(num_workers, steps, network) for num_workers in WORKERS]
-    return [*rows, extrapolate(rows, EXTRAPOLATED, network)]
-
-
 def main() -> None:
-    """Simulate, print, and save when asked to."""
+    """Count, print, and save when asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--latency-us", type=float, default=100.0)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where to save the rows")
     options = parser.parse_args()
-    network = Network(options.latency_us * 1e-6)
-    rows = measure(options.steps, network)
-    print(render(rows, network))
+    rows = [measure(num_workers, options.steps) for num_workers in WORKERS]
+    print(render(rows))
     if options.json is not None:
-        saved: list[dict[str, Any]] = [asdict(row) for row in rows]
-        options.json.write_text(json.dumps(saved, indent=2) + "\n")
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.reduce import MAX_PAIRED
 from support.benchmarks import load_benchmark
 from support.ranks import run_ranks
 
@@ -24,18 +23,15 @@ def of_any_machine(page):
     return [line for line in page.splitlines() if not line.startswith("torch ")]
 
 
-def test_many_workers_are_simulated():
+def test_bytes_of_a_step_stay_within_bounds():
     scale = load_benchmark("scale")
-    network = scale.Network()
-    few, *many = (scale.simulate(n, 2, network) for n in (4, MAX_PAIRED + 1, MAX_PAIRED + 16))
-    assert few.worker_bytes == few.root_bytes
-    for row in many:
-        assert 0 < row.worker_bytes < row.root_bytes
-        assert 0 < row.worker_seconds < row.seconds
-    rows = [few, *many, scale.extrapolate(many, 1000, network)]
-    assert many[1].root_bytes < rows[-1].root_bytes
-    table = [line for line in scale.render(rows, network).splitlines() if line.startswith("|")]
-    assert [line.count("|") for line in table] == [9] * 6
+    rows = [scale.measure(num_workers, 1) for num_workers in (8, 64, 1024)]
+    assert all(0 < row.worker_bytes <= 150_000 for row in rows)
+    assert rows[0].host_bytes == rows[0].root_bytes == 0
+    assert rows[1].host_bytes > 8 * rows[1].worker_bytes  # forwarded as they are
+    assert 127 * rows[2].host_bytes < rows[2].root_bytes <= 4_000_000
+    table = [line for line in scale.render(rows).splitlines() if line.startswith("|")]
+    assert [line.count("|") for line in table] == [8] * 5
 
 
 def time_steps(rank, kind, variants):

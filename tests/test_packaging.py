@@ -69,7 +69,7 @@ def test_the_wheel_says_what_it_is(wheel):
     assert metadata["Description-Content-Type"] == "text/markdown"
     needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert {line.split(">")[0].split("<")[0] for line in needed} == {
-        *("torch", "numpy", "pyarrow", "typer", "rich")
+        *("torch", "numpy", "pyarrow", "pyzmq", "typer", "rich")
     }
     [entry_points] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert "rankscope = rankscope.cli.main:run" in wheel.read(entry_points).decode()

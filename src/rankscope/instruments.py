@@ -19,7 +19,6 @@ from rankscope.capture.tap import Guarded
 from rankscope.capture.trace import TraceMeter
 from rankscope.capture.witness import GradientWitness
 from rankscope.core.audit import AUDIT_WIDTH
-from rankscope.core.consensus import SKETCH_WIDTH as CONSENSUS_WIDTH
 from rankscope.core.groups import Groups, GroupsOption, group_parameters
 from rankscope.core.recorded import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.core.sections import SECTION_ELEMENTS, Sections, cut_sections
@@ -150,16 +149,14 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
     sections = _sections(wrapped, groups) if reduced is ReadReduced.SKETCH else None
     sketcher = meter(wrapped.device, groups, options.sketch_width, options.seed, sections)
     num_workers = wrapped.group.size()
-    paired = num_workers <= MAX_PAIRED
-    if not paired and options.tier is Tier.EXACT:
+    if num_workers > MAX_PAIRED and options.tier is Tier.EXACT:
         raise UsageError(
             f"the exact tier compares up to {MAX_PAIRED} workers, got {num_workers}; use "
             "tier='sketch'"
         )
-    width = options.sketch_width if paired else min(CONSENSUS_WIDTH, options.sketch_width)
     layout = Layout(
         num_workers=num_workers,
-        sketch_width=width if sketches else 0,
+        sketch_width=options.sketch_width if sketches else 0,
         groups=groups.names,
         group_width=GROUP_WIDTH if sketches and len(groups) > 1 else 0,
         section_counts=() if sections is None else sections.counts,

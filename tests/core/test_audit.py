@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.core.audit import AuditPart, contribution, residuals
+from rankscope.core.audit import AuditPart, residuals, residuals_by_row, residuals_of_all, total_of
 from rankscope.core.groups import group_parameters
 from rankscope.core.sections import cut_sections
 
@@ -29,8 +29,14 @@ def audit(locals_, held, copies):
         AuditPart(parts_of(local)[0], *parts_of(own))
         for local, own in zip(locals_, held, strict=True)
     ]
-    total = sum(contribution(part, len(parts), copies) for part in parts)
-    return np.array([residuals(total, part, SECTIONS, len(parts), copies) for part in parts])
+    found = residuals_of_all(parts, SECTIONS.firsts, copies)
+    hosts = [total_of(some, len(parts), copies) for some in (parts[:1], parts[1:])]
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = np.sum(np.float32(hosts), axis=0)
+    for part, own in zip(parts, found, strict=True):
+        by_hosts = residuals(total, part, SECTIONS.firsts, len(parts), copies)
+        np.testing.assert_allclose(by_hosts, own, rtol=1e-4, atol=1e-6)
+    return found
 
 
 def expected(reduced, mean):
@@ -81,11 +87,44 @@ def test_what_a_worker_could_not_read_is_unknown(gradients):
 def test_a_worker_that_measured_nothing_makes_all_unknown(gradients):
     mean = gradients.mean(axis=0)
     parts = [AuditPart(parts_of(g)[0], *parts_of(mean)) for g in gradients[:3]]
-    parts.append(AuditPart.unknown(len(SECTIONS), LIMIT))
+    nothing = np.full((len(SECTIONS), LIMIT), np.nan, np.float32)
+    parts.append(AuditPart(nothing, nothing, nothing[:, 0]))
     for copies in (1, 4):
-        total = sum(contribution(part, 4, copies) for part in parts)
-        for part in parts:
-            assert np.isnan(residuals(total, part, SECTIONS, 4, copies)).all()
+        assert np.isnan(residuals_of_all(parts, SECTIONS.firsts, copies)).all()
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_what_is_narrowed_tells_the_whole_and_the_sections_in_turn(gradients, copies):
+    mean = gradients.mean(axis=0)
+    held = np.stack([mean] * 4) if copies == 4 else np.zeros((4, SIZE))
+    if copies == 1:
+        for worker, indices in enumerate(np.array_split(np.arange(SIZE), 4)):
+            held[worker, indices] = mean[indices]
+    held[0, 2] += 0.01  # of the first section
+    parts = [AuditPart(parts_of(g)[0], *parts_of(h)) for g, h in zip(gradients, held, strict=True)]
+    narrowed = [part.narrowed(np.array([2, 0]), width=LIMIT) for part in parts]
+    total = np.float32(total_of(narrowed, 4, copies))
+    found = np.array([residuals_by_row(total, part, 4, copies) for part in narrowed])
+    told = found[0] if copies == 4 else found
+    norms = [np.linalg.norm(mean), np.linalg.norm(mean[:5])]
+    np.testing.assert_allclose(told[..., 0], 0.01 / norms[0], rtol=0.02)
+    np.testing.assert_allclose(told[..., 2], 0.01 / norms[1], rtol=0.02)
+    assert (told[..., 1] < 1e-6).all()
+    if copies == 4:
+        assert (found[1:] < 1e-6).all()
+
+
+def test_narrow_residuals_err_as_the_docs_say():
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(40):
+        error, reduced = rng.normal(size=(3, 1021)) * 0.01, rng.normal(size=(3, 1021))
+        squares = np.square(reduced).sum(axis=1)
+        part = AuditPart(np.float32(reduced + error), np.float32(reduced), squares)
+        part = part.narrowed(np.array([1]), 251)
+        exact = np.linalg.norm(error[1]) / np.sqrt(squares[1])
+        found.append(residuals_by_row(total_of([part], 1, 1), part, 1, 1)[1] / exact)
+    assert 0.02 < np.std(found) < 0.06  # 1/sqrt(2 width) is 0.045
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

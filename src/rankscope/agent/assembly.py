@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage, columns_of
 from rankscope.core.arrays import Floats, Ints
-from rankscope.core.audit import contribution, residuals
+from rankscope.core.audit import residuals_of_all
 from rankscope.core.gram import sum_shares
 from rankscope.core.measured import Measured, measured_of
 from rankscope.core.nulls import weighted_mean_and_sem
@@ -139,13 +139,9 @@ class Assembly:
         }
 
     def _residuals(self, measured_W: Sequence[MeasuredGradient]) -> Floats:
-        width, copies = self._layout.num_workers, self._layout.reduced_copies
         parts = [one.audit for one in measured_W if one.audit is not None]
-        total = np.zeros(1)
-        for part in parts:
-            total = total + contribution(part, width, copies)
         firsts = np.cumsum((0, *self._layout.section_counts[:-1])).astype(np.int64)
-        return np.stack([residuals(total, part, firsts, width, copies) for part in parts])
+        return residuals_of_all(parts, firsts, self._layout.reduced_copies)
 
     # Names of what digests are of, which travel once ---------------------------------------------
 

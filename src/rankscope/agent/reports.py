@@ -8,7 +8,7 @@ from rankscope.core.step import GatheredStep, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.record.states import pack_state, unpack_state
 
-_LEFT_OUT = {"sketches_WK", "group_sketches_WGK", "consensus", "reports_WR", "trace", "differences"}
+_LEFT_OUT = {"sketches_WK", "group_sketches_WGK", "consensus", "trace", "differences"}
 _TUPLES = {"samples", "micro_losses", "micro_weights", "micro_norms", "micro_scales", "groups"}
 
 

@@ -1,209 +1,251 @@
 """Directions of many workers without any pair: each worker against the sum of all others.
 
-Up to 64 workers everybody gets everybody's sketch and compares all pairs. Beyond, what a worker
-must move may not grow with W. One all-reduce gives every worker the sum of all sketches; by itself
-it then computes three numbers about its own gradient, which rank 0 collects.
+Up to 64 workers the root gets everybody's sketch as it was measured, and compares all pairs.
+Beyond, that would be too much to move. Then the agent of each host narrows the sketches of its
+workers, to fewer numbers of half precision, and brings a few groups in turn; the root takes the sum
+of all workers' narrow sketches and compares each worker with the rest of it.
 
-Legend of shapes: W workers, K numbers in a sketch, g groups whose turn it is, k numbers in the
-sketch of a group, N = 2K + gk + 2 + g numbers in a contribution, R = 3 + g numbers in a report.
+Legend of shapes: W workers, K numbers in a narrow sketch, g groups whose turn it is, k numbers in
+the narrow sketch of a group, N rows.
 
-With s_i the sketch of worker i, u_i = s_i/|s_i|, S = Σ s_j and U = Σ u_j:
+With s_i the narrow sketch of worker i, u_i = s_i/|s_i|, S = Σ s_j and U = Σ u_j, sums over the n
+workers with a direction:
 
-- leave-one-out direction of worker i: cos(s_i, S − s_i), the same number as ``leave_one_out`` of
-  ``core.direction`` finds in all pairs. S − s_i is taken element by element, so that it is exact
-  up to the rounding of S itself: 2⁻²⁴ of the largest worker. (A worker 10⁶ times as large as the
-  rest hides them from itself to about 5 %; nobody else is affected.)
-- mean cosine over pairs: (|U|² − n)/(n(n − 1)) over the n workers with a direction. That is the
-  mean of the sketches' cosines; as an estimate for the gradients its RMS error is about
-  √(2/K)·(c + 1/n)·(1 − c), where c is the mean itself: 4·10⁻⁵ for 1,024 unrelated gradients.
-- mean cosine weighted by norms: Σ_i s_i·(S − s_i) / Σ_{i≠j} |s_i||s_j|, from the reports.
+- leave-one-out direction of worker i: cos(s_i, S − s_i), what ``leave_one_out`` of
+  ``core.direction`` finds in all pairs of the same sketches;
+- mean cosine over pairs: (|U|² − n)/(n(n − 1));
+- mean cosine weighted by norms: (|S|² − Σ|s_i|²) / Σ_{i≠j} |s_i||s_j|.
 
-A worker whose sketch is not finite, or so large that sums could overflow, contributes zeros: it
-has no direction, and everybody else's numbers are those of a job without it.
-
-What a step costs at W = 1,024, sent plus received, with an all-reduce that moves
-4(1 − 1/W) times its size: K = 1,021, g = 4 of 40 groups in turn, k = 251 give N = 3,052 floats,
-12,208 bytes, so 48,784 bytes moved; 10 integers in a second all-reduce add 320, and a message of
-1,450 bytes to rank 0 makes 50,554. With 320 bytes of headers for each of the 20 + 20 messages it
-is 63,354: below 64 KB, and for 10,240 workers nearly the same. Rank 0 receives the messages of all
-others besides: (W − 1) times 1,450 bytes here.
+What narrowing costs: a worker's cosine c errs by about (1 − c²)/√K (RMS): 0.031, 0.044 or 0.063
+for the widths of :func:`narrowing_for`, where the wide sketch has 0.016. That is an error of each
+worker's own, from step to step another one. The mean cosine errs by √(2/K)·(c + 1/n)·(1 − c):
+6·10⁻⁵ for 1,024 unrelated gradients. Half precision adds 3·10⁻⁴ of a sketch's length, at right
+angles: 10⁻⁷ of a cosine near 1, less than 10⁻⁵ elsewhere, and nothing between equal sketches.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Floats32, Ints
+from rankscope.core.direction import ROUNDING
 
-SKETCH_WIDTH = 1021
-"""Width of the sketch that is summed over workers; a prime, as that of the wide sketch."""
+_LOST = 2.0**-11
+"""A sum this much smaller than its terms is mostly their rounding to half precision."""
 
-GROUPS_PER_STEP = 4
-"""How many groups have their turn in one step."""
+_DROWNED = 1e-6
+"""Squares of a rest that is this much smaller than the worker beside it are taken anew."""
 
-_LARGEST_NORM = 2.0**96
-"""Sums of 2³¹ such sketches stay finite in float32."""
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 times the golden ratio's fraction
 
-_LOST = 2.0**-22
-"""A sum this much smaller than the norms of its terms is mostly rounding."""
+_TOP = 15  # the largest number of a row is brought below 2^15: half precision ends at 65,504
 
-_ONE_BY_DIRECTION = 1e-9
-_ONE_BY_LENGTH = 2.0**-20
+
+class Narrowing(NamedTuple):
+    """What is left of sketches for the root, for each worker and step.
+
+    Attributes:
+        sketch_width: Numbers in the sketch of the gradient, a prime.
+        group_width: Numbers in the sketch of a group, a prime.
+        num_groups: Groups that have their turn in one step.
+        num_sections: Sections of the audit that have their turn in one step.
+        audit_width: Numbers in the sketch of a section, a prime; their residuals err by
+            1/√(2 audit_width) of themselves (RMS).
+    """
+
+    sketch_width: int
+    group_width: int
+    num_groups: int
+    num_sections: int
+    audit_width: int
+
+
+def narrowing_for(num_workers: int) -> Narrowing:
+    """Return what is left for so many workers: at 1,024 the root takes in less than 4 MB a step."""
+    if num_workers <= 512:
+        return Narrowing(1021, 251, 4, 4, 251)
+    if num_workers <= 2048:
+        return Narrowing(509, 127, 4, 2, 251)
+    return Narrowing(251, 61, 4, 1, 127)
+
+
+class Halves(NamedTuple):
+    """Rows of half precision, each with a power of two of its own.
+
+    Attributes:
+        numbers_NK: float16; NaN in a row that was not finite.
+        exponents_N: int16.
+    """
+
+    numbers_NK: NDArray[np.float16]
+    exponents_N: NDArray[np.int16]
+
+    def widened(self) -> Floats:
+        """Return the rows in float64."""
+        return np.ldexp(self.numbers_NK.astype(np.float64), self.exponents_N[:, None])
 
 
 @dataclass(frozen=True, slots=True)
 class Consensus:
-    """What a worker knows about one step after the all-reduce.
+    """How the workers' gradients of a step point, each against the rest.
 
     Attributes:
-        num_directions: Workers whose gradient has a direction; the same on every worker.
-        cosine_mean: Mean cosine over their pairs; the same on every worker. NaN below two.
-        norm: Norm of this worker's sketch; NaN without a direction.
-        rest_norm: Norm of the sum of all others' sketches.
-        cosine_rest: Cosine between this worker and that sum; NaN where one has no direction.
-        group_cosine_rest_g: The same for each group whose turn it is.
+        num_directions: Workers whose gradient has a direction.
+        cosine_mean: Mean cosine over their pairs. NaN below two.
+        cosine_weighted: The same, weighted by the product of norms.
+        cosine_rest_W: Cosine between each worker and the sum of all others; NaN where one has no
+            direction.
+        group_cosine_rest_Wg: The same for each group whose turn it is.
     """
 
     num_directions: int
     cosine_mean: float
-    norm: float
-    rest_norm: float
-    cosine_rest: float
-    group_cosine_rest_g: Floats
-
-    def report(self) -> Floats32:
-        """Return what rank 0 wants of this worker, ``[R]``; columns as in :func:`step_values`."""
-        return np.array(
-            [self.norm, self.rest_norm, self.cosine_rest, *self.group_cosine_rest_g], np.float32
-        )
+    cosine_weighted: float
+    cosine_rest_W: Floats
+    group_cosine_rest_Wg: Floats
 
 
-def groups_in_turn(turn: int, num_groups: int, per_step: int = GROUPS_PER_STEP) -> Ints:
-    """Return the groups whose turn it is, by index ``[min(per_step, num_groups)]``.
+def in_turn(step: int, count: int, per_step: int) -> Ints:
+    """Return whose turn it is among ``count`` in a step, by index ``[min(per_step, count)]``.
+
+    Multiples of the golden ratio spread evenly whatever the interval between observed steps, so
+    that no host has to know it.
 
     Args:
-        turn: Number of the observed step: the step's number divided by the sampling interval. The
-            step's own number would leave out some groups for ever.
-        num_groups: How many groups there are.
+        step: Step number.
+        count: How many there are.
         per_step: How many have their turn together.
 
     Example:
-        >>> [groups_in_turn(turn, 5, 2).tolist() for turn in range(3)]
-        [[0, 1], [2, 3], [4, 0]]
+        >>> [in_turn(step, 40, 4).tolist() for step in (0, 10, 20)]
+        [[0, 1, 2, 3], [7, 8, 9, 10], [14, 15, 16, 17]]
     """
-    count = min(per_step, num_groups)
-    return (turn * count + np.arange(count)) % max(num_groups, 1)
+    first = (step * _GOLDEN % 2**64) * count >> 64
+    return (first + np.arange(min(per_step, count))) % max(count, 1)
 
 
-def contribution(sketch_K: Floats32, group_sketches_gK: Floats32) -> Floats32:
-    """Return what a worker adds to the sum over workers.
+def fold(rows_NK: Floats32, width: int) -> Floats32:
+    """Make narrower sketches: entry c, with a random sign, is added to entry c mod ``width``.
 
     Args:
-        sketch_K: Sketch of the local gradient ``[K]``; zeros when there is none.
-        group_sketches_gK: Sketches of the groups whose turn it is ``[g, k]``.
+        rows_NK: Sketches ``[N, K]``.
+        width: Width of the result.
 
     Returns:
-        ``[N]``: sketch, sketch of length 1, groups' sketches, 1 for a direction, norm, groups'
-        norms; zeros in place of what has no direction.
+        ``[N, width]``, linear in the rows; the rows themselves where they are not wider.
     """
-    raw_K, norm = _with_direction(sketch_K)
-    unit_K = raw_K / norm if norm else raw_K
-    groups = [_with_direction(row) for row in group_sketches_gK]
-    counts = np.array([float(norm > 0), norm, *(group_norm for _, group_norm in groups)])
-    parts = [raw_K, unit_K, *(row for row, _ in groups), counts]
-    return np.concatenate(parts).astype(np.float32)
+    num_rows, wide = rows_NK.shape
+    if wide <= width:
+        return rows_NK
+    padded = np.zeros((num_rows, wide + -wide % width), np.float32)
+    np.multiply(rows_NK, _signs(wide), out=padded[:, :wide])
+    folded: Floats = padded.reshape(num_rows, -1, width).sum(axis=1, dtype=np.float64)
+    return folded.astype(np.float32)
 
 
-def consensus_of(
-    total_N: NDArray[np.floating], sketch_K: Floats32, group_sketches_gK: Floats32
-) -> Consensus:
-    """Compare this worker with all others.
+def narrow(rows_NK: Floats32, width: int) -> Halves:
+    """Return sketches with ``width`` numbers of half precision.
 
     Args:
-        total_N: Sum over workers of what :func:`contribution` returned.
-        sketch_K: As this worker gave it there.
-        group_sketches_gK: As this worker gave it there.
-
-    Raises:
-        ValueError: ``total_N`` is the sum of contributions of another size.
+        rows_NK: Sketches ``[N, K]`` of any magnitude.
+        width: Width of the result, at most.
     """
-    size, (num_groups, width) = len(sketch_K), group_sketches_gK.shape
-    lengths = [size, size, num_groups * width, 2 + num_groups]
-    if len(total_N) != sum(lengths):
-        raise ValueError(
-            f"expected a total of {sum(lengths)} numbers for sketches of {size} and "
-            f"{num_groups} × {width}, got {len(total_N)}"
-        )
-    raw_K, unit_K, groups, counts = np.split(
-        np.asarray(total_N, np.float64), np.cumsum(lengths)[:-1]
-    )
-    norm, rest_norm, cosine_rest = _against_rest(sketch_K, raw_K, counts[1])
-    rows = zip(group_sketches_gK, groups.reshape(num_groups, width), counts[2:], strict=True)
+    rows = fold(rows_NK, width).astype(np.float64)
+    largest_N = np.abs(rows).max(axis=1, initial=0.0)
+    finite_N = np.isfinite(largest_N)
+    exponents_N = np.frexp(np.where(finite_N, largest_N, 0.0))[1] - _TOP
+    rows[~finite_N] = np.nan
+    numbers = np.ldexp(rows, -exponents_N[:, None]).astype(np.float16)
+    return Halves(numbers, exponents_N.astype(np.int16))
+
+
+def consensus_of(sketches_WK: Floats, group_sketches_gWk: Floats) -> Consensus:
+    """Compare each worker with all others.
+
+    Args:
+        sketches_WK: Narrow sketches of all workers ``[W, K]``.
+        group_sketches_gWk: Those of the groups whose turn it is ``[g, W, k]``; g may be 0.
+    """
+    rows_WK, norms_W = _with_direction(sketches_WK)
+    total_K = rows_WK.sum(axis=0)
+    defined = norms_W[norms_W > 0]
+    count = len(defined)
+    mean = weighted = float("nan")
+    if count >= 2:
+        unit_K = (1.0 / np.where(norms_W > 0, norms_W, np.inf)) @ rows_WK
+        mean = _snapped((float(unit_K @ unit_K) - count) / (count * (count - 1)))
+        above = float(total_K @ total_K) - float(defined @ defined)
+        weighted = _snapped(above / float(defined @ (defined.sum() - defined)))
+    groups = [_against_rest(*_with_direction(rows)) for rows in group_sketches_gWk]
     return Consensus(
-        num_directions=round(counts[0]),
-        cosine_mean=_mean_cosine(unit_K, round(counts[0])),
-        norm=norm,
-        rest_norm=rest_norm,
-        cosine_rest=cosine_rest,
-        group_cosine_rest_g=np.array([_against_rest(*row)[2] for row in rows], np.float64),
+        num_directions=count,
+        cosine_mean=mean,
+        cosine_weighted=weighted,
+        cosine_rest_W=_against_rest(rows_WK, norms_W),
+        group_cosine_rest_Wg=np.array(groups).reshape(len(groups), len(norms_W)).T,
     )
 
 
-def step_values(consensus: Consensus, reports_WR: Floats32) -> dict[str, float]:
-    """Return the directions' columns of the steps table, for rank 0.
-
-    Args:
-        consensus: Rank 0's own.
-        reports_WR: All workers' reports: norm of the sketch, norm of the others' sum, cosine of
-            the two (the column ``cosine_rest``), and that cosine for each group in turn.
+def step_values(consensus: Consensus) -> dict[str, float]:
+    """Return the directions' columns of the steps table.
 
     Returns:
         ``cosine_mean``, ``cosine_weighted``, ``directions_undefined``, and ``cosine_min``, which
         takes pairs and so is NaN here.
     """
-    norms_W, rest_norms_W, cosines_W = np.asarray(reports_WR[:, :3], np.float64).T
-    products = np.nansum(norms_W) - norms_W
-    above = float(np.nansum(norms_W * rest_norms_W * cosines_W))
-    below = float(np.nansum(norms_W * products))
+    num_workers = len(consensus.cosine_rest_W)
     return {
         "cosine_mean": consensus.cosine_mean,
-        "cosine_weighted": _snapped(above / below, _ONE_BY_LENGTH) if below > 0 else float("nan"),
+        "cosine_weighted": consensus.cosine_weighted,
         "cosine_min": float("nan"),
-        "directions_undefined": float(len(reports_WR) - consensus.num_directions),
+        "directions_undefined": float(num_workers - consensus.num_directions),
     }
 
 
-def _with_direction(sketch_K: Floats32) -> tuple[Floats, float]:
-    """Return a sketch and its norm, or zeros for one without a direction."""
-    sketch = np.asarray(sketch_K, np.float64)
-    norm = float(np.sqrt(sketch @ sketch))
-    if norm <= _LARGEST_NORM:  # not so for NaN either
-        return sketch, norm
-    return np.zeros(len(sketch)), 0.0
+def _with_direction(rows_WK: Floats) -> tuple[Floats, Floats]:
+    """Return rows and their norms, zeros for rows without a direction."""
+    rows = np.asarray(rows_WK, np.float64)
+    norms_W = np.sqrt(np.einsum("wk,wk->w", rows, rows))
+    broken_W = ~np.isfinite(norms_W)
+    if broken_W.any():
+        rows = np.where(broken_W[:, None], 0.0, rows)
+        norms_W = np.where(broken_W, 0.0, norms_W)
+    return rows, norms_W
 
 
-def _against_rest(
-    sketch_K: Floats32, total_K: Floats, sum_of_norms: float
-) -> tuple[float, float, float]:
-    """Return the norms of a sketch and of the others' sum, and the cosine between them."""
-    own_K, norm = _with_direction(sketch_K)
-    if norm == 0:
-        return (float("nan"),) * 3
-    rest_K = total_K - own_K
-    rest_norm = float(np.sqrt(rest_K @ rest_K))
-    if not rest_norm > _LOST * sum_of_norms:
-        return norm, 0.0, float("nan")
-    return norm, rest_norm, _snapped(float(own_K @ rest_K) / norm / rest_norm, _ONE_BY_DIRECTION)
+def _against_rest(rows_WK: Floats, norms_W: Floats) -> Floats:
+    """Return cosines between rows and the sum of all others ``[W]``; NaN where one vanishes."""
+    total_K = rows_WK.sum(axis=0)
+    squares_W = norms_W**2
+    own_W = rows_WK @ total_K
+    total = float(total_K @ total_K)
+    products_W = own_W - squares_W
+    rests_W = total - 2.0 * own_W + squares_W
+    for i in np.flatnonzero(rests_W < _DROWNED * (np.sqrt(total) + norms_W) ** 2):
+        rest_K = total_K - rows_WK[i]  # number by number, so that squares do not cancel
+        products_W[i], rests_W[i] = rows_WK[i] @ rest_K, rest_K @ rest_K
+    least_W = _LOST**2 * (squares_W.sum() - squares_W)
+    known_W = (norms_W > 0) & (rests_W > least_W)
+    below_W = np.where(known_W, norms_W * np.sqrt(np.maximum(rests_W, 0.0)), np.nan)
+    cosines_W: Floats = products_W / below_W
+    near_W = np.abs(cosines_W) >= 1.0 - ROUNDING
+    return np.where(near_W, np.sign(cosines_W), cosines_W)
 
 
-def _mean_cosine(unit_K: Floats, num_directions: int) -> float:
-    if num_directions < 2:
-        return float("nan")
-    pairs = num_directions * (num_directions - 1)
-    return _snapped((float(unit_K @ unit_K) - num_directions) / pairs, _ONE_BY_LENGTH)
+@functools.lru_cache(maxsize=16)
+def _signs(count: int) -> Floats32:
+    """Return ±1 for each entry of a sketch, the same on every host (SplitMix64)."""
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    signs = (1.0 - 2.0 * (mixed >> np.uint64(63)).astype(np.float32)).astype(np.float32)
+    signs.flags.writeable = False
+    return signs
 
 
-def _snapped(cosine: float, rounding: float) -> float:
+def _snapped(cosine: float) -> float:
     """Bring a cosine within rounding of ±1 to ±1."""
-    return float(np.sign(cosine)) if abs(cosine) >= 1.0 - rounding else cosine
+    return float(np.sign(cosine)) if abs(cosine) >= 1.0 - ROUNDING else cosine

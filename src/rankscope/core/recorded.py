@@ -47,7 +47,6 @@ def _gathered(step: GatheredStep, *, groups: bool, micro: bool) -> GatheredStep:
         gram_WW=None,
         reduced_copies=1,
         consensus=None,
-        reports_WR=None,
         groups_in_turn=None,
         trace=None,
         groups=step.groups if groups else (),

@@ -27,7 +27,6 @@ class MeasuredGradient:
         group_sketches_GK: Narrow sketch of each group's local gradient, or ``[G, 0]``.
         gram: This worker's part of the exact inner products: upper triangle with diagonal, row by
             row ``[W(W+1)/2]``, or empty.
-        report_R: Where this worker stands against all others, beyond 64 workers; or empty.
         audit: What it contributes to the audit of the reduction; None without.
         residuals: What came of the audit ``[1 + G]``: how far the reduced gradient that this worker
             holds is from the mean, in all and by group; empty before, or without.
@@ -38,7 +37,6 @@ class MeasuredGradient:
     sketch_K: NDArray[np.float32]
     group_sketches_GK: NDArray[np.float32]
     gram: Floats
-    report_R: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     audit: AuditPart | None = None
     residuals: Floats = field(default_factory=lambda: np.empty(0))
     reduced_product: float = float("nan")
@@ -68,8 +66,7 @@ class GatheredStep:
         reduced_copies: How many workers hold each element of the reduced gradient.
         differences: What differs between workers that should hold the same.
         interval: Sampling interval in force: gradients are measured in multiples of it.
-        consensus: Beyond 64 workers, what rank 0 knows of the workers' directions.
-        reports_WR: Beyond 64 workers, what each worker says of its own.
+        consensus: Beyond 64 workers, where each stands against all others.
         groups_in_turn: Beyond 64 workers, the groups whose directions were compared, by index.
         residuals_WG: By worker and group, the relative distance of the reduced gradient that this
             worker holds from the mean of the workers' gradients; None where it was not audited.
@@ -97,7 +94,6 @@ class GatheredStep:
     differences: tuple[StateDifference, ...] = ()
     interval: int = 1
     consensus: Consensus | None = None
-    reports_WR: NDArray[np.float32] | None = None
     groups_in_turn: Ints | None = None
     residuals_WG: Floats | None = None
     total_residuals_W: Floats | None = None

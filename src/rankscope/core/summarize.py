@@ -89,9 +89,9 @@ def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Float
     undefined_W = np.full(gathered.num_workers, math.nan)
     if not gathered.observed:
         return values, undefined_W, None
-    if gathered.consensus is not None and gathered.reports_WR is not None:
-        values = step_values(gathered.consensus, gathered.reports_WR)
-        return values, gathered.reports_WR[:, 2].astype(np.float64), None
+    consensus = gathered.consensus
+    if consensus is not None:
+        return step_values(consensus), consensus.cosine_rest_W, None
     gram_WW = gathered.gram_WW
     if gram_WW is None and gathered.sketches_WK is not None:
         gram_WW = gram(gathered.sketches_WK)
@@ -115,9 +115,9 @@ def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Float
 
 def _group_directions(gathered: GatheredStep) -> Floats | None:
     """Return for each worker and group ``[W, G]`` its leave-one-out cosine, None without sketch."""
-    if gathered.reports_WR is not None and gathered.groups_in_turn is not None:
+    if gathered.consensus is not None and gathered.groups_in_turn is not None:
         cosines_WG = np.full((gathered.num_workers, len(gathered.groups)), math.nan)
-        cosines_WG[:, gathered.groups_in_turn] = gathered.reports_WR[:, 3:]
+        cosines_WG[:, gathered.groups_in_turn] = gathered.consensus.group_cosine_rest_Wg
         return cosines_WG
     sketches_WGK = gathered.group_sketches_WGK
     if sketches_WGK is None or not sketches_WGK.size:

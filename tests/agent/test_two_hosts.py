@@ -1,0 +1,118 @@
+"""The link between agents of two hosts for real: namespaces with an address each, and a cable."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import chain
+
+import pytest
+
+from support.two_hosts import TwoHosts, why_not
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+ROOM = 64 << 20
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with TwoHosts(tmp_path) as both:
+        yield both
+
+
+class Agents:
+    """A root on host 0 and an agent on host 1 that sends so many steps."""
+
+    def __init__(self, hosts, folder, steps, *, kept_bytes=ROOM, linger=60.0, version=4, only=True):
+        self._folder = folder
+        self.steps = []
+        env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        pipe = {"stdout": subprocess.PIPE, "text": True, "env": env}
+        command = [sys.executable, "-m", "support.linked_agents"]
+        by = hosts.address(0, "agents", version)
+        addresses = [by if only else "", by]  # where the root listens, and where the store would be
+        self.root = hosts.start(0, [*command, "root", str(folder), *addresses], **pipe)
+        rest = map(str, (steps, kept_bytes, linger))
+        self.host = hosts.start(1, [*command, "host", str(folder), *rest], **pipe)
+
+    def wait_for(self, step):
+        """Read what the root has until it has that step."""
+        for line in self.root.stdout:
+            self.steps.append(json.loads(line)[1])
+            if self.steps[-1] >= step:
+                return
+        raise AssertionError(f"the root ended after steps {self.steps}")
+
+    def finish(self):
+        """Return what the host and the root say when the host has ended."""
+        host = json.loads(self.host.communicate(timeout=120)[0])
+        (self._folder / "stop").touch()
+        *steps, root = map(json.loads, self.root.communicate(timeout=60)[0].splitlines())
+        self.steps += [step for _, step in steps]
+        return host, root
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_frames_and_answers_travel_by_the_network_of_the_agents(hosts, tmp_path, version):
+    agents = Agents(hosts, tmp_path, 30, version=version)
+    host, root = agents.finish()
+    assert host["delivered"]
+    assert agents.steps == list(range(30))
+    assert host["answers"] == list(range(len(host["answers"])))
+    assert root["missing"] == []
+
+
+@pytest.mark.parametrize("seconds", [1.0, 9.0])  # the second outlasts the heartbeats
+def test_a_cut_of_some_seconds_costs_nothing(hosts, tmp_path, seconds):
+    num_steps = 150 + round(seconds / 0.02)
+    agents = Agents(hosts, tmp_path, num_steps)
+    agents.wait_for(50)
+    hosts.cut()
+    time.sleep(seconds)
+    hosts.mend()
+    host, root = agents.finish()
+    assert host["delivered"]
+    assert agents.steps == host["taken"] == list(range(num_steps))
+    assert host["answers"] == list(range(len(host["answers"])))
+    assert root["missing"] == []
+
+
+def test_another_way_is_found_when_the_first_stays_cut(hosts, tmp_path):
+    agents = Agents(hosts, tmp_path, 900, only=False)
+    agents.wait_for(50)
+    hosts.cut()
+    host, root = agents.finish()
+    assert host["delivered"]
+    assert agents.steps == list(range(900))
+    assert root["missing"] == []
+
+
+def test_what_found_no_room_during_a_cut_is_named(hosts, tmp_path):
+    agents = Agents(hosts, tmp_path, 400, kept_bytes=400_000)
+    agents.wait_for(50)
+    hosts.cut()
+    time.sleep(4.0)
+    hosts.mend()
+    host, root = agents.finish()
+    assert host["delivered"]
+    missing = [step for first, last in root["missing"] for step in range(first, last + 1)]
+    assert missing
+    assert agents.steps == host["taken"]
+    assert sorted(chain(agents.steps, missing)) == list(range(400))
+
+
+def test_a_cut_for_good_ends_nothing_but_the_link(hosts, tmp_path):
+    agents = Agents(hosts, tmp_path, 300, linger=1.0)
+    agents.wait_for(20)
+    hosts.cut()
+    host, root = agents.finish()
+    assert not host["delivered"]
+    assert host["taken"] == list(range(300))
+    assert agents.steps == list(range(len(agents.steps)))
+    assert 20 < len(agents.steps) < 300
+    assert root["silent"] > 1.0

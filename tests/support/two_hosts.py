@@ -1,0 +1,161 @@
+"""Two hosts on one machine: network namespaces with addresses of their own, joined by a switch.
+
+Each host has two networks, as many clusters have: one for the training and one for the agents, so
+that the second can be cut while the training goes on. A cut is that of a cable behind a switch:
+both ends keep their addresses and routes, and nothing arrives.
+
+Needs root and the ``ip`` command. The hosts share the machine's files but not their temporary
+directories, and its processes.
+"""
+
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+NETWORKS = ("training", "agents")
+_numbers = itertools.count()
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Return why no network namespace can be made here; None if one can."""
+    name = f"try-{os.getpid()}"
+    try:
+        made = subprocess.run(
+            ["ip", "netns", "add", name], check=False, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return "the command ip (iproute2) is not installed"
+    if made.returncode:
+        return f"network namespaces are not permitted here: {made.stderr.strip()}"
+    _ip("netns", "del", name)
+    return None
+
+
+class TwoHosts:
+    """Two hosts, number 0 and 1, while the context lasts; then their processes are killed.
+
+    Args:
+        folder: Where each host gets a temporary directory.
+
+    Attributes:
+        folders: The temporary directory of each.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        prefix = f"rs-{os.getpid()}-{next(_numbers)}"
+        self._spaces = [f"{prefix}-{end}" for end in ("0", "1", "switch")]
+        self._processes: list[subprocess.Popen[Any]] = []
+        self.folders = [folder / f"host{host}" for host in (0, 1)]
+
+    def __enter__(self) -> "TwoHosts":
+        for each in self.folders:
+            each.mkdir(parents=True, exist_ok=True)
+        try:
+            self._join()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        for space in self._spaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+    @staticmethod
+    def address(host: int, network: str = "training", version: int = 4) -> str:
+        """Return a host's IPv4 or IPv6 address in a network."""
+        number = NETWORKS.index(network)
+        return f"10.213.{number}.{host + 1}" if version == 4 else f"fd00:213:{number}::{host + 1}"
+
+    def start(
+        self, host: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **how: Any
+    ) -> "subprocess.Popen[Any]":
+        """Start a command on a host, in a session of its own.
+
+        Args:
+            host: 0 or 1.
+            command: What to run.
+            env: Environment variables to add.
+            how: Further arguments of ``subprocess.Popen``.
+        """
+        places = dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), str(self.folders[host]))
+        interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "training")
+        process: subprocess.Popen[Any] = subprocess.Popen(
+            ["ip", "netns", "exec", self._spaces[host], *command],
+            env={**os.environ, **places, **interfaces, **(env or {})},
+            start_new_session=True,
+            **how,
+        )
+        self._processes.append(process)
+        return process
+
+    def torchrun(
+        self,
+        script: Path | str,
+        *arguments: str,
+        per_host: int = 2,
+        env: Mapping[str, str] | None = None,
+        **how: Any,
+    ) -> list["subprocess.Popen[Any]"]:
+        """Start ``torchrun`` on both hosts over the training's network; host 0 has the store."""
+        return [
+            self.start(
+                host,
+                [
+                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *("--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(per_host)),
+                    *("--master-addr", self.address(0), "--master-port", "29500"),
+                    *(str(script), *arguments),
+                ],
+                env=env,
+                **how,
+            )
+            for host in (0, 1)
+        ]
+
+    def cut(self, host: int = 1, network: str = "agents") -> None:
+        """Cut a host off from a network."""
+        _ip("-n", self._spaces[2], "link", "set", f"{network}{host}", "nomaster")
+
+    def mend(self, host: int = 1, network: str = "agents") -> None:
+        """Undo :meth:`cut`."""
+        _ip("-n", self._spaces[2], "link", "set", f"{network}{host}", "master", network)
+
+    def _join(self) -> None:
+        *hosts, switch = self._spaces
+        for space in self._spaces:
+            _ip("netns", "add", space)
+            _ip("-n", space, "link", "set", "lo", "up")
+        for network in NETWORKS:
+            _ip("-n", switch, "link", "add", network, "type", "bridge", "forward_delay", "0")
+            _ip("-n", switch, "link", "set", network, "up")
+            for number, host in enumerate(hosts):
+                port = f"{network}{number}"
+                _ip("-n", switch, "link", "add", port, "type", "veth",
+                    "peer", "name", network, "netns", host)  # fmt: skip
+                _ip("-n", switch, "link", "set", port, "master", network, "up")
+                _ip("-n", host, "addr", "add", f"{self.address(number, network)}/24",
+                    "dev", network)  # fmt: skip
+                _ip("-n", host, "addr", "add", f"{self.address(number, network, 6)}/64",
+                    "dev", network, "nodad")  # fmt: skip
+                _ip("-n", host, "link", "set", network, "up")
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
