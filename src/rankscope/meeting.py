@@ -77,6 +77,11 @@ class Meeting:
             sleep = min(2 * sleep, _LONGEST_SLEEP)
         return [bytes(value) for value in self._store.multi_get(named)]
 
+    def look(self, key: str) -> bytes | None:
+        """Return what was written, None if it was not as yet; does not wait for it."""
+        named = self._key(key)
+        return bytes(self._store.get(named)) if self._store.check([named]) else None
+
     def is_first(self, key: str) -> bool:
         """Return whether this rank is the first to ask this."""
         return int(self._store.add(self._key(key), 1)) == 1

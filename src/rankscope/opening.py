@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,8 @@ class Opened:
         run_dir: The run's directory; None on all ranks but 0.
         address: Where the agent listens.
         hello: What this rank tells it first.
+        meeting: Where the ranks have met.
+        awaits_invitation: Whether this rank has to tell its agent how the root is reached.
         agent: The agent, on the rank that has started it.
         info: What ``run.json`` says, on rank 0.
         local_sinks: Sinks that live in the training's process, on rank 0.
@@ -63,6 +66,8 @@ class Opened:
     run_dir: Path | None
     address: str
     hello: Mapping[str, Any]
+    meeting: Meeting
+    awaits_invitation: bool
     agent: Started | None
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     local_sinks: tuple[PlannedSink, ...] = ()
@@ -80,9 +85,9 @@ class Opened:
         hello = {**self.hello, "thread": threading.get_native_id()}
         if mark is not None:
             hello["progress"] = mark.fileno()
-        if "root" in hello:
-            layout = {**hello["root"]["layout"], "reduced_copies": reduced_copies}
-            hello["root"] = {**hello["root"], "layout": layout}
+        for role in hello.keys() & {"root", "forward"}:
+            layout = {**hello[role]["layout"], "reduced_copies": reduced_copies}
+            hello[role] = {**hello[role], "layout": layout}
         frame = pack(Kind.HELLO, json.dumps(hello).encode(), rank=self.rank)
         return Link(partial(launch.connect, self.address), frame)
 
@@ -134,6 +139,10 @@ def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
     begun = _Begun()
     if hellos is not None:
         answer, begun = _answer([json.loads(each) for each in hellos], info, intent)
+        ranks_of = answer.pop("ranks_of", {})
+        for host, count in ranks_of.items():
+            meeting.write(f"ranks/{host}", str(count).encode())
+        answer["hosts"] = len(ranks_of)
         meeting.write("answer", json.dumps(answer).encode())
     else:
         answer = json.loads(meeting.read("answer")[0])
@@ -174,6 +183,7 @@ def _answer(
         "first_step": first_step,
         "secret": secrets.token_hex(16),
         "host": hellos[0]["host"],
+        "ranks_of": Counter(hello["host"] for hello in hellos),
     }, begun
 
 
@@ -259,8 +269,14 @@ def _connect(meeting: Meeting, answer: Mapping[str, Any], begun: _Begun, intent:
     else:
         address = meeting.read(place)[0].decode()
     hello: dict[str, Any] = {"rank": rank, "secret": secret}
+    if leads:
+        num_local = int(meeting.read(f"ranks/{own_host}")[0])
+        layout = intent.layout.to_json()
+        hello["forward"] = {"host": rank, "num_local": num_local, "layout": layout}
     if begun.path is not None:
         hello["root"] = _setup(begun, answer["first_step"], intent)
+        hello["root"] |= {"hosts": answer["hosts"], "num_local": hello.pop("forward")["num_local"]}
+        hello["root"]["master"] = os.environ.get("MASTER_ADDR")
     return Opened(
         rank=rank,
         num_workers=meeting.num_workers,
@@ -268,6 +284,8 @@ def _connect(meeting: Meeting, answer: Mapping[str, Any], begun: _Begun, intent:
         run_dir=begun.path,
         address=address,
         hello=hello,
+        meeting=meeting,
+        awaits_invitation="forward" in hello,
         agent=agent,
         info=begun.info,
         local_sinks=begun.local_sinks,

@@ -84,6 +84,7 @@ class Scope:
         self._on_finding = on_finding
         self._off = self._closed = self._done = self._inside = self._bypassing = False
         self._pid = os.getpid()
+        self._awaits_invitation = opened.awaits_invitation
         self._reports = False  # whether the agent sends them
         self._packed: bytes | None = None
         self._latest: StepReport | None = None
@@ -322,6 +323,8 @@ class Scope:
     # What the agent says -------------------------------------------------------------------
 
     def _read(self) -> None:
+        if self._awaits_invitation:
+            self._look_for_invitation()
         for frame in self._link.poll():
             self._take(frame)
 
@@ -341,12 +344,21 @@ class Scope:
             _log.log(level, "%s", line)
         elif kind == Kind.OFF:
             raise LinkError(frame.payload.decode())
+        elif kind == Kind.INVITATION:
+            self._opened.meeting.write("invitation", frame.payload)
         elif kind == Kind.DONE:
             self._done = True
             if frame.payload:
                 raise LinkError(frame.payload.decode())
         elif self._canary is not None:
             self._canary.take(frame)
+
+    def _look_for_invitation(self) -> None:
+        """Tell the agent of this host how the root is reached, once that is known."""
+        invitation = self._opened.meeting.look("invitation")
+        if invitation is not None:
+            self._awaits_invitation = False
+            self._link.send(Kind.INVITATION, invitation, rank=self._opened.rank)
 
     def _take_findings(self, frame: Frame) -> None:
         said = json.loads(frame.payload)

@@ -42,7 +42,10 @@ class Assembly:
         self._layout = layout
         self.next_step = first_step
         self.newest = first_step - 1
-        self._queues: list[deque[StepMessage]] = [deque() for _ in range(layout.num_workers)]
+        self.lost: list[int] = []
+        """Steps that some worker's message was lost of."""
+        self._queues: list[deque[StepMessage | None]]
+        self._queues = [deque() for _ in range(layout.num_workers)]
         self._delivered = [first_step - 1] * layout.num_workers
         self._names: dict[int, _Named] = {}
         self._traced: _Named = (), ()
@@ -57,6 +60,8 @@ class Assembly:
         """Take a message; one that is known already is left out."""
         if message.step <= self._delivered[rank]:
             return
+        gap = message.step - self._delivered[rank] - 1
+        self._queues[rank].extend([None] * gap)  # lost on the way from another host
         self._delivered[rank] = message.step
         self.newest = max(self.newest, message.step)
         self._learn_names(rank, message)
@@ -66,8 +71,13 @@ class Assembly:
         """Return the messages of the next steps that are whole, at most so many steps."""
         steps: list[list[StepMessage]] = []
         while len(steps) < most and all(self._queues):
-            steps.append([queue.popleft() for queue in self._queues])
-            self.next_step = steps[-1][0].step + 1
+            step, self.next_step = self.next_step, self.next_step + 1
+            messages = [queue.popleft() for queue in self._queues]
+            whole = [message for message in messages if message is not None]
+            if len(whole) == len(messages):
+                steps.append(whole)
+            else:
+                self.lost.append(step)
         return steps
 
     def step_of(self, messages_W: Sequence[StepMessage], interval: int) -> GatheredStep:

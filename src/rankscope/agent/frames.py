@@ -31,6 +31,9 @@ class Kind(IntEnum):
     BYE = 5
     """No more steps follow; as JSON, why."""
 
+    INVITATION = 6
+    """How agents of other hosts reach the root; also from the root's agent to rank 0."""
+
     # To probes.
     WELCOME = 19
     """The number of the agent's process, which may look at this one when it hangs."""
@@ -58,6 +61,10 @@ class Kind(IntEnum):
     """What the processes of a host do, and where they stand, as JSON."""
     LOOK = 42
     """Look at the processes of your host."""
+    STACKS = 43
+    """Take the stacks of the processes of your host."""
+    SUMMARY = 44
+    """A step of all ranks of a host, see :mod:`rankscope.agent.summary`."""
 
 
 class Frame(NamedTuple):

@@ -10,7 +10,10 @@ import threading
 import time
 import traceback
 from collections import deque
+from typing import TYPE_CHECKING, Any
 
+from rankscope.agent.all_hosts import AllHosts
+from rankscope.agent.forwarder import Forwarder
 from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.processes import lower_priority
@@ -18,9 +21,17 @@ from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
 from rankscope.errors import RankscopeError
 
+if TYPE_CHECKING:
+    from rankscope.agent.branches import Branches
+
 _log = logging.getLogger("rankscope")
 
 _TURN_SECONDS = 0.25
+_LINKED_SECONDS = 0.02  # the same where other hosts may have sent something
+
+ADDRESS = "RANKSCOPE_ADDRESS"
+"""Environment variable that says at which of its addresses the root's host is reached."""
+
 FIRST_SECONDS = 120.0
 """How long an agent waits for its first rank."""
 
@@ -47,7 +58,9 @@ class Agent:
         self._server = LocalServer(
             listening, self._check, introduce=self._introduce, lives=self._ranks.lives
         )
-        self.root: Root | None = None
+        self.root: Root | Forwarder | None = None
+        self._branches: Branches | None = None
+        self._hosts = AllHosts(self._ranks, None)
         self._early: deque[tuple[int, Frame | None, float]] = deque()
         self._lines: deque[tuple[int, str]] = deque(maxlen=256)
 
@@ -62,6 +75,8 @@ class Agent:
                     return
         finally:
             self._say_lines()
+            if self._branches is not None:
+                self._branches.close(CLOSE_SECONDS)
             self._server.close(CLOSE_SECONDS)
             self._ranks.close()
 
@@ -74,12 +89,15 @@ class Agent:
         return not self._server.ranks and (bool(self._early) or seconds > FIRST_SECONDS)
 
     def _turn(self) -> None:
-        for rank, frame, at in self._server.take(_TURN_SECONDS):
+        alone = self._branches is None and not isinstance(self.root, Forwarder)
+        for rank, frame, at in self._server.take(_TURN_SECONDS if alone else _LINKED_SECONDS):
             self._take(rank, frame, at)
         root = self.root
         if root is None:
             return
         try:
+            if self._branches is not None:
+                self._hear_others()
             while root.work() and not root.finished:
                 self._say_lines()
             root.idle()
@@ -90,9 +108,7 @@ class Agent:
 
     def _take(self, rank: int, frame: Frame | None, at: float) -> None:
         if frame is not None and frame.kind == Kind.HELLO and self.root is None:
-            setup = json.loads(frame.payload).get("root")
-            if setup is not None:
-                self._begin(setup)
+            self._begin(json.loads(frame.payload))
         if self.root is None:
             self._early.append((rank, frame, at))
             return
@@ -110,9 +126,13 @@ class Agent:
             self._note_failure(error)
             self.root.fail(error)
 
-    def _begin(self, setup: dict[str, object]) -> None:
+    def _begin(self, hello: dict[str, Any]) -> None:
+        """Become the root, or the agent of another host, if a rank's first frame says so."""
         try:
-            self.root = Root(setup, self._send, self._ranks)
+            if "forward" in hello:
+                self.root = Forwarder(hello["forward"], self._send, self._ranks)
+            elif "root" in hello:
+                self._begin_as_root(hello["root"])
         except Exception as error:
             self._note_failure(error)
             why = str(error) if isinstance(error, RankscopeError) else repr(error)
@@ -120,7 +140,34 @@ class Agent:
                 self._server.send(rank, pack(Kind.OFF, why.encode(), rank=rank))
             raise
 
+    def _begin_as_root(self, setup: dict[str, Any]) -> None:
+        if setup["hosts"] > 1:
+            from rankscope.agent.branches import Branches
+
+            self._branches = Branches(os.environ.get(ADDRESS), setup["master"])
+            invitation = pack(Kind.INVITATION, self._branches.invitation, rank=0)
+            self._server.send(0, invitation)
+        self._hosts = AllHosts(self._ranks, self._branches)
+        self.root = Root(setup, self._send, self._hosts)
+
+    def _hear_others(self) -> None:
+        """Take what ranks on other hosts have sent; give up those that are out of reach."""
+        assert self._branches is not None
+        for rank, frame, at in self._branches.poll():
+            if frame is not None and frame.kind == Kind.GONE:
+                said = json.loads(frame.payload)
+                self._hosts.endings[rank] = said["how"]
+                self._give(rank, None, said["time"])
+            else:
+                self._give(rank, frame, at)
+        assert isinstance(self.root, Root)
+        for rank in self._branches.given_up(at_end=self.root.has_closed_here):
+            self._hosts.endings[rank] = "its host is out of reach"
+            self._give(rank, None, time.time())
+
     def _send(self, rank: int, content: bytes) -> None:
+        if self._branches is not None and (rank == ALL_RANKS or rank not in self._server.ranks):
+            self._branches.send(rank, content)
         for each in self._server.ranks if rank == ALL_RANKS else (rank,):
             self._server.send(each, content)
 

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.assembly import Assembly
+from rankscope.agent.forwarder import HostSteps
 from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
 from rankscope.agent.hang_notes import HangNotes, Hosts
 from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage
 from rankscope.agent.reports import pack_report
+from rankscope.agent.summary import HostSummary, lean_layout, with_directions
 from rankscope.core.finding import Finding
 from rankscope.core.governor import LAG, Governor
+from rankscope.core.recorded import MAX_PAIRED_WORKERS
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import diagnosis_of
 from rankscope.errors import RunError
@@ -72,7 +75,13 @@ class Root:
         self._send = send
         self._run_dir = Path(setup["run_dir"])
         self._workers = [_Worker() for _ in range(layout.num_workers)]
-        self._assembly = Assembly(layout, setup["first_step"])
+        self._layout = layout
+        self._host_steps: HostSteps | None = None
+        if layout.num_workers > MAX_PAIRED_WORKERS:
+            self._host_steps = HostSteps(setup["num_local"], layout)
+        self._summaries: dict[int, list[HostSummary]] = {}
+        lean = lean_layout(layout) if self._host_steps is not None else layout
+        self._assembly = Assembly(lean, setup["first_step"])
         self._governor = Governor(setup["budget"], setup["every"])
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
@@ -101,6 +110,9 @@ class Root:
 
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a rank, or None for the end of its connection."""
+        if frame is not None and frame.kind == Kind.SUMMARY:
+            self._take_summary(frame.payload)
+            return
         worker = self._workers[rank]
         if frame is None:
             how = self._hosts.ending(rank)
@@ -112,8 +124,7 @@ class Root:
         elif worker.left is not None:
             return
         elif frame.kind == Kind.STEP:
-            self._assembly.add(rank, StepMessage.unpack(frame.payload))
-            self._note_progress(rank, frame.step)
+            self._take_step(rank, StepMessage.unpack(frame.payload))
         elif frame.kind == Kind.BYE:
             said = json.loads(frame.payload)
             worker.complete = bool(said["complete"])
@@ -124,6 +135,23 @@ class Root:
             worker.wants_reports = True
             if self._latest is not None:
                 self._send(rank, pack(Kind.LATEST, pack_report(self._latest), rank=rank))
+
+    def _take_step(self, rank: int, message: StepMessage) -> None:
+        self._note_progress(rank, message.step)
+        if self._host_steps is None:
+            self._assembly.add(rank, message)
+            return
+        summary = self._host_steps.add(rank, message)
+        if summary is not None:
+            self._take_summary(summary)
+
+    def _take_summary(self, content: bytes) -> None:
+        """Take a step of all ranks of a host; beyond 64 workers."""
+        summary = HostSummary.unpack(content)
+        self._summaries.setdefault(summary.step, []).append(summary)
+        for rank, message in summary.messages.items():
+            self._note_progress(rank, message.step)
+            self._assembly.add(rank, message)
 
     def _note_progress(self, rank: int, step: int) -> None:
         if self._hangs is not None:
@@ -170,6 +198,8 @@ class Root:
     def _judge(self, messages: Sequence[StepMessage]) -> None:
         step = messages[0].step
         gathered = self._assembly.step_of(messages, self._governor.interval_at(step))
+        if self._host_steps is not None:
+            gathered = with_directions(gathered, self._summaries.pop(step), self._layout)
         report = summarize(gathered)
         findings = self._diagnosis.observe(report)
         self._writer.add(report)
@@ -250,6 +280,11 @@ class Root:
             elif worker.complete and rank != because_of:
                 worker.last_word = why
 
+    @property
+    def has_closed_here(self) -> bool:
+        """Whether some worker has said that its part of the run is complete."""
+        return any(worker.complete for worker in self._workers)
+
     def fail(self, error: BaseException) -> None:
         """End the run after an error of the monitor's own; the training goes on."""
         foreseen = isinstance(error, RunError)
@@ -276,6 +311,7 @@ class Root:
                 "complete" if complete else "incomplete",
                 overhead=self._governor.summary(),
                 **({} if complete else {"ended": self._endings()}),
+                **({"lost_steps": self._assembly.lost} if self._assembly.lost else {}),
             )
         except Exception as error:
             level = logging.DEBUG if failed else logging.WARNING  # it was told why already

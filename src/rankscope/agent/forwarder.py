@@ -1,0 +1,171 @@
+"""What the agent of any other host does: it hands its ranks' frames on to the root, and back.
+
+Beyond 64 workers a step goes up once all of its ranks have delivered it, narrowed and summed
+(:mod:`rankscope.agent.summary`).
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rankscope.agent.frames import ALL_RANKS, Frame, FrameReader, Kind, pack
+from rankscope.agent.layout import Layout
+from rankscope.agent.local_ranks import LocalRanks
+from rankscope.agent.message import StepMessage
+from rankscope.agent.summary import host_summary
+from rankscope.core.recorded import MAX_PAIRED_WORKERS
+
+if TYPE_CHECKING:
+    from rankscope.agent.host_link import HostLink
+
+LINGER_SECONDS = 10.0
+"""How long an agent tries to hand over what it has, once its ranks are gone."""
+
+TIGHT_BYTES = 16 << 20
+"""With more than this waiting for the root, gradients are left out."""
+
+_MOST_EARLY = 4096  # frames that wait for the invitation
+
+
+class HostSteps:
+    """Collects the messages of a host's ranks until a step is whole.
+
+    Args:
+        num_local: How many ranks the host has.
+        layout: How to read their messages.
+    """
+
+    def __init__(self, num_local: int, layout: Layout) -> None:
+        self._num_local, self._layout = num_local, layout
+        self._steps: dict[int, dict[int, StepMessage]] = {}
+
+    def add(self, rank: int, message: StepMessage) -> bytes | None:
+        """Take a message; return the host's summary of the step that it completes."""
+        step = self._steps.setdefault(message.step, {})
+        step[rank] = message
+        if len(step) < self._num_local:
+            return None
+        return host_summary(self._steps.pop(message.step), self._layout)
+
+
+class Forwarder:
+    """Stands between the ranks of a host and the root.
+
+    Args:
+        setup: What the rank that has started this agent has told: the host's number, how many
+            ranks it has, and the layout of messages.
+        send: Sends a frame to a local rank, or to all of them.
+        ranks: The processes of this host's ranks.
+    """
+
+    def __init__(
+        self, setup: Mapping[str, Any], send: Callable[[int, bytes], None], ranks: LocalRanks
+    ) -> None:
+        self._host = int(setup["host"])
+        self._num_local = int(setup["num_local"])
+        layout = Layout.from_json(setup["layout"])
+        self._steps = None
+        if layout.num_workers > MAX_PAIRED_WORKERS:
+            self._steps = HostSteps(self._num_local, layout)
+        self._send_local, self._ranks = send, ranks
+        self._link: HostLink | None = None
+        self._early: deque[tuple[bytes, int | None]] = deque(maxlen=_MOST_EARLY)
+        self._left: set[int] = set()
+        self._stacks_wanted = False
+        self.finished = False
+
+    def take(self, rank: int, frame: Frame | None, at: float) -> None:
+        """Take a frame of a local rank, or None for the end of its connection."""
+        if frame is None:
+            self._left.add(rank)
+            why = json.dumps({"how": self._ranks.ending(rank), "time": at}).encode()
+            self._hand_on(pack(Kind.GONE, why, rank=rank))
+        elif frame.kind == Kind.INVITATION:
+            if self._link is None:
+                from rankscope.agent.host_link import HostLink  # ZeroMQ: only with several hosts
+                from rankscope.agent.letters import Invitation
+
+                self._link = HostLink(Invitation.decode(frame.payload), self._host)
+        elif frame.kind == Kind.HELLO:
+            self._hand_on(pack(Kind.HELLO, b"{}", rank=rank))
+        elif frame.kind == Kind.STEP:
+            self._take_step(rank, frame)
+        else:
+            if frame.kind == Kind.BYE:
+                self._left.add(rank)
+            self._hand_on(pack(Kind(frame.kind), frame.payload, rank=rank, step=frame.step))
+
+    def work(self) -> bool:
+        """Exchange frames with the root; return whether there may be more of them."""
+        link = self._link
+        if link is None:
+            return False
+        while self._early:
+            content, step = self._early.popleft()
+            link.send(content, step=step)
+        frames = [frame for each in link.poll(0.0) for frame in FrameReader().feed(each)]
+        for frame in frames:
+            self._give_back(frame)
+        return bool(frames)
+
+    def idle(self) -> None:
+        """Say what was asked for; end when all ranks of this host are gone."""
+        if self._stacks_wanted:
+            stacks = self._ranks.stacks()
+            if stacks is not None:
+                self._stacks_wanted = False
+                told = {str(rank): stack for rank, stack in stacks.items()}
+                self._hand_on(pack(Kind.STATES, json.dumps({"stacks": told}).encode()))
+        if len(self._left) >= self._num_local and not self.finished:
+            self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End after an error of the monitor's own; the training goes on."""
+        why = f"{type(error).__name__}: {error}"
+        self._send_local(ALL_RANKS, pack(Kind.OFF, why.encode()))
+        self._end()
+
+    def _take_step(self, rank: int, frame: Frame) -> None:
+        tight = self._link is not None and self._link.backlog_bytes > TIGHT_BYTES
+        if self._steps is None and not tight:
+            self._hand_on(
+                pack(Kind.STEP, frame.payload, rank=rank, step=frame.step), step=frame.step
+            )
+            return
+        message = StepMessage.unpack(frame.payload)
+        if tight:
+            message.without_gradient()
+        if self._steps is None:
+            self._hand_on(pack(Kind.STEP, message.pack(), rank=rank, step=frame.step), frame.step)
+            return
+        summary = self._steps.add(rank, message)
+        if summary is not None:
+            self._hand_on(pack(Kind.SUMMARY, summary, step=frame.step), frame.step)
+
+    def _hand_on(self, content: bytes, step: int | None = None) -> None:
+        if self._link is None:
+            self._early.append((content, step))
+        else:
+            self._link.send(content, step=step)
+
+    def _give_back(self, frame: Frame) -> None:
+        if frame.kind == Kind.LOOK:
+            self._ranks.ask()
+            states = {str(rank): str(state) for rank, state in self._ranks.states().items()}
+            places = {str(rank): list(place) for rank, place in self._ranks.marks().items()}
+            told = {"states": states, "places": places}
+            self._hand_on(pack(Kind.STATES, json.dumps(told).encode()))
+        elif frame.kind == Kind.STACKS:
+            self._ranks.take_stacks()
+            self._stacks_wanted = True
+        else:
+            content = pack(Kind(frame.kind), frame.payload, rank=frame.rank, step=frame.step)
+            self._send_local(frame.rank, content)
+            if frame.kind == Kind.DONE:
+                self._end()
+
+    def _end(self) -> None:
+        self.finished = True
+        if self._link is not None:
+            self._link.close(LINGER_SECONDS)
