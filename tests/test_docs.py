@@ -12,8 +12,8 @@ import rankscope
 from rankscope.core.plan import Plan
 from rankscope.core.signals import Table, signals
 from rankscope.diagnose.rules import RULES
-from rankscope.reduce import Layout
 from rankscope.instruments import GROUP_WIDTH
+from rankscope.reduce import Layout
 from record.run_files import write
 from record.step_reports import make_report
 

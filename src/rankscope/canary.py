@@ -12,18 +12,14 @@ from typing import Any
 
 import torch
 
+from rankscope.agent.frames import Frame, Kind
 from rankscope.capture.canary import PendingCanary, check_module, run_batch
-from rankscope.capture.canary_batch import (
-    MAX_BATCH_BYTES,
-    CanaryDeclined,
-    CapturedBatch,
-    capture_batch,
-)
+from rankscope.capture.canary_batch import CanaryDeclined, CapturedBatch, capture_batch
 from rankscope.capture.canary_buffers import BroadcastBuffers
 from rankscope.capture.canary_cost import Stopwatch
 from rankscope.capture.canary_memory import StepMemory
 from rankscope.core.batches import PlainBatch, pack_batch
-from rankscope.core.canary_messages import Answer
+from rankscope.core.canary_messages import Answer, unpack_plan, unpack_run
 from rankscope.core.canary_plan import Planned
 from rankscope.core.recorded import MAX_PAIRED_WORKERS
 from rankscope.errors import UnsupportedError, UsageError
@@ -31,8 +27,9 @@ from rankscope.wrapping import Wrapped
 
 _log = logging.getLogger("rankscope")
 
-_MOST_BYTES_BY_DEFAULT = 8 * 2**20
-"""Larger batches are not kept for a canary that nobody asked for: all workers would get them."""
+_MOST_BYTES, _MOST_BYTES_BY_DEFAULT = 24 * 2**20, 8 * 2**20
+"""Larger batches are not kept: all workers would get them. The second is for canaries that nobody
+asked for. They must pass a link at once, see :data:`rankscope.agent.link.MOST_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ class LiveCanary:
             must not block.
     """
 
-    def __init__(self, wrapped: Wrapped, rank: int, *, send: Callable[[bytes], None]) -> None:
+    def __init__(self, wrapped: Wrapped, rank: int, send: Callable[[bytes], None]) -> None:
         self._module = wrapped.module
         self._device = wrapped.device
         self._moves_inputs = bool(getattr(wrapped.wrapper, "device_ids", None))
@@ -81,6 +78,17 @@ class LiveCanary:
     def ask(self) -> None:
         """Ask for a canary; all workers do so in the same step."""
         self._asked = True
+
+    def take(self, frame: Frame) -> None:
+        """Take what the root says of canaries.
+
+        Raises:
+            BatchError: It says nothing.
+        """
+        if frame.kind == Kind.CANARY_PLAN:
+            self.plan(unpack_plan(frame.payload))
+        elif frame.kind == Kind.CANARY_RUN:
+            self.ready(*unpack_run(frame.payload))
 
     def plan(self, planned: Planned) -> None:
         """Take the announcement of a canary."""
@@ -180,7 +188,7 @@ class LiveCanary:
         if step > planned.capture_at:
             self._send(Answer(planned.capture_at, declined="announced too late").pack())
             return
-        most = _MOST_BYTES_BY_DEFAULT if planned.by_default else MAX_BATCH_BYTES
+        most = _MOST_BYTES_BY_DEFAULT if planned.by_default else _MOST_BYTES
         try:
             batch = capture_batch(args, kwargs, moves_inputs=self._moves_inputs, most_bytes=most)
         except CanaryDeclined as reason:

@@ -61,7 +61,7 @@ class Scope:
         instruments: What measures the model's gradients, and how.
         opened: The run that has begun, and the way to the agent.
         on_finding: Called with each finding that opens or changes.
-        canary: Replays batches on all workers; None without.
+        make_canary: Returns what replays batches, given the way to the root; None without canaries.
         sinks: Sinks that live in this process; None without.
     """
 
@@ -73,7 +73,7 @@ class Scope:
         opened: Opened,
         *,
         on_finding: OnFinding | None,
-        canary: LiveCanary | None = None,
+        make_canary: Callable[[Callable[[bytes], None]], LiveCanary] | None = None,
         sinks: Sinks | None = None,
     ) -> None:
         self._opened = opened
@@ -87,6 +87,7 @@ class Scope:
         self._findings: dict[str, Finding] = {}
         self._due: list[tuple[int, Finding]] = []  # to be told from a step on
         self._telling = False
+        canary = None if make_canary is None else make_canary(self._send_batch)
         self._canary = canary
         self._guard = Guard(self._fail)
         first, send = opened.first_step, self._send
@@ -298,6 +299,9 @@ class Scope:
 
     def _send(self, step: LocalStep) -> None:
         self._outbox.send(step)
+
+    def _send_batch(self, content: bytes) -> None:
+        self._link.send(Kind.BATCH, content, rank=self._opened.rank)
 
     # What the agent says -------------------------------------------------------------------
 

@@ -13,11 +13,12 @@ from torch import nn
 import rankscope.canary
 from diagnose.streams import gathered
 from rankscope.agent.canary import CanaryDirector, Outgoing
+from rankscope.agent.frames import ALL_RANKS, Frame
 from rankscope.canary import LiveCanary
 from rankscope.capture import canary_memory
 from rankscope.capture.canary_batch import CanaryDeclined
 from rankscope.capture.canary_memory import StepMemory, is_out_of_memory
-from rankscope.core.canary_messages import Answer, unpack_plan, unpack_run
+from rankscope.core.canary_messages import Answer
 from rankscope.core.canary_schedule import SPACING
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
@@ -56,7 +57,7 @@ class Worker:
             group: Any = None
             parameters = dict(self.model.named_parameters())
             wrapped = Wrapped("DDP", Wrapper(self.model), parameters, group, CPU)
-            self.canary = LiveCanary(wrapped, rank, send=send)
+            self.canary = LiveCanary(wrapped, rank, send)
 
     def read(self, step: int) -> None:
         """Read what has come, as a probe does at the beginning of a forward pass."""
@@ -64,10 +65,7 @@ class Worker:
         come = [message for at, message in self.inbox if at <= step]
         self.inbox = [(at, message) for at, message in self.inbox if at > step]
         for message in come:
-            if message.kind == "CANARY_PLAN":
-                self.canary.plan(unpack_plan(message.payload))
-            else:
-                self.canary.ready(*unpack_run(message.payload))
+            self.canary.take(Frame(message.kind, ALL_RANKS, message.step, message.payload))
 
     def compute(self, step: int, *, micro: int = 1) -> dict[str, float]:
         """Run forward and backward; return what the step says of canaries."""

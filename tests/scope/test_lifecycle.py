@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rankscope.reduce.channel import GlooChannel
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
@@ -18,7 +19,6 @@ from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import UnsupportedError
 from rankscope.reduce import gathering
-from rankscope.reduce.channel import GlooChannel
 from rankscope.scope import _close_at_exit
 from support.loops import Loop
 from support.models import make_batch, make_model

@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from rankscope.agent.frames import Kind
 from rankscope.core.batches import BatchError, unpack_batch
 from rankscope.core.canary import CanaryResults, Verdict, judge, results_of
 from rankscope.core.canary_messages import Answer, pack_plan, pack_run
@@ -26,8 +27,8 @@ from rankscope.record.bundle import ReplayBundle, save_bundle
 Log = Callable[[int, str], None]
 """Takes a level of :mod:`logging` and a line for the log of the training."""
 
-MAX_BATCH_BYTES = 72 * 2**20
-"""Of an answer: what a worker may keep of a batch, and the names of what is in it."""
+MAX_BATCH_BYTES = 64 * 2**20
+"""A batch that is larger is not passed on to all workers."""
 
 _PATIENCE = 128  # steps that batches may be late
 
@@ -36,12 +37,12 @@ class Outgoing(NamedTuple):
     """A message to all workers.
 
     Attributes:
-        kind: Name of its :class:`~rankscope.agent.frames.Kind`.
+        kind: ``CANARY_PLAN`` or ``CANARY_RUN``.
         step: The step that it is about.
         payload: Its content.
     """
 
-    kind: Literal["CANARY_PLAN", "CANARY_RUN"]
+    kind: Kind
     step: int
     payload: bytes
 
@@ -117,7 +118,7 @@ class CanaryDirector:
         if new is None:
             return []
         self._answers, self._sent = {}, False
-        return [Outgoing("CANARY_PLAN", new.capture_at, pack_plan(new))]
+        return [Outgoing(Kind.CANARY_PLAN, new.capture_at, pack_plan(new))]
 
     def batch_arrived(self, rank: int, content: bytes) -> list[Outgoing]:
         """Take a worker's answer.
@@ -160,7 +161,7 @@ class CanaryDirector:
             return []
         if planned.of_finding:
             self._save()
-        return [Outgoing("CANARY_RUN", planned.run_at, pack_run(planned, packed))]
+        return [Outgoing(Kind.CANARY_RUN, planned.run_at, pack_run(planned, packed))]
 
     def _follow(self, planned: Planned, step: GatheredStep) -> None:
         """See what has become of the present canary."""

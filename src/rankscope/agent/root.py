@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.assembly import Assembly
+from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
 from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage
@@ -69,6 +70,10 @@ class Root:
         self._workers = [_Worker() for _ in range(layout.num_workers)]
         self._assembly = Assembly(layout, setup["first_step"])
         self._governor = Governor(setup["budget"], setup["every"])
+        self._canaries = None
+        if setup["canary"]:
+            every = setup["canary_every"]
+            self._canaries = CanaryDirector(layout.num_workers, every=every, run_dir=self._run_dir)
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
         self._saves_state = True
@@ -100,6 +105,8 @@ class Root:
             return
         elif frame.kind == Kind.STEP:
             self._assembly.add(rank, StepMessage.unpack(frame.payload))
+        elif frame.kind == Kind.BATCH and self._canaries is not None:
+            self._direct(self._canaries.batch_arrived(rank, frame.payload))
         elif frame.kind == Kind.BYE:
             said = json.loads(frame.payload)
             worker.complete = bool(said["complete"])
@@ -146,13 +153,21 @@ class Root:
             gathered.observed,
             gathered.workers["overhead_seconds"],
             gathered.workers["step_seconds"],
+            self._assembly.newest,
         )
         if decision is not None:
             _log.info("%s", decision)
             self._send(ALL_RANKS, self._interval_frame())
         self._tell(findings, told=True)
+        if self._canaries is not None:
+            known, newest = self._diagnosis.findings, self._assembly.newest
+            self._direct(self._canaries.observe(gathered, findings, known, newest))
         if self._relays:
             self._send(0, pack(Kind.LATEST, pack_report(report), rank=0))
+
+    def _direct(self, messages: Sequence[Outgoing]) -> None:
+        for message in messages:
+            self._send(ALL_RANKS, pack(message.kind, message.payload, step=message.step))
 
     def _tell(self, findings: Sequence[Finding], *, told: bool) -> None:
         if findings:
