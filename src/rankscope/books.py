@@ -10,7 +10,7 @@ optimizer on, the books of a step close after each.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from rankscope.capture.guard import Guard
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.trace import PendingTrace
 from rankscope.capture.witness import BothSee
+from rankscope.core.governor import Intervals
 from rankscope.instruments import Instruments
 from rankscope.local_step import LocalStep
 from rankscope.reduce.exact import pack_share
@@ -60,7 +61,7 @@ class StepBooks:
         self.step = first_step
         self._new_losses = partial(LossMeter, shifted=instruments.shifted_labels)
         self._knows_optimizer, self._warned = optimizer is not None, False
-        self._intervals = [(0, instruments.every)]
+        self.intervals = Intervals(instruments.every)
         make_exact = instruments.make_exact
         self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
@@ -85,13 +86,6 @@ class StepBooks:
     def reduced_copies(self) -> int:
         """How many workers hold each element of the reduced gradient."""
         return self._tap.reduced_copies
-
-    def set_intervals(self, changes: Sequence[tuple[int, int]]) -> None:
-        """Take the governor's decisions: from which step on gradients are measured how often."""
-        self._intervals = [self._intervals[0], *((first, every) for first, every in changes)]
-
-    def _interval(self) -> int:
-        return next(every for first, every in reversed(self._intervals) if first <= self.step)
 
     def give_loss(
         self, value: Any, weight: Any, *, factor: Any = None, spare: bool = False
@@ -202,7 +196,7 @@ class StepBooks:
         self._evidence.begin_step(self.step)
         if self._trace is not None:
             self._trace.begin_step(self.step, paused=self.paused)
-        due = self.step % self._interval() == 0
+        due = self.step % self.intervals.interval_at(self.step) == 0
         measure = due and not self.paused
         if self._exact is not None:
             self._exact.measure = measure

@@ -49,7 +49,7 @@ class LocalStep:
 
     def ready(self) -> bool:
         """Return whether all of its numbers are on the host; waits for nothing."""
-        return True
+        return self.canary is None or self.canary.ready
 
     def to_message(self, known_names: set[int] | None) -> StepMessage:
         """Wait for the device, and return the message.

@@ -23,11 +23,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rankscope.agent.frames import Frame, Kind
-from rankscope.agent.link import LinkError, Traffic
-from rankscope.agent.processes import permit_inspection
+from rankscope.agent.frames import Kind
+from rankscope.agent.link import Traffic
 from rankscope.agent.progress import ProgressMark
-from rankscope.agent.reports import unpack_report
+from rankscope.answers import Answers, OnFinding
 from rankscope.books import StepBooks
 from rankscope.canary import LiveCanary
 from rankscope.capture.foreign import ForeignHook
@@ -43,8 +42,6 @@ from rankscope.sinks import Sinks
 from rankscope.wrapping import has_closure, is_compiled, tell_if_wrapped_anew
 
 _log = logging.getLogger("rankscope")
-
-OnFinding = Callable[[Finding], None]
 
 CLOSE_SECONDS = 10.0
 """How long ``close`` waits for the other workers' last step: they close at about the same time."""
@@ -64,7 +61,7 @@ class Scope:
         instruments: What measures the model's gradients, and how.
         opened: The run that has begun, and the way to the agent.
         on_finding: Called with each finding that opens or changes.
-        canary: Replays batches on all workers; None without.
+        make_canary: Returns what replays batches, given the way to the root; None without canaries.
         sinks: Sinks that live in this process; None without.
     """
 
@@ -76,23 +73,13 @@ class Scope:
         opened: Opened,
         *,
         on_finding: OnFinding | None,
-        canary: LiveCanary | None = None,
+        make_canary: Callable[[Callable[[bytes], None]], LiveCanary] | None = None,
         sinks: Sinks | None = None,
     ) -> None:
         self._opened = opened
-        self._sinks = sinks
-        self._on_finding = on_finding
-        self._off = self._closed = self._done = self._inside = self._bypassing = False
+        self._off = self._closed = self._inside = self._bypassing = False
         self._pid = os.getpid()
-        self._awaits_invitation = opened.awaits_invitation
-        self._reports = False  # whether the agent sends them
-        self._packed: bytes | None = None
-        self._latest: StepReport | None = None
-        self._findings: dict[str, Finding] = {}
-        self._due: list[tuple[int, Finding]] = []  # to be told from a step on
-        self._telling = False
-        self._news: list[Finding] = []  # not shown to this process's sinks as yet
-        self._fed = -1
+        canary = None if make_canary is None else make_canary(self._send_batch)
         self._canary = canary
         self._guard = Guard(self._fail)
         first, send = opened.first_step, self._send
@@ -100,6 +87,7 @@ class Scope:
         self._mark = _new_mark()
         self._link = opened.connect(self._books.reduced_copies, self._mark)
         self._outbox = Outbox(self._link, opened.rank)
+        self._answers = Answers(self._link, opened, self._books, canary, on_finding, sinks)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
@@ -130,18 +118,15 @@ class Scope:
         The first time that it is asked for, the agent is asked to send reports from then on.
         """
         if not self._closed and not self._off:
-            self._guard(self._ask_for_reports)
-        if self._packed is not None:
-            packed, self._packed = self._packed, None
-            self._latest = unpack_report(packed)
-        return self._latest
+            self._guard(self._answers.subscribe)
+        return self._answers.latest
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All findings so far, each in its latest state."""
         if not self._closed and not self._off:
-            self._guard(self._read)
-        return tuple(self._findings.values())
+            self._guard(self._answers.read)
+        return tuple(self._answers.findings.values())
 
     @property
     def traffic(self) -> Traffic:
@@ -230,12 +215,10 @@ class Scope:
             self._link.close()
             if self._mark is not None:
                 self._mark.close()
-            if self._sinks is not None:
-                self._feed_sinks(None)
-                self._sinks.close()
-            if self._opened.agent is not None and self._done:
+            self._answers.close_sinks()
+            if self._opened.agent is not None and self._answers.done:
                 self._opened.agent.wait(_AGENT_SECONDS)
-        self._tell_due(None)
+        self._answers.tell(None)
 
     def _say_goodbye(self, timeout: float, *, interrupted: bool) -> None:
         """Hand over what is left, and wait for the agent's last word.
@@ -248,9 +231,8 @@ class Scope:
         why = "its training was interrupted" if interrupted else "it closed its scope"
         self._say_bye(complete=not interrupted, why=why)
         self._link.drain(timeout)
-        while not self._done and time.monotonic() < until:
-            for frame in self._link.wait(min(until - time.monotonic(), 0.5)):
-                self._take(frame)
+        while not self._answers.done and time.monotonic() < until:
+            self._answers.wait(min(until - time.monotonic(), 0.5))
 
     def _say_bye(self, *, complete: bool, why: str) -> None:
         said = {"complete": complete, "why": why}
@@ -275,10 +257,11 @@ class Scope:
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inside = True
         if self._books.trains(model):
-            self._guard(self._read)
+            self._guard(self._answers.read)
             self._guard(partial(self._books.begin_forward, model, args, kwargs))
             self._beat("forward")
-            self._tell_due(self._books.step)
+            if not self._off:
+                self._answers.tell(self._books.step)
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
@@ -320,94 +303,8 @@ class Scope:
     def _send(self, step: LocalStep) -> None:
         self._outbox.send(step)
 
-    # What the agent says -------------------------------------------------------------------
-
-    def _read(self) -> None:
-        if self._awaits_invitation:
-            self._look_for_invitation()
-        for frame in self._link.poll():
-            self._take(frame)
-
-    def _take(self, frame: Frame) -> None:
-        kind = frame.kind
-        if kind == Kind.WELCOME:
-            permit_inspection(int(frame.payload))
-        elif kind == Kind.INTERVAL:
-            self._books.set_intervals(json.loads(frame.payload))
-        elif kind == Kind.FINDINGS:
-            self._take_findings(frame)
-        elif kind == Kind.LATEST:
-            self._packed = frame.payload
-            self._feed_sinks(frame.payload)
-        elif kind == Kind.LOG:
-            level, line = json.loads(frame.payload)
-            _log.log(level, "%s", line)
-        elif kind == Kind.OFF:
-            raise LinkError(frame.payload.decode())
-        elif kind == Kind.INVITATION:
-            self._opened.meeting.write("invitation", frame.payload)
-        elif kind == Kind.DONE:
-            self._done = True
-            if frame.payload:
-                raise LinkError(frame.payload.decode())
-        elif self._canary is not None:
-            self._canary.take(frame)
-
-    def _look_for_invitation(self) -> None:
-        """Tell the agent of this host how the root is reached, once that is known."""
-        invitation = self._opened.meeting.look("invitation")
-        if invitation is not None:
-            self._awaits_invitation = False
-            self._link.send(Kind.INVITATION, invitation, rank=self._opened.rank)
-
-    def _take_findings(self, frame: Frame) -> None:
-        said = json.loads(frame.payload)
-        for event in said["findings"]:
-            finding = Finding.from_json(event)
-            self._findings[finding.id] = finding
-            if said["told"]:
-                self._due.append((frame.step, finding))
-            if said["news"]:
-                self._news.append(finding)
-
-    def _tell_due(self, step: int | None) -> None:
-        """Tell findings whose step has come, on every rank in the same one; None tells all."""
-        if not self._due or self._telling or (self._off and step is not None):
-            return
-        due = [finding for at, finding in self._due if step is None or at <= step]
-        self._due = [(at, f) for at, f in self._due if step is not None and at > step]
-        self._telling = True
-        try:
-            for finding in due:
-                self._tell(finding)
-        finally:
-            self._telling = False
-
-    def _tell(self, finding: Finding) -> None:
-        if self._on_finding is None:
-            return
-        try:
-            self._on_finding(finding)
-        except Exception:
-            _log.exception("on_finding raised for %s; training and monitor go on", finding.id)
-
-    def _ask_for_reports(self) -> None:
-        if not self._reports:
-            self._reports = True
-            self._link.send(Kind.SUBSCRIBE, rank=self._opened.rank)
-        self._read()
-
-    def _feed_sinks(self, packed: bytes | None) -> None:
-        """Hand a step to the sinks of this process, or what was found since the last one."""
-        news, self._news = self._news, []
-        if self._sinks is None:
-            return
-        report = None if packed is None else unpack_report(packed)
-        if report is None or report.step <= self._fed:
-            self._sinks.findings(news)
-        else:
-            self._fed = report.step
-            self._sinks.step(report, news)
+    def _send_batch(self, content: bytes) -> None:
+        self._link.send(Kind.BATCH, content, rank=self._opened.rank)
 
     # Failures ------------------------------------------------------------------------------
 

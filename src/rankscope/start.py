@@ -5,6 +5,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from rankscope.agent.launch import IN_THREAD
-from rankscope.canary import check_canary
+from rankscope.answers import OnFinding
+from rankscope.canary import LiveCanary, check_canary
 from rankscope.capture import ReadReduced
 from rankscope.capture.environment import environment_facts, vocabulary_digest
 from rankscope.capture.replacement import draws_with_replacement
@@ -23,7 +25,7 @@ from rankscope.core.tiers import Tier
 from rankscope.errors import UsageError
 from rankscope.instruments import Options, choice, choose_instruments
 from rankscope.opening import Intent, Opened, open_run
-from rankscope.scope import OnFinding, Scope
+from rankscope.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrapping import find_wrapper, plain_optimizer
 
@@ -107,7 +109,9 @@ def watch(
         tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
         canary: Whether all workers replay a batch when a worker differs from the others, which
             tells its data from its parameters and its hardware. Under DDP, up to 64 workers.
-        canary_every: Steps from one such replay to the next, whatever the findings. None: none.
+        canary_every: Steps from one such replay to the next, whatever the findings. None: one
+            within the first 50 steps, and others within 0.2 % of the training's time, where they
+            cost no memory.
         trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
             reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
             Under DDP; outside of ``overhead_budget``.
@@ -185,7 +189,7 @@ def watch(
         instruments,
         opened,
         on_finding=on_finding,
-        canary=None,
+        make_canary=partial(LiveCanary, wrapped, opened.rank) if canary else None,
         sinks=_local_sinks(opened),
     )
 

@@ -8,13 +8,9 @@ import pytest
 from diagnose.streams import gathered
 from rankscope.core.batches import BatchError, PlainBatch, pack_batch, unpack_batch
 from rankscope.core.canary import CanaryResults, Verdict, differing_state, judge, results_of
-from rankscope.core.canary_plan import (
-    RETRY_AFTER,
-    SPACING,
-    CanaryPlan,
-    Planned,
-    all_asked,
-)
+from rankscope.core.canary_messages import Answer, pack_plan, pack_run, unpack_plan, unpack_run
+from rankscope.core.canary_plan import CanaryPlan, Planned, all_asked
+from rankscope.core.canary_schedule import RETRY_AFTER, SHARE, SPACING, EverySteps, WithinShare
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
 from rankscope.core.replicas import StateDifference, StateKind
@@ -213,22 +209,69 @@ def test_a_canary_that_a_worker_missed_is_tried_once_more():
     seen = [plan.observe(step) for step in range(11, first.run_at + RETRY_AFTER + 1)]
     assert seen[:-1] == [None] * (len(seen) - 1)
     again = seen[-1]
-    assert again == replace(first, capture_at=122, run_at=138, attempt=2)
+    lead = 2 * LAG  # the worker may have learned of it too late
+    assert again == replace(first, capture_at=106 + lead, run_at=106 + 2 * lead, attempt=2)
     assert not plan.give_up()
     assert planned(plan, 123, 1000) == []
 
 
 def test_a_schedule():
-    seen = planned(CanaryPlan(3, every=100), 0, 350)
+    seen = planned(CanaryPlan(3, EverySteps(100)), 0, 350)
     assert [one.run_at for one in seen] == [32, 132, 232, 332]
-    assert {(one.suspect, one.peer, one.reason) for one in seen} == {(0, 1, "scheduled")}
-    assert not any(one.of_finding for one in seen)
-    assert len(planned(CanaryPlan(3, every=1), 0, 100)) == 4  # one after the other
+    assert [(one.suspect, one.peer) for one in seen] == [(0, 1), (1, 2), (2, 0), (0, 1)]
+    assert {one.reason for one in seen} == {"scheduled"}
+    assert not any(one.of_finding or one.by_default for one in seen)
+    assert len(planned(CanaryPlan(3, EverySteps(1)), 0, 100)) == 4  # one after the other
+
+
+@pytest.mark.parametrize(("step_seconds", "cost"), [(0.016, 0.1), (2.0, 3.0), (0.1, 0.0001)])
+def test_without_a_schedule_there_is_one_at_once_and_then_within_a_share_of_the_time(
+    step_seconds, cost
+):
+    plan, runs = CanaryPlan(4, WithinShare()), []
+    num_steps = 20_000
+    for step in range(num_steps):
+        if plan.current is not None and step == plan.current.run_at:
+            runs.append(step)
+            plan.finish(cost)
+        plan.observe(step, seconds=step_seconds)
+    assert runs[0] < 50
+    if cost / step_seconds > 1:
+        assert (len(runs) - 1) * cost <= SHARE * num_steps * step_seconds
+        assert (len(runs) + 1) * cost >= 0.8 * SHARE * num_steps * step_seconds
+    gaps = np.diff(runs)
+    assert gaps.min() >= SPACING
+    assert cost / step_seconds > 1 or gaps.max() <= SPACING + 2 * LAG + 1
+
+
+def test_one_that_nobody_asked_for_is_tried_more_and_more_rarely_where_it_comes_to_nothing():
+    plan, begun = CanaryPlan(4, WithinShare()), []
+    for step in range(20_000):
+        if plan.current is not None and step == plan.current.run_at:
+            assert not plan.give_up()
+        new = plan.observe(step, seconds=0.1)
+        begun += [step] if new else []
+        assert new is None or new.by_default
+    gaps = np.diff(begun)
+    assert gaps[0] < 200
+    assert (np.diff(gaps) >= 0).all()
+    assert 4096 <= gaps[-1] <= 4096 + 2 * 8 * LAG
+
+
+def test_all_is_counted_from_the_newest_step_that_is_known():
+    plan = CanaryPlan(4)
+    one = plan.observe(50, [finding()], newest=70)
+    assert one is not None
+    assert (one.capture_at, one.run_at) == (70 + LAG, 70 + 2 * LAG)
+    assert plan.run_at(80).run_at == 70 + 2 * LAG
+    assert plan.run_at(95).run_at == 95 + LAG
+    assert plan.current is not None
+    assert plan.current.run_at == 95 + LAG
 
 
 @pytest.mark.parametrize("every", [1, 50, 199])
 def test_scheduled_canaries_do_not_put_off_those_of_findings(every):
-    plan = CanaryPlan(4, every)
+    plan = CanaryPlan(4, EverySteps(every))
     planned(plan, 0, 310)
     both = [finding(), finding("rank-1", ranks=(1,))]
     of_findings = [one for one in planned(plan, 310, 1000, findings=both) if one.of_finding]
@@ -247,7 +290,7 @@ def test_one_that_is_asked_for_waits_for_the_present_one():
 
 
 def test_one_worker_has_nobody_to_compare_with():
-    assert planned(CanaryPlan(1, every=10), 0, 100, findings=[finding()], asked=True) == []
+    assert planned(CanaryPlan(1, EverySteps(10)), 0, 100, findings=[finding()], asked=True) == []
 
 
 def test_all_must_ask():
@@ -285,3 +328,32 @@ def test_bytes_that_are_no_batch(size):
     packed = pack_batch(PlainBatch(None, (np.arange(9.0),)))
     with pytest.raises(BatchError, match="hold no batch"):
         unpack_batch(packed[:size])
+
+
+def test_what_root_and_workers_say_to_each_other_survives_the_way():
+    planned = Planned("rank-2", 2, 3, 66, 82, attempt=2, by_default=True)
+    assert unpack_plan(pack_plan(planned)) == planned
+    batches = [PlainBatch({"list": [number]}, (np.arange(number),)) for number in (3, 5)]
+    packed = pack_batch(batches[0]), pack_batch(batches[1])
+    back, found = unpack_run(pack_run(planned, packed))
+    assert back == planned
+    for batch, other in zip(batches, found, strict=True):
+        assert (batch.structure, batch.arrays[0].tolist()) == (
+            other.structure,
+            other.arrays[0].tolist(),
+        )
+    answer = Answer(66, packed[0], "bfloat16", {"torch": "2.9"}, "é", True)
+    assert Answer.unpack(answer.pack()) == answer
+
+
+@pytest.mark.parametrize("size", [0, 7, 60, -1])
+@pytest.mark.parametrize("unpack", [unpack_run, unpack_plan, Answer.unpack])
+def test_bytes_that_say_nothing(unpack, size):
+    planned = Planned("rank-2", 2, 3, 66, 82)
+    batch = pack_batch(PlainBatch(None, (np.arange(9.0),)))
+    content = {
+        unpack_run: pack_run(planned, (batch, batch)),
+        unpack_plan: pack_plan(planned),
+    }.get(unpack, b"x" + Answer(66, batch).pack())
+    with pytest.raises(BatchError):
+        unpack(content[:size])

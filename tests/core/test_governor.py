@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.core.governor import LAG, MAX_INTERVAL, Governor
+from rankscope.core.governor import ALWAYS, LAG, MAX_INTERVAL, Governor, Intervals
 
 WORKERS = 4
 
@@ -15,8 +15,10 @@ WORKERS = 4
 class Job:
     """A training of 1-second steps that asks its governor which ones to measure."""
 
-    def __init__(self, *, budget=0.01, every=1, base=0.0, observed=0.0, noise=0.0, seed=0):
-        self.governor = Governor(budget, every)
+    def __init__(
+        self, *, budget=0.01, every=1, base=0.0, observed=0.0, noise=0.0, seed=0, always=0
+    ):
+        self.governor = Governor(budget, every, always)
         self.base, self.observed, self.noise = base, observed, noise
         self.rng = np.random.default_rng(seed)
         self.step = 0
@@ -102,6 +104,43 @@ def test_a_decision_holds_from_lag_steps_later_on():
     assert job.governor.interval_at(first.first_step - 1) == 1
 
 
+def test_a_decision_holds_from_lag_steps_after_the_newest_step_that_is_known():
+    governor = Governor(0.01, 1, always=0)
+    for step in range(40):
+        governor.observe(step, True, np.array([0.1]), np.array([1.0]), newest=step + 9)
+    [decision] = governor.decisions
+    assert decision.first_step == decision.decided_at + 9 + LAG
+    assert governor.interval_at(decision.first_step - 1) == 1
+    assert governor.interval_at(decision.first_step) == decision.interval
+
+
+@pytest.mark.parametrize("ahead", [0, 40])
+def test_the_first_steps_of_a_run_are_measured_whatever_they_cost(ahead):
+    governor = Governor(0.01, 2)
+    for step in range(400):
+        observed = step % governor.interval_at(step) == 0
+        overhead = np.array([0.01 * observed])
+        governor.observe(step, observed, overhead, overhead + 0.016, newest=step + ahead)
+    first = governor.decisions[0]
+    assert {governor.interval_at(step) for step in range(ALWAYS)} == {2}
+    assert ALWAYS <= first.first_step <= ALWAYS + 2
+    assert first.interval > 2
+
+
+def test_a_worker_knows_the_interval_of_the_steps_to_come_from_the_decisions_alone():
+    job = Job(base=0.001, observed=0.02, noise=0.5)
+    known, told = Intervals(1), 0
+    for step in range(3000):
+        if step == 1000:
+            job.observed = 0.3
+        assert known.interval_at(step) == job.governor.interval_at(step)
+        job.run(1)
+        for decision in job.governor.decisions[told:]:
+            known.add(decision.first_step, decision.interval)
+        told = len(job.governor.decisions)
+    assert told > 2
+
+
 def test_what_was_said_about_a_step_is_never_taken_back():
     job = Job(base=0.001, observed=0.02, noise=0.5)
     said = {}
@@ -118,7 +157,7 @@ def test_what_was_said_about_a_step_is_never_taken_back():
 @given(st.integers(0, 10**6))
 def test_two_governors_that_see_the_same_agree(seed):
     rng = np.random.default_rng(seed)
-    ours, theirs = Governor(0.01, 2), Governor(0.01, 2)
+    ours, theirs = Governor(0.01, 2, 0), Governor(0.01, 2, 0)
     for step in range(400):
         overhead = rng.lognormal(-4, 1, WORKERS)
         seconds = rng.lognormal(0, 0.3, WORKERS)
@@ -164,14 +203,14 @@ def test_without_a_budget_it_changes_nothing():
 
 
 def test_the_slowest_worker_counts():
-    governor = Governor(0.01, 1)
+    governor = Governor(0.01, 1, always=0)
     for step in range(40):
         governor.observe(step, True, np.array([0.001, 0.03, 0.001]), np.full(3, 1.0))
     assert governor.decisions[0].interval == 4
 
 
 def test_values_that_are_missing_are_left_out():
-    nothing, some = Governor(0.01, 1), Governor(0.01, 1)
+    nothing, some = Governor(0.01, 1, always=0), Governor(0.01, 1, always=0)
     for step in range(100):
         nothing.observe(step, True, np.full(3, np.nan), np.full(3, np.nan))
         some.observe(step, True, np.array([np.nan, 0.03, np.inf]), np.array([np.nan, 1.0, 1.0]))
@@ -181,7 +220,7 @@ def test_values_that_are_missing_are_left_out():
 
 
 def test_one_worker_alone():
-    governor = Governor(0.01, 1)
+    governor = Governor(0.01, 1, always=0)
     for step in range(40):
         governor.observe(step, True, np.array([0.03]), np.array([1.0]))
     assert governor.interval_at(40) == 4

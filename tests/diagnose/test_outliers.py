@@ -329,6 +329,29 @@ def test_a_single_value_far_out_is_a_note_at_once_and_not_every_time():
     assert "At step 100 the gradient norm of rank 6" in notes[0].explanation
 
 
+@pytest.mark.parametrize("start", [0, 100])
+def test_a_gradient_that_is_far_out_in_every_fifth_step_is_told_within_60_steps(start):
+    job = Job(4, seed=2)
+    diagnosis = Diagnosis(4)
+    told = []
+    for step in range(start + 60):
+        bad = step >= start and step % 5 == 4
+        told += diagnosis.observe(job.report(times("grad_norm", [2], 10.0 if bad else 1.0)))
+    [note] = [one for one in told if one.id == "gross-outliers"]
+    assert note.ranks == (2,)
+    assert note.step - start < 60
+    assert "8 of the last 8 values that were far out belong to rank 2" in note.explanation
+
+
+def test_values_far_out_on_any_worker_are_no_sign_of_one():
+    job, detector = Job(4, seed=2), WorkerOutliers(4)
+    told = []
+    for step in range(600):
+        factor = 10.0 if step % 5 == 4 else 1.0
+        told += job.run(detector, 1, times("grad_norm", [job.rng.integers(4)], factor))
+    assert [one.key for one in told if one.key == "gross-outliers"] == []
+
+
 def followed_by_norms(job, ranks=(), factor=1.0):
     """Return a change that lets norms follow label tokens, and the tokens of each step."""
     tokens_W = np.empty(job.num_workers)

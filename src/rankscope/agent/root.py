@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.assembly import Assembly
+from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.forwarder import HostSteps
 from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
 from rankscope.agent.hang_notes import HangNotes, Hosts
@@ -83,6 +84,10 @@ class Root:
         lean = lean_layout(layout) if self._host_steps is not None else layout
         self._assembly = Assembly(lean, setup["first_step"])
         self._governor = Governor(setup["budget"], setup["every"])
+        self._canaries = None
+        if setup["canary"]:
+            every = setup["canary_every"]
+            self._canaries = CanaryDirector(layout.num_workers, every=every, run_dir=self._run_dir)
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
         self._saves_state = True
@@ -110,31 +115,41 @@ class Root:
 
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a rank, or None for the end of its connection."""
-        if frame is not None and frame.kind == Kind.SUMMARY:
-            self._take_summary(frame.payload)
-            return
-        worker = self._workers[rank]
         if frame is None:
             how = self._hosts.ending(rank)
-            self._leave(worker, f"its process ended{f' ({how})' if how else ''}", at)
+            self._leave(rank, f"its process ended{f' ({how})' if how else ''}", at)
+        elif frame.kind == Kind.SUMMARY:
+            self._take_summary(frame.payload)
         elif frame.kind == Kind.HELLO:
-            self._note_progress(rank, -1)
+            self._greet(rank)
+        elif self._workers[rank].left is None and frame.kind in _TAKES:
+            _TAKES[Kind(frame.kind)](self, rank, frame, at)
+
+    def _greet(self, rank: int) -> None:
+        """Tell a rank what it has to know, also one that had to open another connection."""
+        self._note_progress(rank, -1)
+        if self._governor.decisions:
             self._send(rank, self._interval_frame())
-            self._send(rank, _findings_frame(self._known, told=False, step=-1))
-        elif worker.left is not None:
-            return
-        elif frame.kind == Kind.STEP:
-            self._take_step(rank, StepMessage.unpack(frame.payload))
-        elif frame.kind == Kind.BYE:
-            said = json.loads(frame.payload)
-            worker.complete = bool(said["complete"])
-            if self._hangs is not None:
-                self._hangs.leave(rank)
-            self._leave(worker, said["why"], at)
-        elif frame.kind == Kind.SUBSCRIBE:
-            worker.wants_reports = True
-            if self._latest is not None:
-                self._send(rank, pack(Kind.LATEST, pack_report(self._latest), rank=rank))
+        self._send(rank, _findings_frame(self._known, told=False, step=-1))
+
+    def _take_message(self, rank: int, frame: Frame, at: float) -> None:
+        self._take_step(rank, StepMessage.unpack(frame.payload))
+
+    def _take_batch(self, rank: int, frame: Frame, at: float) -> None:
+        if self._canaries is not None:
+            self._direct(self._canaries.batch_arrived(rank, frame.payload))
+
+    def _take_bye(self, rank: int, frame: Frame, at: float) -> None:
+        said = json.loads(frame.payload)
+        self._workers[rank].complete = bool(said["complete"])
+        if self._hangs is not None:
+            self._hangs.leave(rank)
+        self._leave(rank, said["why"], at)
+
+    def _subscribe(self, rank: int, frame: Frame, at: float) -> None:
+        self._workers[rank].wants_reports = True
+        if self._latest is not None:
+            self._send(rank, pack(Kind.LATEST, pack_report(self._latest), rank=rank))
 
     def _take_step(self, rank: int, message: StepMessage) -> None:
         self._note_progress(rank, message.step)
@@ -162,7 +177,8 @@ class Root:
         hangs = () if self._hangs is None else tuple(self._hangs.findings.values())
         return (*self._diagnosis.findings, *hangs)
 
-    def _leave(self, worker: _Worker, why: str, at: float) -> None:
+    def _leave(self, rank: int, why: str, at: float) -> None:
+        worker = self._workers[rank]
         if worker.left is None:
             worker.left, worker.ended_at = why, at
 
@@ -212,13 +228,21 @@ class Root:
             gathered.observed,
             gathered.workers["overhead_seconds"],
             gathered.workers["step_seconds"],
+            self._assembly.newest,
         )
         if decision is not None:
             _log.info("%s", decision)
             self._send(ALL_RANKS, self._interval_frame())
         self._tell(findings, told=True)
+        if self._canaries is not None:
+            known, newest = self._diagnosis.findings, self._assembly.newest
+            self._direct(self._canaries.observe(gathered, findings, known, newest))
         if self._relays:
             self._send(0, pack(Kind.LATEST, pack_report(report), rank=0))
+
+    def _direct(self, messages: Sequence[Outgoing]) -> None:
+        for message in messages:
+            self._send(ALL_RANKS, pack(message.kind, message.payload, step=message.step))
 
     def _tell(self, findings: Sequence[Finding], *, told: bool) -> None:
         if findings:
@@ -230,8 +254,8 @@ class Root:
         return self._assembly.newest + LAG
 
     def _interval_frame(self) -> bytes:
-        changes = [[d.first_step, d.interval] for d in self._governor.decisions]
-        return pack(Kind.INTERVAL, json.dumps(changes).encode())
+        last = self._governor.decisions[-1]
+        return pack(Kind.INTERVAL, str(last.interval).encode(), step=last.first_step)
 
     def _send_reports(self) -> None:
         wanted = [rank for rank, worker in enumerate(self._workers) if worker.wants_reports]
@@ -352,6 +376,14 @@ class Root:
         except Exception as error:
             self._saves_state = False
             _log.warning("a restarted job cannot go on from %s: %s", self._run_dir, error)
+
+
+_TAKES: dict[Kind, Callable[[Root, int, Frame, float], None]] = {
+    Kind.STEP: Root._take_message,
+    Kind.BATCH: Root._take_batch,
+    Kind.BYE: Root._take_bye,
+    Kind.SUBSCRIBE: Root._subscribe,
+}
 
 
 def _findings_frame(

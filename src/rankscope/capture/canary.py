@@ -8,7 +8,7 @@ alike on every worker. Afterwards all is as it was, see :mod:`rankscope.capture.
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.capture.canary_alone import ACCUMULATES, alone
 from rankscope.capture.canary_batch import CanaryDeclined, restore_batch
+from rankscope.capture.canary_cost import Stopwatch
+from rankscope.capture.canary_loss import loss_of
+from rankscope.capture.canary_memory import check_gradient_room, is_out_of_memory
 from rankscope.capture.canary_state import NotPutBackError, kept
 from rankscope.capture.digest import digest_tensor
 from rankscope.capture.host import HostCopy
-from rankscope.capture.passes import tensors_in
 from rankscope.core.batches import PlainBatch
 
-_ROOM = 1.5
-"""Free memory that a canary needs on an accelerator, in sizes of the gradient."""
-
-_PERIOD = 8191  # of the signs that project outputs
 _TALKATIVE = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
@@ -59,8 +57,13 @@ class PendingResult:
         self._loss, self._norm = HostCopy(loss.double()), HostCopy(grad_norm.double())
         self._digest = HostCopy(digest)
 
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._loss.ready and self._norm.ready and self._digest.ready
+
     def read(self) -> CanaryResult:
-        """Wait for the device and return the result; for the monitor's thread."""
+        """Wait for the device and return the result."""
         loss, norm = float(self._loss.numpy()), float(self._norm.numpy())
         return CanaryResult(loss, norm, int(self._digest.numpy()))
 
@@ -73,6 +76,7 @@ class PendingCanary:
         peer: The rank whose batch was run once.
         results: Of the suspect's batch, of its second run, and of the peer's batch; none where a
             canary is only asked for.
+        took: What has measured its time, with that of what came before it.
     """
 
     def __init__(
@@ -80,11 +84,19 @@ class PendingCanary:
         suspect: int,
         peer: int,
         results: tuple[PendingResult, PendingResult, PendingResult] | None = None,
+        took: Stopwatch | None = None,
     ) -> None:
         self._suspect, self._peer, self._results = suspect, peer, results
+        self._took = took
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        timed = self._took is None or self._took.ready
+        return timed and (self._results is None or all(result.ready for result in self._results))
 
     def read(self) -> dict[str, float]:
-        """Wait for the device and return LOCAL signals; for the monitor's thread."""
+        """Wait for the device and return LOCAL signals."""
         if self._results is None:
             return {"canary_of": self._suspect}
         first, again, against = (result.read() for result in self._results)
@@ -98,6 +110,7 @@ class PendingCanary:
             "canary_against_loss": against.loss,
             "canary_against_norm": against.grad_norm,
             "canary_against_digest": against.digest,
+            "canary_seconds": math.nan if self._took is None else self._took.seconds,
         }
 
 
@@ -129,7 +142,7 @@ def run_batch(
     try:
         check_module(module)
         parameters = [p for p in module.parameters() if p.requires_grad]
-        _check_memory(parameters, device)
+        check_gradient_room(parameters, device)
         args, kwargs = restore_batch(batch, device)
         with kept(module, device, seed=seed) as run, alone(device, run.before_write):
             loss = loss_of(module(*args, **kwargs))
@@ -144,7 +157,9 @@ def run_batch(
     except (CanaryDeclined, NotPutBackError):
         raise
     except Exception as error:
-        raise CanaryDeclined(f"the canary could not be run ({_in_short(error)})") from error
+        full = is_out_of_memory(error)
+        why = f"the canary could not be run ({_in_short(error)})"
+        raise CanaryDeclined(why, out_of_memory=full) from (None if full else error)
 
 
 def loss_without_gradient(
@@ -199,43 +214,6 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def loss_of(output: Any) -> Tensor:
-    """Return the loss that a model's output holds, or else a projection of all outputs.
-
-    The projection is the sum of each floating-point output times a fixed pattern of signs, in
-    float32: it has a gradient, and it notices changes of any element.
-
-    Raises:
-        CanaryDeclined: There is no floating-point output.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss.is_floating_point():
-        return loss if loss.numel() == 1 else loss.float().mean()
-    if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
-        return output.float()
-    floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-    if not floating:
-        raise CanaryDeclined("the model returns no loss and no floating-point tensor")
-    device = floating[0].device
-    with torch.autocast(device.type, enabled=False):
-        return torch.stack([_project(tensor).to(device) for tensor in floating]).sum()
-
-
-def _project(output: Tensor) -> Tensor:
-    """Return the sum of a tensor times a fixed pattern of signs, over the root of its size."""
-    flat = output.reshape(-1).float()
-    rows, signs = flat.numel() // _PERIOD, _signs(_PERIOD, 1).to(flat.device)
-    body, tail = flat[: rows * _PERIOD], flat[rows * _PERIOD :]
-    row_signs = _signs(rows, 2).to(flat.device)
-    total = ((body.reshape(rows, _PERIOD) * signs).sum(1) * row_signs).sum()
-    return (total + (tail * signs[: len(tail)]).sum()) / math.sqrt(max(flat.numel(), 1))
-
-
-def _signs(count: int, seed: int) -> Tensor:
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    return torch.randint(2, (count,), generator=generator, device="cpu").float() * 2 - 1
-
-
 def _result(loss: Tensor, gradients: Sequence[Tensor | None]) -> PendingResult:
     present = [gradient for gradient in gradients if gradient is not None]
     squares = [_dense(g).to(loss.device, torch.float32).square().sum() for g in present]
@@ -281,27 +259,6 @@ def _check_graph(loss: Tensor, foreign: Set[Any]) -> None:
                 "allow; torch.utils.checkpoint with use_reentrant=False does"
             )
         nodes += [following for following, _ in node.next_functions]
-
-
-def _check_memory(parameters: Sequence[Tensor], device: torch.device) -> None:
-    """Check that an accelerator has room for a second gradient."""
-    if device.type == "cpu":
-        return
-    on_device = torch.get_device_module(device)
-    ask, capturing = (
-        getattr(on_device, name, None) for name in ("mem_get_info", "is_current_stream_capturing")
-    )
-    if capturing is not None and capturing():
-        raise CanaryDeclined("a canary cannot run while the step is captured into a graph")
-    if ask is None:
-        return
-    needed = _ROOM * sum(parameter.nbytes for parameter in parameters)
-    free = ask(device)[0] + on_device.memory_reserved(device) - on_device.memory_allocated(device)
-    if free < needed:
-        raise CanaryDeclined(
-            f"a canary needs room for a second gradient ({needed / 2**30:.1f} GiB), and the "
-            f"device has {free / 2**30:.1f} GiB"
-        )
 
 
 def _in_short(error: Exception) -> str:

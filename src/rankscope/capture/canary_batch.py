@@ -1,7 +1,7 @@
 """What entered a model, kept for a replay: out of the forward pass and back into one.
 
-Tensors start their way to the host at once and are read in the monitor's thread. What else a batch
-may hold are numbers, text, None, and lists, tuples and mappings of all these. Anything more would
+Tensors start their way to the host at once and are read when they are there. What else a batch may
+hold are numbers, text, None, and lists, tuples and mappings of all these. Anything more would
 need pickle to travel or to be stored, which is never used.
 """
 
@@ -40,7 +40,16 @@ _NUMPY_KNOWS = frozenset(
 
 
 class CanaryDeclined(RankscopeError):  # noqa: N818 - an answer, not a failure
-    """A canary cannot be run; the message says why in one sentence."""
+    """A canary cannot be run; the message says why in one sentence.
+
+    Args:
+        reason: The sentence.
+        out_of_memory: Whether it has found no memory, and is not to be tried again.
+    """
+
+    def __init__(self, reason: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(reason)
+        self.out_of_memory = out_of_memory
 
 
 class CapturedBatch:
@@ -62,8 +71,14 @@ class CapturedBatch:
         self._arrays = arrays
         self._samples = samples
 
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        copies = [a for a in (*self._arrays, self._samples) if isinstance(a, HostCopy)]
+        return all(copy.ready for copy in copies)
+
     def plain(self) -> PlainBatch:
-        """Wait for the device and return the batch; for the monitor's thread."""
+        """Wait for the device and return the batch."""
         arrays = tuple(a.numpy() if isinstance(a, HostCopy) else a for a in self._arrays)
         if self._samples is None:
             return PlainBatch(self._structure, arrays)
@@ -72,7 +87,11 @@ class CapturedBatch:
 
 @torch.no_grad()
 def capture_batch(
-    args: Sequence[Any], kwargs: Mapping[str, Any], *, moves_inputs: bool = False
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    moves_inputs: bool = False,
+    most_bytes: int = MAX_BATCH_BYTES,
 ) -> CapturedBatch:
     """Return a copy of what enters a model's forward pass.
 
@@ -81,11 +100,12 @@ def capture_batch(
         kwargs: Arguments by name.
         moves_inputs: Whether the wrapper moves all tensors to the model's device, as DDP does when
             it was given ``device_ids``.
+        most_bytes: Larger batches are declined.
 
     Raises:
         CanaryDeclined: It holds something that cannot be kept, or is too large.
     """
-    keeper = _Keeper(moves_inputs)
+    keeper = _Keeper(moves_inputs, most_bytes)
     try:
         structure = keeper.keep((tuple(args), dict(kwargs)))
     except CanaryDeclined:
@@ -137,7 +157,8 @@ def samples_of(batch: PlainBatch) -> list[PlainBatch]:
 class _Keeper:
     """Turns nested arguments into JSON, and collects their tensors."""
 
-    def __init__(self, moves_inputs: bool) -> None:
+    def __init__(self, moves_inputs: bool, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
         self.arrays: list[HostCopy | NDArray[Any]] = []
         self._moves_inputs = moves_inputs
         # A tensor given twice stays one tensor; each is held, so that no other gets its id.
@@ -174,10 +195,10 @@ class _Keeper:
     def _keep_once(self, value: Any, keep: Any) -> Any:
         if id(value) not in self._places:
             self._num_bytes += value.nbytes
-            if self._num_bytes > MAX_BATCH_BYTES:
+            if self._num_bytes > self._most_bytes:
                 raise CanaryDeclined(
-                    f"the batch is larger than {MAX_BATCH_BYTES // 2**20} MiB and is not kept for "
-                    "a replay"
+                    f"the batch is larger than {self._most_bytes // 2**20} MiB and is not kept "
+                    "for a replay"
                 )
             self._places[id(value)] = value, keep(value)
         return self._places[id(value)][1]

@@ -77,17 +77,17 @@ def kept(module: nn.Module, device: torch.device, *, seed: int) -> Iterator[Kept
         generators.put_back,
     ]
     try:
-        tensors.set_gradients_aside()
-        generators.seed(seed)
-        yield Kept(generators.seed, tensors.before_write, tensors.nodes)
-    finally:
         try:
+            tensors.set_gradients_aside()
+            generators.seed(seed)
+            yield Kept(generators.seed, tensors.before_write, tensors.nodes)
+        finally:
             _take_all(steps_back)
-        except Exception:
-            raise
-        except BaseException:  # Ctrl-C in the middle of it: once more, from the beginning
-            _take_all(steps_back)
-            raise
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C, perhaps in the middle of it: once more, from the beginning
+        _take_all(steps_back)
+        raise
 
 
 def _take_all(steps: Iterable[Callable[[], None]]) -> None:

@@ -36,6 +36,11 @@ class HostCopy:
         self._event = torch.Event(device=tensor.device)
         self._event.record()
 
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._event is None or bool(self._event.query())
+
     def numpy(self) -> NDArray[np.generic]:
         """Wait for the copy and return it."""
         if self._event is not None:

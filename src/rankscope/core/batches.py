@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-
 _LENGTH = 8  # bytes that say how long the header is
 
 
@@ -40,29 +38,25 @@ class PlainBatch:
         return sum(array.nbytes for array in self.arrays)
 
 
-def pack_batch(batch: PlainBatch) -> Bytes:
-    """Return a batch as bytes, uint8 ``[n]``: a header in JSON, then array after array."""
+def pack_batch(batch: PlainBatch) -> bytes:
+    """Return a batch as bytes: a header in JSON, then array after array."""
     arrays = [np.ascontiguousarray(array) for array in (batch.samples, *batch.arrays)]
     header = {
         "structure": batch.structure,
         "arrays": [[a.dtype.str, list(b.shape)] for a, b in zip(arrays, _all(batch), strict=True)],
     }
-    text = json.dumps(header).encode()
-    parts = [len(text).to_bytes(_LENGTH, "little"), text, *(array.tobytes() for array in arrays)]
-    return np.frombuffer(b"".join(parts), np.uint8)
+    return pack_headed(header, *(array.tobytes() for array in arrays))
 
 
-def unpack_batch(packed: Bytes) -> PlainBatch:
-    """Return the batch that bytes hold.
+def unpack_batch(packed: bytes | memoryview) -> PlainBatch:
+    """Return the batch that bytes hold; its arrays look into them.
 
     Raises:
         BatchError: They hold none.
     """
-    content = packed.tobytes()
+    header, content = unpack_headed(packed)
     try:
-        at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
-        header = json.loads(content[_LENGTH:at])
-        arrays = []
+        arrays, at = [], 0
         for name, shape in header["arrays"]:
             dtype = np.dtype(name)
             if dtype.hasobject:
@@ -72,6 +66,26 @@ def unpack_batch(packed: Bytes) -> PlainBatch:
             at += array.nbytes
         return PlainBatch(header["structure"], tuple(arrays[1:]), arrays[0].astype(np.int64))
     except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise BatchError(f"these bytes hold no batch ({error})") from error
+
+
+def pack_headed(header: Any, *parts: bytes) -> bytes:
+    """Return bytes that begin with a header in JSON."""
+    text = json.dumps(header).encode()
+    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *parts])
+
+
+def unpack_headed(packed: bytes | memoryview) -> tuple[Any, memoryview]:
+    """Return the header of such bytes, and what follows it.
+
+    Raises:
+        BatchError: They have none.
+    """
+    content = memoryview(packed)
+    at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+    try:
+        return json.loads(bytes(content[_LENGTH:at])), content[at:]
+    except ValueError as error:
         raise BatchError(f"these bytes hold no batch ({error})") from error
 
 

@@ -1,26 +1,22 @@
-"""When a canary runs, of whose batch: decided alike on every worker, without a word.
+"""When a canary runs, and of whose batch; decided at the root alone.
 
-A plan is a pure function of gathered steps and of the findings that they led to, and every worker
-is shown the same ones in the same order. A canary that is decided at step s has its batches kept in
-the forward passes of step s + 16, sent to all when that step has been gathered, and run before the
-first forward pass of step s + 32. In 16 steps even a side channel that lags has caught up. A worker
-that learns of it too late leaves its results out; then it is tried once more, later.
+A canary that is decided when step n is the newest known has its batches kept in the forward passes
+of step n + 16 or later, and is run before the first forward pass of a step that is again 16 steps
+or more ahead when both batches have come. A worker that learns of it too late leaves its result
+out; then it is tried once more, further ahead.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from rankscope.core.canary_schedule import RETRY_AFTER, SPACING, Schedule
 from rankscope.core.finding import Finding
 from rankscope.core.governor import LAG
 from rankscope.core.step import MISSING_INT, GatheredStep
-
-SPACING = 200
-"""Steps between two canaries of findings, at least."""
-
-RETRY_AFTER = 64
-"""Steps until a canary that some worker missed is tried again."""
 
 TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclusive"})
 """Causes of statistical findings that a canary can explain."""
@@ -28,6 +24,7 @@ TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclu
 SCHEDULED = "scheduled"
 ASKED_FOR = "asked-for"
 _OWN = "canary"  # how the canary's own findings begin
+_MOST_DOUBLINGS = 3  # of the lead, after canaries that were missed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +38,7 @@ class Planned:
         capture_at: The step whose first batch these two keep.
         run_at: The step before whose first forward pass every worker runs them.
         attempt: 1, or 2 when a worker missed the first.
+        by_default: Whether nobody asked for it: then it may take nothing but its time.
     """
 
     reason: str
@@ -49,68 +47,138 @@ class Planned:
     capture_at: int
     run_at: int
     attempt: int = 1
+    by_default: bool = False
 
     @property
     def of_finding(self) -> bool:
         """Whether a finding led to it."""
         return self.reason not in (SCHEDULED, ASKED_FOR)
 
+    @property
+    def seed(self) -> int:
+        """Seed of all random generators in it, equal on all workers."""
+        return 0x5EED + self.capture_at
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return asdict(self)
+
 
 class CanaryPlan:
-    """Decides on canaries; shown every gathered step, in order, on every worker.
+    """Decides on canaries; shown every step, in order.
 
     Args:
         num_workers: W; with one worker there is nobody to compare with.
-        every: Steps from one scheduled canary to the next; None for none.
+        schedule: When canaries run that no finding led to; None for never.
     """
 
-    def __init__(self, num_workers: int, every: int | None = None) -> None:
+    def __init__(self, num_workers: int, schedule: Schedule | None = None) -> None:
         self._num_workers = num_workers
-        self._every = every
+        self._schedule = schedule
+        self._num_scheduled = self._num_missed = 0
         self._waiting: list[tuple[int, Planned]] = []  # not before this step
         self._known: set[str] = set()
         self._last = -SPACING
+        self._step = 0
         self.current: Planned | None = None
 
     def observe(
-        self, step: int, findings: Sequence[Finding] = (), *, asked: bool = False
+        self,
+        step: int,
+        findings: Sequence[Finding] = (),
+        *,
+        asked: bool = False,
+        newest: int | None = None,
+        seconds: float = math.nan,
     ) -> Planned | None:
-        """Take a gathered step.
+        """Take a step.
 
         Args:
             step: Its number.
             findings: Those that opened or changed with it.
             asked: Whether all workers asked for a canary in it.
+            newest: The newest step that any worker is known to have ended; None if it is this one.
+            seconds: Its wall time; NaN if unknown.
 
         Returns:
             The canary that it led to, if any; also :attr:`current` from now on.
         """
+        self._step = step
         if self._num_workers < 2:
             return None
         for finding in findings:
             if _can_be_explained(finding) and finding.id not in self._known:
                 self._known.add(finding.id)
                 self._waiting.append((step, self._of(finding.id, finding.ranks)))
+        if self._schedule is not None and math.isfinite(seconds):
+            self._schedule.see(seconds)
         if asked:
             self._waiting.append((step, self._of(ASKED_FOR, (0,))))
-        elif self._every is not None and step % self._every == 0 and self.current is None:
-            self._waiting.append((step, self._of(SCHEDULED, (0,))))
-        return self._begin(step)
+        elif self.current is None and self._schedule is not None and self._schedule.due(step):
+            self._add_scheduled(step, by_default=self._schedule.by_default)
+        return self._begin(step, step if newest is None else max(step, newest))
 
-    def give_up(self) -> bool:
-        """End the present canary without results; return whether it is tried once more."""
+    def run_at(self, newest: int) -> Planned:
+        """Settle when the present canary runs, whose batches have come.
+
+        Args:
+            newest: The newest step that any worker is known to have ended.
+
+        Returns:
+            The present canary, :attr:`current` from now on.
+        """
+        assert self.current is not None
+        at_least = newest + self._lead
+        self.current = replace(self.current, run_at=max(self.current.run_at, at_least))
+        return self.current
+
+    def give_up(self, cost: float = 0.0) -> bool:
+        """End the present canary without results; return whether it is tried once more.
+
+        Args:
+            cost: Seconds that it took all the same.
+        """
         planned, self.current = self.current, None
-        if planned is None or planned.attempt > 1 or planned.reason == SCHEDULED:
+        if planned is None:
+            return False
+        self._num_missed += 1
+        if planned.reason == SCHEDULED:
+            self._end_scheduled(cost, failed=True)
+        if planned.attempt > 1 or planned.reason == SCHEDULED:
             return False
         again = replace(planned, attempt=planned.attempt + 1)
         self._waiting.append((planned.run_at + RETRY_AFTER, again))
         return True
 
-    def finish(self) -> None:
-        """End the present canary, whose results are known."""
-        self.current = None
+    def finish(self, cost: float = 0.0) -> None:
+        """End the present canary, whose results are known.
 
-    def _begin(self, step: int) -> Planned | None:
+        Args:
+            cost: Seconds that it took.
+        """
+        planned, self.current = self.current, None
+        self._num_missed = 0
+        if planned is not None and planned.reason == SCHEDULED:
+            self._end_scheduled(cost, failed=False)
+
+    @property
+    def _lead(self) -> int:
+        """Steps ahead of the newest one; more when workers have learned of canaries too late."""
+        return LAG << min(self._num_missed, _MOST_DOUBLINGS)
+
+    def _end_scheduled(self, cost: float, *, failed: bool) -> None:
+        assert self._schedule is not None
+        self._schedule.ended(self._step, cost, failed=failed)
+
+    def _add_scheduled(self, step: int, *, by_default: bool) -> None:
+        """Add a canary on schedule; whose batch it is takes turns."""
+        if any(planned.reason == SCHEDULED for _, planned in self._waiting):
+            return
+        planned = self._of(SCHEDULED, (self._num_scheduled % self._num_workers,))
+        self._num_scheduled += 1
+        self._waiting.append((step, replace(planned, by_default=by_default)))
+
+    def _begin(self, step: int, newest: int) -> Planned | None:
         if self.current is not None:
             return None
         for index, (not_before, planned) in enumerate(self._waiting):
@@ -120,7 +188,8 @@ class CanaryPlan:
             del self._waiting[index]
             if planned.of_finding:
                 self._last = step
-            self.current = replace(planned, capture_at=step + LAG, run_at=step + 2 * LAG)
+            first = newest + self._lead
+            self.current = replace(planned, capture_at=first, run_at=first + self._lead)
             return self.current
         return None
 

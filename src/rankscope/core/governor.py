@@ -7,8 +7,12 @@ within the budget, among ``every``, 2·``every``, 4·``every``, … up to 1,024.
 the budget, it keeps (c − b)/m within it: gradients are not given up for a budget that this would
 not meet.
 
-It is a pure function of the steps that it is shown: no clock, no randomness. All workers show it
-the same gathered values in the same order, so all come to the same decisions without a word.
+The first ``always`` steps of a run are measured as the user wants, whatever that costs: what is
+wrong from the start is found in them.
+
+It is a pure function of the steps that it is shown: no clock, no randomness. It runs at the root
+alone; each decision travels to the workers with the step that it holds from, and waits there in
+:class:`Intervals`. Overhead is what the workers' training threads felt, and nothing else.
 """
 
 import statistics
@@ -21,14 +25,16 @@ import numpy as np
 from rankscope.core.arrays import Floats
 
 LAG = 16
-"""Steps between the step that a decision rests on and the first step that it holds for.
+"""Steps from the newest step known to the root to the first one that a decision holds for.
 
-Steps are gathered in the background: when one is known to all, training is some steps further on,
-and a little further on one worker than on another. Had a decision effect at once, some workers
-would measure a step and others not. 16 steps leave room for a side channel that is slower than
-training for a while. Should it ever fall behind by more, no worker skips anything (a message's
-size rests on gathered steps alone): that step merely counts as not observed.
+Steps are gathered beside the training: when one is known, training is some steps further on, and a
+little further on one worker than on another. Had a decision effect at once, some workers would
+measure a step and others not. A worker that learns of it more than 16 steps late merely makes for
+steps that do not count as observed.
 """
+
+ALWAYS = 300
+"""Steps at the beginning of a run that no budget thins out."""
 
 MAX_INTERVAL = 1024
 
@@ -44,7 +50,7 @@ class Decision:
     """A change of the sampling interval.
 
     Attributes:
-        decided_at: The gathered step that it rests on.
+        decided_at: The step that it rests on.
         first_step: The first step that it holds for.
         interval_before: Interval until then.
         interval: Interval from then on.
@@ -97,6 +103,33 @@ class _Cost:
         return self.share(interval) - (floor if floor > budget else 0.0)
 
 
+class Intervals:
+    """Which steps are measured: what a worker knows of the governor's decisions.
+
+    Args:
+        every: The interval until the first decision.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._changes: list[tuple[int, int]] = [(0, every)]
+
+    def interval_at(self, step: int) -> int:
+        """Return the interval in force: a step is observed when it is a multiple of it."""
+        for first_step, interval in reversed(self._changes):
+            if first_step <= step:
+                return interval
+        return self._changes[0][1]
+
+    def add(self, first_step: int, interval: int) -> None:
+        """Take a decision, in the order in which they were made.
+
+        Args:
+            first_step: The first step that it holds for.
+            interval: The interval from then on.
+        """
+        self._changes = [*self._changes[-1:], (first_step, interval)]
+
+
 class Governor:
     """Decides in which steps gradients are measured.
 
@@ -104,11 +137,13 @@ class Governor:
         budget: Largest share of the training's own time that the monitor may add, say 0.01; None
             to leave the interval alone.
         every: The user's interval; the governor only widens it.
+        always: It does not widen it in the steps before this one.
     """
 
-    def __init__(self, budget: float | None, every: int) -> None:
+    def __init__(self, budget: float | None, every: int, always: int = ALWAYS) -> None:
         self._budget = budget
         self._every = every
+        self._always = always
         self._observed: deque[float] = deque(maxlen=_SLOW)
         self._unobserved: deque[float] = deque(maxlen=_SLOW)
         self._plain: deque[float] = deque(maxlen=_SLOW)
@@ -125,8 +160,7 @@ class Governor:
     def interval_at(self, step: int) -> int:
         """Return the interval in force: a step is observed when it is a multiple of it.
 
-        Safe to call from any thread. The answer for a step is final once the step ``LAG`` before
-        it has been shown.
+        The answer for a step is final once the step ``LAG`` before it has been shown.
         """
         for decision in reversed(self._decisions):
             if decision.first_step <= step:
@@ -134,9 +168,14 @@ class Governor:
         return self._every
 
     def observe(
-        self, step: int, observed: bool, overhead_seconds_W: Floats, step_seconds_W: Floats
+        self,
+        step: int,
+        observed: bool,
+        overhead_seconds_W: Floats,
+        step_seconds_W: Floats,
+        newest: int | None = None,
     ) -> Decision | None:
-        """Take note of a gathered step; every worker shows all steps, in order.
+        """Take note of a step; all steps are shown, in order.
 
         Args:
             step: Its number.
@@ -144,6 +183,7 @@ class Governor:
             overhead_seconds_W: Time that the monitor took from each worker's training thread;
                 one number will do, their maximum. Values that are not finite are left out.
             step_seconds_W: Wall time of the step on each worker, or their maximum.
+            newest: The newest step that any worker is known to have ended; None if it is this one.
 
         Returns:
             The decision that this step led to, if any.
@@ -156,7 +196,9 @@ class Governor:
         if seconds is not None and seconds > overhead:
             self._plain.append(seconds - overhead)
         self._since_decision += observed
-        return self._decide(step) if observed else None
+        newest = step if newest is None else max(step, newest)
+        ready = observed and newest + LAG >= self._always
+        return self._decide(step, newest) if ready else None
 
     def summary(self) -> dict[str, Any]:
         """Return what it did and why, for the record: JSON, with None for what is not known."""
@@ -186,7 +228,7 @@ class Governor:
             ],
         }
 
-    def _decide(self, step: int) -> Decision | None:
+    def _decide(self, step: int, newest: int) -> Decision | None:
         last = self._decisions[-1] if self._decisions else None
         pending = last is not None and step < last.first_step
         recent = None if self._budget is None or pending else self._cost(_FAST)
@@ -194,7 +236,7 @@ class Governor:
             return None
         now = self.interval_at(step)
         if recent.governed_share(now, self._budget) > self._budget:
-            return self._change(step, self._smallest(recent, self._budget), recent)
+            return self._change(step, newest, self._smallest(recent, self._budget), recent)
         if self._since_decision < self._patience or now == self._every:
             return None
         lasting = self._cost(_SLOW)
@@ -202,10 +244,10 @@ class Governor:
             return None
         shares = [cost.governed_share(now // 2, self._budget) for cost in (lasting, recent)]
         if max(shares) <= _ROOM * self._budget:
-            return self._change(step, now // 2, lasting)
+            return self._change(step, newest, now // 2, lasting)
         return None
 
-    def _change(self, step: int, interval: int, cost: _Cost) -> Decision | None:
+    def _change(self, step: int, newest: int, interval: int, cost: _Cost) -> Decision | None:
         """Note a decision; one to widen that undoes one to narrow makes for more patience."""
         assert self._budget is not None
         now = self.interval_at(step)
@@ -216,7 +258,8 @@ class Governor:
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
         self._since_decision = 0
         before, expected = cost.share(now), cost.share(interval)
-        decision = Decision(step, step + LAG, now, interval, before, expected, self._budget)
+        first = newest + LAG
+        decision = Decision(step, first, now, interval, before, expected, self._budget)
         self._decisions.append(decision)
         return decision
 

@@ -172,6 +172,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("canary_against_loss", _FLOAT, "nats/token", _LOCAL, _NONE, "loss of that batch"),
         ("canary_against_norm", _FLOAT, "", _LOCAL, _NONE, "L2 norm of its gradient"),
         ("canary_against_digest", _INT, "", _LOCAL, _NONE, "digest of all bits of its loss and gradient"),
+        ("canary_seconds", _FLOAT, "s", _LOCAL, _NONE, "time that the canary took from this worker, which is no part of overhead_seconds"),
         ("step_seconds", _FLOAT, "s", _LOCAL, _HIGH, "wall time since the step before"),
         ("busy_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time from the end of the reduction before until this worker's last local gradient was ready, so before it began to wait for the others; DDP on the CPU"),
         ("overhead_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time the monitor took from this worker's training thread"),

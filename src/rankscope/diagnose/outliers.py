@@ -66,7 +66,7 @@ class WorkerOutliers:
         changed = [*self._judge(step.gathered), *self._follow(step.gathered.step)]
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         return [
-            *([gross] if gross is not None else []),
+            *gross,
             *(self._evidence(fault) for fault in {fault.key: fault for fault in changed}.values()),
         ]
 

@@ -1,0 +1,259 @@
+"""The director of canaries at the root: decides on them, passes batches on, and concludes.
+
+It is shown every step and every answer of a worker, and returns what is to be sent to all workers.
+It keeps no socket and no clock.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rankscope.agent.frames import Kind
+from rankscope.core.batches import BatchError, unpack_batch
+from rankscope.core.canary import CanaryResults, Verdict, judge, results_of
+from rankscope.core.canary_messages import Answer, pack_plan, pack_run
+from rankscope.core.canary_plan import SCHEDULED, CanaryPlan, Planned, all_asked
+from rankscope.core.canary_schedule import EverySteps, WithinShare
+from rankscope.core.finding import Finding
+from rankscope.core.step import GatheredStep
+from rankscope.errors import RunError
+from rankscope.record.bundle import ReplayBundle, save_bundle
+
+Log = Callable[[int, str], None]
+"""Takes a level of :mod:`logging` and a line for the log of the training."""
+
+MAX_BATCH_BYTES = 64 * 2**20
+"""A batch that is larger is not passed on to all workers."""
+
+_PATIENCE = 128  # steps that batches may be late
+
+
+class Outgoing(NamedTuple):
+    """A message to all workers.
+
+    Attributes:
+        kind: ``CANARY_PLAN`` or ``CANARY_RUN``.
+        step: The step that it is about.
+        payload: Its content.
+    """
+
+    kind: Kind
+    step: int
+    payload: bytes
+
+
+class CanaryDirector:
+    """Canaries of one run.
+
+    Args:
+        num_workers: W.
+        every: Steps from one scheduled canary to the next; None for one at the beginning, and
+            more of them within :data:`~rankscope.core.canary_schedule.SHARE` of the time.
+        run_dir: Where replay bundles are saved; None for nowhere.
+        log: Takes lines for the log of the training.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        every: int | None = None,
+        run_dir: Path | None = None,
+        log: Log | None = None,
+    ) -> None:
+        self._num_workers = num_workers
+        self._run_dir = run_dir
+        self._log: Log = logging.getLogger("rankscope").log if log is None else log
+        self._plan = CanaryPlan(num_workers, WithinShare() if every is None else EverySteps(every))
+        self._answers: dict[int, Answer] = {}
+        self._sent = self._ended = self._announced = False
+        self._bundle: ReplayBundle | None = None
+        self._known: Sequence[Finding] = ()
+        self._newest = -1
+
+    @property
+    def current(self) -> Planned | None:
+        """The canary under way, if any."""
+        return self._plan.current
+
+    def observe(
+        self, step: GatheredStep, told: Sequence[Finding], known: Sequence[Finding], newest: int
+    ) -> list[Outgoing]:
+        """Take a step; all steps are shown, in order.
+
+        Args:
+            step: The step.
+            told: Findings that opened or changed with it.
+            known: All findings.
+            newest: The newest step that any worker is known to have ended.
+
+        Returns:
+            What to send to all workers.
+        """
+        self._known, self._newest = known, max(self._newest, newest, step.step)
+        if self._ended:
+            return []
+        planned = self._plan.current
+        if planned is not None:
+            self._follow(planned, step)
+        asked = all_asked(step)
+        if asked is None:
+            self._log(
+                logging.WARNING,
+                f"no canary at step {step.step}: scope.canary() was not called on all ranks in "
+                "the same step",
+            )
+        new = self._plan.observe(
+            step.step,
+            told,
+            asked=bool(asked),
+            newest=self._newest,
+            seconds=_largest(step, "step_seconds", math.nan),
+        )
+        if new is None:
+            return []
+        self._answers, self._sent = {}, False
+        return [Outgoing(Kind.CANARY_PLAN, new.capture_at, pack_plan(new))]
+
+    def batch_arrived(self, rank: int, content: bytes) -> list[Outgoing]:
+        """Take a worker's answer.
+
+        Args:
+            rank: The worker.
+            content: What it has sent.
+
+        Returns:
+            What to send to all workers.
+        """
+        try:
+            answer = Answer.unpack(content)
+        except BatchError as error:
+            self._log(logging.INFO, f"an answer of rank {rank} to a canary is lost: {error}")
+            return []
+        if answer.ends:
+            self._end(rank, answer.declined)
+        planned = self._plan.current
+        wanted = planned is not None and rank in (planned.suspect, planned.peer)
+        if planned is None or not wanted or self._sent or answer.capture_at != planned.capture_at:
+            return []
+        if not answer.batch or len(answer.batch) > MAX_BATCH_BYTES:
+            why = answer.declined or f"{len(answer.batch)} bytes are too many"
+            self._give_up(planned, f"rank {rank} could not give its batch ({why})")
+            return []
+        self._answers[rank] = answer
+        return self._send(planned) if len(self._answers) == 2 else []
+
+    def _send(self, planned: Planned) -> list[Outgoing]:
+        """Send the batches that have come to all workers."""
+        answers = self._answers[planned.suspect], self._answers[planned.peer]
+        packed = answers[0].batch, answers[1].batch
+        self._answers, self._sent = {}, True
+        planned = self._plan.run_at(self._newest)
+        try:
+            self._bundle = self._make_bundle(planned, answers)
+        except BatchError as error:
+            self._give_up(planned, str(error))
+            return []
+        if planned.of_finding:
+            self._save()
+        return [Outgoing(Kind.CANARY_RUN, planned.run_at, pack_run(planned, packed))]
+
+    def _follow(self, planned: Planned, step: GatheredStep) -> None:
+        """See what has become of the present canary."""
+        if not self._sent:
+            if step.step >= planned.capture_at + _PATIENCE:
+                self._give_up(planned, "a worker did not send its batch in time")
+        elif step.step >= planned.run_at:
+            results, cost = results_of(step), _largest(step, "canary_seconds", 0.0)
+            if results is None or step.step != planned.run_at or not _is_of(results, planned):
+                self._give_up(planned, "a worker had no result", cost)
+            else:
+                self._conclude(planned, step, results, cost)
+
+    def _conclude(
+        self, planned: Planned, step: GatheredStep, results: CanaryResults, cost: float
+    ) -> None:
+        self._plan.finish(cost)
+        self._announce(planned, cost)
+        verdict = judge(results, differing=_differing(self._known, step.step))
+        if self._bundle is not None:
+            self._bundle = replace(self._bundle, results=results, verdict=verdict)
+            if planned.of_finding or verdict.verdict is not Verdict.DATA:
+                self._save()
+        self._bundle = None
+
+    def _announce(self, planned: Planned, cost: float) -> None:
+        """Say that a canary has run; of those on schedule, once."""
+        later = ""
+        if planned.reason == SCHEDULED:
+            if self._announced:
+                return
+            self._announced, later = True, "; those that follow on schedule are not announced"
+        self._log(
+            logging.INFO,
+            f"before step {planned.run_at} every worker replayed a batch of rank {planned.suspect} "
+            f"twice and one of rank {planned.peer}: {cost:.2f} s, which do not count as the "
+            f"monitor's overhead{later}",
+        )
+
+    def _give_up(self, planned: Planned, why: str, cost: float = 0.0) -> None:
+        self._answers, self._bundle = {}, None
+        again = self._plan.give_up(cost)
+        if planned.by_default:  # nobody waits for it
+            return
+        after = ": it will be tried once more" if again else ""
+        self._log(logging.INFO, f"the canary for {planned.reason} was given up, since {why}{after}")
+
+    def _end(self, rank: int, why: str) -> None:
+        """Run no canaries from now on."""
+        if not self._ended:
+            self._ended = True
+            self._log(logging.INFO, f"no more canaries in this run: rank {rank} has said {why!r}")
+        self._plan.give_up()
+        self._answers, self._bundle = {}, None
+
+    def _make_bundle(self, planned: Planned, answers: tuple[Answer, Answer]) -> ReplayBundle:
+        return ReplayBundle(
+            reason=planned.reason,
+            step=planned.capture_at,
+            suspect=planned.suspect,
+            peer=planned.peer,
+            num_workers=self._num_workers,
+            seed=planned.seed,
+            autocast=answers[0].autocast,
+            batches=(unpack_batch(answers[0].batch), unpack_batch(answers[1].batch)),
+            finding=next((f for f in self._known if f.id == planned.reason), None),
+            versions=answers[0].versions,
+        )
+
+    def _save(self) -> None:
+        if self._run_dir is None or self._bundle is None:
+            return
+        try:
+            save_bundle(self._run_dir, self._bundle)
+        except RunError as error:
+            self._log(logging.WARNING, f"a replay bundle is lost: {error}")
+
+
+def _is_of(results: CanaryResults, planned: Planned) -> bool:
+    return (results.suspect, results.peer) == (planned.suspect, planned.peer)
+
+
+def _largest(step: GatheredStep, name: str, otherwise: float) -> float:
+    """Return the largest of the workers' values, or something else if none has one."""
+    values_W = step.workers[name]
+    finite = values_W[np.isfinite(values_W)]
+    return float(finite.max()) if finite.size else otherwise
+
+
+def _differing(known: Sequence[Finding], step: int) -> tuple[int, ...]:
+    """Return the workers that the diagnosis of this canary found to hold other state."""
+    for finding in known:
+        if finding.last_step == step and finding.evidence.get("verdict") == str(Verdict.STATE):
+            return finding.ranks
+    return ()

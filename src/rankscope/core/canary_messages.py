@@ -1,0 +1,108 @@
+"""What root and workers say to each other about canaries, as bytes: JSON, and batches behind it.
+
+The root announces a canary (:func:`pack_plan`); the two workers whose batches are wanted answer
+(:class:`Answer`); the root sends both batches to all (:func:`pack_run`). Results travel with the
+step in which they were computed. Nothing is ever pickled.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rankscope.core.batches import (
+    BatchError,
+    PlainBatch,
+    pack_headed,
+    unpack_batch,
+    unpack_headed,
+)
+from rankscope.core.canary_plan import Planned
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker says whose batch is wanted, or that can run no canaries any more.
+
+    Attributes:
+        capture_at: The step whose batch was wanted; names the canary.
+        batch: The batch as :func:`~rankscope.core.batches.pack_batch` packs it; empty if none.
+        autocast: Type of autocast in the training's forward pass; empty without.
+        versions: Releases that the training runs with.
+        declined: Why there is no batch.
+        ends: Whether this worker runs no canaries from now on.
+    """
+
+    capture_at: int
+    batch: bytes = b""
+    autocast: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    declined: str = ""
+    ends: bool = False
+
+    def pack(self) -> bytes:
+        """Return its bytes."""
+        header = {
+            "capture_at": self.capture_at,
+            "autocast": self.autocast,
+            "versions": dict(self.versions),
+            "declined": self.declined,
+            "ends": self.ends,
+        }
+        return pack_headed(header, self.batch)
+
+    @classmethod
+    def unpack(cls, content: bytes | memoryview) -> "Answer":
+        """Read one.
+
+        Raises:
+            BatchError: These bytes hold none.
+        """
+        header, batch = unpack_headed(content)
+        try:
+            return cls(batch=bytes(batch), **header)
+        except TypeError as error:
+            raise BatchError(f"these bytes answer no canary ({error})") from error
+
+
+def pack_plan(planned: Planned) -> bytes:
+    """Return the announcement of a canary."""
+    return json.dumps(planned.to_json()).encode()
+
+
+def unpack_plan(content: bytes | memoryview) -> Planned:
+    """Read the announcement of a canary.
+
+    Raises:
+        BatchError: These bytes hold none.
+    """
+    try:
+        return Planned(**json.loads(bytes(content)))
+    except (ValueError, TypeError) as error:
+        raise BatchError(f"these bytes announce no canary ({error})") from error
+
+
+def pack_run(planned: Planned, batches: tuple[bytes, bytes]) -> bytes:
+    """Return what every worker needs to run a canary.
+
+    Args:
+        planned: The canary.
+        batches: The suspect's batch and the peer's, packed.
+    """
+    sizes = [len(batch) for batch in batches]
+    return pack_headed({"planned": planned.to_json(), "sizes": sizes}, *batches)
+
+
+def unpack_run(content: bytes | memoryview) -> tuple[Planned, tuple[PlainBatch, PlainBatch]]:
+    """Read what every worker needs to run a canary; the batches look into ``content``.
+
+    Raises:
+        BatchError: These bytes hold none.
+    """
+    header, batches = unpack_headed(content)
+    try:
+        planned, (first, second) = Planned(**header["planned"]), header["sizes"]
+        if first + second != len(batches):
+            raise BatchError(f"expected batches of {first} and {second} bytes, got {len(batches)}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise BatchError(f"these bytes hold no canary ({error})") from error
+    return planned, (unpack_batch(batches[:first]), unpack_batch(batches[first:]))

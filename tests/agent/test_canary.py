@@ -1,0 +1,397 @@
+"""Canaries with root and workers in one process: real models, messages as bytes, no sockets."""
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rankscope.canary
+from diagnose.streams import gathered
+from rankscope.agent.canary import CanaryDirector, Outgoing
+from rankscope.agent.frames import ALL_RANKS, Frame
+from rankscope.canary import LiveCanary
+from rankscope.capture import canary_memory
+from rankscope.capture.canary_batch import CanaryDeclined
+from rankscope.capture.canary_memory import StepMemory, is_out_of_memory
+from rankscope.core.canary_messages import Answer
+from rankscope.core.canary_schedule import SPACING
+from rankscope.core.finding import Finding, Severity
+from rankscope.core.governor import LAG
+from rankscope.core.step import MISSING_INT, GatheredStep
+from rankscope.core.summarize import summarize
+from rankscope.diagnose.canary import CanaryVerdicts
+from rankscope.diagnose.evidence import Observation
+from rankscope.record.bundle import find_bundles, load_bundle
+from rankscope.wrapping import Wrapped
+from support.models import make_batch, make_model
+
+CPU = torch.device("cpu")
+OUTLIER = Finding("rank-1", "data.worker_outlier", Severity.WARNING, (1,), 0, 5, "", "")
+
+
+class Wrapper(nn.Module):
+    """Stands for DDP: has the model inside, and no other worker."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class Worker:
+    """One rank: a model, its optimizer, random generators of its own, and a probe's canaries."""
+
+    def __init__(self, rank: int, send: Callable[[bytes], None] | None) -> None:
+        self.rank = rank
+        self.model = make_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(100 + rank)
+        self.generator = torch.get_rng_state()
+        self.inbox: list[tuple[int, Outgoing]] = []
+        self.canary: LiveCanary | None = None
+        if send is not None:
+            group: Any = None
+            parameters = dict(self.model.named_parameters())
+            wrapped = Wrapped("DDP", Wrapper(self.model), parameters, group, CPU)
+            self.canary = LiveCanary(wrapped, rank, send)
+
+    def read(self, step: int) -> None:
+        """Read what has come, as a probe does at the beginning of a forward pass."""
+        assert self.canary is not None
+        come = [message for at, message in self.inbox if at <= step]
+        self.inbox = [(at, message) for at, message in self.inbox if at > step]
+        for message in come:
+            self.canary.take(Frame(message.kind, ALL_RANKS, message.step, message.payload))
+
+    def compute(self, step: int, *, micro: int = 1) -> dict[str, float]:
+        """Run forward and backward; return what the step says of canaries."""
+        torch.set_rng_state(self.generator)
+        for index in range(micro):
+            batch = make_batch(self.rank, step + 10_000 * index)
+            if self.canary is not None:
+                self.read(step)
+                self.canary.before_forward(step, (), batch)
+                if self.canary.due:
+                    self.canary.run()
+            self.model(**batch)["loss"].backward()
+        self.generator = torch.get_rng_state()
+        pending = None if self.canary is None else self.canary.collect()
+        return {} if pending is None else pending.read()
+
+
+class Job:
+    """A training of W workers, and the root that sees its steps some steps later."""
+
+    def __init__(self, num_workers=3, *, watched=True, every=None, run_dir=None, lag=2):
+        self.lines: list[tuple[int, str]] = []
+        self.director = CanaryDirector(
+            num_workers, every=every, run_dir=run_dir, log=lambda *line: self.lines.append(line)
+        )
+        self.answers: list[tuple[int, int, bytes]] = []
+        self.workers = [
+            Worker(rank, (lambda c, rank=rank: self.answer(rank, c)) if watched else None)
+            for rank in range(num_workers)
+        ]
+        self.lag, self.step = lag, 0
+        self.set_to_none, self.micro = True, 1
+        self.seen: list[GatheredStep] = []
+        self.late: dict[int, int] = {}
+        self.known: list[Finding] = []
+
+    def answer(self, rank: int, content: bytes) -> None:
+        self.answers.append((self.step + self.lag, rank, content))
+
+    def run(self, steps: int, told: list[Finding] | None = None) -> "Job":
+        for _ in range(steps):
+            self.one_step()
+            if self.workers[0].canary is not None:
+                self.see(told or [])
+                told = None
+            self.step += 1
+        return self
+
+    def one_step(self) -> None:
+        said = [worker.compute(self.step, micro=self.micro) for worker in self.workers]
+        for gradients in zip(*([p.grad for p in w.model.parameters()] for w in self.workers)):  # noqa: B905
+            mean = torch.stack(gradients).mean(0)
+            for gradient in gradients:
+                gradient.copy_(mean)
+        for worker in self.workers:
+            worker.optimizer.step()
+            worker.optimizer.zero_grad(set_to_none=self.set_to_none)
+        names = {name for values in said for name in values}
+        missing = {
+            n: np.nan if n.endswith(("loss", "norm", "seconds")) else MISSING_INT for n in names
+        }
+        columns = {n: [values.get(n, missing[n]) for values in said] for n in names}
+        samples = [np.arange(2)] * len(self.workers)
+        seconds = [0.1] * len(self.workers)
+        self.seen.append(gathered(self.step, samples, step_seconds=seconds, **columns))
+
+    def see(self, told: list[Finding]) -> None:
+        """Show the root a step that has been over for a while, and what has arrived since."""
+        out: list[Outgoing] = []
+        if self.step >= self.lag:
+            step = self.seen[self.step - self.lag]
+            self.known += told
+            out += self.director.observe(step, told, self.known, self.step - self.lag)
+        for _, rank, content in [one for one in self.answers if one[0] <= self.step]:
+            out += self.director.batch_arrived(rank, content)
+        self.answers = [one for one in self.answers if one[0] > self.step]
+        for worker in self.workers:
+            at = self.step + self.lag + self.late.get(worker.rank, 0)
+            worker.inbox += [(at, message) for message in out]
+
+    @property
+    def ran(self) -> list[int]:
+        """The steps in which all workers ran a canary."""
+        return [s.step for s in self.seen if (s.workers["canary_digest"] != MISSING_INT).all()]
+
+    def bits(self) -> list[Any]:
+        return [
+            (
+                [value.numpy().tobytes() for value in worker.model.state_dict().values()],
+                [s["momentum_buffer"].numpy().tobytes() for s in worker.optimizer.state.values()],
+                worker.generator.numpy().tobytes(),
+            )
+            for worker in self.workers
+        ]
+
+    def verdicts(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Return what the detector says of all steps."""
+        detector = CanaryVerdicts(len(self.workers))
+        told = [e for s in self.seen for e in detector.observe(Observation(summarize(s)))]
+        return [(e.cause, str(e.severity), tuple(e.ranks)) for e in told]
+
+
+@pytest.mark.parametrize("lag", [0, 2, 7])
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_the_first_canary_runs_within_50_steps_and_leaves_no_trace(num_workers, lag, caplog):
+    random.seed(1)
+    job = Job(num_workers, lag=lag).run(60)
+    assert len(job.ran) == 1
+    assert job.ran[0] <= 50
+    assert job.bits() == Job(num_workers, watched=False).run(60).bits()
+    digests = job.seen[job.ran[0]].workers["canary_digest"]
+    assert len({*digests}) == 1
+    assert (job.seen[job.ran[0]].workers["canary_seconds"] > 0).all()
+    assert job.verdicts() == []
+    assert [level for level, _ in job.lines] == [logging.INFO]
+    assert caplog.records == []
+
+
+def test_those_that_follow_take_turns_within_a_share_of_the_time_and_are_not_announced(monkeypatch):
+    cost = 0.05
+    monkeypatch.setattr("rankscope.capture.canary_cost.Stopwatch.seconds", cost)
+    job = Job(2).run(3 * SPACING + 150)  # steps of 0.1 s: cost / share is 250 steps
+    assert len(job.ran) == 3
+    assert np.diff(job.ran).min() >= cost / 0.002 / 0.1
+    assert [job.seen[step].workers["canary_of"].tolist() for step in job.ran] == [
+        [0, 0],
+        [1, 1],
+        [0, 0],
+    ]
+    assert len(job.lines) == 1
+
+
+@pytest.mark.parametrize(("factor", "severity"), [(1.01, "error"), (1 + 2**-20, "warning")])
+def test_a_worker_that_computes_slightly_otherwise_from_the_start_is_named(
+    factor, severity, tmp_path
+):
+    job = Job(4, run_dir=tmp_path)
+    job.workers[2].model.head.register_forward_hook(lambda head, args, output: output * factor)
+    job.run(60)
+    assert job.verdicts() == [("compute.worker_outlier", severity, (2,))]
+    [path] = find_bundles(tmp_path)
+    bundle = load_bundle(path)
+    assert bundle.verdict is not None
+    assert bundle.verdict.ranks == (2,)
+    assert bundle.versions["torch"] == torch.__version__
+    given = [make_batch(rank, bundle.step) for rank in (bundle.suspect, bundle.peer)]
+    for batch, expected in zip(bundle.batches, given, strict=True):
+        assert batch.arrays[0].tolist() == expected["input_ids"].tolist()
+
+
+def test_a_finding_leads_to_a_canary_of_its_worker_and_to_a_bundle(tmp_path):
+    job = Job(3, every=10_000, run_dir=tmp_path, lag=1)
+    job.run(60)  # that of the schedule
+    job.run(40, [OUTLIER])
+    assert len(job.ran) == 2
+    assert job.seen[job.ran[1]].workers["canary_of"].tolist() == [1, 1, 1]
+    [path] = find_bundles(tmp_path)
+    bundle = load_bundle(path)
+    assert (bundle.reason, bundle.suspect, bundle.peer) == ("rank-1", 1, 2)
+    assert bundle.finding == OUTLIER
+    assert bundle.results is not None
+
+
+def test_all_run_it_in_the_same_step_or_it_is_tried_again_further_ahead(tmp_path):
+    job = Job(4, every=10_000, run_dir=tmp_path).run(60)
+    first = list(job.ran)
+    job.late[3] = 14  # longer than the 16 steps ahead leave, with twice the lag
+    job.run(250, [OUTLIER])
+    one, again = [line for _, line in job.lines][1:]
+    assert "the canary for rank-1 was given up, since a worker had no result: it will be" in one
+    assert "before step" in again
+    assert len(job.ran) == 2
+    assert job.ran[0] == first[0]
+    assert job.bits() == Job(4, watched=False).run(310).bits()
+
+
+@pytest.mark.parametrize("late", [1, 2])  # neither suspect nor peer; peer
+def test_a_worker_that_hears_of_it_late_for_good_costs_nothing_but_the_canary(late):
+    job = Job(3)
+    job.late[late] = 1000
+    job.run(300)
+    assert job.ran == []
+    assert job.bits() == Job(3, watched=False).run(300).bits()
+
+
+def test_while_gradients_are_held_none_runs_that_nobody_asked_for(caplog):
+    caplog.set_level(logging.INFO)
+    job = Job(2)
+    job.set_to_none = False
+    job.run(200)
+    assert job.ran == []
+    assert len(caplog.records) == 2  # one on each rank, though it is tried again
+    assert "gradients are held" in caplog.text
+    asked = Job(2, every=100)
+    asked.set_to_none = False
+    assert len(asked.run(60).ran) == 1
+
+
+def test_with_accumulation_it_runs_before_the_first_micro_batch():
+    job = Job(2)
+    job.micro = 3
+    job.run(60)
+    assert len(job.ran) == 1
+    alone = Job(2, watched=False)
+    alone.micro = 3
+    assert job.bits() == alone.run(60).bits()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        MemoryError(),
+    ],
+)
+def test_a_canary_that_finds_no_memory_is_the_last_one(error, caplog):
+    assert is_out_of_memory(error)
+    job = Job(3, every=50)
+    canaries = {worker.rank: worker for worker in job.workers}
+
+    def fill(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if torch.initial_seed() > 1000:  # in a canary
+            raise error
+        return output
+
+    canaries[1].model.head.register_forward_hook(fill)
+    job.run(200)
+    assert job.ran == []
+    ran = [s.step for s in job.seen if (s.workers["canary_digest"] != MISSING_INT).any()]
+    assert len(ran) == 1
+    [record] = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "no more canaries" in record.getMessage()
+    [line] = [line for _, line in job.lines if "no more canaries" in line]
+    assert "rank 1" in line
+    assert job.bits() == Job(3, watched=False).run(200).bits()
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory():
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_batch_that_is_too_large_is_not_sent_to_all(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(rankscope.canary, "_MOST_BYTES_BY_DEFAULT", 100)
+    job = Job(2).run(300)
+    assert job.ran == []
+    assert len([r for r in caplog.records if "larger than" in r.getMessage()]) == 2
+    assert job.lines == []
+
+
+def test_batches_that_never_come_are_given_up():
+    job = Job(3, every=1000)
+    job.workers[0].canary._send = lambda content: None  # type: ignore[union-attr]
+    job.run(200)
+    assert job.ran == []
+    [(_, line)] = job.lines
+    assert "did not send its batch in time" in line
+
+
+def test_an_answer_that_says_nothing_changes_nothing():
+    job = Job(2).run(2 * LAG - 8)  # announced, and not yet kept
+    assert job.director.current is not None
+    assert job.director.batch_arrived(0, b"nonsense") == []
+    assert job.director.batch_arrived(1, Answer(999, b"old").pack()) == []
+    assert job.director.current is not None
+    assert len(job.run(40).ran) == 1
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+
+class Allocator:
+    """Stands for an accelerator's: what lies there, the highest peak, and what is left."""
+
+    def __init__(self, *, free: int) -> None:
+        self.allocated, self.peak, self.free = 100, 100, free
+
+    def step(self, *, takes: int) -> None:
+        self.peak = max(self.peak, self.allocated + takes)
+
+    def stats(self, device: torch.device) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": self.allocated,
+            "allocated_bytes.all.peak": self.peak,
+        }
+
+
+def memory_of(allocator: Allocator, monkeypatch: Any) -> StepMemory:
+    monkeypatch.setattr(canary_memory, "_stats_of", lambda device: allocator.stats)
+    monkeypatch.setattr(canary_memory, "_free", lambda device, leave=0: allocator.free)
+    return StepMemory(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("free", "fits"), [(55 + 40, True), (55 + 39, False)])
+def test_there_must_be_room_for_another_step_and_its_gradients(free, fits, monkeypatch):
+    allocator = Allocator(free=free)
+    memory = memory_of(allocator, monkeypatch)
+    parameters = [torch.zeros(10)]  # 40 bytes
+    for takes in (30, 50, 20):
+        memory.see()
+        allocator.step(takes=takes)
+    memory.see()
+    if fits:
+        memory.check(parameters)
+    else:
+        with pytest.raises(CanaryDeclined, match="needs room for what a step takes"):
+            memory.check(parameters)
+
+
+def test_steps_in_which_the_users_peak_was_reset_are_left_out(monkeypatch):
+    allocator = Allocator(free=55)
+    memory = memory_of(allocator, monkeypatch)
+    with pytest.raises(CanaryDeclined, match="could not be measured"):
+        memory.check([])
+    for _ in range(3):
+        memory.see()
+        allocator.step(takes=50)
+        allocator.peak = allocator.allocated
+    with pytest.raises(CanaryDeclined, match="could not be measured"):
+        memory.check([])
+    allocator.step(takes=50)
+    memory.see()
+    memory.check([])
+    memory.forget()
+    with pytest.raises(CanaryDeclined, match="could not be measured"):
+        memory.check([])
