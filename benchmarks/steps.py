@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
+from rankscope.agent.message import StepMessage, pack_values
 from rankscope.core.signals import Table
-from rankscope.reduce import Layout
 from rankscope.instruments import GROUP_WIDTH
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -171,8 +171,10 @@ def measure_own_cost(
 
 def bytes_of_a_message(num_groups: int) -> int:
     """Return the size of a default message of a model with so many groups."""
-    groups = tuple(str(index) for index in range(num_groups))
-    return Layout(sketch_width=4093, groups=groups, group_width=GROUP_WIDTH).num_bytes
+    numbers, sketches = 2 * num_groups + 3, 4093 + 3 * num_groups * GROUP_WIDTH
+    message = StepMessage(0, numbers=np.zeros(numbers), sketches=np.zeros(sketches, np.float32))
+    message.slots, message.digests_D = pack_values({}), np.zeros(32, np.int64)
+    return len(message.pack())
 
 
 def main() -> None:

@@ -65,6 +65,7 @@ class Answers:
             Kind.OFF: self._take_off,
             Kind.INVITATION: self._take_invitation,
             Kind.DONE: self._take_done,
+            Kind.WORKING: lambda frame: None,
         }
 
     @property
@@ -85,13 +86,15 @@ class Answers:
             self._look_for_invitation()
         self._take_all(self._link.poll())
 
-    def wait(self, seconds: float) -> None:
-        """Take what comes in, as soon as something does.
+    def wait(self, seconds: float) -> bool:
+        """Take what comes in, as soon as something does; return whether something did.
 
         Raises:
             LinkError: The agent has ended, or has switched this worker off.
         """
-        self._take_all(self._link.wait(seconds))
+        frames = self._link.wait(seconds)
+        self._take_all(frames)
+        return bool(frames)
 
     def subscribe(self) -> None:
         """Ask for the steps' reports, and take what has come in.

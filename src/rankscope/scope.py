@@ -226,13 +226,14 @@ class Scope:
         Raises:
             LinkError: The agent has ended.
         """
-        until = time.monotonic() + timeout
         self._outbox.flush()
         why = "its training was interrupted" if interrupted else "it closed its scope"
         self._say_bye(complete=not interrupted, why=why)
         self._link.drain(timeout)
+        until = time.monotonic() + timeout
         while not self._answers.done and time.monotonic() < until:
-            self._answers.wait(min(until - time.monotonic(), 0.5))
+            if self._answers.wait(min(until - time.monotonic(), 0.5)):
+                until = time.monotonic() + timeout  # the agent is busy with what it has
 
     def _say_bye(self, *, complete: bool, why: str) -> None:
         said = {"complete": complete, "why": why}

@@ -91,11 +91,13 @@ def test_residuals_are_those_of_the_elements(trained, case, width):
         assert found_WG.shape == (width, len(names))
         if case.rounds:
             assert exact_WG.min() > 1e-4
-            np.testing.assert_allclose(found_WG, exact_WG, rtol=0.1)
-            np.testing.assert_allclose(recorded[step], exact_W.max(), rtol=0.1)
+            np.testing.assert_allclose(found_WG, exact_WG, rtol=0.2)  # 4.5 % RMS
+            np.testing.assert_allclose(recorded[step], exact_W.max(), rtol=0.2)  # 4.5 % RMS
         elif case.hook and step == ODD_STEP:
             assert exact_WG[ODD_RANK, 0] > 1e-3
-            np.testing.assert_allclose(found_WG[ODD_RANK, 0], exact_WG[ODD_RANK, 0], rtol=0.1)
+            np.testing.assert_allclose(
+                found_WG[ODD_RANK, 0], exact_WG[ODD_RANK, 0], rtol=0.2
+            )  # 4.5 % RMS
             found_WG = found_WG.copy()
             found_WG[ODD_RANK, 0] = 0.0
             assert found_WG.max() < 5e-6

@@ -5,6 +5,8 @@ Beyond 64 workers a step goes up once all of its ranks have delivered it, narrow
 """
 
 import json
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 LINGER_SECONDS = 10.0
 """How long an agent tries to hand over what it has, once its ranks are gone."""
+
+PATIENCE_SECONDS = 60.0
+"""How long it waits for the root's last word, once its ranks have closed their scopes."""
 
 TIGHT_BYTES = 16 << 20
 """With more than this waiting for the root, gradients are left out."""
@@ -71,7 +76,10 @@ class Forwarder:
         self._send_local, self._ranks = send, ranks
         self._link: HostLink | None = None
         self._early: deque[tuple[bytes, int | None]] = deque(maxlen=_MOST_EARLY)
-        self._left: set[int] = set()
+        self._left: set[int] = set()  # ranks that send nothing more, and
+        self._gone: set[int] = set()  # those of them that also hear nothing more
+        self._left_at = math.inf
+        self._told: set[int] = set()
         self._stacks_wanted = False
         self.finished = False
 
@@ -79,6 +87,7 @@ class Forwarder:
         """Take a frame of a local rank, or None for the end of its connection."""
         if frame is None:
             self._left.add(rank)
+            self._gone.add(rank)
             why = json.dumps({"how": self._ranks.ending(rank), "time": at}).encode()
             self._hand_on(pack(Kind.GONE, why, rank=rank))
         elif frame.kind == Kind.INVITATION:
@@ -117,7 +126,11 @@ class Forwarder:
                 self._stacks_wanted = False
                 told = {str(rank): stack for rank, stack in stacks.items()}
                 self._hand_on(pack(Kind.STATES, json.dumps({"stacks": told}).encode()))
-        if len(self._left) >= self._num_local and not self.finished:
+        if len(self._left) < self._num_local:
+            return
+        self._left_at = min(self._left_at, time.monotonic())
+        waited = time.monotonic() - self._left_at
+        if len(self._gone) == self._num_local or waited > PATIENCE_SECONDS:
             self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -163,7 +176,9 @@ class Forwarder:
             content = pack(Kind(frame.kind), frame.payload, rank=frame.rank, step=frame.step)
             self._send_local(frame.rank, content)
             if frame.kind == Kind.DONE:
-                self._end()
+                self._told.add(frame.rank)
+                if len(self._told) == self._num_local:
+                    self._end()
 
     def _end(self) -> None:
         self.finished = True

@@ -51,6 +51,8 @@ class Kind(IntEnum):
     """A line for the log of the training."""
     OFF = 26
     """Nothing is recorded from now on, and why."""
+    WORKING = 28
+    """The run will be closed once the steps that wait are judged; some were just now."""
     DONE = 27
     """The run is closed; the last frame."""
 

@@ -55,12 +55,12 @@ class LocalRanks:
 
     def states(self) -> dict[int, ProcessState]:
         """Return how the processes are."""
-        return {rank: known.watch.state() for rank, known in self._ranks.items()}
+        return {rank: known.watch.state() for rank, known in dict(self._ranks).items()}
 
     def marks(self) -> dict[int, Place]:
         """Return where the ranks are inside of their steps, as far as that is known."""
         places = {}
-        for rank, known in self._ranks.items():
+        for rank, known in dict(self._ranks).items():
             place = None if known.mark is None else read_mark(known.mark)
             if place is not None:
                 places[rank] = place
@@ -71,7 +71,7 @@ class LocalRanks:
 
     def say(self, line: str) -> None:
         """Write a line where the lowest rank's warnings go, though its training stands still."""
-        for rank in sorted(self._ranks):
+        for rank in sorted(dict(self._ranks)):
             pid = self._ranks[rank].watch.pid
             if pid == os.getpid():
                 _log.warning("%s", line)
@@ -91,7 +91,7 @@ class LocalRanks:
             self._taker = StackTaker(
                 {
                     known.watch.pid: known.thread
-                    for known in self._ranks.values()
+                    for known in dict(self._ranks).values()
                     if known.watch.state() is not ProcessState.ENDED
                 }
             )
@@ -102,7 +102,7 @@ class LocalRanks:
         if taken is None:
             return None
         self._taker = None
-        ranks = {known.watch.pid: rank for rank, known in self._ranks.items()}
+        ranks = {known.watch.pid: rank for rank, known in dict(self._ranks).items()}
         return {ranks[pid]: stack for pid, stack in taken.items() if pid in ranks}
 
     def close(self) -> None:

@@ -75,9 +75,9 @@ class Agent:
                     return
         finally:
             self._say_lines()
+            self._server.close(CLOSE_SECONDS)
             if self._branches is not None:
                 self._branches.close(CLOSE_SECONDS)
-            self._server.close(CLOSE_SECONDS)
             self._ranks.close()
 
     def say(self, level: int, line: str) -> None:

@@ -191,6 +191,7 @@ class Root:
             self._judge(messages)
         if steps:
             self._send_reports()
+            self._have_patience()
         elif not self.finished:
             self._see_who_left()
         return len(steps) == MOST_AT_ONCE
@@ -256,6 +257,12 @@ class Root:
     def _interval_frame(self) -> bytes:
         last = self._governor.decisions[-1]
         return pack(Kind.INTERVAL, str(last.interval).encode(), step=last.first_step)
+
+    def _have_patience(self) -> None:
+        """Tell ranks that wait for the end of the run that it comes nearer."""
+        for rank, worker in enumerate(self._workers):
+            if worker.left is not None:
+                self._send(rank, pack(Kind.WORKING, rank=rank))
 
     def _send_reports(self) -> None:
         wanted = [rank for rank, worker in enumerate(self._workers) if worker.wants_reports]
