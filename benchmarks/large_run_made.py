@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rankscope.core.signals import DType, Signal, Table, signals
+from rankscope.record.begin import SCHEMA_VERSION, arrow_schema, schema_of, to_arrow
 from rankscope.record.part import GrowingPart
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
-from rankscope.record.schema import SCHEMA_VERSION, arrow_schema, schema_of, to_arrow
 from rankscope.record.writer import PART_BYTES
 
 Columns = Mapping[str, NDArray[Any]]

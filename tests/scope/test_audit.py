@@ -91,8 +91,8 @@ def test_residuals_are_those_of_the_elements(trained, case, width):
         assert found_WG.shape == (width, len(names))
         if case.rounds:
             assert exact_WG.min() > 1e-4
-            np.testing.assert_allclose(found_WG, exact_WG, rtol=0.2)  # 4.5 % RMS
-            np.testing.assert_allclose(recorded[step], exact_W.max(), rtol=0.2)  # 4.5 % RMS
+            np.testing.assert_allclose(found_WG, exact_WG, rtol=0.2)
+            np.testing.assert_allclose(recorded[step], exact_W.max(), rtol=0.2)
         elif case.hook and step == ODD_STEP:
             assert exact_WG[ODD_RANK, 0] > 1e-3
             np.testing.assert_allclose(

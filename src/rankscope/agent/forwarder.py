@@ -96,6 +96,9 @@ class Forwarder:
                 from rankscope.agent.letters import Invitation
 
                 self._link = HostLink(Invitation.decode(frame.payload), self._host)
+                while self._early:  # before anything that comes later
+                    content, step = self._early.popleft()
+                    self._link.send(content, step=step)
         elif frame.kind == Kind.HELLO:
             self._hand_on(pack(Kind.HELLO, b"{}", rank=rank))
         elif frame.kind == Kind.STEP:
@@ -110,9 +113,6 @@ class Forwarder:
         link = self._link
         if link is None:
             return False
-        while self._early:
-            content, step = self._early.popleft()
-            link.send(content, step=step)
         frames = [frame for each in link.poll(0.0) for frame in FrameReader().feed(each)]
         for frame in frames:
             self._give_back(frame)

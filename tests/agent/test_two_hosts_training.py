@@ -1,0 +1,60 @@
+"""A whole training on two hosts: the same findings as on one, also when the agents' link is cut."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rankscope import Run
+from rankscope.core.signals import Table
+from support.two_hosts import TwoHosts, why_not
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(280),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+SCRIPT = Path(__file__).parents[1] / "support" / "train_shared_batches.py"
+
+
+def train(tmp_path, steps, *, cut_seconds=None):
+    """Train 2 ranks on each host; the agents' link is cut when a third of the steps is done."""
+    run_dir, mark = tmp_path / "run", tmp_path / "mark"
+    with TwoHosts(tmp_path / "hosts") as hosts:
+        env = {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "RANKSCOPE_AGENT": "process",
+            "RANKSCOPE_ADDRESS": hosts.address(0, "agents"),
+        }
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        jobs = hosts.torchrun(SCRIPT, str(run_dir), str(steps), str(mark), env=env, **pipe)
+        if cut_seconds is not None:
+            while not mark.exists() and jobs[0].poll() is None:
+                time.sleep(0.05)
+            hosts.cut()
+            time.sleep(cut_seconds)
+            hosts.mend()
+        said = [job.communicate(timeout=240)[0] for job in jobs]
+        assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
+    lines = [line for text in said for line in text.splitlines() if line.startswith("RESULT")]
+    return Run.open(run_dir), [json.loads(line.removeprefix("RESULT")) for line in lines]
+
+
+@pytest.mark.parametrize("cut_seconds", [None, 5.0])
+def test_ranks_of_two_hosts_are_compared_as_on_one(tmp_path, cut_seconds):
+    steps = 60 if cut_seconds is None else 250
+    run, results = train(tmp_path, steps, cut_seconds=cut_seconds)
+    assert run.status == "complete"
+    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(steps))
+    assert len({entry["host"] for entry in run.info["ranks"]}) >= 1
+    recorded = {finding.id: list(finding.ranks) for finding in run.findings()}
+    assert recorded["data.duplicate_batches"] == [1, 2]  # one on each host
+    assert len(results) == 4
+    assert all(result["findings"] == recorded for result in results)
+    told = {tuple(result["told_at"]) for result in results}
+    assert len(told) == 1 or cut_seconds is not None  # all ranks heard of it in the same step
