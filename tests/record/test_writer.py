@@ -177,6 +177,28 @@ def test_parts_roll_over_and_finished_ones_stay(tmp_path, monkeypatch):
     assert polars_rows(run.path, "steps") == expected_steps(60)
 
 
+def test_a_part_that_somebody_removes_is_gone_and_the_next_one_goes_on(tmp_path):
+    run = write(tmp_path / "run", map(make_report, range(3)))
+    (run.path / "workers" / "part-000000.parquet").unlink()
+    for step in range(3, 5):
+        run.add(make_report(step))
+        run.flush()
+    assert [f.name for f in (run.path / "workers").iterdir()] == ["part-000001.parquet"]
+    assert polars_rows(run.path, "workers") == expected_workers(5)[12:]
+    assert polars_rows(run.path, "steps") == expected_steps(5)
+
+
+def test_a_part_that_was_cut_is_left_as_it_is(tmp_path):
+    run = write(tmp_path / "run", map(make_report, range(3)))
+    file = run.path / "workers" / "part-000000.parquet"
+    file.write_bytes(file.read_bytes()[:100])
+    run.add(make_report(3))
+    with pytest.raises(RunError, match="shorter than it was"):
+        run.flush()
+    assert file.stat().st_size == 100
+    assert [f for f in files_of(run.path) if f.endswith(".tmp")] == []
+
+
 def test_a_run_between_flushes_grows_to_parts_of_16_megabytes(tmp_path):
     run = RunWriter(tmp_path / "run", {})
     report = make_report(0, 1024)
