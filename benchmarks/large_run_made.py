@@ -76,7 +76,7 @@ def _write_workers(path: Path, num_workers: int, num_steps: int) -> None:
                 step = {name: column[start : start + num_workers] for name, column in rows.items()}
                 drawn = BATCH * num_workers
                 ids = np.arange(drawn) + int(step["step"][0]) * drawn
-                samples = {"samples": [ids]}
+                samples = {"step": step["step"][:1], "samples": [ids]}
                 for name, bins in rollups.add({Table.WORKERS: step, Table.SAMPLES: samples}):
                     parts[name].append(bins)
             yield values.table(rows)

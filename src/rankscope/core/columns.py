@@ -50,6 +50,10 @@ class Columns:
         """Return whether a flag is set on some worker in a step."""
         return self._some_true[index][_PLACES[name][1]]
 
+    def all_true(self, name: str, index: int) -> bool:
+        """Return whether a flag is set on all workers in a step."""
+        return self._all_true[index][_PLACES[name][1]]
+
     def some_known(self, name: str, index: int) -> bool:
         """Return whether some worker has a value of an integer column in a step."""
         return self._some_known[index][_PLACES[name][1]]
@@ -79,6 +83,10 @@ class Columns:
     @cached_property
     def _some_true(self) -> list[list[bool]]:
         return _listed(self._of_type(DType.BOOL).any(axis=2))
+
+    @cached_property
+    def _all_true(self) -> list[list[bool]]:
+        return _listed(self._of_type(DType.BOOL).all(axis=2))
 
     @cached_property
     def _known(self) -> NDArray[np.bool_]:

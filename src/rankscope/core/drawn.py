@@ -40,9 +40,24 @@ class DrawnSamples:
         return np.arange(len(self._steps)).repeat(self.lengths)
 
     @cached_property
+    def rank_of_draw(self) -> Ints:
+        """The rank of each draw's worker ``[D]``."""
+        lengths = [len(batch) for samples in self._steps for batch in samples]
+        ranks = [rank for samples in self._steps for rank in range(len(samples))]
+        return np.array(ranks, np.int64).repeat(lengths)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @cached_property
+    def order(self) -> Ints:
+        """Where the samples stand in ``flat``, in their order."""
+        return self.flat.argsort()
+
+    @cached_property
     def no_repeats(self) -> bool:
         """Whether no sample is drawn twice in all these steps."""
-        ordered = np.sort(self.flat)
+        ordered = self.flat[self.order]
         return not (ordered[1:] == ordered[:-1]).any()
 
     def all_differ(self, index: int) -> bool:

@@ -12,7 +12,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.samples import identical_groups
 from rankscope.core.state import State
 from rankscope.core.step import GatheredStep, StepReport
-from rankscope.core.weighting import token_products_of_steps
+from rankscope.core.weighting import log_spread, token_products_of_steps
 
 Groups = Sequence[tuple[int, ...]]
 """Groups of ranks whose batches are identical."""
@@ -22,16 +22,18 @@ class Stretch:
     """Consecutive steps of as many workers, which are handled together.
 
     Args:
-        steps: The steps, at least one.
+        reports: The steps, at least one.
 
     Attributes:
-        steps: The same.
+        reports: The same.
+        steps: What the workers sent in them.
         columns: What the workers report in them.
     """
 
-    def __init__(self, steps: Sequence[GatheredStep]) -> None:
-        self.steps = steps
-        self.columns = Columns(steps)
+    def __init__(self, reports: Sequence[StepReport]) -> None:
+        self.reports = reports
+        self.steps = [report.gathered for report in reports]
+        self.columns = Columns(self.steps)
 
     @cached_property
     def samples(self) -> DrawnSamples:
@@ -43,6 +45,12 @@ class Stretch:
         """How the workers' losses go with their tokens in each step, for :class:`TokenSums`."""
         columns = self.columns
         return token_products_of_steps(columns["loss"], columns["loss_weight"])
+
+    @cached_property
+    def token_spreads(self) -> list[float]:
+        """How far the weights of tokens lie apart in each step, see :func:`log_spread`."""
+        spreads_S = log_spread(self.columns["grad_scale"], self.columns["loss_weight"])
+        return [float(spread) for spread in spreads_S]
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Observation:
     @cached_property
     def stretch(self) -> "Stretch":
         """The steps that are handled together."""
-        return self.steps or Stretch([self.gathered])
+        return self.steps or Stretch([self.report])
 
     @property
     def gathered(self) -> GatheredStep:
@@ -83,6 +91,10 @@ class Observation:
     def some_true(self, name: str) -> bool:
         """Return whether a flag is set on some worker."""
         return self.stretch.columns.some_true(name, self.index)
+
+    def all_true(self, name: str) -> bool:
+        """Return whether a flag is set on all workers."""
+        return self.stretch.columns.all_true(name, self.index)
 
     def some_known(self, name: str) -> bool:
         """Return whether some worker has a value of an integer column."""
@@ -106,7 +118,7 @@ def observations(reports: Sequence[StepReport]) -> Iterator[Observation]:
     """Yield consecutive steps as detectors see them; those of as many workers go together."""
     for _, group in groupby(reports, lambda report: report.gathered.num_workers):
         together = list(group)
-        stretch = Stretch([report.gathered for report in together])
+        stretch = Stretch(together)
         for index, report in enumerate(together):
             yield Observation(report, stretch, index)
 

@@ -128,16 +128,17 @@ class RunWriter:
         Raises:
             RunError: The run is closed.
         """
-        blocks = [rows_of(report) for report in reports]
+        if not reports:
+            return
+        rows = rows_of(reports)
         with self._rows_lock:
             if self._closed:
                 raise RunError(f"{self.path} is closed: no step can be added to it")
-            for rows in blocks:
-                for table, table_rows in rows.items():
-                    self._tables[table].append(table_rows)
-                for name, bins in self._rollups.add(rows):
-                    self._rolled[name].append(bins)
-                self._num_traced += len(rows.get(Table.TRACES, {}).get("step", ()))
+            for table, table_rows in rows.items():
+                self._tables[table].append(table_rows)
+            for name, bins in self._rollups.add(rows):
+                self._rolled[name].append(bins)
+            self._num_traced += len(rows.get(Table.TRACES, {}).get("step", ()))
             self._num_steps += len(reports)
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
