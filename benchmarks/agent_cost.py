@@ -7,7 +7,6 @@ the flushes that follow. Times are of the process, with all its threads.
 """
 
 import argparse
-import math
 import tempfile
 import time
 from collections import defaultdict
@@ -57,7 +56,15 @@ class MadeUpJob:
         """Return a step; to be asked for in order."""
         width, rng = self._width, self._rng
         ends: dict[str, Any] = {}
+        columns = self._columns(number, observed=observed)
+        sketches_WK: np.ndarray[Any, Any] | None = None
         if observed:
+            noise_WK = rng.standard_normal((width, len(self._common)), np.float32)
+            sketches_WK = self._common + 2 * noise_WK * rng.lognormal(0.0, 0.1, (width, 1))
+            sketches_WK = sketches_WK.astype(np.float32)
+            columns["grad_norm"] = np.linalg.norm(sketches_WK.astype(np.float64), axis=1)
+            reduced = float(np.linalg.norm(sketches_WK.mean(axis=0, dtype=np.float64)))
+            columns["reduced_norm"] = np.full(width, reduced)
             noise_WGK = rng.standard_normal((width, len(self._groups), self._narrow), np.float32)
             ends = {
                 "groups": self._groups,
@@ -66,13 +73,12 @@ class MadeUpJob:
                 "residuals_WG": rng.uniform(2e-7, 4e-7, (width, len(self._groups))),
                 "total_residuals_W": rng.uniform(2e-7, 4e-7, width),
             }
-        noise_WK = rng.standard_normal((width, len(self._common)), np.float32)
         return GatheredStep(
             step=number,
             time=1.7e9 + 0.1 * number,
             observed=observed,
-            workers=self._columns(number, observed=observed),
-            sketches_WK=self._common + 2 * noise_WK if observed else None,
+            workers=columns,
+            sketches_WK=sketches_WK,
             samples=next(self._samples),
             micro_losses=tuple(rng.normal(2.0, 0.1, (width, 1))),
             micro_weights=tuple(np.full((width, 1), 1024.0)),
@@ -89,11 +95,9 @@ class MadeUpJob:
             "loss": 2 + rng.normal(0, 0.1, width),
             "loss_weight": rng.integers(900, 1100, width),
             "loss_sem": rng.uniform(0.08, 0.12, width),
-            "grad_norm": rng.lognormal(0, 0.2, width) if observed else nothing,
             "grad_max": rng.lognormal(-3, 0.2, width) if observed else nothing,
             "grad_nonfinite": 0,
             "grad_scale": 1.0,
-            "reduced_norm": math.sqrt((1 + 0.2 * (width - 1)) / width) if observed else nothing,
             "num_samples": BATCH,
             "samples_named": True,
             "batch_digest": rng.integers(-(2**62), 2**62, width),

@@ -149,6 +149,30 @@ def test_only_what_differs_between_workers_is_recorded_with_everybodys_digest(tm
     ]
 
 
+def test_steps_that_are_added_together_leave_the_same_files(tmp_path):
+    steps = [t for t in range(200) if t not in (63, 64, 130)]
+    reports = [
+        make_report(
+            t, 3 + (t > 150), micro=1 + t % 3, observed=t % 4 > 0, groups=True, differences=t == 5
+        )
+        for t in steps
+    ]
+    alone, together = RunWriter(tmp_path / "alone", {}), RunWriter(tmp_path / "together", {})
+    for report in reports:
+        alone.add(report)
+    for first, end in [(0, 1), (1, 40), (40, 41), (41, 150), (150, 150), (150, len(reports))]:
+        together.add_many(reports[first:end])
+    alone.close()
+    together.close()
+    names = files_of(alone.path)
+    assert names == files_of(together.path)
+    for name in names:
+        if name.endswith(".parquet"):
+            one, other = (pl.read_parquet(run.path / name) for run in (alone, together))
+            assert one.equals(other), name
+    assert any(name.startswith("rollups/64") for name in names)
+
+
 def test_arrays_may_be_reused_after_add(tmp_path):
     run = RunWriter(tmp_path / "run", {})
     report = make_report(0)

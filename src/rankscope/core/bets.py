@@ -42,6 +42,9 @@ RARE_STAKE = 0.85
 Rows = Ints | slice
 """Which signals: ascending indices, or the slice that holds the same ones."""
 
+AT_ONCE = 2**13
+"""Values that are ranked together: larger arrays fall out of the cache."""
+
 _LARGEST_Z = 1e6
 _MAD_TO_STD = 1.4826
 _MEMORY = 0.02

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from rankscope.core.finding import Finding
@@ -34,6 +34,8 @@ from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import to_plain
 from rankscope.record.states import START_FILE, read_state
+
+_TOGETHER = 64  # steps of a record that are diagnosed at a time
 
 
 class Diagnosis:
@@ -318,8 +320,9 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
     diagnosis = diagnosis_of(run)
     if "continues" in run.info:
         diagnosis.restore(_state_at_start(run))
-    for report in run.iter_reports():
-        diagnosis.observe(report)
+    reports = run.iter_reports()
+    while together := list(islice(reports, _TOGETHER)):
+        diagnosis.observe_many(together)
     diagnosis.close()
     return diagnosis.findings
 

@@ -80,8 +80,8 @@ class Part:
     def plain(self, values_TRU: Floats) -> NDArray[np.bool_]:
         """Return in which steps ``[T]`` all values are finite, and positive where that matters."""
         least_R11 = np.where(self._relative_S[: values_TRU.shape[1]], 0.0, -np.inf)[:, None]
-        plain: NDArray[np.bool_] = ((values_TRU > least_R11) & (values_TRU < np.inf)).all((1, 2))
-        return plain
+        plain_TRU = (values_TRU > least_R11) & (values_TRU < np.inf)
+        return np.asarray(plain_TRU.all(axis=(1, 2)))
 
     def state(self) -> State:
         """Return a copy of all that it remembers."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rankscope.core.apart import HEALED
 from rankscope.core.arrays import Floats
-from rankscope.core.budget import OUTLIERS, alarm_level
+from rankscope.core.budget import FAR_BELOW, OUTLIERS, alarm_level
 from rankscope.core.recent import RECENT
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
@@ -31,7 +31,6 @@ from rankscope.diagnose.outlier_words import NAMED_WORKERS, Fault, Traces, descr
 from rankscope.diagnose.outlook import Outlook
 from rankscope.diagnose.repeats import RecentBatches
 
-_FAR_BELOW = 0.99  # what rounding does to a sum is far less
 _SUSPICIOUS = 0.5
 _SAME_ONSET = 15
 _SAME_ONSET_PART, _SAME_ONSET_ON_HOST = 0.25, 0.75
@@ -177,7 +176,7 @@ class WorkerOutliers:
         """Blame workers until what is left of the evidence is below the level."""
         changed: list[Fault] = []
         level = alarm_level(OUTLIERS)
-        if sum(0.5 * part.test.most_evidence for part in self._parts) < _FAR_BELOW * level:
+        if sum(0.5 * part.test.most_evidence for part in self._parts) < FAR_BELOW * level:
             return changed
         while (evidence_W := self._evidence_of_workers()).sum() >= level:
             log_W = np.log1p(evidence_W * self._num_workers)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.core.arrays import Floats
+from rankscope.core.bets import AT_ONCE
 from rankscope.core.step import StepReport
 from rankscope.diagnose.evidence import Observation, Stretch
 from rankscope.diagnose.outlier_parts import Part, PartAhead, log_sizes
 from rankscope.diagnose.repeats import RecentBatches
-
-_AT_ONCE = 2**13  # values: larger arrays fall out of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ class Outlook:
         reports = stretch.reports
         kind = _kind(reports[first])
         rows = 3 if groups is None or not reports[first].observed else len(groups.signals)
-        most = max(2, _AT_ONCE // (rows * reports[first].gathered.num_workers))
+        most = max(2, AT_ONCE // (rows * reports[first].gathered.num_workers))
         end = first + 1
         while (
             end < min(len(reports), first + most)

@@ -87,7 +87,8 @@ class OverlappingShards(Stateful):
         drawn_W: Sequence[Ints] = gathered.samples
         if self._ahead is not None:
             now = self._ahead[step.index]
-            counts, batches = now.counts, [now.samples]
+            counts = now.counts
+            batches: Sequence[Ints] = [now.samples]
             self._drawn, self._remembered = now.drawn, now.remembered
         else:
             if groups:

@@ -36,9 +36,12 @@ class ResumeMismatch(Stateful):
 
     SETTINGS = ("_ahead",)
 
+    _ahead: list[Ints] | None
+    """Of the steps that are handled together."""
+
     def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
         self._watch = RestartWatch(num_workers, capacity)
-        self._ahead: list[Ints] | None = None  # of the steps that are handled together
+        self._ahead = None
         self._ended = False
         self._epoch = -1
         self._lr_by_step: dict[int, float] = {}

@@ -78,7 +78,7 @@ class RollupRows:
     def __init__(self) -> None:
         self._rollups = Rollups()
         self._samples = DistinctSamples()
-        self._last_step = -1
+        self._last_step = self._last_width = -1
 
     def add(self, rows: Mapping[Table, Rows]) -> list[tuple[str, Rows]]:
         """Take the rows of consecutive steps; return folder and rows of what they complete."""
@@ -89,7 +89,7 @@ class RollupRows:
         values_SN = np.stack([_as_floats(workers[s.name], s.dtype) for s in quantities()])
         steps_T, starts_T = np.unique(steps, return_index=True)
         widths_T = np.diff(starts_T, append=len(steps))
-        samples_at = [] if samples is None else np.asarray(samples["step"]).searchsorted(steps_T)
+        samples_at = np.asarray([] if samples is None else samples["step"]).searchsorted(steps_T)
         found = []
         for first, end in self._stretches(steps_T, widths_T):
             if samples is not None:
@@ -112,14 +112,15 @@ class RollupRows:
         bins_T = steps_T // LEVELS[0]
         gap_T = np.diff(steps_T, prepend=self._last_step) != 1
         begins_T = np.diff(bins_T, prepend=-1) != 0
-        begins_T |= gap_T | (np.diff(widths_T, prepend=-1) != 0)
-        begins_T[1:] |= gap_T[:-1] | (widths_T[1:] != widths_T[:-1])
-        self._last_step = int(steps_T[-1])
+        breaks_T = gap_T | (np.diff(widths_T, prepend=self._last_width) != 0)
+        begins_T |= breaks_T
+        begins_T[1:] |= breaks_T[:-1]
+        self._last_step, self._last_width = int(steps_T[-1]), int(widths_T[-1])
         starts = np.flatnonzero(begins_T).tolist() or [0]
         starts = starts if starts[0] == 0 else [0, *starts]
         return pairwise([*starts, len(steps_T)])
 
-    def _add_samples(self, batches: Sequence[Ints]) -> None:
+    def _add_samples(self, batches: Sequence[Array] | Array) -> None:
         if len(batches):
             self._samples.add(np.concatenate(batches))
 
