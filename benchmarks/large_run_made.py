@@ -76,7 +76,7 @@ def _write_workers(path: Path, num_workers: int, num_steps: int) -> None:
                 step = {name: column[start : start + num_workers] for name, column in rows.items()}
                 drawn = BATCH * num_workers
                 ids = np.arange(drawn) + int(step["step"][0]) * drawn
-                samples = {"samples": [ids]}
+                samples = {"step": step["step"][:1], "samples": [ids]}
                 for name, bins in rollups.add({Table.WORKERS: step, Table.SAMPLES: samples}):
                     parts[name].append(bins)
             yield values.table(rows)
@@ -91,20 +91,22 @@ class _Part:
 
     def __init__(self, folder: Path, columns: Sequence[Signal]) -> None:
         self._folder, self._part, self._number = folder, GrowingPart(), 0
+        self._content: list[bytes] = []
         self._columns, self._schema = columns, schema_of(columns)
 
     def append(self, rows: Mapping[str, Any]) -> None:
         columns = [to_arrow(rows[s.name], s.dtype) for s in self._columns]
-        self._part = self._part.grown(pa.table(columns, schema=self._schema))
+        self._part, tail = self._part.grown(pa.table(columns, schema=self._schema))
+        self._content.append(tail)
         if self._part.num_bytes >= PART_BYTES:
             self.finish()
 
     def finish(self) -> None:
-        if self._part.content:
+        if self._content:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = self._folder / f"part-{self._number:06d}.parquet"
-            file.write_bytes(self._part.content)
-            self._part, self._number = GrowingPart(), self._number + 1
+            file.write_bytes(b"".join(self._content))
+            self._part, self._content, self._number = GrowingPart(), [], self._number + 1
 
 
 class _Values:

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from rankscope.core.drawn import DrawnSamples
 from rankscope.core.samples import SampleLedger
 from rankscope.core.share import MAX_HALVINGS, SampleShare, mix
 from rankscope.core.sorted_map import SortedMap
-from rankscope.core.thinning import ThinningLedger
+from rankscope.core.thinning import Followed, ThinningLedger
 
 
 def draw(ledger, step, batches):
@@ -116,3 +117,30 @@ def test_a_ledger_goes_on_from_its_state():
         if step >= 20:
             assert draw(other, step, batches) == counts
             assert (other.one_in, other.distinct) == (one.one_in, one.distinct)
+
+
+@pytest.mark.parametrize("capacity", [1 << 20, 1500])
+def test_steps_that_are_counted_together_are_counted_the_same(capacity):
+    rng = np.random.default_rng(3)
+    alone, together, refused = ThinningLedger(capacity), ThinningLedger(capacity), 0
+    for _ in range(60):
+        order = rng.permutation(2000)[: 5 * 3 * 4].reshape(5, 3, 4)
+        steps = [list(batches) for batches in order]
+        if rng.random() < 0.2:
+            steps[3][1] = steps[0][1]
+        expected = []
+        for number, batches in enumerate(steps):
+            counts = draw(alone, number, batches)
+            expected.append((counts, alone.drawn, alone.followed))
+        found = together.observe_many(DrawnSamples(steps), 3)
+        if found is None:
+            refused += 1
+            found = [
+                Followed(draw(together, number, batches), batches[0], 0, 0)
+                for number, batches in enumerate(steps)
+            ]
+            assert [one.counts for one in found] == [counts for counts, _, _ in expected]
+        else:
+            assert [(one.counts, one.drawn, one.remembered) for one in found] == expected
+    assert 3 < refused < 40
+    assert (together.one_in, together.distinct) == (alone.one_in, alone.distinct)

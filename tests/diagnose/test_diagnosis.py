@@ -360,13 +360,6 @@ def test_a_gradient_that_never_recovers_is_an_error():
     assert steps_with([FINE, *[bad] * 30])[0][NONFINITE].severity is Severity.ERROR
 
 
-def test_others_have_a_turn_before_each_detector():
-    [report] = reports(sharded(960, 8, 4), 1)
-    diagnosis, turns = Diagnosis(8), []
-    diagnosis.observe(report, lambda: turns.append(None))
-    assert len(turns) == len(diagnosis.state()["detectors"])
-
-
 def test_closing_twice_tells_nothing_twice():
     diagnosis = Diagnosis(8)
     for report in reports(replicated(900, 4, [0] * 8), 7):

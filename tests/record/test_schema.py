@@ -166,7 +166,8 @@ columns = {
     "text": to_arrow(np.array(["a", "b"], object), DType.TEXT),
     "floats": to_arrow_lists(cells, DType.FLOATS),
 }
-part = GrowingPart().grown(pa.table(columns)).grown(pa.table(columns))
+part, _ = GrowingPart().grown(pa.table(columns))
+part.grown(pa.table(columns))
 assert part.num_bytes and "pandas" not in sys.modules
 import pandas
 """

@@ -149,6 +149,30 @@ def test_only_what_differs_between_workers_is_recorded_with_everybodys_digest(tm
     ]
 
 
+def test_steps_that_are_added_together_leave_the_same_files(tmp_path):
+    steps = [t for t in range(200) if t not in (63, 64, 130)]
+    reports = [
+        make_report(
+            t, 3 + (t > 150), micro=1 + t % 3, observed=t % 4 > 0, groups=True, differences=t == 5
+        )
+        for t in steps
+    ]
+    alone, together = RunWriter(tmp_path / "alone", {}), RunWriter(tmp_path / "together", {})
+    for report in reports:
+        alone.add(report)
+    for first, end in [(0, 1), (1, 40), (40, 41), (41, 150), (150, 150), (150, len(reports))]:
+        together.add_many(reports[first:end])
+    alone.close()
+    together.close()
+    names = files_of(alone.path)
+    assert names == files_of(together.path)
+    for name in names:
+        if name.endswith(".parquet"):
+            one, other = (pl.read_parquet(run.path / name) for run in (alone, together))
+            assert one.equals(other), name
+    assert any(name.startswith("rollups/64") for name in names)
+
+
 def test_arrays_may_be_reused_after_add(tmp_path):
     run = RunWriter(tmp_path / "run", {})
     report = make_report(0)
@@ -175,6 +199,28 @@ def test_parts_roll_over_and_finished_ones_stay(tmp_path, monkeypatch):
     assert all(len(seen) == 1 for seen in inodes.values())
     assert [*inodes] == [f"part-{part:06d}.parquet" for part in range(len(inodes))]
     assert polars_rows(run.path, "steps") == expected_steps(60)
+
+
+def test_a_part_that_somebody_removes_is_gone_and_the_next_one_goes_on(tmp_path):
+    run = write(tmp_path / "run", map(make_report, range(3)))
+    (run.path / "workers" / "part-000000.parquet").unlink()
+    for step in range(3, 5):
+        run.add(make_report(step))
+        run.flush()
+    assert [f.name for f in (run.path / "workers").iterdir()] == ["part-000001.parquet"]
+    assert polars_rows(run.path, "workers") == expected_workers(5)[12:]
+    assert polars_rows(run.path, "steps") == expected_steps(5)
+
+
+def test_a_part_that_was_cut_is_left_as_it_is(tmp_path):
+    run = write(tmp_path / "run", map(make_report, range(3)))
+    file = run.path / "workers" / "part-000000.parquet"
+    file.write_bytes(file.read_bytes()[:100])
+    run.add(make_report(3))
+    with pytest.raises(RunError, match="shorter than it was"):
+        run.flush()
+    assert file.stat().st_size == 100
+    assert [f for f in files_of(run.path) if f.endswith(".tmp")] == []
 
 
 def test_a_run_between_flushes_grows_to_parts_of_16_megabytes(tmp_path):

@@ -31,7 +31,7 @@ STEPS_WITH_UNDEFINED = (0, 1, 2, 4, 5, 6, 7)
 def test_numbers_are_those_of_the_record_and_what_is_undefined_is_left_out(step):
     report = make_report(step)
     values = step_values(report).values
-    rows = rows_of(report)[Table.STEPS]
+    rows = rows_of([report])[Table.STEPS]
     defined = {name: float(row[0]) for name, row in rows.items() if np.isfinite(row[0])}
     del defined["step"], defined["time"]
     assert values == defined
@@ -45,7 +45,7 @@ def test_spreads_and_ranks_are_those_of_the_workers_that_have_a_value(step):
     for index, column in enumerate(report.gathered.workers.values()):  # one without, in each
         if column.dtype != bool:
             column[index % 4] = MISSING_INT if column.dtype.kind == "i" else np.nan
-    values, rows = step_values(report), rows_of(report)[Table.WORKERS]
+    values, rows = step_values(report), rows_of([report])[Table.WORKERS]
     shown = [s for s in signals(Table.WORKERS) if s.tail is not Tail.NONE]
     assert [s.name for s in shown] == [s.name for s in WORKER_SIGNALS]
     partly = 0

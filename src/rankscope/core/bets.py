@@ -42,6 +42,9 @@ RARE_STAKE = 0.85
 Rows = Ints | slice
 """Which signals: ascending indices, or the slice that holds the same ones."""
 
+AT_ONCE = 2**13
+"""Values that are ranked together: larger arrays fall out of the cache."""
+
 _LARGEST_Z = 1e6
 _MAD_TO_STD = 1.4826
 _MEMORY = 0.02
@@ -113,6 +116,36 @@ class RobustScale(Stateful):
         learnt = np.where(known, (1 - gain) * past + gain * current_S, current_S)
         self.past_S[rows] = np.where(learns, learnt, past)
         return scale_S
+
+    def look_ahead(self, current_TR: Floats, rows: Rows) -> tuple[Floats, Floats, Floats]:
+        """Return what :meth:`observe` would of T steps one after the other, and learn nothing.
+
+        Returns:
+            The scales ``[T, R]``, and ``past_S`` and ``count_S`` of these signals after each step.
+        """
+        learns_TR = (current_TR > 0) & (current_TR < np.inf)
+        counts_TR = self.count_S[rows] + np.add.accumulate(learns_TR, axis=0, dtype=np.float64)
+        gains_TR = np.maximum(1 / np.maximum(counts_TR, 1), _MEMORY)
+        scales_TR, pasts_TR = np.empty_like(current_TR), np.empty_like(current_TR)
+        past = self.past_S[rows]
+        known = np.isfinite(past)
+        sure = bool(known.all()) and bool(learns_TR.all())
+        for current, learns, gain, scales, pasts in zip(
+            current_TR, learns_TR, gains_TR, scales_TR, pasts_TR, strict=True
+        ):
+            learnt = (1 - gain) * past + gain * current
+            scale = np.maximum(past, current / 2)
+            if not sure:
+                known = np.isfinite(past)
+                scale = np.where(known, scale, current)
+                learnt = np.where(learns, np.where(known, learnt, current), past)
+            scales[:], pasts[:] = scale, learnt
+            past = learnt
+        return scales_TR, pasts_TR, counts_TR
+
+    def know(self, past_R: Floats, count_R: Floats, rows: Rows) -> None:
+        """Know what :meth:`look_ahead` returned for a step."""
+        self.past_S[rows], self.count_S[rows] = past_R, count_R
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ SAMPLING = 0.05
 
 assert OUTLIERS + PAIRS + SAMPLING <= 1.0
 
+FAR_BELOW = 0.99
+"""Part of a level below which a bound on the evidence decides; rounding changes sums far less."""
+
 
 def alarm_level(share: float) -> float:
     """Return the value of an e-detector at which a family with this share of the budget alarms."""

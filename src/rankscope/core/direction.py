@@ -31,9 +31,13 @@ def gram(sketches_WK: NDArray[np.floating]) -> Floats:
         Symmetric ``[..., W, W]``; rows and columns of workers with an infinity or NaN are NaN.
     """
     rows_WK: Floats = np.asarray(sketches_WK, np.float64, order="C")
+    with np.errstate(over="ignore", invalid="ignore"):
+        products_WW: Floats = rows_WK @ rows_WK.swapaxes(-1, -2)
+    if np.isfinite(products_WW.diagonal(0, -2, -1)).all():  # so are all numbers
+        return products_WW
     finite_W: NDArray[np.bool_] = np.asarray(np.isfinite(rows_WK).all(axis=-1))
     if finite_W.all():
-        return rows_WK @ rows_WK.swapaxes(-1, -2)
+        return products_WW
     rows_WK = np.where(finite_W[..., None], rows_WK, 0.0)
     gram_WW: Floats = rows_WK @ rows_WK.swapaxes(-1, -2)
     gram_WW[~(finite_W[..., :, None] & finite_W[..., None, :])] = np.nan

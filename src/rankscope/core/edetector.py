@@ -48,7 +48,8 @@ class ShiryaevRoberts(Stateful):
         age += _ONE
         evidence *= e
         np.minimum(evidence, _LARGEST, out=evidence)
-        self.evidence[at], self.age[at] = evidence, age
+        if evidence.base is not self.evidence:
+            self.evidence[at], self.age[at] = evidence, age
 
     def restart(self, at: Any) -> None:
         """Forget all evidence of some detectors. What they have spent of the budget stays spent."""

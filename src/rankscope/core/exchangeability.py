@@ -69,6 +69,29 @@ class Trace:
     relative: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a test will take of the next steps.
+
+    Attributes:
+        rows: The signals that they measure.
+        e_BTRU: The e-values.
+        middle_TR: The medians.
+        deviations_TRU: The deviations that are remembered.
+        z_TRU: Distances from the median, in robust standard deviations.
+        pasts_TR: What is known of scales after each step, and
+        counts_TR: from how many steps.
+    """
+
+    rows: Rows
+    e_BTRU: Floats32
+    middle_TR: Floats
+    deviations_TRU: Floats
+    z_TRU: Floats
+    pasts_TR: Floats
+    counts_TR: Floats
+
+
 class ExchangeabilityTest:
     """Compares units in several signals, step after step, in constant memory.
 
@@ -140,6 +163,58 @@ class ExchangeabilityTest:
         for unit, apart in self._apart.items():
             z_S = self.z_SU[rows, unit]
             apart.observe(compare_with_others(values[:, unit], z_S, ranked, self._bets), rows)
+
+    def look_ahead(self, values_TRU: Floats, rows: Ints) -> "Ahead":
+        """Compute what :meth:`observe` would of T steps in which nothing is set apart.
+
+        Args:
+            values_TRU: Finite values of the signals named by ``rows``.
+            rows: Indices of the signals that these steps measure, ascending.
+
+        Returns:
+            What :meth:`take` needs; nothing has changed yet.
+        """
+        num_steps, num_rows, width = shape = values_TRU.shape
+        ranked = rank_units(values_TRU.reshape(-1, width))
+        middle, away, current = distances(ranked)
+        measured = _as_slice(rows)
+        scales = np.full((num_steps, num_rows), np.nan)
+        pasts = counts = scales
+        if width >= 3:
+            current_TR = current.reshape(num_steps, num_rows)
+            scales, pasts, counts = self._scale.look_ahead(current_TR, measured)
+        e = np.ones((len(self._bets), num_steps * num_rows, width), np.float32)
+        self._betting.write_e_values(ranked, away, scales.reshape(-1), e)
+        middle_TR = middle.reshape(num_steps, num_rows)
+        away_TRU = values_TRU - middle_TR[:, :, None]
+        unit_TR = np.where(self._relative_S[measured] & (middle_TR > 0), middle_TR, 1.0)
+        scale_TR = np.where(scales > 0, scales, np.nan)
+        with np.errstate(invalid="ignore", over="ignore"):
+            deviations = away_TRU / unit_TR[:, :, None]
+            z_TRU = np.fmax(np.abs(away_TRU) / scale_TR[:, :, None], 0.0)
+        return Ahead(measured, e.reshape(-1, *shape), middle_TR, deviations, z_TRU, pasts, counts)
+
+    def take(self, ahead: "Ahead", at: int, step: int) -> None:
+        """Take one of the steps of which was looked ahead, in their order.
+
+        Args:
+            ahead: What :meth:`look_ahead` returned.
+            at: Which one.
+            step: Its number.
+        """
+        rows = ahead.rows
+        if self.num_units >= 3:
+            self._scale.know(ahead.pasts_TR[at], ahead.counts_TR[at], rows)
+        self._detectors.observe(ahead.e_BTRU[:, at], (slice(None), rows))
+        self._recent.remember(ahead.deviations_TRU[at], rows, step, ahead.middle_TR[at])
+        if ahead.z_TRU.shape[1] < len(self.z_SU):
+            self.z_SU[:] = 0
+        self.z_SU[rows] = ahead.z_TRU[at]
+
+    @property
+    def most_evidence(self) -> float:
+        """What M is not above."""
+        return float(self._detectors.evidence.max(initial=0.0))
 
     @property
     def evidence(self) -> float:

@@ -49,7 +49,15 @@ class RecentSteps(Stateful):
             step: Its number.
             medians_S: What they are deviations from, for :meth:`medians`.
         """
-        places, signals = self._fed_S[rows] % RECENT, self._all_S[rows]
+        fed = self._fed_S[rows]
+        if isinstance(rows, slice) and (fed == fed[0]).all():  # a place for all, and no copies
+            place = int(fed[0]) % RECENT
+            self._deviations[place, rows] = deviations_SU
+            self._medians[place, rows] = np.nan if medians_S is None else medians_S
+            self._steps[place, rows] = step
+            fed += 1
+            return
+        places, signals = fed % RECENT, self._all_S[rows]
         self._deviations[places, signals] = deviations_SU
         self._medians[places, signals] = np.nan if medians_S is None else medians_S
         self._steps[places, signals] = step

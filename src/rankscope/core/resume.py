@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Ints
+from rankscope.core.drawn import DrawnSamples
 from rankscope.core.samples import flat_samples
 from rankscope.core.share import SampleShare
 from rankscope.core.sorted_map import SortedMap, in_order
@@ -121,6 +122,42 @@ class RestartWatch(Stateful):
         while len(self._last) > self._capacity and self._share.can_halve:
             self._halve()
         return verdict
+
+    def observe_many(self, steps: Sequence[int], drawn: DrawnSamples) -> list[Ints] | None:
+        """Remember what several steps draw, where no restart is being watched.
+
+        Args:
+            steps: Their numbers.
+            drawn: What they draw.
+
+        Returns:
+            For each step the last steps that drew its samples, for :meth:`follow`; None where
+            :meth:`observe` has to be asked, and nothing has changed.
+        """
+        if len(drawn) < 2 or self._watching or not drawn.no_repeats:
+            return None
+        admitted_D = self._share.admits(drawn.flat)
+        order = drawn.order[admitted_D[drawn.order]]
+        if len(self._last) + len(order) > self._capacity:
+            return None
+        step_D = np.array(steps, np.int32)[drawn.step_of_draw]
+        known_O, before_O = self._last.put(drawn.flat[order], step_D[order])
+        last_D = np.full(len(step_D), -1, np.int64)
+        last_D[order] = np.where(known_O, before_O, np.int64(-1))
+        admitted_S = np.bincount(drawn.step_of_draw[admitted_D], minlength=len(drawn))
+        return np.split(last_D[admitted_D], np.cumsum(admitted_S)[:-1])
+
+    def follow(self, step: int, drawn: int, last_U: Ints) -> None:
+        """Take a step of which :meth:`observe_many` has told the last steps.
+
+        Args:
+            step: Its number.
+            drawn: How many samples it draws.
+            last_U: What was told.
+        """
+        self._most_drawn = max(self._most_drawn, drawn)
+        self._follow_epoch(step, last_U)
+        self._last_step = step if len(last_U) else self._last_step
 
     def _judge(self, last_U: Ints, again_U: Bools, again_W: Ints) -> Resumption | None:
         rest = self._num_of_rest(last_U)

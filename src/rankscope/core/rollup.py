@@ -120,7 +120,7 @@ class WholeBin:
         first: First step of the bin that was added.
         last: Last such step.
         count_SW: Finite values, by quantity and worker.
-        sum_SW: Their sum.
+        sum_SW: Their sum; the terms ``[T, S, W]`` while the T steps of a part join a bin.
         low_SW: The smallest, NaN without any.
         high_SW: The largest, NaN without any.
     """
@@ -144,21 +144,30 @@ class Rollups:
     def __init__(self) -> None:
         self._open: dict[int, WholeBin] = {}
 
-    def add(self, step: int, values_SW: Floats) -> list[WholeBin]:
-        """Take one step, and return the bins that it completes.
+    def add(self, steps_T: Ints, values_TSW: Floats) -> list[WholeBin]:
+        """Take steps of one bin of the narrowest level, and return the bins that they complete.
 
         A bin is complete with its last step, or when the next step belongs to another bin or has
         other workers.
 
         Args:
-            step: The step.
-            values_SW: The values of all quantities, in the order of :func:`quantities`.
+            steps_T: The steps.
+            values_TSW: The values of all quantities in them, in the order of :func:`quantities`.
         """
-        finite_SW = np.isfinite(values_SW)
-        known_SW = np.where(finite_SW, values_SW, np.nan)
-        sum_SW = np.where(finite_SW, values_SW, 0.0)
-        count_SW = finite_SW.astype(np.int64)
-        arrived = [WholeBin(1, step, step, count_SW, sum_SW, known_SW, known_SW)]
+        finite_TSW = np.isfinite(values_TSW)
+        known_TSW = np.where(finite_TSW, values_TSW, np.nan)
+        sum_TSW = np.where(finite_TSW, values_TSW, 0.0)
+        arrived = [
+            WholeBin(
+                1,
+                int(steps_T[0]),
+                int(steps_T[-1]),
+                np.count_nonzero(finite_TSW, axis=0),
+                sum_TSW,
+                np.fmin.reduce(known_TSW, axis=0),
+                np.fmax.reduce(known_TSW, axis=0),
+            )
+        ]
         completed: list[WholeBin] = []
         for level in LEVELS:
             arrived = [whole for part in arrived for whole in self._join(level, part)]
@@ -191,7 +200,7 @@ def _begun(level: int, part: WholeBin) -> WholeBin:
         part.first,
         part.last,
         part.count_SW.copy(),
-        part.sum_SW.copy(),
+        _total(part.sum_SW),
         part.low_SW.copy(),
         part.high_SW.copy(),
     )
@@ -200,11 +209,25 @@ def _begun(level: int, part: WholeBin) -> WholeBin:
 def _grown(before: WholeBin, part: WholeBin) -> WholeBin:
     """Return a bin with a part more; its arrays are those of the bin, changed in place."""
     np.add(before.count_SW, part.count_SW, out=before.count_SW)
-    with np.errstate(over="ignore"):
-        np.add(before.sum_SW, part.sum_SW, out=before.sum_SW)
+    before.sum_SW[...] = _total(part.sum_SW, before.sum_SW)
     np.fmin(before.low_SW, part.low_SW, out=before.low_SW)
     np.fmax(before.high_SW, part.high_SW, out=before.high_SW)
     return replace(before, last=part.last)
+
+
+def _total(sums: Floats, before: Floats | None = None) -> Floats:
+    """Return the sum ``[S, W]`` of a part, of one step after the other where it has their values.
+
+    Args:
+        sums: ``[S, W]`` or, of several steps, ``[T, S, W]``.
+        before: What is added to first.
+    """
+    parts = [*sums] if sums.ndim == 3 else [sums]
+    total = parts.pop(0).copy() if before is None else before
+    with np.errstate(over="ignore"):
+        for part in parts:
+            total = total + part
+    return total
 
 
 def bins_of_steps(steps_T: Ints, values_TW: Floats) -> Bins:

@@ -6,6 +6,7 @@ different samples in it, P different pairs of a sample and the worker that draws
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,21 @@ class SampleCounts:
         """Draws of samples that were drawn before, in this step or an earlier one."""
         before = self.repeated_own + self.repeated_cross
         return before + self.repeated_in_batch + self.shared
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The draws of several steps in the order of samples, all different.
+
+    Attributes:
+        samples: The samples ``[D]``.
+        ranks: The workers that draw them.
+        steps: The indices of the steps in which they do.
+    """
+
+    samples: Ints
+    ranks: Ints
+    steps: Ints
 
 
 class SampleLedger(Stateful):
@@ -148,6 +164,55 @@ class SampleLedger(Stateful):
             sharing_ranks=tuple(sharing),
             shared_between=links,
         )
+
+    def has_room(self, count: int) -> bool:
+        """Return whether it can remember so many more samples, each of one worker."""
+        pairs = _PAIRS_PER_SAMPLE * self._capacity - len(self._pairs)
+        return count <= min(self._capacity - len(self._first_owners), pairs)
+
+    def observe_many(self, drawn: "Draws", num_steps: int, num_workers: int) -> list[SampleCounts]:
+        """Count the draws of steps that share no sample, then remember them.
+
+        The same as :meth:`observe` of one after the other, as long as there is room for them.
+        """
+        seen_D, owners_D = self._first_owners.find(drawn.samples)
+        keys_D = _pair_keys(drawn.samples, drawn.ranks)
+        own_D, cross_D = self._owned(keys_D, seen_D)
+        crossing = self._cross_many(drawn, owners_D, cross_D, (num_steps, num_workers))
+        new_D = ~seen_D
+        self._remember(drawn.samples[new_D], drawn.ranks[new_D], keys_D[~own_D])
+        self._drawn += len(drawn.samples)
+        counts_S4 = np.stack(
+            [
+                np.bincount(drawn.steps[which], minlength=num_steps)
+                for which in (slice(None), new_D, own_D, cross_D)
+            ],
+            axis=1,
+        )
+        return [
+            SampleCounts(count, count, new, own, cross, tuple(crossing_W), 0, 0, (), ())
+            for (count, new, own, cross), crossing_W in zip(
+                counts_S4.tolist(), crossing.tolist(), strict=True
+            )
+        ]
+
+    def _cross_many(
+        self,
+        drawn: "Draws",
+        owners_D: NDArray[Any],
+        cross_D: NDArray[np.bool_],
+        shape: tuple[int, int],
+    ) -> Ints:
+        """Count crossings per step and worker ``[S, W]``, and mark the owners as having crossed."""
+        fresh_D = cross_D & (owners_D >= 0)
+        takers = np.zeros(shape, np.int64)
+        if fresh_D.any():
+            owners_C, steps_C = owners_D[fresh_D], drawn.steps[fresh_D]
+            self._first_owners.replace(drawn.samples[fresh_D], -1 - owners_C)
+            for ranks_C in (drawn.ranks[fresh_D], owners_C):
+                places = steps_C * shape[1] + ranks_C
+                takers += np.bincount(places, minlength=takers.size).reshape(shape)
+        return takers
 
     def count_new(self, samples: Sequence[Ints]) -> int:
         """Return how many different samples of a step the ledger does not remember."""

@@ -29,6 +29,8 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
     scale = common_scale(gathered)
     if math.isnan(scale):
         return gathered
+    if scale == 1 and all(len(norms) == 1 for norms in gathered.micro_norms):
+        return gathered
     norms = {name: gathered.workers[name] / scale for name in _NORMS if name in gathered.workers}
     return replace(
         gathered,
@@ -45,6 +47,9 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
 def common_scale(gathered: GatheredStep) -> float:
     """Return the factor that most workers put on their loss; NaN when it is not known."""
     scales_W = np.abs(gathered.workers["grad_scale"])
+    first = float(scales_W[0])
+    if 0 < first < math.inf and np.count_nonzero(scales_W == first) == len(scales_W):
+        return first
     known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
     return _median(known) if known.size else math.nan
 

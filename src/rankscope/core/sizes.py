@@ -15,7 +15,7 @@ Legend of shapes: S signals, R signals of a step, U units.
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Floats
+from rankscope.core.arrays import Floats, median
 from rankscope.core.bets import Rows
 from rankscope.core.state import Stateful
 
@@ -54,10 +54,10 @@ class SizeEffect(Stateful):
             is wrong with one of them would look like a rule.
         """
         present_U = np.isfinite(values_RU).any(axis=0)
-        sizes = sizes_U[present_U]
+        sizes = sizes_U if present_U.all() else sizes_U[present_U]
         if len(sizes) < _FEWEST or not np.isfinite(sizes).all() or sizes.min() == sizes.max():
             return values_RU
-        relative_U = np.where(present_U, sizes_U - np.median(sizes), 0.0)
+        relative_U = np.where(present_U, sizes_U - median(sizes), 0.0)
         slope_R1 = self._slopes(rows)[:, None]
         relative_R1 = self._relative_S[rows][:, None]
         self._learn(values_RU, relative_R1, relative_U, rows)
@@ -65,9 +65,52 @@ class SizeEffect(Stateful):
         with np.errstate(over="ignore", invalid="ignore"):  # not finite is not compared
             return np.where(relative_R1, values_RU * np.exp(-expected_RU), values_RU - expected_RU)
 
+    def look_ahead(
+        self, values_TRU: Floats, rows: Rows, sizes_TU: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return what :meth:`take_away` would of T steps one after the other, and learn nothing.
+
+        Args:
+            values_TRU: Finite values; positive ones of signals that follow a power of the size.
+            rows: The signals that these steps measure.
+            sizes_TU: Logarithms of sizes.
+
+        Returns:
+            The values free of sizes, and what is known after each step, for :meth:`know`.
+        """
+        products_TRU, squares_TRU = np.empty_like(values_TRU), np.empty_like(values_TRU)
+        products, squares = self._products_SU[rows], self._squares_SU[rows]
+        differ_T = np.isfinite(sizes_TU).all(axis=1)
+        differ_T &= sizes_TU.min(axis=1) != sizes_TU.max(axis=1)
+        if sizes_TU.shape[1] < _FEWEST or not differ_T.any():
+            products_TRU[:], squares_TRU[:] = products, squares
+            return values_TRU, products_TRU, squares_TRU
+        relative_R1 = self._relative_S[rows][:, None]
+        away_TU = np.where(differ_T[:, None], sizes_TU - median(sizes_TU)[:, None], 0.0)
+        follows = np.where(relative_R1, np.log(np.where(relative_R1, values_TRU, 1.0)), values_TRU)
+        follows -= median(follows)[:, :, None]
+        follows *= away_TU[:, None]
+        before = np.empty_like(values_TRU)
+        for step, differ in enumerate(differ_T.tolist()):
+            before[step] = products / (squares + _LEAST_SQUARES)
+            if differ:
+                products = _KEPT * products + follows[step]
+                squares = _KEPT * squares + away_TU[step] ** 2
+            products_TRU[step], squares_TRU[step] = products, squares
+        expected = median(before)[:, :, None] * away_TU[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):
+            free = np.where(relative_R1, values_TRU * np.exp(-expected), values_TRU - expected)
+        free = np.where(differ_T[:, None, None], free, values_TRU)
+        return free, products_TRU, squares_TRU
+
+    def know(self, products_RU: Floats, squares_RU: Floats, rows: Rows) -> None:
+        """Know what :meth:`look_ahead` returned for a step."""
+        self._products_SU[rows] = products_RU
+        self._squares_SU[rows] = squares_RU
+
     def _slopes(self, rows: Rows) -> Floats:
         slopes_RU = self._products_SU[rows] / (self._squares_SU[rows] + _LEAST_SQUARES)
-        slopes: Floats = np.median(slopes_RU, axis=1)
+        slopes: Floats = median(slopes_RU)
         return slopes
 
     def _learn(
@@ -87,7 +130,7 @@ def _medians(values_RU: Floats, known_RU: NDArray[np.bool_]) -> Floats:
     """Return the median of each row's known values; 0 where none is known."""
     medians_R = np.zeros(len(values_RU))
     if known_RU.all():  # nanmedian takes much longer
-        medians_R[:] = np.median(values_RU, axis=1)
+        medians_R[:] = median(values_RU)
     else:
         some_R = known_RU.any(axis=1)
         values_RU = np.where(known_RU, values_RU, np.nan)

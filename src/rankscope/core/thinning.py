@@ -1,11 +1,32 @@
 """A ledger of samples for epochs of any size: exact at first, then over a share of them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from rankscope.core.arrays import Ints
-from rankscope.core.samples import SampleCounts, SampleLedger
+from rankscope.core.drawn import DrawnSamples
+from rankscope.core.samples import Draws, SampleCounts, SampleLedger
 from rankscope.core.share import SampleShare
 from rankscope.core.state import Stateful
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What is known of a step's samples.
+
+    Attributes:
+        counts: Those that are followed, counted.
+        samples: Those that are followed, worker by worker.
+        drawn: Samples drawn up to this step, by all workers together.
+        remembered: Different samples that were remembered after it.
+    """
+
+    counts: SampleCounts
+    samples: Ints
+    drawn: int
+    remembered: int
 
 
 class ThinningLedger(Stateful):
@@ -71,6 +92,41 @@ class ThinningLedger(Stateful):
             followed: What :meth:`admit` returned for this step.
         """
         return self._ledger.observe(step, followed)
+
+    def observe_many(self, drawn: DrawnSamples, num_workers: int) -> "list[Followed] | None":
+        """Count and remember the draws of several steps together.
+
+        Args:
+            drawn: What they draw.
+            num_workers: W.
+
+        Returns:
+            For each step the same as :meth:`admit` and :meth:`observe` of one after the other;
+            None where these have to be asked, and nothing has changed.
+        """
+        if len(drawn) < 2 or not drawn.no_repeats:
+            return None
+        admitted_D = self._share.admits(drawn.flat)
+        order = drawn.order[admitted_D[drawn.order]]
+        if not self._ledger.has_room(len(order)):
+            return None
+        draws = Draws(drawn.flat[order], drawn.rank_of_draw[order], drawn.step_of_draw[order])
+        distinct, exact = self._ledger.distinct, self._ledger.exact
+        counts = self._ledger.observe_many(draws, len(drawn), num_workers)
+        assert self._ledger.exact == exact, "there was room for all"
+        followed = np.split(drawn.flat[admitted_D], np.cumsum([c.drawn for c in counts])[:-1])
+        found = []
+        for step_counts, samples, length in zip(
+            counts, followed, drawn.lengths.tolist(), strict=True
+        ):
+            self._drawn += length
+            distinct += step_counts.new
+            found.append(Followed(step_counts, samples, self._drawn, distinct))
+        return found
+
+    def scale_up(self, followed: int) -> tuple[float, float]:
+        """Return how many samples stand behind so many that are followed, and its error."""
+        return self._share.scale_up(followed)
 
     def _is_full(self, followed: Sequence[Ints]) -> bool:
         room = self._ledger.capacity - self._ledger.distinct

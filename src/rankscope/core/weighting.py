@@ -93,6 +93,23 @@ def token_products(losses_RU: Floats, tokens_RU: Floats) -> tuple[float, float]:
     return float((x_RU * x_RU).sum()), float((x_RU * y_RU).sum())
 
 
+def token_products_of_steps(losses_SU: Floats, tokens_SU: Floats) -> list[tuple[float, float]]:
+    """Return :func:`token_products` of each of S steps, in which one group of units adds up."""
+    both = np.array([tokens_SU, losses_SU])
+    positive_S: Bools = np.logical_and.reduce(both > 0, axis=(0, 2))
+    known_S: Bools = positive_S & np.isfinite(losses_SU + tokens_SU).all(axis=1)
+    logs = np.log(np.where(known_S[:, None], both, 1.0))
+    logs -= logs.sum(axis=2, keepdims=True) / both.shape[2]
+    x_SU, y_SU = logs
+    products = zip(
+        (x_SU * x_SU).sum(axis=1).tolist(), (x_SU * y_SU).sum(axis=1).tolist(), strict=True
+    )
+    return [
+        found if known else token_products(losses_SU[s, None], tokens_SU[s, None])
+        for s, (found, known) in enumerate(zip(products, known_S.tolist(), strict=True))
+    ]
+
+
 class TokenSums(Stateful):
     """Tells losses that are sums over tokens from means over tokens.
 

@@ -13,14 +13,14 @@ import numpy as np
 
 from rankscope.core.apart import HEALED
 from rankscope.core.arrays import Floats
-from rankscope.core.bets import Kind, pair_bets
-from rankscope.core.budget import PAIRS, alarm_level, bound_in_words, false_alarm_bound
+from rankscope.core.bets import AT_ONCE, Kind, pair_bets
+from rankscope.core.budget import FAR_BELOW, PAIRS, alarm_level, bound_in_words, false_alarm_bound
 from rankscope.core.direction import upper_triangle
-from rankscope.core.exchangeability import ExchangeabilityTest
+from rankscope.core.exchangeability import Ahead, ExchangeabilityTest
 from rankscope.core.finding import Severity
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Evidence, Observation, Stretch
 from rankscope.diagnose.rules import count, name_ranks
 
 FEWEST, MOST = 3, 64
@@ -54,6 +54,7 @@ class AlikePairs:
         self._count = self._told = self._steps = 0
         self._excess = 0.0
         self._many = False
+        self._ahead: tuple[Stretch, range, Ahead] | None = None
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks of pairs that begin, go on, or cease to be too much alike."""
@@ -61,9 +62,12 @@ class AlikePairs:
         if not self._num_workers or cosines_WW is None:
             return ()
         self._steps += 1
-        self._test.observe(self._cosines(cosines_WW, step)[None], _ROW, step.gathered.step)
+        if not self._take_ahead(step):
+            self._test.observe(self._cosines(cosines_WW, step)[None], _ROW, step.gathered.step)
         changed = self._follow(step.gathered.step)
         level = alarm_level(PAIRS)
+        if self._test.most_evidence < FAR_BELOW * level:
+            return (self._evidence(),) if changed else ()
         while (evidence_P := self._test.evidence_of_units()).sum() >= level:
             self._open(evidence_P, step.gathered)
             changed = True
@@ -97,6 +101,37 @@ class AlikePairs:
             self._excess, self._many = float(state["excess"]), bool(state["many"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search for pairs: {error}") from error
+
+    def _take_ahead(self, step: Observation) -> bool:
+        """Take a step in which all pairs are compared, if there are others to look ahead in.
+
+        The same, bit for bit, as if the step were compared by itself.
+        """
+        if self._test.set_apart or step.identical or self._not_compared():
+            self._ahead = None
+            return False
+        ahead = self._ahead
+        if ahead is None or ahead[0] is not step.stretch or step.index not in ahead[1]:
+            ahead = self._ahead = self._look_ahead(step)
+        if ahead is None:
+            return False
+        self._test.take(ahead[2], step.index - ahead[1].start, step.gathered.step)
+        return True
+
+    def _look_ahead(self, step: Observation) -> tuple[Stretch, range, Ahead] | None:
+        most = max(2, AT_ONCE // len(self._pairs))
+        pairs: list[Floats] = []
+        for report in step.stretch.reports[step.index : step.index + most]:
+            if report.cosines_WW is None:
+                break
+            pairs.append(upper_triangle(report.cosines_WW))
+        values_TU = np.array(pairs, np.float64)
+        finite_T = np.asarray(np.isfinite(values_TU).all(axis=1))
+        length = len(finite_T) if finite_T.all() else int(finite_T.argmin())
+        if length < 2:
+            return None
+        ahead = self._test.look_ahead(values_TU[:length, None], _ROW)
+        return step.stretch, range(step.index, step.index + length), ahead
 
     def _cosines(self, cosines_WW: Floats, step: Observation) -> Floats:
         """Return the cosine of each pair that is to be compared, NaN for others."""

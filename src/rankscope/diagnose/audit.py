@@ -28,10 +28,10 @@ from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.scale import common_scale
 from rankscope.core.state import Stateful
-from rankscope.core.step import GatheredStep
+from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.audit_group import STEPS, USUAL, GroupHistory, Streak
 from rankscope.diagnose.audit_levels import ExpectedResiduals, sums_of_gradients
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Evidence, Observation, Stretch
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.diagnose.whole_audit import WholeAudit
 
@@ -86,7 +86,7 @@ class ReductionAudit(Stateful):
         hook: Whether a communication hook reduces, which may compress from some step on.
     """
 
-    SETTINGS = ("_num_workers", "_expected", "_hook")
+    SETTINGS = ("_num_workers", "_expected", "_hook", "_ahead")
 
     def __init__(
         self, num_workers: int, reduced_in: Mapping[str, str] | None = None, *, hook: bool = False
@@ -94,6 +94,7 @@ class ReductionAudit(Stateful):
         self._num_workers = num_workers
         self._hook = hook
         self._expected = ExpectedResiduals(num_workers, reduced_in)
+        self._ahead: tuple[Stretch, Mapping[int, Floats]] | None = None
         self._groups: dict[str, GroupHistory] = {}
         self._found: dict[str, _Fault] = {}
         self._step = 0
@@ -108,7 +109,7 @@ class ReductionAudit(Stateful):
             residual = float(step.report.values.get("reduction_residual", np.nan))
             return self._whole.observe(gathered.step, residual)
         self._step = gathered.step
-        now = self._judge(gathered, gathered.residuals_WG, step.report.group_cosine_rest_WG)
+        now = self._judge(gathered, gathered.residuals_WG, self._sums(step))
         told = [*self._check_workers(now), *self._check_groups(now)]
         told += self._check_lasting(now.names, STEPS)
         return [self._evidence(key) for key in dict.fromkeys(told)]
@@ -125,15 +126,10 @@ class ReductionAudit(Stateful):
                 waiting[name].high.steps = 0
         return [*(self._evidence(key) for key in told), *self._whole.close()]
 
-    def _judge(
-        self, gathered: GatheredStep, residuals_WG: Floats, cosines_WG: Floats | None
-    ) -> _Step:
+    def _judge(self, gathered: GatheredStep, residuals_WG: Floats, sums_G: Floats) -> _Step:
         """Return the groups whose residuals are known, and what to expect of them."""
         norms_WG = gathered.group_norms_WG
         assert norms_WG is not None, "observe looks"
-        if cosines_WG is None:
-            cosines_WG = np.full(norms_WG.shape, np.nan)
-        sums_G = sums_of_gradients(norms_WG, cosines_WG)
         lengths_G = np.linalg.norm(norms_WG, axis=0)
         histories = [self._groups.setdefault(name, GroupHistory()) for name in gathered.groups]
         local_G = np.isfinite(lengths_G) & (lengths_G > 0)
@@ -143,8 +139,10 @@ class ReductionAudit(Stateful):
         usable_G = np.isfinite(residuals_WG).all(axis=0) & local_G
         with np.errstate(divide="ignore", invalid="ignore"):
             kappas_G = lengths_G / sums_G
-            for g in np.flatnonzero(usable_G):
-                histories[g].kappa = kappas_G[g] = histories[g].kappa_of(float(kappas_G[g]))
+            kappas = kappas_G.tolist()
+            for g in usable_G.nonzero()[0].tolist():
+                histories[g].kappa = kappas[g] = histories[g].kappa_of(kappas[g])
+            kappas_G = np.array(kappas)
             sums_G = np.where(np.isnan(sums_G), lengths_G / kappas_G, sums_G)
         once_G, lasting_G = self._expected.limits(gathered.groups, kappas_G, sums_G)
         known_G = usable_G & np.isfinite(once_G)
@@ -160,6 +158,12 @@ class ReductionAudit(Stateful):
             once_G=once_G[known_G],
             lasting_G=lasting_G[known_G],
         )
+
+    def _sums(self, step: Observation) -> Floats:
+        """Return the norm of the sum of the workers' gradients, for each group."""
+        if self._ahead is None or self._ahead[0] is not step.stretch:
+            self._ahead = step.stretch, _sums_of_steps(step.stretch.reports)
+        return self._ahead[1][step.index]
 
     def _may_overflow(self, gathered: GatheredStep) -> NDArray[np.bool_]:
         """Return which groups may be infinite though all is well: float16 ends at 65,504 ``[G]``.
@@ -190,9 +194,10 @@ class ReductionAudit(Stateful):
         """Notice groups that err in single steps and are well in others."""
         few = int((now.levels_G > now.limits_G).sum()) <= max(1, len(now.names) // 2)
         sudden, over = list[str](), dict[str, Streak]()
-        for name, level, common, once, lasting in zip(
+        for name, level, limit, common, once, lasting in zip(
             now.names,
             now.levels_G.tolist(),
+            now.limits_G.tolist(),
             (self._common(now) * now.kappas_G).tolist(),
             now.once_G.tolist(),
             now.lasting_G.tolist(),
@@ -201,6 +206,7 @@ class ReductionAudit(Stateful):
             is_sudden, before = self._groups[name].take(
                 now.step,
                 level,
+                limit=limit,
                 once=once,
                 lasting=lasting,
                 common=common,
@@ -330,6 +336,23 @@ class ReductionAudit(Stateful):
                 "fits": fault.fits,
             },
         )
+
+
+def _sums_of_steps(reports: Sequence[StepReport]) -> dict[int, Floats]:
+    """Return the norm of the sum of the gradients of each group, by index of the step."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for index, report in enumerate(reports):
+        norms_WG = report.gathered.group_norms_WG
+        if norms_WG is not None and report.gathered.residuals_WG is not None:
+            by_shape.setdefault(norms_WG.shape, []).append(index)
+    found: dict[int, Floats] = {}
+    for shape, indices in by_shape.items():
+        norms = np.array([reports[index].gathered.group_norms_WG for index in indices])
+        cosines = [reports[index].group_cosine_rest_WG for index in indices]
+        unknown_WG = np.full(shape, np.nan)
+        cosines_SWG = np.array([unknown_WG if one is None else one for one in cosines])
+        found |= zip(indices, sums_of_gradients(norms, cosines_SWG), strict=True)
+    return found
 
 
 def _with_lost(

@@ -93,6 +93,7 @@ class GroupHistory(Stateful):
         step: int,
         residual: float,
         *,
+        limit: float,
         once: float,
         lasting: float,
         common: float,
@@ -103,6 +104,7 @@ class GroupHistory(Stateful):
         Args:
             step: Its number.
             residual: That of the median worker.
+            limit: What :meth:`limit` returned for it.
             once: What no healthy step exceeds.
             lasting: What no healthy steps exceed in a row.
             common: What is usual in this step, since most groups err and have done so before; 0
@@ -114,7 +116,7 @@ class GroupHistory(Stateful):
             row, the first alone is told at once: what follows may be the beginning of a lasting
             error.
         """
-        high = residual > max(self.limit(once), common)
+        high = residual > max(limit, common)
         exception = None
         if self.high.steps and residual <= once:
             exception = self.high if self.high.worst > common else None

@@ -64,31 +64,31 @@ def sums_of_gradients(norms_WG: Floats, cosine_rest_WG: Floats) -> Floats:
     """Estimate the norm of the sum of the workers' gradients, for each group.
 
     Args:
-        norms_WG: Norms of the local gradients.
+        norms_WG: Norms of the local gradients ``[..., W, G]``.
         cosine_rest_WG: Cosine of each with the sum of all others; NaN where it has none.
 
     Returns:
-        ``[G]``: not above the truth where gradients oppose each other, but for the error of the
-        cosines; NaN where no cosine is known.
+        ``[..., G]``: not above the truth where gradients oppose each other, but for the error of
+        the cosines; NaN where no cosine is known.
     """
     known_WG = np.isfinite(cosine_rest_WG) & (norms_WG > 0)
     norms = np.where(known_WG, norms_WG, 0.0)
-    scale_G = norms.max(axis=0, initial=0.0)
+    scale_G = norms.max(axis=-2, initial=0.0)
     with np.errstate(invalid="ignore"):  # of an infinite norm nothing can be told: NaN
-        norms = norms / np.where(scale_G > 0, scale_G, 1.0)
+        norms = norms / np.where(scale_G > 0, scale_G, 1.0)[..., None, :]
     cosines = np.clip(np.where(known_WG, cosine_rest_WG, 1.0), -1.0, 1.0)
     sines = np.sqrt(np.maximum(1.0 - np.square(cosines) - _LOST, 0.0))
-    least_G = (norms * np.where(cosines >= 0, 1.0, sines)).max(axis=0, initial=0.0)
+    least_G = (norms * np.where(cosines >= 0, 1.0, sines)).max(axis=-2, initial=0.0)
     squares = np.square(norms)
-    total_G = squares.sum(axis=0)
-    rests = np.sqrt(total_G - squares)
+    total_G = squares.sum(axis=-2)
+    rests = np.sqrt(total_G[..., None, :] - squares)
     for _ in range(_ITERATIONS):
         dots = squares + cosines * norms * rests
-        total_G = np.maximum(dots.sum(axis=0), np.square(least_G))
-        rests = np.sqrt(np.maximum(total_G - 2 * dots + squares, 0.0))
-    opposed_G = (np.where(known_WG, cosines, 1.0) < _OPPOSED).any(axis=0)
+        total_G = np.maximum(dots.sum(axis=-2), np.square(least_G))
+        rests = np.sqrt(np.maximum(total_G[..., None, :] - 2 * dots + squares, 0.0))
+    opposed_G = (np.where(known_WG, cosines, 1.0) < _OPPOSED).any(axis=-2)
     sums_G = scale_G * np.where(opposed_G, least_G, np.sqrt(total_G))
-    return np.where(known_WG.any(axis=0), sums_G, np.nan)
+    return np.where(known_WG.any(axis=-2), sums_G, np.nan)
 
 
 class ExpectedResiduals:

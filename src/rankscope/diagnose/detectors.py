@@ -44,6 +44,9 @@ class DuplicateBatches(Stateful):
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks when it shows enough identical batches."""
         number, samples = step.gathered.step, step.gathered.samples
+        if not step.identical:
+            self._streaks = {}
+            return ()
         streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         certain: list[tuple[int, ...]] = []
         for group in step.identical:
@@ -110,7 +113,7 @@ class NonFinite(Stateful):
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks of values that are not finite in it."""
         gathered = step.gathered
-        if not gathered.workers["nonfinite"].any():
+        if not step.some_true("nonfinite"):
             self._skips_in_a_row = 0
             return ()
         ranks = np.flatnonzero(gathered.workers["nonfinite"])

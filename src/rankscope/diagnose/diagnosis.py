@@ -1,8 +1,8 @@
 """The diagnosis of a run: feeds steps to the detectors and turns evidence into findings."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from rankscope.core.finding import Finding
@@ -16,7 +16,7 @@ from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.detectors import DuplicateBatches, NonFinite
 from rankscope.diagnose.environment import EnvironmentMismatch
 from rankscope.diagnose.epochs import RepeatedOrder
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation, observations
 from rankscope.diagnose.loss_scale import LossScale
 from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.overlap import OverlappingShards
@@ -34,6 +34,8 @@ from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import to_plain
 from rankscope.record.states import START_FILE, read_state
+
+_TOGETHER = 64  # steps of a record that are diagnosed at a time
 
 
 class Diagnosis:
@@ -145,22 +147,35 @@ class Diagnosis:
         self._latest = {finding.id: finding for finding in findings}
         self._told = {finding.id: (finding, count) for finding, count in told}
 
-    def observe(
-        self, report: StepReport, between: Callable[[], None] = lambda: None
-    ) -> list[Finding]:
+    def observe(self, report: StepReport) -> list[Finding]:
         """Take one step, in order. Detectors see of it what the record will hold.
 
         Args:
             report: The step.
-            between: Called before each detector.
 
         Returns:
             The events to record: findings that opened or changed.
         """
-        self._step = report.gathered.step
+        (events,) = self.observe_many([report])
+        return events
+
+    def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
+        """Take consecutive steps: the same, bit for bit, as :meth:`observe` of one after another.
+
+        Args:
+            reports: The steps, in order.
+
+        Returns:
+            The events to record, for each step.
+        """
+        return [
+            self._take(step) for step in observations([as_recorded(report) for report in reports])
+        ]
+
+    def _take(self, step: Observation) -> list[Finding]:
+        self._step = step.gathered.step
         self._num_steps += 1
-        observation = Observation(as_recorded(report))
-        return self._updates(self._ask(observation, between))
+        return self._updates(detector.observe(step) for detector in self._detectors)
 
     def close(self) -> list[Finding]:
         """End the run.
@@ -176,13 +191,6 @@ class Diagnosis:
                 self._told[key] = latest, count
                 events.append(latest)
         return events
-
-    def _ask(
-        self, observation: Observation, between: Callable[[], None]
-    ) -> Iterator[Iterable[Evidence]]:
-        for detector in self._detectors:
-            between()
-            yield detector.observe(observation)
 
     def _updates(self, found: Iterable[Iterable[Evidence]]) -> list[Finding]:
         return [
@@ -312,8 +320,9 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
     diagnosis = diagnosis_of(run)
     if "continues" in run.info:
         diagnosis.restore(_state_at_start(run))
-    for report in run.iter_reports():
-        diagnosis.observe(report)
+    reports = run.iter_reports()
+    while together := list(islice(reports, _TOGETHER)):
+        diagnosis.observe_many(together)
     diagnosis.close()
     return diagnosis.findings
 

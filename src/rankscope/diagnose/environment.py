@@ -48,14 +48,16 @@ class EnvironmentMismatch(Stateful):
         """Take one step; speaks with the first one, and while the precision differs."""
         number = step.gathered.step
         changed = self._at_start and self._start(number)
+        if step.alike("precision"):
+            if step.gathered.num_workers > 1 and step.some_known("precision"):
+                changed |= self._precision.observe(number, ())
+            return (self._evidence(),) if changed else ()
         codes_W = step.gathered.workers["precision"]
         known_W = codes_W != MISSING_INT
         if np.count_nonzero(known_W) > 1:
-            ranks: tuple[int, ...] = ()
-            if (codes_W != codes_W[0]).any():
-                ranks = odd_ranks(
-                    [c if k else None for c, k in zip(codes_W.tolist(), known_W, strict=True)]
-                )
+            ranks = odd_ranks(
+                [c if k else None for c, k in zip(codes_W.tolist(), known_W, strict=True)]
+            )
             changed |= self._precision.observe(number, ranks)
         return (self._evidence(),) if changed else ()
 

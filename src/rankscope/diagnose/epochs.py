@@ -12,7 +12,6 @@ import numpy as np
 from rankscope.core.finding import Severity
 from rankscope.core.order import PeriodFinder, ShortCycles
 from rankscope.core.state import Stateful
-from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import count
 
@@ -56,7 +55,7 @@ class RepeatedOrder(Stateful):
         digests_W = gathered.workers["batch_digest"]
         if self._ended:
             self.restarted(gathered.step)
-        if (digests_W == MISSING_INT).all():
+        if not step.some_known("batch_digest"):
             return ()
         self._on_purpose = self._on_purpose + 1 if self._cycles.observe(digests_W) else 0
         finder = self._finder

@@ -1,18 +1,56 @@
 """What detectors are given, and what they hand to the diagnosis."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Protocol
 
+from rankscope.core.columns import Columns
+from rankscope.core.drawn import DrawnSamples
 from rankscope.core.finding import Severity
 from rankscope.core.samples import identical_groups
 from rankscope.core.state import State
 from rankscope.core.step import GatheredStep, StepReport
-from rankscope.core.weighting import token_products
+from rankscope.core.weighting import log_spread, token_products_of_steps
 
 Groups = Sequence[tuple[int, ...]]
 """Groups of ranks whose batches are identical."""
+
+
+class Stretch:
+    """Consecutive steps of as many workers, which are handled together.
+
+    Args:
+        reports: The steps, at least one.
+
+    Attributes:
+        reports: The same.
+        steps: What the workers sent in them.
+        columns: What the workers report in them.
+    """
+
+    def __init__(self, reports: Sequence[StepReport]) -> None:
+        self.reports = reports
+        self.steps = [report.gathered for report in reports]
+        self.columns = Columns(self.steps)
+
+    @cached_property
+    def samples(self) -> DrawnSamples:
+        """What the workers draw."""
+        return DrawnSamples([step.samples for step in self.steps])
+
+    @cached_property
+    def token_products(self) -> list[tuple[float, float]]:
+        """How the workers' losses go with their tokens in each step, for :class:`TokenSums`."""
+        columns = self.columns
+        return token_products_of_steps(columns["loss"], columns["loss_weight"])
+
+    @cached_property
+    def token_spreads(self) -> list[float]:
+        """How far the weights of tokens lie apart in each step, see :func:`log_spread`."""
+        spreads_S = log_spread(self.columns["grad_scale"], self.columns["loss_weight"])
+        return [float(spread) for spread in spreads_S]
 
 
 @dataclass(frozen=True)
@@ -21,9 +59,18 @@ class Observation:
 
     Attributes:
         report: The step.
+        steps: The steps that are handled together, this one among them; None: it is alone.
+        index: Its place among them.
     """
 
     report: StepReport
+    steps: "Stretch | None" = None
+    index: int = 0
+
+    @cached_property
+    def stretch(self) -> "Stretch":
+        """The steps that are handled together."""
+        return self.steps or Stretch([self.report])
 
     @property
     def gathered(self) -> GatheredStep:
@@ -33,13 +80,47 @@ class Observation:
     @cached_property
     def identical(self) -> Groups:
         """Groups of workers whose batches hold the same samples."""
+        if self.stretch.samples.all_differ(self.index):
+            return ()
         return identical_groups(self.gathered.samples)
+
+    def alike(self, name: str) -> bool:
+        """Return whether all workers have the same value of a column; NaN is equal to nothing."""
+        return self.stretch.columns.alike(name, self.index)
+
+    def some_true(self, name: str) -> bool:
+        """Return whether a flag is set on some worker."""
+        return self.stretch.columns.some_true(name, self.index)
+
+    def all_true(self, name: str) -> bool:
+        """Return whether a flag is set on all workers."""
+        return self.stretch.columns.all_true(name, self.index)
+
+    def some_known(self, name: str) -> bool:
+        """Return whether some worker has a value of an integer column."""
+        return self.stretch.columns.some_known(name, self.index)
+
+    def all_known(self, name: str) -> bool:
+        """Return whether all workers have a value of an integer column."""
+        return self.stretch.columns.all_known(name, self.index)
+
+    def ends(self, name: str) -> tuple[float, float]:
+        """Return the smallest and the largest value of a float column; NaN if one is missing."""
+        return self.stretch.columns.ends(name, self.index)
 
     @cached_property
     def token_products(self) -> tuple[float, float]:
         """How the workers' losses go with their tokens, for :class:`TokenSums`."""
-        workers = self.gathered.workers
-        return token_products(workers["loss"][None], workers["loss_weight"][None])
+        return self.stretch.token_products[self.index]
+
+
+def observations(reports: Sequence[StepReport]) -> Iterator[Observation]:
+    """Yield consecutive steps as detectors see them; those of as many workers go together."""
+    for _, group in groupby(reports, lambda report: report.gathered.num_workers):
+        together = list(group)
+        stretch = Stretch(together)
+        for index, report in enumerate(together):
+            yield Observation(report, stretch, index)
 
 
 @dataclass(frozen=True, slots=True)

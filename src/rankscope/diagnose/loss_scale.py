@@ -71,9 +71,13 @@ class LossScale(Stateful):
         scales_W = np.abs(workers["grad_scale"])
         known = scales_W.min() > 0 and scales_W.max() < _LARGEST  # false with NaN
         sizes = {len(micro) for micro in gathered.micro_losses}
-        alike = known and (are_alike(scales_W) or follow_tokens(scales_W, workers["loss_weight"]))
-        scale = float(scales_W.mean()) if alike and len(sizes) < 2 else math.nan
-        total = self._take_turn(workers["optimizer_steps"], scale)
+        alike = known and (
+            step.alike("grad_scale")
+            or are_alike(scales_W)
+            or follow_tokens(scales_W, workers["loss_weight"])
+        )
+        scale = _mean(step, scales_W) if alike and len(sizes) < 2 else math.nan
+        total = self._take_turn(step, scale)
         if not known or len(sizes) > 1:
             return ()
         if not alike:
@@ -86,14 +90,16 @@ class LossScale(Stateful):
         """End the run."""
         return ()
 
-    def _take_turn(self, calls_W: Ints, scale: float) -> float:
+    def _take_turn(self, step: Observation, scale: float) -> float:
         """Return the sum of multipliers since the optimizer's last call; NaN before the next.
 
         And if one of them is not known.
         """
-        self._called = self._called or bool((calls_W > 0).all())
+        calls_W: Ints = step.gathered.workers["optimizer_steps"]
+        alike, first = step.alike("optimizer_steps"), int(calls_W[0])
+        self._called = self._called or (first > 0 if alike else bool((calls_W > 0).all()))
         total = self._carried + scale
-        waits = self._called and not calls_W.any()
+        waits = self._called and (first == 0 if alike else not calls_W.any())
         self._carried = total if waits else 0.0
         return math.nan if waits else total
 
@@ -163,6 +169,12 @@ class LossScale(Stateful):
                 "steps": self._count,
             },
         )
+
+
+def _mean(step: Observation, scales_W: Floats) -> float:
+    if step.alike("grad_scale") and math.frexp(scales_W[0])[0] == 0.5:
+        return float(scales_W[0])  # sums of a power of two are exact
+    return float(scales_W.mean())
 
 
 class _OddWorkers(Stateful):

@@ -1,16 +1,16 @@
 """What of the workers is compared: their totals, or their groups of parameters."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.bets import worker_bets
-from rankscope.core.exchangeability import ExchangeabilityTest
+from rankscope.core.exchangeability import Ahead, ExchangeabilityTest
 from rankscope.core.sizes import SizeEffect
 from rankscope.core.state import State
-from rankscope.core.step import GatheredStep
 from rankscope.diagnose.outlier_words import Signal
 
 TOTALS = (
@@ -19,6 +19,15 @@ TOTALS = (
     Signal("cosine_rest", "direction", relative=False),
 )
 """The signals of a worker as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartAhead:
+    """What a part will take of the next steps."""
+
+    products_TRU: Floats
+    squares_TRU: Floats
+    test: Ahead
 
 
 class Part:
@@ -35,6 +44,7 @@ class Part:
         self.group_names = list(dict.fromkeys(signal.group for signal in signals if signal.group))
         equal_S = np.full(len(signals), 1 / len(signals))
         relative_S = np.array([signal.relative for signal in signals])
+        self._relative_S = relative_S
         self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
         self._size_effect = SizeEffect(relative_S, num_workers)
 
@@ -47,6 +57,31 @@ class Part:
         if len(rows):
             free = self._size_effect.take_away(values[rows], rows, sizes_W)
             self.test.observe(free, rows, step)
+
+    def look_ahead(self, values_TRU: Floats, sizes_TU: Floats) -> "PartAhead":
+        """Compute what :meth:`observe` would of T steps; nothing has changed yet.
+
+        Args:
+            values_TRU: Values that are :meth:`plain`.
+            sizes_TU: Logarithms of sizes.
+        """
+        rows = np.arange(values_TRU.shape[1])
+        free, products, squares = self._size_effect.look_ahead(
+            values_TRU, slice(0, len(rows)), sizes_TU
+        )
+        return PartAhead(products, squares, self.test.look_ahead(free, rows))
+
+    def take(self, ahead: "PartAhead", at: int, step: int) -> None:
+        """Take one of the steps of which was looked ahead, in their order."""
+        rows = slice(0, ahead.products_TRU.shape[1])
+        self._size_effect.know(ahead.products_TRU[at], ahead.squares_TRU[at], rows)
+        self.test.take(ahead.test, at, step)
+
+    def plain(self, values_TRU: Floats) -> NDArray[np.bool_]:
+        """Return in which steps ``[T]`` all values are finite, and positive where that matters."""
+        least_R11 = np.where(self._relative_S[: values_TRU.shape[1]], 0.0, -np.inf)[:, None]
+        plain_TRU = (values_TRU > least_R11) & (values_TRU < np.inf)
+        return np.asarray(plain_TRU.all(axis=(1, 2)))
 
     def state(self) -> State:
         """Return a copy of all that it remembers."""
@@ -71,10 +106,9 @@ def group_signals(groups: Sequence[str]) -> list[Signal]:
     ]
 
 
-def log_sizes(gathered: GatheredStep) -> Floats:
-    """Return the logarithm of each worker's label tokens, NaN where they are unknown ``[W]``."""
-    weights_W = gathered.workers["loss_weight"]
-    return np.log(np.where(weights_W > 0, weights_W, np.nan))
+def log_sizes(weights: Floats) -> Floats:
+    """Return the logarithm of workers' label tokens, NaN where they are unknown."""
+    return np.log(np.where(weights > 0, weights, np.nan))
 
 
 def of_usual_size(sizes_W: Ints) -> NDArray[np.bool_]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rankscope.core.apart import HEALED
 from rankscope.core.arrays import Floats
-from rankscope.core.budget import OUTLIERS, alarm_level
+from rankscope.core.budget import FAR_BELOW, OUTLIERS, alarm_level
 from rankscope.core.recent import RECENT
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
@@ -28,6 +28,7 @@ from rankscope.diagnose.outlier_parts import (
     of_usual_size,
 )
 from rankscope.diagnose.outlier_words import NAMED_WORKERS, Fault, Traces, describe_fault
+from rankscope.diagnose.outlook import Outlook
 from rankscope.diagnose.repeats import RecentBatches
 
 _SUSPICIOUS = 0.5
@@ -53,6 +54,7 @@ class WorkerOutliers:
         self._groups: Part | None = None
         self._batches = RecentBatches(num_workers)
         self._gross = GrossOutliers([signal.label for signal in TOTALS], num_workers)
+        self._outlook = Outlook(self._totals, self._batches)
         self._faults: list[Fault] = []
         self._left_out: list[int] = []
         self._steps = 0
@@ -62,7 +64,15 @@ class WorkerOutliers:
         if self._num_workers < 2:
             return ()
         self._steps += 1
-        self._feed(step)
+        if step.index == 0:
+            self._outlook.begin(step.stretch)
+        if self.set_apart:
+            self._outlook.forget()
+            self._feed(step)
+        elif self._outlook.take(step, self._groups):
+            self._left_out = []
+        else:
+            self._feed(step)
         changed = [*self._judge(step.gathered), *self._follow(step.gathered.step)]
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         return [
@@ -127,7 +137,9 @@ class WorkerOutliers:
         gathered, report = step.gathered, step.report
         # Who knows a batch by heart, or has one of another size (at the end of an epoch), is
         # unlike the others for no fault.
-        usable_W = ~self._batches.observe(gathered) & of_usual_size(gathered.workers["num_samples"])
+        usable_W = of_usual_size(gathered.workers["num_samples"])
+        if not self._outlook.no_repeats:
+            usable_W = usable_W & ~self._batches.observe(gathered)
         for group in step.identical:  # one of them speaks for all
             usable_W[list(group[1:])] = False
         self._left_out = (~usable_W).nonzero()[0].tolist()
@@ -136,7 +148,7 @@ class WorkerOutliers:
             rows.append(gathered.workers["grad_norm"])
             if "cosine_rest" in report.derived and not step.identical:  # copies agree with copies
                 rows.append(report.derived["cosine_rest"])
-        sizes_W = log_sizes(gathered)
+        sizes_W = log_sizes(gathered.workers["loss_weight"])
         self._totals.observe(np.array(rows), usable_W, sizes_W, gathered.step)
         norms_WG = gathered.group_norms_WG
         if not gathered.observed or norms_WG is None or len(gathered.groups) < 2:
@@ -162,8 +174,10 @@ class WorkerOutliers:
 
     def _judge(self, gathered: GatheredStep) -> list[Fault]:
         """Blame workers until what is left of the evidence is below the level."""
-        changed = []
+        changed: list[Fault] = []
         level = alarm_level(OUTLIERS)
+        if sum(0.5 * part.test.most_evidence for part in self._parts) < FAR_BELOW * level:
+            return changed
         while (evidence_W := self._evidence_of_workers()).sum() >= level:
             log_W = np.log1p(evidence_W * self._num_workers)
             suspects = np.flatnonzero(log_W >= _SUSPICIOUS * log_W.max()).tolist()

@@ -15,7 +15,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.samples import SampleCounts, flat_samples
 from rankscope.core.sorted_map import count_common
 from rankscope.core.state import Stateful
-from rankscope.core.thinning import ThinningLedger
+from rankscope.core.thinning import Followed, ThinningLedger
 from rankscope.diagnose.evidence import Evidence, Groups, Observation
 from rankscope.diagnose.padding import Padding
 from rankscope.diagnose.rules import count, name_ranks
@@ -56,11 +56,13 @@ class OverlappingShards(Stateful):
         repeats: Whether workers are meant to repeat each other's samples.
     """
 
-    SETTINGS = ("_num_workers", "_repeats")
+    SETTINGS = ("_num_workers", "_repeats", "_ahead", "_drawn", "_remembered")
 
     def __init__(self, num_workers: int, capacity: int = 1 << 20, *, repeats: bool = False) -> None:
         self._num_workers = num_workers
         self._repeats = repeats
+        self._ahead: list[Followed] | None = None  # of the steps that are handled together
+        self._drawn = self._remembered = 0  # samples up to the present step
         self._named = True
         self._ledger = ThinningLedger(capacity)
         self._padding = Padding(num_workers)
@@ -79,20 +81,34 @@ class OverlappingShards(Stateful):
         when the data hold the same content twice.
         """
         gathered, groups = step.gathered, step.identical
-        self._named = self._named and bool(gathered.workers["samples_named"].all())
+        self._named = self._named and step.all_true("samples_named")
+        if step.index == 0:
+            self._ahead = self._ledger.observe_many(step.stretch.samples, self._num_workers)
         drawn_W: Sequence[Ints] = gathered.samples
-        if groups:
-            doubles = {rank for group in groups for rank in group[1:]}
-            drawn_W = [b[:0] if rank in doubles else b for rank, b in enumerate(drawn_W)]
-        before = self._ledger.one_in
-        batches = self._ledger.admit(drawn_W)
-        self._new_since = self._new_since * before // self._ledger.one_in
-        counts = self._ledger.observe(gathered.step, batches)
+        if self._ahead is not None:
+            now = self._ahead[step.index]
+            counts = now.counts
+            batches: Sequence[Ints] = [now.samples]
+            self._drawn, self._remembered = now.drawn, now.remembered
+        else:
+            if groups:
+                doubles = {rank for group in groups for rank in group[1:]}
+                drawn_W = [b[:0] if rank in doubles else b for rank, b in enumerate(drawn_W)]
+            counts, batches = self._count(gathered.step, drawn_W)
         if not self._ledger.complete:
             return ()
         exact = self._ledger.one_in == 1
         padding = self._padding.observe(gathered.step, counts, batches) if exact else ()
         return (*padding, *self._follow(gathered.step, drawn_W, batches, groups, counts))
+
+    def _count(self, step: int, drawn_W: Sequence[Ints]) -> tuple[SampleCounts, Sequence[Ints]]:
+        """Count and remember the draws of one step; return with them those that are followed."""
+        before = self._ledger.one_in
+        batches = self._ledger.admit(drawn_W)
+        self._new_since = self._new_since * before // self._ledger.one_in
+        counts = self._ledger.observe(step, batches)
+        self._drawn, self._remembered = self._ledger.drawn, self._ledger.followed
+        return counts, batches
 
     def _follow(
         self,
@@ -156,7 +172,7 @@ class OverlappingShards(Stateful):
         known = self._known
         ranks = known.ranks()
         overlaps = known.cross + known.shared
-        one_in, (distinct, error) = self._ledger.one_in, self._ledger.distinct
+        one_in, (distinct, error) = self._ledger.one_in, self._ledger.scale_up(self._remembered)
         of = f" among the one in {one_in:,} samples that are followed" if one_in > 1 else ""
         return Evidence(
             cause="data.overlapping_shards",
@@ -177,7 +193,7 @@ class OverlappingShards(Stateful):
                 "shared_inside_steps": known.shared,
                 "steps": known.steps,
                 "innocent_probability": chance,
-                "samples_drawn": self._ledger.drawn,
+                "samples_drawn": self._drawn,
                 "samples_distinct": round(distinct),
                 "samples_distinct_error": round(error),
                 "follows_one_sample_in": one_in,

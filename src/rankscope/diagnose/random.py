@@ -62,9 +62,9 @@ class EqualRandom(Stateful):
         """Take one step; speaks while workers share random numbers, and when that ends."""
         workers, number = step.gathered.workers, step.gathered.step
         told: list[Evidence] = []
-        if self._num_workers > 1 and (workers["rng_used"] != MISSING_INT).any():
+        if self._num_workers > 1 and step.some_known("rng_used"):
             told += self._see_generators(number, workers)
-        if self._see_loaders(number, workers):
+        if step.some_known("loader_rng_repeats") and self._see_loaders(number, workers):
             told.append(self._loader_evidence())
         return told
 
@@ -97,8 +97,6 @@ class EqualRandom(Stateful):
 
     def _see_loaders(self, step: int, workers: Mapping[str, Ints]) -> bool:
         repeats_W = workers["loader_rng_repeats"]
-        if (repeats_W == MISSING_INT).all():
-            return False
         inside = np.flatnonzero(repeats_W > 0).tolist()
         for rank in inside:
             self._shared |= int(repeats_W[rank])

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Ints
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
 
@@ -36,6 +37,24 @@ class RecentBatches(Stateful):
         self._recent_WN[:, self._count % _OF_A_WORKER] = digests_W
         self._count += 1
         return repeated_W
+
+    def observe_many(self, digests_TW: Ints) -> bool:
+        """Take several steps in which no batch is one of a worker's last ones.
+
+        Returns:
+            Whether it is so; else nothing has changed, and :meth:`observe` has to be asked.
+        """
+        if len(digests_TW) > _OF_A_WORKER:
+            return False
+        together = np.concatenate([self._recent_WN, digests_TW.T], axis=1)
+        together.sort(axis=1)
+        again = (together[:, 1:] == together[:, :-1]) & (together[:, 1:] != MISSING_INT)
+        if again.any():
+            return False
+        places = (self._count + np.arange(len(digests_TW))) % _OF_A_WORKER
+        self._recent_WN[:, places] = digests_TW.T
+        self._count += len(digests_TW)
+        return True
 
 
 class Repeats(Stateful):

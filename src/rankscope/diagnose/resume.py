@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.resume import RestartWatch, Resumption
 from rankscope.core.state import Stateful
@@ -33,10 +34,14 @@ class ResumeMismatch(Stateful):
         capacity: Different samples to remember; beyond it, a random share of them is followed.
     """
 
-    SETTINGS = ()
+    SETTINGS = ("_ahead",)
+
+    _ahead: list[Ints] | None
+    """Of the steps that are handled together."""
 
     def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
         self._watch = RestartWatch(num_workers, capacity)
+        self._ahead = None
         self._ended = False
         self._epoch = -1
         self._lr_by_step: dict[int, float] = {}
@@ -48,10 +53,18 @@ class ResumeMismatch(Stateful):
         gathered = step.gathered
         if self._ended:
             self.restarted(gathered.step)
-        lr = float(np.fmax.reduce(gathered.workers["lr"], initial=-np.inf))  # leaves out NaN
+        lr = _largest(step)
         if gathered.step == self._watch.boundary:
             self._lr_after = lr
-        verdict = self._watch.observe(gathered.step, gathered.samples)
+        if step.index == 0:
+            numbers = [one.step for one in step.stretch.steps]
+            self._ahead = self._watch.observe_many(numbers, step.stretch.samples)
+        verdict = None
+        if self._ahead is None:
+            verdict = self._watch.observe(gathered.step, gathered.samples)
+        else:
+            drawn = int(step.stretch.samples.lengths[step.index])
+            self._watch.follow(gathered.step, drawn, self._ahead[step.index])
         self._remember(gathered.step, lr)
         return () if verdict is None else (self._evidence(verdict, gathered),)
 
@@ -118,3 +131,11 @@ class ResumeMismatch(Stateful):
             },
             key="" if mixed else DONE_TWICE if twice else FROM_START,
         )
+
+
+def _largest(step: Observation) -> float:
+    """Return the largest learning rate that is known; minus infinity without any."""
+    highest = step.ends("lr")[1]
+    if not math.isnan(highest):
+        return max(highest, -math.inf)
+    return float(np.fmax.reduce(step.gathered.workers["lr"], initial=-np.inf))  # leaves out NaN

@@ -14,7 +14,7 @@ nothing. What shows it is the spread *inside* workers. Two kinds of evidence:
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -98,8 +98,7 @@ class Sampling(Stateful):
         if self._repeats.observe(gathered) or step.identical or len(apart) > self._num_workers - 2:
             return ()
         gathered = _without(gathered, apart)
-        observed = _square(population_std(gathered.workers["loss"]))
-        expected = _square(expected_std(gathered.workers["loss_sem"]))
+        observed, expected = map(_square, _loss_stds(gathered, {} if apart else step.report.values))
         self._recent.append((observed, expected, _all_distinct(step.report)))
         found = list(self._bet(gathered))
         found += self._losses.add(gathered.step, observed, expected, exact=self._exact)
@@ -272,6 +271,19 @@ def _without(gathered: GatheredStep, workers: Sequence[int]) -> GatheredStep:
         micro_weights=weights,
         micro_norms=norms,
     )
+
+
+def _loss_stds(gathered: GatheredStep, values: Mapping[str, float]) -> tuple[float, float]:
+    """Return the losses' std over workers, and the one that sampling alone would give.
+
+    Args:
+        gathered: The workers that are compared.
+        values: Columns of the steps table, if these are all workers.
+    """
+    if "loss_std" in values and "loss_std_expected" in values:
+        return values["loss_std"], values["loss_std_expected"]
+    workers = gathered.workers
+    return population_std(workers["loss"]), expected_std(workers["loss_sem"])
 
 
 def noise_of(report: StepReport) -> GradientNoise | None:

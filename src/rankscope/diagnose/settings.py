@@ -63,11 +63,11 @@ class DifferentSettings(Stateful):
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks of what differs in it or in the step before, and of what ends."""
         gathered = step.gathered
-        calls_W = _calls(gathered)
+        calls_W = _calls(step)
         told: list[Evidence] = []
         if self._num_workers > 1:
             told += self._compare_calls(gathered.step, calls_W)
-            told += self._compare_settings(gathered)
+            told += self._compare_settings(step)
         told += self._follow_plan(gathered, calls_W)
         return told
 
@@ -87,16 +87,17 @@ class DifferentSettings(Stateful):
 
     # Between workers -----------------------------------------------------------------------
 
-    def _compare_settings(self, gathered: GatheredStep) -> Iterable[Evidence]:
+    def _compare_settings(self, step: Observation) -> Iterable[Evidence]:
+        gathered = step.gathered
         active_W = gathered.workers["optimizer_steps"] != 0
         several = int(np.count_nonzero(active_W)) > 1
         ranks: set[int] = set()
         known, parts = False, []
         for name, words in _NAMES.items():
-            values_W = gathered.workers[name]
-            if _all_equal(values_W):  # so none is NaN
+            if step.alike(name):  # so none is NaN
                 known |= several
                 continue
+            values_W = gathered.workers[name]
             known_W = active_W & ~np.isnan(values_W)
             known |= int(np.count_nonzero(known_W)) > 1
             if _alike(values_W, known_W):
@@ -105,8 +106,8 @@ class DifferentSettings(Stateful):
             ranks.update(self._odd(values))
             parts.append(f"{words} is {name_values(values, _speller(values))}")
         digests_W = gathered.workers["settings_digest"]
-        if _all_equal(digests_W):
-            known |= several and bool(digests_W[0] != MISSING_INT)
+        if step.alike("settings_digest"):
+            known |= several and step.some_known("settings_digest")
         else:
             known_W = active_W & (digests_W != MISSING_INT)
             known |= int(np.count_nonzero(known_W)) > 1
@@ -251,11 +252,12 @@ class DifferentSettings(Stateful):
         )
 
 
-def _calls(gathered: GatheredStep) -> Ints:
+def _calls(step: Observation) -> Ints:
     """Return each worker's calls of the optimizer; unknown for one that takes no part in a step.
 
     In ``join()``, a worker without data only helps the others to reduce.
     """
+    gathered = step.gathered
     calls_W: Ints = gathered.workers["optimizer_steps"].copy()
     if calls_W.all():
         return calls_W

@@ -86,7 +86,8 @@ class Stragglers:
     def _take(self, step: Observation) -> tuple[Evidence, ...]:
         workers = step.gathered.workers
         busy_W = workers["busy_seconds"]
-        if np.count_nonzero(np.isfinite(busy_W)) < 2:
+        known = len(busy_W) > 1 and np.isfinite(step.ends("busy_seconds")).all()
+        if not known and np.count_nonzero(np.isfinite(busy_W)) < 2:
             return ()
         self._num_seen += 1
         if self._num_seen <= WARM_UP:

@@ -69,7 +69,7 @@ class UnequalState(Stateful):
             return ()
         gathered = step.gathered
         told: list[Evidence] = []
-        for seen in self._differences(gathered):
+        for seen in self._differences(step):
             fault = self._faults.setdefault(
                 seen.key, _Fault(seen.cause, gathered.step, gathered.step)
             )
@@ -90,19 +90,21 @@ class UnequalState(Stateful):
         severity = Severity.NOTE if meant else Severity.ERROR
         return fault.evidence(key, severity, self._num_workers)
 
-    def _differences(self, gathered: GatheredStep) -> Iterable["_Seen"]:
+    def _differences(self, step: Observation) -> Iterable["_Seen"]:
         """Yield all that differs in a step."""
-        workers = gathered.workers
+        gathered, workers = step.gathered, step.gathered.workers
         replicas_W = workers["replica"]
-        if workers["unreduced"].any() and not self._reduced_elsewhere(workers["applied_digest"]):
+        if step.some_true("unreduced") and not self._reduced_elsewhere(workers["applied_digest"]):
             unreduced = np.flatnonzero(workers["unreduced"]).tolist()
             words = "the optimizer was called with gradients that no reduction had seen"
             yield _Seen("sync.not_reduced", unreduced, words=words)
         layout_W = workers["state_layout"]
-        odd = _minority(layout_W, layout_W != MISSING_INT)
+        odd = [] if step.alike("state_layout") else _minority(layout_W, layout_W != MISSING_INT)
         if odd:
             words = "names, shapes or types"
             yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
+        if not gathered.differences and (not gathered.observed or step.alike("reduced_norm")):
+            return
         yield from self._gradients(gathered, replicas_W)
         for kind in (StateKind.PARAMETER, StateKind.BUFFER, StateKind.OPTIMIZER):
             found = [d for d in gathered.differences if d.kind is kind]

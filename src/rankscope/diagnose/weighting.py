@@ -61,14 +61,14 @@ class TokenWeighting(Stateful):
             return ()
         gathered = step.gathered
         self._between.sums.take(step.token_products)
-        return (*self._observe_workers(gathered), *self._observe_micro_batches(gathered))
+        return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
 
     def close(self) -> Iterable[Evidence]:
         """End the run."""
         return ()
 
-    def _observe_workers(self, gathered: GatheredStep) -> Iterable[Evidence]:
-        workers = gathered.workers
+    def _observe_workers(self, step: Observation) -> Iterable[Evidence]:
+        gathered, workers = step.gathered, step.gathered.workers
         scales_W, tokens_W = workers["grad_scale"], workers["loss_weight"]
         found: list[Evidence] = []
         if self._between.sums.found:
@@ -78,7 +78,9 @@ class TokenWeighting(Stateful):
         if self._starved.ranks:
             tokens_W = tokens_W.copy()
             tokens_W[list(self._starved.ranks)] = np.nan
-        spread = float(log_spread(scales_W[None], tokens_W[None])[0])
+            spread = float(log_spread(scales_W[None], tokens_W[None])[0])
+        else:
+            spread = step.stretch.token_spreads[step.index]
         if self._between.observe(gathered.step, spread):
             ranks = tuple(np.flatnonzero(np.isfinite(scales_W + tokens_W)).tolist())
             found.append(self._between.evidence("", ranks))

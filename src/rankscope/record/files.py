@@ -5,11 +5,13 @@ import os
 import secrets
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from rankscope.errors import RunError
+
+_PIECE = 2**20
 
 
 def to_plain(value: Any) -> Any:
@@ -103,8 +105,23 @@ def replace(path: Path, content: bytes) -> None:
         hidden.replace(path)
 
 
+def extend(path: Path, size: int, tail: bytes) -> None:
+    """Add to a file as a whole: readers see the old one until the new one is on disk.
+
+    Args:
+        path: The file; it need not exist where ``size`` is 0.
+        size: How many of its bytes remain at its beginning.
+        tail: What follows on them then.
+
+    Raises:
+        RunError: It cannot be written, or is shorter; it is then untouched.
+    """
+    with staged(path, tail, after=size) as hidden:
+        hidden.replace(path)
+
+
 @contextlib.contextmanager
-def staged(path: Path, content: bytes) -> Iterator[Path]:
+def staged(path: Path, content: bytes, *, after: int = 0) -> Iterator[Path]:
     """Write the content of a file to the disk under a hidden name, which no other writer uses.
 
     Whoever asked for it renames or links it; it is removed afterwards if it still is there.
@@ -112,6 +129,7 @@ def staged(path: Path, content: bytes) -> Iterator[Path]:
     Args:
         path: The file that it shall become.
         content: What it holds.
+        after: How many bytes of the file as it is now it holds before that.
 
     Raises:
         RunError: It cannot be written, or not be renamed.
@@ -119,6 +137,7 @@ def staged(path: Path, content: bytes) -> Iterator[Path]:
     hidden = path.with_name(f".{path.stem}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with hidden.open("xb") as file:
+            _copy_beginning(path, after, file)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -128,6 +147,19 @@ def staged(path: Path, content: bytes) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             hidden.unlink()
+
+
+def _copy_beginning(path: Path, size: int, target: IO[bytes]) -> None:
+    """Copy the first bytes of a file, without having them all in memory."""
+    if not size:
+        return
+    with path.open("rb", buffering=0) as source:
+        while size:
+            piece = source.read(min(size, _PIECE))
+            if not piece:
+                raise OSError(f"{path.name} is shorter than it was")
+            target.write(piece)
+            size -= len(piece)
 
 
 def claim(path: Path, content: bytes) -> None:

@@ -9,8 +9,9 @@ So a reader goes from wide bins to narrow ones to single steps, and meets each s
 ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -72,26 +73,56 @@ class Coverage:
 
 
 class RollupRows:
-    """Makes the rows of roll-ups from those of the tables, step by step."""
+    """Makes the rows of roll-ups from those of the tables, some steps at a time."""
 
     def __init__(self) -> None:
         self._rollups = Rollups()
         self._samples = DistinctSamples()
+        self._last_step = self._last_width = -1
 
     def add(self, rows: Mapping[Table, Rows]) -> list[tuple[str, Rows]]:
-        """Take the rows of one step; return folder and rows of what it completes."""
-        if Table.SAMPLES in rows:
-            self._samples.add(np.concatenate(rows[Table.SAMPLES]["samples"]))
+        """Take the rows of consecutive steps; return folder and rows of what they complete."""
         if Table.WORKERS not in rows:
             return []
-        workers = rows[Table.WORKERS]
-        step = int(np.asarray(workers["step"])[0])
-        values_SW = np.stack([_as_floats(workers[s.name], s.dtype) for s in quantities()])
-        completed = self._rollups.add(step, values_SW)
-        found = [(str(whole.level), _rows_of(whole)) for whole in completed]
-        if self._samples.drawn and any(whole.level == LEVELS[0] for whole in completed):
-            found.append((SAMPLES, self._coverage_row(step)))
+        samples, workers = rows.get(Table.SAMPLES), rows[Table.WORKERS]
+        steps = np.asarray(workers["step"])
+        values_SN = np.stack([_as_floats(workers[s.name], s.dtype) for s in quantities()])
+        steps_T, starts_T = np.unique(steps, return_index=True)
+        widths_T = np.diff(starts_T, append=len(steps))
+        samples_at = np.asarray([] if samples is None else samples["step"]).searchsorted(steps_T)
+        found = []
+        for first, end in self._stretches(steps_T, widths_T):
+            if samples is not None:
+                last = len(samples["step"]) if end == len(steps_T) else samples_at[end]
+                self._add_samples(samples["samples"][samples_at[first] : last])
+            begin, width = starts_T[first], int(widths_T[first])
+            values = values_SN[:, begin : begin + (end - first) * width]
+            values_TSW = values.reshape(len(values_SN), end - first, width).swapaxes(0, 1)
+            completed = self._rollups.add(steps_T[first:end], values_TSW)
+            found += [(str(whole.level), _rows_of(whole)) for whole in completed]
+            if self._samples.drawn and any(whole.level == LEVELS[0] for whole in completed):
+                found.append((SAMPLES, self._coverage_row(int(steps_T[end - 1]))))
         return found
+
+    def _stretches(self, steps_T: Ints, widths_T: Ints) -> Iterator[tuple[int, int]]:
+        """Yield runs of steps that one bin takes together, by their first index and their end.
+
+        The first step of a bin whose predecessor is not whole stands alone: it completes that one.
+        """
+        bins_T = steps_T // LEVELS[0]
+        gap_T = np.diff(steps_T, prepend=self._last_step) != 1
+        begins_T = np.diff(bins_T, prepend=-1) != 0
+        breaks_T = gap_T | (np.diff(widths_T, prepend=self._last_width) != 0)
+        begins_T |= breaks_T
+        begins_T[1:] |= breaks_T[:-1]
+        self._last_step, self._last_width = int(steps_T[-1]), int(widths_T[-1])
+        starts = np.flatnonzero(begins_T).tolist() or [0]
+        starts = starts if starts[0] == 0 else [0, *starts]
+        return pairwise([*starts, len(steps_T)])
+
+    def _add_samples(self, batches: Sequence[Array] | Array) -> None:
+        if len(batches):
+            self._samples.add(np.concatenate(batches))
 
     def _coverage_row(self, step: int) -> Rows:
         return {

@@ -1,9 +1,10 @@
-"""The rows that one step adds to the tables of a run."""
+"""The rows that steps add to the tables of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rankscope.core.arrays import Floats
 from rankscope.core.direction import upper_triangle
 from rankscope.core.recorded import MAX_PAIRED_WORKERS, has_micro_batches, known_micro_norms
 from rankscope.core.signals import Source, Table, signals
@@ -15,39 +16,55 @@ Rows = Mapping[str, Array | list[Array]]
 """Rows by column: an array, or for a column of lists one array per row."""
 
 
-def rows_of(report: StepReport) -> dict[Table, Rows]:
-    """Return the rows of one step by table, as copies; tables without rows are left out."""
-    rows = {
-        Table.STEPS: _step_row(report),
-        Table.WORKERS: _worker_rows(report),
-        Table.MICRO: _micro_rows(report),
-        Table.SAMPLES: _sample_rows(report),
-        Table.PAIRS: _pair_row(report),
-        Table.GROUPS: _group_rows(report),
-        Table.DIGESTS: _digest_rows(report),
-        Table.TRACES: _trace_rows(report),
-    }
+def rows_of(reports: Sequence[StepReport]) -> dict[Table, Rows]:
+    """Return the rows of steps by table, as copies; tables without rows are left out."""
+    grouped = [report for report in reports if _has_groups(report.gathered)]
+    rows = {Table.STEPS: _step_rows(reports), Table.WORKERS: _worker_rows(reports)}
+    if grouped:
+        rows[Table.GROUPS] = _group_rows(grouped)
+    rows[Table.SAMPLES] = _sample_rows(reports)
+    for table, rows_of_step in _RARE.items():
+        blocks = [block for report in reports if len((block := rows_of_step(report))["step"])]
+        if blocks:
+            rows[table] = _joined(blocks)
     return {table: table_rows for table, table_rows in rows.items() if len(table_rows["step"])}
 
 
-def _step_row(report: StepReport) -> Rows:
-    step = report.gathered
-    keys = {"step": step.step, "time": step.time, "observed": step.observed}
-    names = (signal.name for signal in signals(Table.STEPS, Source.DERIVED))
-    return {name: np.array([v]) for name, v in keys.items()} | {
-        name: np.array([report.values[name]]) for name in names
+def _joined(blocks: Sequence[Rows]) -> Rows:
+    """Return the rows of several blocks, one after the other."""
+    if len(blocks) == 1:
+        return blocks[0]
+    columns = {name: [block[name] for block in blocks] for name in blocks[0]}
+    return {
+        name: [cell for part in parts for cell in part]
+        if isinstance(parts[0], list)
+        else np.concatenate(parts)
+        for name, parts in columns.items()
     }
 
 
-def _worker_rows(report: StepReport) -> Rows:
-    step = report.gathered
+def _step_rows(reports: Sequence[StepReport]) -> Rows:
     rows: dict[str, Array] = {
-        "step": np.full(step.num_workers, step.step),
-        "rank": np.arange(step.num_workers),
+        "step": np.array([report.gathered.step for report in reports]),
+        "time": np.array([report.gathered.time for report in reports]),
+        "observed": np.array([report.gathered.observed for report in reports]),
     }
-    for signal in signals(Table.WORKERS, Source.LOCAL, Source.DERIVED):
-        values = step.workers if signal.source is Source.LOCAL else report.derived
-        rows[signal.name] = np.array(values[signal.name])
+    for signal in signals(Table.STEPS, Source.DERIVED):
+        rows[signal.name] = np.array([report.values[signal.name] for report in reports])
+    return rows
+
+
+def _worker_rows(reports: Sequence[StepReport]) -> Rows:
+    steps = [report.gathered for report in reports]
+    widths = [step.num_workers for step in steps]
+    rows: dict[str, Array] = {
+        "step": np.repeat([step.step for step in steps], widths),
+        "rank": np.concatenate([np.arange(width) for width in widths]),
+    }
+    for signal in signals(Table.WORKERS, Source.LOCAL):
+        rows[signal.name] = np.concatenate([step.workers[signal.name] for step in steps])
+    for signal in signals(Table.WORKERS, Source.DERIVED):
+        rows[signal.name] = np.concatenate([report.derived[signal.name] for report in reports])
     return rows
 
 
@@ -76,13 +93,17 @@ def _micro_scales(step: GatheredStep, lengths: list[int]) -> Array:
     return np.concatenate(step.micro_scales) if step.micro_scales else np.full(sum(lengths), np.nan)
 
 
-def _sample_rows(report: StepReport) -> Rows:
-    samples = report.gathered.samples
-    ranks = [rank for rank, worker in enumerate(samples) if len(worker)]
+def _sample_rows(reports: Sequence[StepReport]) -> Rows:
+    drawn = [
+        (report.gathered.step, rank, worker)
+        for report in reports
+        for rank, worker in enumerate(report.gathered.samples)
+        if len(worker)
+    ]
     return {
-        "step": np.full(len(ranks), report.gathered.step),
-        "rank": np.array(ranks, np.int64),
-        "samples": [np.array(samples[rank]) for rank in ranks],
+        "step": np.array([step for step, _, _ in drawn], np.int64),
+        "rank": np.array([rank for _, rank, _ in drawn], np.int64),
+        "samples": [np.array(worker) for _, _, worker in drawn],
     }
 
 
@@ -93,25 +114,32 @@ def _pair_row(report: StepReport) -> Rows:
     return {"step": np.array([report.gathered.step]), "cosines": [upper_triangle(cosines_WW)]}
 
 
-def _group_rows(report: StepReport) -> Rows:
-    step = report.gathered
-    if step.group_norms_WG is None or len(step.groups) < 2:
-        return {"step": np.empty(0, np.int64)}
-    num_workers, num_groups = step.group_norms_WG.shape
-    cosines_WG = report.group_cosine_rest_WG
-    if cosines_WG is None:
-        cosines_WG = np.full((num_workers, num_groups), np.nan)
-    residuals_WG = step.residuals_WG
-    if residuals_WG is None:
-        residuals_WG = np.full((num_workers, num_groups), np.nan)
+def _has_groups(step: GatheredStep) -> bool:
+    return step.group_norms_WG is not None and len(step.groups) >= 2
+
+
+def _group_rows(reports: Sequence[StepReport]) -> Rows:
+    steps = [report.gathered for report in reports]
+    shapes = [(step.num_workers, len(step.groups)) for step in steps]
+    names = {step.groups: np.array(step.groups, object) for step in steps}
     return {
-        "step": np.full(num_workers * num_groups, step.step),
-        "rank": np.repeat(np.arange(num_workers), num_groups),
-        "group": np.tile(np.array(step.groups, object), num_workers),
-        "grad_norm": step.group_norms_WG.ravel(),
-        "cosine_rest": cosines_WG.ravel(),
-        "reduction_residual": residuals_WG.ravel(),
+        "step": np.repeat([step.step for step in steps], [w * g for w, g in shapes]),
+        "rank": np.concatenate([np.arange(w).repeat(g) for w, g in shapes]),
+        "group": np.concatenate([np.tile(names[step.groups], step.num_workers) for step in steps]),
+        "grad_norm": _flat([step.group_norms_WG for step in steps], shapes),
+        "cosine_rest": _flat([report.group_cosine_rest_WG for report in reports], shapes),
+        "reduction_residual": _flat([step.residuals_WG for step in steps], shapes),
     }
+
+
+def _flat(blocks: Sequence[Floats | None], shapes: Sequence[tuple[int, int]]) -> Array:
+    """Return matrices of these shapes row by row, one after the other; NaN for one that is None."""
+    return np.concatenate(
+        [
+            np.full(width * groups, np.nan) if block is None else block.ravel()
+            for block, (width, groups) in zip(blocks, shapes, strict=True)
+        ]
+    )
 
 
 def _digest_rows(report: StepReport) -> Rows:
@@ -161,3 +189,11 @@ def _trace_block(trace: Trace, step: int) -> Rows:
             cell if each else nothing for cell, each in zip(trace.sketches_NK, known, strict=True)
         ],
     }
+
+
+_RARE = {
+    Table.MICRO: _micro_rows,
+    Table.PAIRS: _pair_row,
+    Table.DIGESTS: _digest_rows,
+    Table.TRACES: _trace_rows,
+}

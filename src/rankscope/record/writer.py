@@ -24,7 +24,7 @@ from rankscope.core.step import StepReport
 from rankscope.core.trace import TRACE_WIDTH
 from rankscope.errors import RunError
 from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
-from rankscope.record.files import append, replace, to_plain, write_error
+from rankscope.record.files import append, extend, is_file, replace, to_plain, write_error
 from rankscope.record.part import GrowingPart
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
@@ -120,7 +120,17 @@ class RunWriter:
         Raises:
             RunError: The run is closed.
         """
-        rows = rows_of(report)
+        self.add_many([report])
+
+    def add_many(self, reports: Sequence[StepReport]) -> None:
+        """Append consecutive steps to all tables, in memory.
+
+        Raises:
+            RunError: The run is closed.
+        """
+        if not reports:
+            return
+        rows = rows_of(reports)
         with self._rows_lock:
             if self._closed:
                 raise RunError(f"{self.path} is closed: no step can be added to it")
@@ -129,7 +139,7 @@ class RunWriter:
             for name, bins in self._rollups.add(rows):
                 self._rolled[name].append(bins)
             self._num_traced += len(rows.get(Table.TRACES, {}).get("step", ()))
-            self._num_steps += 1
+            self._num_steps += len(reports)
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
         """Append events to ``findings.jsonl`` and write them through at once.
@@ -253,13 +263,19 @@ class _PartWriter:
                 folder.mkdir(exist_ok=True)
         except OSError as error:
             raise write_error(self._folder, error) from error
-        grown = self._part.grown(self._to_arrow(self._staged))
-        replace(self._folder / f"part-{self._number:06d}.parquet", grown.content)
+        if self._part.size and not is_file(self._file):  # somebody has removed it
+            self._number, self._part = self._number + 1, GrowingPart()
+        grown, tail = self._part.grown(self._to_arrow(self._staged))
+        extend(self._file, self._part.size, tail)
         self._staged = []
         self._part = grown
         if grown.num_bytes >= PART_BYTES:
             self._number += 1
             self._part = GrowingPart()
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / f"part-{self._number:06d}.parquet"
 
     def _to_arrow(self, blocks: list[Rows]) -> pa.Table:
         return pa.table(
