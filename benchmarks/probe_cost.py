@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope import books
+from rankscope import books, local_step
 from rankscope.books import StepBooks
 from rankscope.capture import (
     ReadReduced,
@@ -46,13 +46,14 @@ from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.guard import Guard
 from rankscope.core.tiers import Tier
 from rankscope.instruments import Options, choose_instruments
+from rankscope.local_step import LocalStep
 from rankscope.wrapping import find_wrapper
 
 MODELS = {"2 layers": (64, 2), "24 layers": (64, 24)}
 GRADIENTS = (ddp, sketch, handover)
 """Modules that read gradients, and hand over what they have read."""
 
-BESIDE = (books, exact_evidence, loss, optimizer, passes, rng, samples, state_meter)
+BESIDE = (books, local_step, exact_evidence, loss, optimizer, passes, rng, samples, state_meter)
 
 
 class TimedGuard(Guard):
@@ -140,8 +141,9 @@ class Watched:
         )
         instruments = choose_instruments(find_wrapper(self.model), options)
         self.guard = TimedGuard(_fail)
+        known: set[int] = set()
         self.books = StepBooks(
-            instruments, self.optimizer, self.guard, lambda local: None, lambda: None
+            instruments, self.optimizer, self.guard, lambda local: _pack(local, known)
         )
         self._hook()
 
@@ -234,6 +236,11 @@ def _profile(watched: Watched, steps: int) -> None:
     list(measured(watched, steps))
     Guard.__call__ = plain  # type: ignore[method-assign]
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(45)
+
+
+def _pack(local: LocalStep, known: set[int]) -> None:
+    """Do all that is done with a step but to send it; on the host, nothing has to be awaited."""
+    local.to_message(known)
 
 
 def _fail(error: Exception) -> None:
