@@ -15,6 +15,7 @@ PACKAGE = ROOT / "src" / "rankscope"
 DATA = {
     *("py.typed", "diagnose/rules.toml", "faults/catalogue.toml", "exchange/accumulator.c"),
     *("capture/kernels/digest.c", "capture/kernels/dot.c", "capture/kernels/sketch.c"),
+    "capture/kernels/inputs.c",
     "capture/kernels/vectors.h",
 }
 """What is no Python file and must be in the package, beside the pages' templates."""

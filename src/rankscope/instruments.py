@@ -179,6 +179,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             reduces=wrapped.reduces(),
             left_out=frozenset(getattr(wrapped.wrapper, "parameters_to_ignore", ())),
             lasting=LastingParameters(wrapped.wrapper) if wrapped.kind == "FSDP2" else None,
+            device=wrapped.device,
         )
         return ExactEvidence(
             wrapped.module,

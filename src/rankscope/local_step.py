@@ -11,9 +11,10 @@ import numpy as np
 from rankscope.agent.message import StepMessage, pack_values
 from rankscope.capture import GradientHandover, HostCopy
 from rankscope.capture.canary import PendingCanary
+from rankscope.capture.host import Numbers
 from rankscope.capture.loss import MicroBatchLoss, to_arrays
 from rankscope.capture.samples import to_array
-from rankscope.capture.state_meter import PendingState
+from rankscope.capture.state_turn import PendingState
 from rankscope.capture.trace import PendingTrace
 from rankscope.core.arrays import Ints
 from rankscope.core.trace import Trace
@@ -39,7 +40,7 @@ class LocalStep:
     step: int
     gradient: GradientHandover | None
     losses: Sequence[MicroBatchLoss]
-    multipliers: HostCopy | None
+    multipliers: Numbers | None
     samples: Sequence[HostCopy | Ints]
     values: Mapping[str, float]
     state: PendingState

@@ -12,7 +12,6 @@ import torch
 
 from capture.kernel_checks import CPU, SEED, WIDTH, expect, measured, needs_compiler, random
 from capture.sketch_oracle import truth
-from rankscope.capture import state_reading
 from rankscope.capture.digest import digest_bits
 from rankscope.capture.kernels import build, choose, choose_kernel, native, period_signs
 from rankscope.capture.kernels.bits import native_sum
@@ -40,7 +39,7 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 def forget_what_was_built():
-    for cached in (native.load_functions, native.try_to_load, native_sum, state_reading._kernel):
+    for cached in (native.load_functions, native.try_to_load, native_sum):
         cached.cache_clear()
 
 

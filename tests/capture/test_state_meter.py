@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope.capture import state_meter, state_reading
+from rankscope.capture import readings
 from rankscope.capture.digest import PendingDigest, digest_bits
+from rankscope.capture.kernels.bits import signed
 from rankscope.capture.state_meter import StateMeter
 from rankscope.core.replicas import StateKind, differences
 from support.state import KINDS, Model, look, make, of, reductions, train
@@ -244,7 +245,7 @@ def test_nothing_that_cannot_be_read_raises_and_it_is_told(monkeypatch, caplog):
     state, values = look(meter, 0)
     assert values.keys() >= {"param_digest", "optimizer_digest"}
     monkeypatch.setattr(
-        state_meter, "digest_bits", lambda *_: (_ for _ in ()).throw(RuntimeError("no bits"))
+        readings, "_lies_in_memory", lambda *_: (_ for _ in ()).throw(RuntimeError("no bits"))
     )
     state, _ = train(model, optimizer, meter, 1)
     assert len(set(of(state, StateKind.PARAMETER).values())) == 1
@@ -287,20 +288,19 @@ def test_digests_that_a_device_still_computes_give_the_same(monkeypatch):
     expected = results()
 
     def pending(tensor, *part):
-        signed = state_meter.signed(digest_bits(tensor, *part).known)
-        return PendingDigest(5, [(1, torch.tensor(signed)), (-5, torch.tensor(1))])
+        known = torch.tensor(signed(digest_bits(tensor, *part).known))
+        return PendingDigest(5, [(1, known), (-5, torch.tensor(1))])
 
-    class OnDevice(state_reading.GradientNorms):
-        def take(self):
-            return [[torch.tensor(sum(numbers), dtype=torch.float64)] for numbers in super().take()]
-
-    monkeypatch.setattr(state_meter, "digest_bits", pending)
-    monkeypatch.setattr(state_reading, "digest_bits", pending)
-    monkeypatch.setattr(state_meter, "GradientNorms", OnDevice)
+    squares = readings._squares
+    monkeypatch.setattr(readings, "_lies_in_memory", lambda _: False)
+    monkeypatch.setattr(readings, "digest_bits", pending)
+    monkeypatch.setattr(readings, "_squares", lambda *part: map(torch.tensor, squares(*part)))
     for (state, values), (known, known_values) in zip(results(), expected, strict=True):
         assert state.kinds == known.kinds
         np.testing.assert_array_equal(state.digests_D, known.digests_D)
         np.testing.assert_array_equal(state.unchanged_D, known.unchanged_D)
+        scale = known_values.pop("applied_scale", 0.0)
+        assert values.pop("applied_scale", 0.0) == pytest.approx(scale)
         assert values == known_values
 
 

@@ -5,16 +5,17 @@ on to those that want it, and :class:`NoEvidence` to none.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rankscope.capture.loader import LoaderMeter
-from rankscope.capture.precision import precision_code
+from rankscope.capture.precision import PrecisionMeter
 from rankscope.capture.rng import RandomMeter
-from rankscope.capture.state_meter import PendingState, StateMeter
+from rankscope.capture.state_meter import StateMeter
+from rankscope.capture.state_turn import PendingState, nothing_pending
 from rankscope.capture.witness import GradientWitness
 
 Values = Mapping[str, float]
@@ -72,15 +73,20 @@ class ExactEvidence:
     ) -> None:
         self._updates_all = updates_all
         self._state_read = False
-        self._module, self._device = module, device
+        self._precisions = PrecisionMeter(module, device)
         self._state = state
         self._random = RandomMeter(device)
         self._loader = LoaderMeter(loader)
         self._precision: float = math.nan
         self._step = -1
-        self.see_local = state.see_local
+        self.see_local, self.see_locals = state.see_local, state.see_locals
         self.see_reduced = state.see_reduced
         self.see_applied = state.see_applied
+
+    @property
+    def wanted_names(self) -> Container[str]:
+        """Names of the parameters whose local gradient is compared in this step."""
+        return self._state.wanted_names
 
     def begin_step(self, step: int) -> None:
         """Begin a step, unless it has begun already."""
@@ -92,7 +98,7 @@ class ExactEvidence:
     def before_forward(self, *, first: bool) -> None:
         """Look at the first forward pass of a step: later ones are like it."""
         if first:
-            self._precision = precision_code(self._module, self._device)
+            self._precision = self._precisions.code(self._step)
             self._random.before_forward()
 
     def after_forward(self) -> None:
@@ -131,6 +137,11 @@ class ExactEvidence:
 class NoEvidence:
     """Compares nothing."""
 
+    wanted_names: Container[str] = ()
+
+    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Look away."""
+
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Look away."""
 
@@ -154,7 +165,7 @@ class NoEvidence:
 
     def collect(self, step: int) -> tuple[PendingState, Values]:
         """Return nothing."""
-        return PendingState([], (), ([], []), None), {}
+        return nothing_pending(), {}
 
     def abort(self) -> None:
         """Look away."""

@@ -17,6 +17,9 @@ import torch
 
 _MT_BYTES = 624 * 4 + 4  # key and position of a Mersenne twister
 
+Snapshot = bytes | tuple[bytes, object]
+"""A generator's state; of Python's, what lies in memory, and the number that was put aside."""
+
 
 def digest_of(data: bytes) -> int:
     """Return a 63-bit digest of bytes, the same in every process."""
@@ -25,10 +28,24 @@ def digest_of(data: bytes) -> int:
 
 def python_state() -> bytes:
     """Return the state of the generator behind Python's ``random`` functions."""
+    return python_bytes(python_snapshot())
+
+
+def python_snapshot() -> Snapshot:
+    """Return the same in a form that is sooner taken and compared, for :func:`python_bytes`."""
     generator = getattr(random.getstate, "__self__", None)
     if type(generator) is random.Random and _python_has_known_layout():
-        return _python_state_in_memory(generator)  # 3 µs instead of 15
+        return _in_memory(generator)
     return _python_state_as_told(random.getstate())
+
+
+def python_bytes(snapshot: Snapshot) -> bytes:
+    """Return the state that a snapshot is of."""
+    if isinstance(snapshot, bytes):
+        return snapshot
+    position_and_key, gauss = snapshot
+    words = np.frombuffer(position_and_key, np.uint32).astype("L")
+    return words[1:].tobytes() + words[:1].tobytes() + repr(gauss).encode()
 
 
 def numpy_state() -> bytes:
@@ -44,7 +61,8 @@ def numpy_state() -> bytes:
 
 def torch_state() -> bytes:
     """Return the state of torch's generator on the CPU."""
-    return torch.get_rng_state().numpy().tobytes()
+    state = torch.get_rng_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _python_state_as_told(state: tuple[Any, ...]) -> bytes:
@@ -52,12 +70,10 @@ def _python_state_as_told(state: tuple[Any, ...]) -> bytes:
     return array("L", words).tobytes() + repr(gauss).encode()
 
 
-def _python_state_in_memory(generator: random.Random) -> bytes:
-    """Return the same from the object itself: behind its header are the position and the key."""
-    position_and_key = ctypes.string_at(id(generator) + object.__basicsize__, _MT_BYTES)
-    words = np.frombuffer(position_and_key, np.uint32).astype("L")
-    gauss = repr(generator.gauss_next)  # type: ignore[attr-defined]
-    return words[1:].tobytes() + words[:1].tobytes() + gauss.encode()
+def _in_memory(generator: random.Random) -> tuple[bytes, object]:
+    """Return what the object itself holds behind its header, position and key, and one number."""
+    held = ctypes.string_at(id(generator) + object.__basicsize__, _MT_BYTES)
+    return held, generator.gauss_next  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -68,7 +84,7 @@ def _python_has_known_layout() -> bool:
     room = random.Random.__base__.__basicsize__ - object.__basicsize__  # type: ignore[union-attr]
     if sys.implementation.name != "cpython" or room < _MT_BYTES:
         return False
-    return _python_state_in_memory(twister) == _python_state_as_told(twister.getstate())
+    return python_bytes(_in_memory(twister)) == _python_state_as_told(twister.getstate())
 
 
 @functools.cache

@@ -11,19 +11,24 @@ is declined with one line in the log.
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from rankscope.capture.host import HostCopy
+from rankscope.capture.host import HostCopy, Numbers, OnHost
+from rankscope.capture.kernels.inputs import count_labels
+from rankscope.capture.labels import (
+    IGNORED_LABEL,
+    count_label_tokens,
+    is_spread,
+    labels_in,
+    own,
+)
 from rankscope.capture.loss_form import read_form
 from rankscope.errors import UsageError
-
-IGNORED_LABEL = -100
 
 _log = logging.getLogger("rankscope")
 
@@ -32,8 +37,8 @@ _log = logging.getLogger("rankscope")
 class MicroBatchLoss:
     """Losses of one micro-batch ``[U]``, their weights ``[U]`` if known, and its forward pass."""
 
-    values: HostCopy
-    weights: HostCopy | None
+    values: Numbers
+    weights: Numbers | None
     multiplier: "_Multiplier | None" = None
     forward: int = 0
 
@@ -50,7 +55,7 @@ class _Multiplier:
     """
 
     def __init__(self, loss: Tensor, unit: Tensor | None = None) -> None:
-        self.value: Tensor | None = None
+        self.value: Tensor | float | None = None
         self._unit = unit
         loss.register_hook(self._see)  # type: ignore[no-untyped-call]
 
@@ -60,10 +65,12 @@ class _Multiplier:
         except Exception:  # the backward pass goes on, and the factor is unknown
             _log.debug("what a loss was multiplied by could not be read", exc_info=True)
 
-    def _factor(self, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or _is_spread(gradient):
+    def _factor(self, gradient: Tensor | None) -> Tensor | float | None:
+        if self._unit is None and _is_number_on_host(gradient):
+            return gradient.item()
+        if gradient is None or is_spread(gradient):
             return self.value  # it is None where nothing that follows the loss depends on it
-        gradient = _own(gradient)
+        gradient = own(gradient)
         value = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
         return value if self._unit is None else value * _moved(self._unit, value.device)
 
@@ -107,7 +114,7 @@ class LossMeter:
         Raises:
             UsageError: Shapes other than these.
         """
-        if any(map(_is_spread, (value, weight, factor))):
+        if any(map(is_spread, (value, weight, factor))):
             self._decline()
             return
         unit = None if factor is None else _in_double(factor)
@@ -144,8 +151,11 @@ class LossMeter:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
-        if _is_spread(loss):
+        if is_spread(loss):
             self._decline()
+            return
+        if _is_number_on_host(loss) and "num_items_in_batch" not in kwargs:
+            self._see_on_host(loss, kwargs, forward)
             return
         weights = count_label_tokens(kwargs, shifted=self._shifted)
         values = _in_double(loss).reshape(1)
@@ -157,6 +167,19 @@ class LossMeter:
         copy = None if weights is None else HostCopy(weights)
         multiplier = _multiplier(loss, unit)
         self._seen.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
+
+    def _see_on_host(self, loss: Tensor, kwargs: Mapping[str, Any], forward: int) -> None:
+        """Take a loss that can be read at once."""
+        labels, first = labels_in(kwargs, shifted=self._shifted)
+        count = None if labels is None else count_labels(labels, IGNORED_LABEL, first=first)
+        weights: Numbers | None
+        if count is not None:
+            weights = OnHost(np.array([count], np.float64))
+        else:
+            counted = count_label_tokens(kwargs, shifted=self._shifted)
+            weights = None if counted is None else HostCopy(counted, own=True)
+        values, multiplier = OnHost(np.array([loss.item()])), _multiplier(loss)
+        self._seen.append(MicroBatchLoss(values, weights, multiplier, forward))
 
     @property
     def num_given(self) -> tuple[int, int]:
@@ -198,7 +221,7 @@ class LossMeter:
                 "replicated); give scope.loss() the local loss. The rest is measured as before"
             )
 
-    def collect(self, idle: Container[int] = ()) -> tuple[list[MicroBatchLoss], HostCopy | None]:
+    def collect(self, idle: Container[int] = ()) -> tuple[list[MicroBatchLoss], Numbers | None]:
         """Return what was collected since the last call, and start again.
 
         Args:
@@ -258,21 +281,15 @@ def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
     return inner if isinstance(inner, torch.nn.Module) else None
 
 
-def count_label_tokens(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
-    """Return the number of label tokens in a model's inputs (float64 ``[1]``), None without labels.
-
-    Args:
-        inputs: With ``labels``, or ``shift_labels`` that are aligned with what is predicted.
-        shifted: Whether the first of ``labels`` of each sequence is not a target.
-    """
-    aligned, labels = inputs.get("shift_labels"), inputs.get("labels")
-    if isinstance(aligned, Tensor):
-        labels = aligned
-    elif isinstance(labels, Tensor) and shifted and labels.dim() > 1:
-        labels = labels[..., 1:]
-    if not isinstance(labels, Tensor) or _is_spread(labels):
-        return None
-    return (_own(labels) != IGNORED_LABEL).sum(dtype=torch.float64).reshape(1)
+def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
+    """Return whether a tensor is a real number in the host's memory, which is soon read."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.numel() == 1
+        and tensor.layout is torch.strided
+        and tensor.is_floating_point()
+    )
 
 
 def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
@@ -280,21 +297,10 @@ def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
     return _Multiplier(loss, None if unit is None else unit.sum()) if watched else None
 
 
-def _is_spread(value: Any) -> bool:
-    """Return whether this rank holds a part of a tensor only."""
-    return isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return a tensor, all of which this rank holds, as an ordinary one without a graph."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _in_double(value: Any) -> Tensor:
     """Return a tensor in float64 where it lives, and any other number on the host."""
     if isinstance(value, Tensor):
-        return _own(value).to(torch.float64)
+        return own(value).to(torch.float64)
     return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
@@ -305,7 +311,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
     """Return own label tokens per token that the loss was divided by ``[1]``, None if all."""
-    if weights is None or not isinstance(num_items, (int, float, Tensor)) or _is_spread(num_items):
+    if weights is None or not isinstance(num_items, (int, float, Tensor)) or is_spread(num_items):
         return None
     items = _moved(_in_double(num_items), weights.device)
     return weights / items if items.numel() == 1 else None
@@ -317,16 +323,20 @@ def _taken_out(unit: Tensor, values: Tensor) -> Tensor:
     return torch.where(unit == 0, values, values / unit)
 
 
-def _multipliers(collected: Sequence[MicroBatchLoss]) -> HostCopy | None:
-    factors = [
+def _multipliers(collected: Sequence[MicroBatchLoss]) -> Numbers | None:
+    factors: list[Tensor | float] = [
         micro.multiplier.value
         for micro in collected
         if micro.multiplier is not None and micro.multiplier.value is not None
     ]
     if not factors or len(factors) < len(collected):
         return None
-    together = factors[0].reshape(1) if len(factors) == 1 else torch.stack(factors)
-    return HostCopy(together.to(torch.float64))
+    tensors = [factor for factor in factors if isinstance(factor, Tensor)]
+    if not tensors:
+        return OnHost(np.array(factors))
+    device = tensors[0].device
+    together = [_moved(_in_double(factor).reshape(()), device) for factor in factors]
+    return HostCopy(torch.stack(together), own=True)
 
 
 def to_arrays(

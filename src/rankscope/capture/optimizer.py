@@ -10,6 +10,7 @@ from torch import Tensor
 from rankscope.capture.fingerprint import digest_of
 
 _NO_SETTINGS = frozenset({"params", "param_names", "initial_lr", "lr"})
+_PARAMETERS = frozenset({"params", "param_names"})
 _FIXED = (bool, int, float, str, type(None))
 
 
@@ -31,6 +32,8 @@ class OptimizerMeter:
         self._weight_decay = float("nan")
         self._groups: dict[int, _GroupSettings] = {}
         self._settings: list[object] = []
+        self._values: list[object] = []  # of all groups: while they live, their ids are theirs
+        self._seen: list[int] = []
         self._digest: int | None = None
         self._taken = False
 
@@ -68,6 +71,8 @@ class OptimizerMeter:
 
     def _take(self, optimizer: Any) -> None:
         groups = getattr(optimizer, "param_groups", None)
+        if isinstance(groups, list) and self._is_known(groups):
+            return
         groups = groups if isinstance(groups, Sequence) else ()
         groups = [group for group in groups if isinstance(group, Mapping)]
         first = groups[0] if groups else {}
@@ -78,6 +83,17 @@ class OptimizerMeter:
         if settings != self._settings:
             self._settings = settings
             self._digest = digest_of(repr(settings).encode()) if groups else None
+        named = [(name, value) for group in groups for name, value in group.items()]
+        self._values = [value for name, value in named if name not in _PARAMETERS]
+        known = bool(groups) and all(map(_is_fixed, self._values))
+        self._seen = [id(value) for _, value in named] if known else []
+
+    def _is_known(self, groups: list[Any]) -> bool:
+        """Return whether all settings are the very objects of the last call, and cannot change."""
+        try:
+            return self._seen == [id(value) for group in groups for value in group.values()] != []
+        except AttributeError:  # no mapping
+            return False
 
     def _text_of(self, number: int, group: Mapping[str, Any]) -> str:
         """Return the settings of one parameter group; written anew only when some have changed."""

@@ -11,6 +11,40 @@ from rankscope.capture.fingerprint import digest_of
 _types: "WeakKeyDictionary[torch.nn.Module, str]" = WeakKeyDictionary()
 
 
+FLAGS_EVERY = 16
+"""Steps from one look at torch's global settings to the next."""
+
+
+class PrecisionMeter:
+    """Tells the precision of each step's first forward pass.
+
+    Autocast is looked at in every step, torch's global settings in steps that are multiples of
+    ``FLAGS_EVERY``, on all workers alike: scripts set them once, and they take long to read.
+
+    Args:
+        module: The model.
+        device: Where it computes.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._flags: dict[str, str | bool] | None = None
+        self._codes: dict[str, int] = {}
+
+    def code(self, step: int) -> int:
+        """Return :func:`precision_code`; to be called inside the forward pass."""
+        if self._flags is None or step % FLAGS_EVERY == 0:
+            flags = precision_flags()
+            if flags != self._flags:
+                self._flags = flags
+                self._codes.clear()
+        autocast = _autocast(self._device.type)
+        code = self._codes.get(autocast)
+        if code is None:
+            code = self._codes[autocast] = precision_code(self._module, self._device)
+        return code
+
+
 def precision_code(module: torch.nn.Module, device: torch.device) -> int:
     """Return a 63-bit digest of :func:`precision_words`; equal on workers that compute alike.
 

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from rankscope.capture.fingerprint import digest_of, numpy_state, python_state, torch_state
+from rankscope.capture.fingerprint import (
+    Snapshot,
+    digest_of,
+    numpy_state,
+    python_bytes,
+    python_snapshot,
+    torch_state,
+)
 
 PYTHON, NUMPY, TORCH, ACCELERATOR = 1, 2, 4, 8
 """The generators, as bits of the column ``rng_used``."""
@@ -38,16 +45,16 @@ class RandomMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._readers: dict[int, Callable[[], bytes]] = {
-            PYTHON: python_state,
+        self._readers: dict[int, Callable[[], Snapshot]] = {
+            PYTHON: python_snapshot,
             NUMPY: numpy_state,
             TORCH: torch_state,
         }
         if device.type != "cpu":
             self._readers[ACCELERATOR] = _reader_of(device)
-        self._first: dict[int, bytes] = {}
-        self._last: dict[int, bytes] = {}  # of those that the step before did not move
-        self._before: dict[int, bytes] | None = None
+        self._first: dict[int, Snapshot] = {}
+        self._last: dict[int, Snapshot] = {}  # of those that the step before did not move
+        self._before: dict[int, Snapshot] | None = None
         self._used: int | None = None
         self._between = 0
 
@@ -89,7 +96,9 @@ class RandomMeter:
         values = {"rng_used": used | between << BETWEEN}
         for name, bits in _DIGESTS.items():
             moved = bits & (used | between)
-            states = [bytes([bit]) + state for bit, state in first.items() if moved & bit]
+            states = [
+                bytes([bit]) + python_bytes(state) for bit, state in first.items() if moved & bit
+            ]
             if states:
                 values[name] = digest_of(b"".join(states))
         return values

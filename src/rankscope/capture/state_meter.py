@@ -1,138 +1,30 @@
 """Exact digests of a model's state, of some of it in every step.
 
 Parameters, buffers, the optimizer's state and the gradients take turns, so that a step pays for a
-small part of them, and all of them are compared within one rotation.
+small part of them, and all of them are compared within one rotation. What is read at a moment of a
+step is read together: by one call on the host, by one launch on an accelerator.
 """
 
 import logging
-import math
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rankscope.capture.digest import PendingDigest, digest_bits, word_of
-from rankscope.capture.host import HostCopy
-from rankscope.capture.kernels.bits import signed
-from rankscope.capture.state_plan import Item, Lasting, Plan, Slice, survey
-from rankscope.capture.state_reading import GradientNorms, digest_optimizer, prepare
-from rankscope.core.replicas import StateDigests, StateKind
+from rankscope.capture.digest import digest_bits, word_of
+from rankscope.capture.readings import PendingReading, Reading, prepare
+from rankscope.capture.state_plan import Lasting, Plan, Slice, survey
+from rankscope.capture.state_reading import optimizer_state, state_leaves
+from rankscope.capture.state_signature import signature
+from rankscope.capture.state_turn import NOTHING, PendingState, Seen, Turn, nothing_pending
+from rankscope.core.replicas import StateKind
 
-_UNREADABLE = PendingDigest(word_of("cannot be read"))
-_COLUMNS = {
-    StateKind.PARAMETER: "param_digest",
-    StateKind.BUFFER: "buffer_digest",
-    StateKind.OPTIMIZER: "optimizer_digest",
-    StateKind.REDUCED: "reduced_digest",
-    StateKind.APPLIED: "applied_digest",
-}
-_MOMENTS = (StateKind.REDUCED, StateKind.APPLIED)
-_STATE = (StateKind.PARAMETER, StateKind.BUFFER, StateKind.OPTIMIZER)
+_UNREADABLE = word_of("cannot be read")
+_MASK = (1 << 64) - 1
+_MOST_TURNS = 1024  # that are kept
 
 _log = logging.getLogger("rankscope")
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One digest of a step.
-
-    Attributes:
-        kind: What it is of.
-        name: The item's name.
-        parts: A digest of each of the item's slices.
-        before: For a reduced gradient: digests of the same slices before the reduction; None
-            where that was not seen.
-        reduced: For a reduced gradient: which of its slices are reduced at all.
-    """
-
-    kind: StateKind
-    name: str
-    parts: list[PendingDigest]
-    before: list[PendingDigest | None]
-    reduced: list[bool]
-
-
-class PendingState:
-    """The digests of one step on their way to the host.
-
-    Args:
-        rows: The digests.
-        seen: The kinds that could be read in this step.
-        norms: Squared norms of the reduced and of the applied gradient, in parts.
-        layout: Digest of the plan; None without one.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[_Row],
-        seen: Iterable[StateKind],
-        norms: Sequence[Sequence[float | Tensor]],
-        layout: int | None,
-    ) -> None:
-        self._rows = rows
-        self._seen = frozenset(seen)
-        self._norms = norms
-        self._layout = layout
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for tensor in self._tensors():
-            by_device[tensor.device].append(_as_bits(tensor))
-        self._copies = {d: HostCopy(torch.stack(each)) for d, each in by_device.items()}
-
-    def read(self) -> tuple[StateDigests, dict[str, float | int]]:
-        """Wait for the device.
-
-        Returns:
-            The digests, and LOCAL signals: ``state_layout`` and, as far as they are known,
-            ``param_digest``, ``buffer_digest``, ``optimizer_digest``, ``reduced_digest``,
-            ``applied_digest`` and ``applied_scale``.
-        """
-        arrived = self._arrived()
-        digests, unchanged = [], []
-        for row in self._rows:
-            parts = [_number(part, arrived) for part in row.parts]
-            before = [None if part is None else _number(part, arrived) for part in row.before]
-            factors = (word_of(f"part {number}") | 1 for number in range(len(parts)))
-            digest = sum(f * p for f, p in zip(factors, parts, strict=False))
-            digests.append(signed(parts[0] if len(parts) == 1 else digest))
-            pairs = zip(parts, before, row.reduced, strict=False)
-            unchanged.append(
-                row.kind is StateKind.REDUCED
-                and all(not reduced or part == old for part, old, reduced in pairs)
-            )
-        state = StateDigests(
-            tuple(row.kind for row in self._rows),
-            tuple(row.name for row in self._rows),
-            np.array(digests, np.int64),
-            np.array(unchanged, bool),
-        )
-        values: dict[str, float | int] = {}
-        if self._layout is not None:
-            values["state_layout"] = self._layout
-        for kind, column in _COLUMNS.items():
-            of_kind = state.of_kind(kind) if kind in self._seen else None
-            if of_kind is not None:
-                values[column] = of_kind
-        reduced, applied = (sum(_squares(norms, arrived)) for norms in self._norms)
-        if {StateKind.REDUCED, StateKind.APPLIED} <= self._seen and 0 < reduced < math.inf:
-            values["applied_scale"] = math.sqrt(applied / reduced)
-        return state, values
-
-    def _tensors(self) -> Iterator[Tensor]:
-        """Yield what lies on a device, in the order in which it is read."""
-        for row in self._rows:
-            for digest in (*row.parts, *row.before):
-                if digest is not None and digest.pending:
-                    yield from (tensor for _, tensor in digest.pending)
-        for norms in self._norms:
-            yield from (norm for norm in norms if isinstance(norm, Tensor))
-
-    def _arrived(self) -> dict[torch.device, Iterator[Any]]:
-        return {device: iter(copy.numpy()) for device, copy in self._copies.items()}
 
 
 class StateMeter:
@@ -149,6 +41,7 @@ class StateMeter:
         left_out: Names of parameters and buffers that each worker may have for itself.
         lasting: Tells what lasts of a parameter that is replaced while the model computes, and
             which parameters each worker may have for itself; None if all that hangs in it lasts.
+        device: Where the model lives.
         max_items: Digests of a step, at most.
         turns: Steps within which everything has its turn.
     """
@@ -162,6 +55,7 @@ class StateMeter:
         reduces: Callable[[Tensor], bool] | None = None,
         left_out: Container[str] = (),
         lasting: Lasting | None = None,
+        device: torch.device | None = None,
         max_items: int = 32,
         turns: int = 64,
     ) -> None:
@@ -175,30 +69,28 @@ class StateMeter:
             Plan, replicated=replicated, called=called, turns=turns, max_items=max_items
         )
         self._plan: Plan | None = None
+        self._signature: list[object] | None = None
+        self._turns: dict[tuple[int, ...], Turn] = {}
         self._told = False
-        self._items: list[Item] = []
-        self._wanted: dict[str, list[tuple[int, int, Slice]]] = {}
-        self._local: dict[tuple[int, int], PendingDigest] = {}
-        self._digests: dict[StateKind, list[list[PendingDigest]]] = {}
-        self._norms = GradientNorms(len(_MOMENTS))
-        prepare()
+        self._turn = NOTHING
+        self._seen = _nothing()
+        prepare(torch.device("cpu") if device is None else device)
+
+    @property
+    def wanted_names(self) -> Container[str]:
+        """Names of the parameters of which :meth:`see_local` wants to see the gradient."""
+        return self._turn.wanted
 
     def begin_step(self, step: int) -> None:
         """Choose what to read in a step, at its first forward pass."""
         self._clear()
-        self._norms.take()
         try:
             if self._plan is None or step % self._plan.length == 0:
                 self._make_plan()
             assert self._plan is not None
-            self._items = self._plan.chosen(step)
+            self._turn = self._turn_of(self._plan, step)
         except Exception as error:  # a model that cannot be listed
             self._tell(error)
-            return
-        for number, item in enumerate(self._items):
-            if StateKind.REDUCED in item.kinds:
-                for index, part in enumerate(item.slices):
-                    self._wanted.setdefault(part.place.name, []).append((number, index, part))
 
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, before the reduction; the last one counts.
@@ -207,117 +99,144 @@ class StateMeter:
             name: The parameter's canonical name.
             gradient: Any shape; it may be overwritten as soon as this returns.
         """
-        for number, index, part in self._wanted.get(name, ()):
-            self._local[number, index] = self._digest(gradient, part)
+        if name not in self._turn.wanted:
+            return
+        if not gradient.is_cpu:
+            self.see_locals(((name, gradient),))
+            return
+        for number, part in self._turn.wanted[name]:
+            try:
+                digest = digest_bits(gradient, part.start, part.stop)
+                self._seen.local[number] = digest.known & _MASK
+            except Exception as error:  # whatever kind of tensor it is
+                self._tell(error)
+                self._seen.local[number] = _UNREADABLE
+
+    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Take local gradients of several parameters at once, each as in :meth:`see_local`."""
+        reading, numbers = Reading(), []
+        for name, gradient in gradients:
+            for number, part in self._turn.wanted.get(name, ()):
+                numbers.append(number)
+                self._add(reading, gradient, part)
+        if numbers:
+            begun = self._begin(reading)
+            self._seen.local |= {number: (begun, i) for i, number in enumerate(numbers)}
 
     def see_reduced(self) -> None:
         """Read gradients right after the reduction."""
-        self._read_gradients(StateKind.REDUCED)
+        self._read_gradients(StateKind.REDUCED, self._turn.reduced.slices)
 
     def see_applied(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; its first call counts."""
-        if self._optimizer is not None and StateKind.APPLIED not in self._digests:
-            self._read_gradients(StateKind.APPLIED)
+        if self._optimizer is not None and StateKind.APPLIED not in self._seen.gradients:
+            self._read_gradients(StateKind.APPLIED, self._turn.applied.slices)
 
     def see_state(self) -> None:
         """Read parameters, buffers and the optimizer's state, after the step."""
-        for kind in _STATE:
-            read = self._read_optimizer if kind is StateKind.OPTIMIZER else self._read_tensor
-            self._digests[kind] = [
-                [read(part) for part in item.slices] if kind in item.kinds else []
-                for item in self._items
-            ]
+        reading = Reading()
+        for part in self._turn.read:
+            tensor = part.place.current(self._lasting)
+            if tensor is None:
+                reading.add_word(0)
+            else:
+                self._add(reading, tensor, part)
+        weights: list[int] = []
+        starts = []
+        for part in self._turn.optimizer.slices:
+            starts.append(len(weights))
+            self._add_optimizer(reading, weights, part)
+        seen = self._seen
+        seen.state, seen.weights, seen.starts = self._begin(reading), weights, starts
 
     def collect(self) -> PendingState:
         """Return what was read since the step began, without waiting, and begin anew."""
         layout = None if self._plan is None else self._plan.layout
-        try:
-            pending = PendingState(list(self._rows()), self._digests, self._norms.take(), layout)
-        except Exception as error:  # of the copy to the host
-            self._tell(error)
-            pending = PendingState([], (), [[], []], layout)
+        turn, seen = self._turn, self._seen
+        if turn is NOTHING:
+            pending = nothing_pending(layout)
+        else:
+            if self._reduces is not None:
+                seen.reduced = [self._is_reduced(part) for part in turn.reduced.slices]
+            pending = PendingState(turn, seen, layout)
         self._clear()
         return pending
 
     def _clear(self) -> None:
-        self._items = []
-        self._wanted.clear()
-        self._local, self._digests = {}, {}
+        self._turn, self._seen = NOTHING, _nothing()
 
     def _make_plan(self) -> None:
+        marks = signature(self._module, self._optimizer)
+        if self._plan is not None and marks is not None and marks == self._signature:
+            return
         found = survey(self._module, self._optimizer, self._left_out, self._lasting)
         if self._plan is None or found != self._plan.found:
             self._plan = self._new_plan(found)
+            self._turns.clear()
+        self._signature = marks
 
-    def _rows(self) -> Iterator[_Row]:
-        for number, item in enumerate(self._items):
-            for kind in item.kinds:
-                if kind in self._digests:
-                    parts = self._digests[kind][number]
-                elif kind in _STATE:
-                    continue  # the step was cut short
-                else:
-                    parts = [PendingDigest() for _ in item.slices]
-                before: list[PendingDigest | None] = []
-                reduced: list[bool] = []
-                if kind is StateKind.REDUCED:
-                    before = [self._local.get((number, i)) for i in range(len(parts))]
-                    reduced = [self._is_reduced(part) for part in item.slices]
-                yield _Row(kind, item.name, parts, before, reduced)
+    def _turn_of(self, plan: Plan, step: int) -> Turn:
+        place = plan.place(step)
+        turn = self._turns.get(place)
+        if turn is None:
+            if len(self._turns) >= _MOST_TURNS:
+                self._turns.clear()
+            turn = self._turns[place] = Turn(plan.chosen(step))
+        return turn
 
     def _is_reduced(self, part: Slice) -> bool:
-        if self._reduces is None:
-            return True
         parameter = part.place.current(self._lasting)
-        return parameter is None or self._reduces(parameter)
+        return parameter is None or self._reduces is None or self._reduces(parameter)
 
-    def _read_gradients(self, kind: StateKind) -> None:
-        moment = _MOMENTS.index(kind)
-        self._norms.begin(moment)
-        self._digests[kind] = [
-            [self._read_gradient(part, moment) for part in item.slices]
-            if kind in item.kinds
-            else []
-            for item in self._items
-        ]
+    def _read_gradients(self, kind: StateKind, slices: Iterable[Slice]) -> None:
+        reading = Reading()
+        for part in slices:
+            parameter = part.place.current(self._lasting)
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None:
+                reading.add_word(0)
+            else:
+                self._add(reading, gradient, part, norm=True)
+        self._seen.gradients[kind] = self._begin(reading)
+
+    def _add_optimizer(self, reading: Reading, weights: list[int], part: Slice) -> None:
+        """Add what the optimizer keeps for a slice; at least one leaf."""
+        first = len(reading)
         try:
-            self._norms.end(moment)
-        except Exception as error:  # as of a single gradient
-            self._norms.spoil(moment)
-            self._tell(error)
-
-    def _read_gradient(self, part: Slice, moment: int) -> PendingDigest:
-        parameter = part.place.current(self._lasting)
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None:
-            return PendingDigest()
-        try:
-            self._norms.add(moment, gradient, part)
-        except Exception as error:  # whatever kind of tensor it is
-            self._norms.spoil(moment)
-            self._tell(error)
-        return self._digest(gradient, part)
-
-    def _read_tensor(self, part: Slice) -> PendingDigest:
-        tensor = part.place.current(self._lasting)
-        return PendingDigest() if tensor is None else self._digest(tensor, part)
-
-    def _read_optimizer(self, part: Slice) -> PendingDigest:
-        parameter = part.place.current(self._lasting)
-        if parameter is None:
-            return PendingDigest()
-        try:
-            return digest_optimizer(self._optimizer, parameter, part)
+            parameter = part.place.current(self._lasting)
+            state = None if parameter is None else optimizer_state(self._optimizer, parameter)
+            for weight, leaf, start, stop in () if state is None else state_leaves(state, part):
+                if isinstance(leaf, int):
+                    reading.add_word(leaf)
+                else:
+                    reading.add(leaf, start, stop)
+                weights.append(weight)
+            if len(reading) > first:
+                return
+            reading.add_word(0)
         except Exception as error:  # whatever an optimizer keeps
             self._tell(error)
-            return _UNREADABLE
+            del weights[len(weights) - (len(reading) - first) :]
+            reading.forget(first)
+            reading.add_word(_UNREADABLE)
+        weights.append(1)
 
-    def _digest(self, tensor: Tensor, part: Slice) -> PendingDigest:
+    def _add(self, reading: Reading, tensor: Tensor, part: Slice, *, norm: bool = False) -> None:
         try:
-            return digest_bits(tensor, part.start, part.stop)
+            reading.add(tensor, part.start, part.stop, norm=norm)
         except Exception as error:  # whatever kind of tensor it is
             self._tell(error)
-            return _UNREADABLE
+            reading.add_unreadable(_UNREADABLE)
+
+    def _begin(self, reading: Reading) -> PendingReading:
+        try:
+            return reading.begin()
+        except Exception as error:  # of the device, or of the copy to the host
+            self._tell(error)
+            unread = Reading()
+            for _ in range(len(reading)):
+                unread.add_unreadable(_UNREADABLE)
+            return unread.begin()
 
     def _tell(self, error: Exception) -> None:
         if not self._told:
@@ -330,20 +249,5 @@ class StateMeter:
             )
 
 
-def _as_bits(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.int64 else tensor.double().view(torch.int64)
-
-
-def _number(digest: PendingDigest, arrived: dict[torch.device, Iterator[Any]]) -> int:
-    pending = (factor * int(next(arrived[tensor.device])) for factor, tensor in digest.pending)
-    return signed(digest.known + sum(pending))
-
-
-def _squares(
-    norms: Sequence[float | Tensor], arrived: dict[torch.device, Iterator[Any]]
-) -> Iterator[float]:
-    for norm in norms:
-        if isinstance(norm, Tensor):
-            yield float(next(arrived[norm.device]).view(np.float64))
-        else:
-            yield norm
+def _nothing() -> Seen:
+    return Seen(None, (), (), {}, {}, None)

@@ -162,6 +162,10 @@ class Plan:
         """Steps of a rotation."""
         return max(len(rounds) for rounds in self._rotations)
 
+    def place(self, step: int) -> tuple[int, ...]:
+        """Return where a step stands in the rotation; steps of equal places have equal items."""
+        return tuple(step % len(rounds) for rounds in self._rotations)
+
     def chosen(self, step: int) -> list[Item]:
         """Return the items of a step: parameters, then buffers."""
         return [item for rounds in self._rotations for item in rounds[step % len(rounds)]]

@@ -32,6 +32,12 @@ class PendingTrace:
     rows: tuple[PendingRows, ...]
     initial: PendingRows | None = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        initial = self.initial is None or self.initial.ready
+        return initial and all(rows.ready for rows in self.rows)
+
     def read(self) -> Trace:
         """Wait for the device."""
         initial = None if self.initial is None else self.initial.read()

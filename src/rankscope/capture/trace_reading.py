@@ -181,6 +181,12 @@ class PendingRows:
             for device in devices
         }
 
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        copies = (self._sketches, self._squared_norms, *self._digests.values())
+        return all(copy.ready for copy in copies)
+
     def read(self) -> Trace:
         """Wait for the device."""
         sketches_NK = np.zeros((len(self._rows), TRACE_WIDTH))

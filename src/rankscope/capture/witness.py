@@ -1,5 +1,6 @@
 """Who else looks at gradients while a tap reads them."""
 
+from collections.abc import Container, Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -15,6 +16,14 @@ class SeesReduced(Protocol):
 class GradientWitness(SeesReduced, Protocol):
     """Is shown gradients at two moments of a backward pass, on the training thread."""
 
+    @property
+    def wanted_names(self) -> Container[str]:
+        """Canonical names of the parameters whose local gradient it wants to see in this step.
+
+        To show it others as well costs time, and does nothing. Known from the step's first forward
+        pass on.
+        """
+
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, before the reduction.
 
@@ -24,6 +33,9 @@ class GradientWitness(SeesReduced, Protocol):
             name: The parameter's canonical name.
             gradient: Any shape; it may be overwritten as soon as this returns.
         """
+
+    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Take local gradients of several parameters at once, by name: on a device, one launch."""
 
 
 class BothSee:
@@ -35,8 +47,13 @@ class BothSee:
     """
 
     def __init__(self, witness: GradientWitness, other: SeesReduced) -> None:
-        self.see_local = witness.see_local
+        self.see_local, self.see_locals = witness.see_local, witness.see_locals
         self._witness, self._other = witness, other
+
+    @property
+    def wanted_names(self) -> Container[str]:
+        """What the witness wants to see."""
+        return self._witness.wanted_names
 
     def see_reduced(self) -> None:
         """Tell both."""

@@ -60,10 +60,7 @@ class StateDigests:
     def of_kind(self, kind: StateKind) -> int | None:
         """Return one digest of all items of a kind, None without any."""
         chosen = [digest for k, digest in zip(self.kinds, self.digests_D, strict=True) if k is kind]
-        if not chosen:
-            return None
-        digest = hashlib.blake2b(np.array(chosen, np.int64).tobytes(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return digest_of_digests(np.array(chosen, np.int64)) if chosen else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +98,12 @@ class StateDifference:
             agreed = counts[most] * 2 > len(ranks)
             odd += [r for r in ranks if not agreed or self.digests_W[r] != values[most]]
         return tuple(sorted(odd))
+
+
+def digest_of_digests(digests_D: NDArray[np.int64] | NDArray[np.uint64]) -> int:
+    """Return one 63-bit digest of several digests of 64 bits, in order."""
+    digest = hashlib.blake2b(digests_D.tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def differences(

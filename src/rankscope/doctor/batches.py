@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankscope.capture.loss import IGNORED_LABEL
+from rankscope.capture.labels import IGNORED_LABEL
 from rankscope.capture.samples import digest_inputs
 
 _LABELS = ("labels", "label", "targets", "target")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import rankscope
 from rankscope.capture.deepspeed import is_deepspeed
-from rankscope.capture.loss import count_label_tokens, shifts_labels
+from rankscope.capture.labels import count_label_tokens
+from rankscope.capture.loss import shifts_labels
 from rankscope.errors import UsageError
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rankscope
-from rankscope.capture.loss import IGNORED_LABEL
+from rankscope.capture.labels import IGNORED_LABEL
 from rankscope.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:

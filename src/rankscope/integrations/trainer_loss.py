@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rankscope.capture.loss import count_label_tokens, shifts_labels
+from rankscope.capture.labels import count_label_tokens
+from rankscope.capture.loss import shifts_labels
 from rankscope.capture.loss_form import LossForm, read_form
 from rankscope.scope import Scope
 

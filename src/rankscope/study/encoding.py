@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.capture.loss import IGNORED_LABEL
+from rankscope.capture.labels import IGNORED_LABEL
 from rankscope.errors import DataError, UsageError
 from rankscope.study.data import Record
 from rankscope.study.prompts import prompt

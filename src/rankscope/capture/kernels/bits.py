@@ -14,6 +14,7 @@ always seen, since its key is odd.
 import functools
 import logging
 import threading
+from array import array
 from collections.abc import Iterable
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.capture.kernels.native import load_digest
+from rankscope.capture.kernels.native import load_digest, load_digests
 
 ROW = 512
 """Words of 64 bits in a row; with its keys, it fits into the first-level cache."""
@@ -32,8 +33,13 @@ CHUNK_BYTES = 1 << 20
 
 CHUNK_BYTES_ACCELERATOR = 1 << 23
 
+NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4,
+           torch.complex64: 1, torch.complex128: 4}  # fmt: skip
+"""What the compiled functions call the types whose squares they add up."""
+
 _NUM_MULTIPLIERS = 1 << 16  # rows; then they begin again, times another factor
 _BLOCK_FACTOR = 0xD1342543DE82EF95
+_SHORT = 1 << 17  # bytes, read in less time than it may take to get the interpreter's lock back
 _MODULUS = 1 << 64
 
 _log = logging.getLogger("rankscope")
@@ -97,6 +103,7 @@ class NativeSum:
 
     def __init__(self) -> None:
         self._function = load_digest()
+        self._many, self._few = load_digests()
         first, second = _keys()
         keys = np.stack([first, (first << np.uint64(32)) + second], axis=1).reshape(-1)
         low = keys.astype(np.uint32)
@@ -104,6 +111,8 @@ class NativeSum:
         signs[::2] = 0
         self._tables = (low, (keys >> np.uint64(32)).astype(np.uint32), signs, _multipliers())
         *self._keys, self._multipliers = (table.ctypes.data for table in self._tables)
+        self._all = np.array([*self._keys, self._multipliers, _BLOCK_FACTOR], np.uint64)
+        self._tables_at = self._all.ctypes.data
 
     def at(self, address: int, count: int, row: int = 0) -> int:
         """Return the weighted sum, modulo 2^64, of bytes in memory, the first of which begin a row.
@@ -118,9 +127,28 @@ class NativeSum:
             block, first = divmod(row, _NUM_MULTIPLIERS)
             taken = min(count, (_NUM_MULTIPLIERS - first) * ROW_BYTES)
             part = self._function(address, taken, *self._keys, self._multipliers + 8 * first)
-            total += part * _block_factor(block)
+            total += part * block_factor(block)
             address, count, row = address + taken, count - taken, row + taken // ROW_BYTES
         return total % _MODULUS
+
+    def many(self, parts: list[int], total: int) -> "array[int]":
+        """Return the weighted sums of N parts of memory, and the sums of squares of some.
+
+        Args:
+            parts: For each part its address, its bytes, and what they hold, one of ``NUMBERS``, if
+                their squares are asked for, else 0.
+            total: Bytes of all parts.
+
+        Returns:
+            The parts, then their sums modulo 2^64 ``[N]``, then the bits of their sums of squares
+            ``[N]``, 0 where none were asked for.
+        """
+        number = len(parts) // 3
+        table = array("q", parts)
+        table.frombytes(bytes(16 * number))
+        function = self._few if total <= _SHORT else self._many
+        function(table.buffer_info()[0], number, self._tables_at)
+        return table
 
 
 def plain_sum(pieces: Iterable[Tensor], device: torch.device) -> int | Tensor:
@@ -150,11 +178,11 @@ def _words(chunk: Tensor) -> Tensor:
 
 def _add_rows(words: Tensor, row: int, total: Tensor) -> None:
     """Add rows, none of which lies in another block of multipliers than the first."""
-    tables = _tables(words.device)
+    tables = tables_on(words.device)
     block, first = divmod(row, _NUM_MULTIPLIERS)
     sums = (_matrix_sums if words.device.type == "cpu" else _element_sums)(words, tables)
     sums.mul_(tables.multipliers[first : first + len(sums)])
-    total.add_(sums.sum(), alpha=signed(_block_factor(block)))
+    total.add_(sums.sum(), alpha=signed(block_factor(block)))
 
 
 def _matrix_sums(words: Tensor, tables: "_Tables") -> Tensor:
@@ -192,7 +220,8 @@ class _Tables:
 
 
 @functools.cache
-def _tables(device: torch.device) -> _Tables:
+def tables_on(device: torch.device) -> _Tables:
+    """Return keys and multipliers on a device."""
     return _Tables(device)
 
 
@@ -206,7 +235,8 @@ def _multipliers() -> NDArray[np.uint64]:
 
 
 @functools.lru_cache(maxsize=64)
-def _block_factor(block: int) -> int:
+def block_factor(block: int) -> int:
+    """Return what the multipliers of a block of rows are multiplied by."""
     return pow(_BLOCK_FACTOR, block, _MODULUS)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (_FOLDER / "sketch.c", _FOLDER / "digest.c", _FOLDER / "dot.c")
+_SOURCES = tuple(_FOLDER / name for name in ("sketch.c", "digest.c", "dot.c", "inputs.c"))
 _HEADERS = (_FOLDER / "vectors.h",)
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-w")
 _TUNING = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows

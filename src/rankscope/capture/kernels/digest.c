@@ -8,6 +8,7 @@
 #include <string.h>
 
 #define ROW 1024 /* words; with the keys, they fit into the first-level cache */
+#define MULTIPLIERS 65536 /* rows; then they begin again, times another factor */
 
 typedef uint32_t __attribute__((aligned(1), may_alias)) loose; /* at any address */
 
@@ -42,4 +43,59 @@ uint64_t rankscope_digest(const char *bytes, int64_t count, const uint32_t *low_
                add_row((const loose *)padded, low_keys, high_keys, signs);
     }
     return sum;
+}
+
+double rankscope_dot(int type, const char *one, const char *other, int64_t count);
+
+enum { BITS, FLOAT32, BFLOAT16, FLOAT16, FLOAT64 }; /* what the numbers of a part are */
+
+static double sum_of_squares(int64_t numbers, const char *bytes, int64_t count) {
+    if (numbers != FLOAT64)
+        return rankscope_dot(numbers - 1, bytes, bytes, count / (numbers == FLOAT32 ? 4 : 2));
+    double sum = 0;
+    for (int64_t i = 0; i < count; i += 8) {
+        double value;
+        memcpy(&value, bytes + i, 8);
+        sum += value * value;
+    }
+    return sum;
+}
+
+struct part {
+    const char *bytes;
+    int64_t count;   /* of bytes */
+    int64_t numbers; /* BITS where no squares are asked for */
+};
+
+struct tables {
+    const uint32_t *low_keys, *high_keys, *signs;
+    const uint64_t *multipliers;
+    uint64_t block_factor; /* of the multipliers, for each time that they begin again */
+};
+
+/* Writes the digest of each part and, where they are asked for, the sum of its squares; one read.
+ *
+ * Behind the parts there is room for all digests, and then for all sums of squares. */
+void rankscope_digests(const struct part *parts, int64_t number, const struct tables *tables) {
+    const int64_t block = (int64_t)MULTIPLIERS * ROW * 4, strip = 4 * ROW * 4;
+    uint64_t *sums = (uint64_t *)(parts + number);
+    double *squares = (double *)(sums + number);
+    for (int64_t i = 0; i < number; i++) {
+        const struct part *part = &parts[i];
+        uint64_t sum = 0, factor = 1;
+        double square = 0;
+        for (int64_t start = 0; start < part->count; start += strip) {
+            const int64_t left = part->count - start, taken = left < strip ? left : strip;
+            const int64_t row = start % block / (ROW * 4);
+            if (start && !row)
+                factor *= tables->block_factor;
+            sum += factor * rankscope_digest(part->bytes + start, taken, tables->low_keys,
+                                             tables->high_keys, tables->signs,
+                                             tables->multipliers + row);
+            if (part->numbers)
+                square += sum_of_squares(part->numbers, part->bytes + start, taken);
+        }
+        sums[i] = sum;
+        memcpy(&squares[i], &square, 8);
+    }
 }

@@ -267,6 +267,22 @@ def load_digest() -> Callable[..., int]:
     return compiled
 
 
+def load_digests() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the compiled function that digests many parts; see ``digest.c`` for what it takes.
+
+    Returns:
+        It, and the same without letting go of the interpreter's lock.
+
+    Raises:
+        BuildError: It cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+    """
+    _check_allowed()
+    library = _load_library()
+    takes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    holding_lock = ctypes.PYFUNCTYPE(None, *takes)(("rankscope_digests", library))
+    return _typed(library.rankscope_digests, takes), holding_lock
+
+
 def load_dot() -> Callable[[int, int, int, int], float]:
     """Return the compiled inner product; see ``dot.c`` for what it takes.
 

@@ -1,0 +1,216 @@
+"""Digests of many parts of an accelerator's memory: one launch, and one copy to the host."""
+
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankscope.capture.host import HostCopy
+from rankscope.capture.kernels.bits import NUMBERS, ROW_BYTES, block_factor, plain_sum, tables_on
+
+CHUNK_BYTES = 32 * ROW_BYTES
+"""Bytes that one program reads; they divide what one block of multipliers is for."""
+
+_BLOCK_BYTES = ROW_BYTES << 16
+_MOST_TABLES = 512
+_MODULUS = 1 << 64
+
+_log = logging.getLogger("rankscope")
+
+
+class DeviceReader:
+    """Reads parts of one device's memory.
+
+    Tables that describe parts stay on the device: of parameters and of the optimizer's state, and
+    often of gradients, the same are read again and again.
+
+    Args:
+        device: Where the parts are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from rankscope.capture.kernels import triton_digest
+
+        self.device = device
+        self._kernel: Any = triton_digest.digest_chunks
+        self._tables = tables_on(device)
+        self._known: dict[tuple[int, ...], _Chunks] = {}
+        self.launches = 0
+        """Launches and copies so far."""
+
+    def launch(self, parts: tuple[int, ...]) -> "tuple[_Chunks, Tensor]":
+        """Begin to read N parts.
+
+        Args:
+            parts: For each its address, its bytes and what it holds, see ``NUMBERS``.
+
+        Returns:
+            How the parts are cut, and int64 ``[2, C]`` on the device: sums, and the bits of the
+            sums of squares.
+        """
+        chunks = self._known.pop(parts, None)
+        if chunks is None:
+            self.launches += 1
+            chunks = _Chunks(parts, self.device)
+            if len(self._known) >= _MOST_TABLES:
+                del self._known[next(iter(self._known))]  # the one whose turn was longest ago
+        self._known[parts] = chunks
+        number = len(chunks.owners_C)
+        results = torch.empty(2, number, dtype=torch.int64, device=self.device)
+        tables = self._tables
+        self.launches += 1
+        with torch.cuda.device_of(results):  # type: ignore[no-untyped-call]
+            self._kernel[(number,)](
+                chunks.table, tables.first, tables.second, tables.multipliers,
+                results[0], results[1].view(torch.float64),
+            )  # fmt: skip
+        return chunks, results
+
+
+class _Chunks:
+    """Parts cut into chunks.
+
+    Args:
+        parts: For each its address, its bytes and what it holds.
+        device: Where they are.
+    """
+
+    def __init__(self, parts: tuple[int, ...], device: torch.device) -> None:
+        parts_N = np.array(parts, np.int64).reshape(-1, 3)
+        address_N, bytes_N, _ = parts_N.T
+        counts_N = -(-bytes_N // CHUNK_BYTES)
+        self.owners_C = np.repeat(np.arange(len(parts_N)), counts_N)
+        first_C = np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
+        start_C = (np.arange(len(self.owners_C)) - first_C) * CHUNK_BYTES
+        table_C = np.empty((len(self.owners_C), 5), np.int64)
+        table_C[:, 0] = address_N[self.owners_C] + start_C
+        table_C[:, 1] = np.minimum(bytes_N[self.owners_C] - start_C, CHUNK_BYTES)
+        table_C[:, 2] = start_C % _BLOCK_BYTES // ROW_BYTES
+        table_C[:, 3] = np.gcd(np.gcd(address_N, bytes_N), 4)[self.owners_C]
+        table_C[:, 4] = parts_N[self.owners_C, 2]
+        blocks_C = (start_C // _BLOCK_BYTES).tolist()
+        self.factors_C = np.array([block_factor(block) for block in blocks_C], np.uint64)
+        host = torch.from_numpy(table_C)
+        if device.type != "cpu":
+            host = host.pin_memory()
+        self.table = host.to(device, non_blocking=True)
+
+
+class DeviceParts:
+    """Parts of one device's memory that are to be read by one launch.
+
+    Args:
+        reader: The device's.
+    """
+
+    def __init__(self, reader: DeviceReader) -> None:
+        self._reader = reader
+        self._numbers: list[int] = []
+        self._parts: list[int] = []
+
+    def add(self, number: int, address: int, size: int, numbers: int) -> None:
+        """Add a part.
+
+        Args:
+            number: Of the part in its reading.
+            address: Where it begins.
+            size: Bytes.
+            numbers: What it holds, where its squares are asked for, else 0.
+        """
+        self._numbers.append(number)
+        self._parts += (address, size, numbers)
+
+    def forget(self, number: int) -> None:
+        """Forget the parts from a number on."""
+        while self._numbers and self._numbers[-1] >= number:
+            self._numbers.pop()
+            del self._parts[-3:]
+
+    def launch(self) -> "Launched":
+        """Begin to read them, and to copy what comes out to the host."""
+        if not any(self._parts[1::3]):
+            return Launched([], None, None)
+        chunks, results = self._reader.launch(tuple(self._parts))
+        self._reader.launches += 1
+        return Launched(self._numbers, chunks, HostCopy(results, own=True))
+
+
+class Launched:
+    """What a launch yields, on its way to the host.
+
+    Args:
+        numbers: Of the parts in their reading.
+        chunks: How they were cut; None where there was nothing to read.
+        results: int64 ``[2, C]``.
+    """
+
+    def __init__(
+        self, numbers: list[int], chunks: _Chunks | None, results: HostCopy | None
+    ) -> None:
+        self._numbers, self._chunks, self._results = numbers, chunks, results
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`add_to` would not wait."""
+        return self._results is None or self._results.ready
+
+    def add_to(self, digests: list[int], squares: list[float]) -> None:
+        """Wait for the device and add digests and sums of squares to those of a reading."""
+        if self._results is None or self._chunks is None:
+            return
+        results = self._results.numpy()
+        owners_C = self._chunks.owners_C
+        sums_N = np.zeros(len(self._numbers), np.uint64)
+        squares_N = np.zeros(len(self._numbers))
+        np.add.at(sums_N, owners_C, results[0].view(np.uint64) * self._chunks.factors_C)
+        np.add.at(squares_N, owners_C, results[1].view(np.float64))
+        added = zip(self._numbers, sums_N.tolist(), squares_N.tolist(), strict=True)
+        for number, digest, square in added:
+            digests[number] = (digests[number] + digest) % _MODULUS
+            squares[number] += square
+
+
+@functools.cache
+def device_reader(device: torch.device) -> DeviceReader | None:
+    """Return what reads a device's memory; None where it cannot be had or errs."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    try:
+        reader = DeviceReader(device)
+        check_reader(reader)
+    except Exception as error:  # whatever it is, training goes on, a little slower
+        reason = str(error).strip().split("\n")[0]
+        _log.info("bits are digested in plain torch: %s", reason)
+        return None
+    return reader
+
+
+def check_reader(reader: DeviceReader) -> None:
+    """Compare a reader with plain torch.
+
+    Raises:
+        ArithmeticError: It errs.
+    """
+    waves = torch.arange(150_000, device=reader.device, dtype=torch.float32).mul_(0.7).sin_()
+    samples = [waves[:70_001], *(waves.to(dtype)[3:90_008] for dtype in NUMBERS)]
+    samples.append(waves.view(torch.uint8)[5:9001])
+    parts = DeviceParts(reader)
+    for number, sample in enumerate(samples):
+        parts.add(number, sample.data_ptr(), sample.nbytes, NUMBERS.get(sample.dtype, 0))
+    sums, squares = [0] * len(samples), [0.0] * len(samples)
+    parts.launch().add_to(sums, squares)
+    for sample, found, square in zip(samples, sums, squares, strict=True):
+        expected = int(plain_sum([sample], sample.device)) % _MODULUS
+        exact = _sum_of_squares(sample)
+        if found != expected or abs(square - exact) > 1e-9 * exact:
+            raise ArithmeticError(f"the digest of {sample.dtype} errs")
+
+
+def _sum_of_squares(sample: Tensor) -> float:
+    if sample.dtype not in NUMBERS:
+        return 0.0
+    flat = torch.view_as_real(sample).reshape(-1) if sample.is_complex() else sample
+    return float(flat.double().square().sum())

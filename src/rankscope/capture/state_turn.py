@@ -1,0 +1,230 @@
+"""The items of one step of the rotation, laid out for reading, and what the step yields of them.
+
+Digests are sums modulo 2^64 over parts, each times an odd weight: of a tensor's slices, and of what
+an optimizer keeps for each.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from rankscope.capture.digest import word_of
+from rankscope.capture.readings import PendingReading
+from rankscope.capture.state_plan import Item, Slice
+from rankscope.core.replicas import StateDigests, StateKind, digest_of_digests
+
+_COLUMNS = {
+    StateKind.PARAMETER: "param_digest",
+    StateKind.BUFFER: "buffer_digest",
+    StateKind.OPTIMIZER: "optimizer_digest",
+    StateKind.REDUCED: "reduced_digest",
+    StateKind.APPLIED: "applied_digest",
+}
+_GRADIENTS = (StateKind.REDUCED, StateKind.APPLIED)
+
+_MASK = (1 << 64) - 1
+
+
+class Rows:
+    """Which digests of a step are of one kind, and of which parts each is made.
+
+    Args:
+        kind: Their kind.
+        items: All items of the step.
+        first: Number of the first part of this kind in what is read of all.
+    """
+
+    def __init__(self, kind: StateKind, items: Sequence[Item], first: int = 0) -> None:
+        before = 0
+        self.slices: list[Slice] = []
+        self.rows: list[int] = []
+        self.ends: list[int] = []
+        for item in items:
+            if kind in item.kinds:
+                self.rows.append(before + item.kinds.index(kind))
+                self.slices += item.slices
+                self.ends.append(len(self.slices))
+            before += len(item.kinds)
+        self.kind, self.first = kind, first
+
+    def fill(self, digests: list[int], parts: list[int]) -> None:
+        """Fill in one digest per row from one per slice; a single one is the item's own."""
+        start = 0
+        for row, end in zip(self.rows, self.ends, strict=True):
+            if end - start == 1:
+                digests[row] = parts[start]
+            else:
+                weights = _weights(end - start)
+                pairs = zip(weights, parts[start:end], strict=True)
+                digests[row] = sum(weight * part for weight, part in pairs) & _MASK
+            start = end
+
+
+class Turn:
+    """The items that are compared in a step.
+
+    Args:
+        items: In the order in which they are told.
+    """
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.kinds = tuple(kind for item in items for kind in item.kinds)
+        self.names = tuple(item.name for item in items for _ in item.kinds)
+        parameters = Rows(StateKind.PARAMETER, items)
+        buffers = Rows(StateKind.BUFFER, items, len(parameters.slices))
+        self.tensors = (parameters, buffers)
+        self.optimizer = Rows(StateKind.OPTIMIZER, items)
+        self.reduced = Rows(StateKind.REDUCED, items)
+        self.applied = Rows(StateKind.APPLIED, items)
+        self.read = [*parameters.slices, *buffers.slices]
+        self.wanted: dict[str, list[tuple[int, Slice]]] = {}
+        """Slices of reduced gradients and their numbers, by the parameter's name."""
+        for number, part in enumerate(self.reduced.slices):
+            self.wanted.setdefault(part.place.name, []).append((number, part))
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was read in one step; None what was not.
+
+    Attributes:
+        state: Parameters and buffers, then what the optimizer keeps.
+        weights: Of the leaves of what the optimizer keeps.
+        starts: Which of them is the first of each slice.
+        gradients: At the two moments at which gradients are read.
+        local: For slices of the reduced gradient, what of it was read before the reduction: a
+            digest, or its reading and its number there.
+        reduced: Which slices of the reduced gradient are reduced at all; None if all are.
+    """
+
+    state: PendingReading | None
+    weights: Sequence[int]
+    starts: Sequence[int]
+    gradients: dict[StateKind, PendingReading]
+    local: dict[int, int | tuple[PendingReading, int]]
+    reduced: Sequence[bool] | None
+
+
+class PendingState:
+    """The digests of one step on their way to the host.
+
+    Args:
+        turn: What was to be read.
+        seen: What was.
+        layout: Digest of the plan; None without one.
+    """
+
+    def __init__(self, turn: Turn, seen: Seen, layout: int | None) -> None:
+        self._turn, self._seen, self._layout = turn, seen, layout
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        seen = self._seen
+        readings = list(seen.gradients.values())
+        readings += [local[0] for local in seen.local.values() if isinstance(local, tuple)]
+        if seen.state is not None:
+            readings.append(seen.state)
+        return all(reading.ready for reading in readings)
+
+    def read(self) -> tuple[StateDigests, dict[str, float | int]]:
+        """Wait for the device.
+
+        Returns:
+            The digests, and LOCAL signals: ``state_layout`` and, as far as they are known,
+            ``param_digest``, ``buffer_digest``, ``optimizer_digest``, ``reduced_digest``,
+            ``applied_digest`` and ``applied_scale``.
+        """
+        turn = self._turn
+        digests, unchanged = [0] * len(turn.kinds), [False] * len(turn.kinds)
+        values: dict[str, float | int] = {}
+        if self._layout is not None:
+            values["state_layout"] = self._layout
+        told = self._read_state(digests)
+        told += self._read_gradients(digests, unchanged, values)
+        digests_D = np.array(digests, np.uint64).view(np.int64)
+        for rows in told:
+            if rows.rows:
+                values[_COLUMNS[rows.kind]] = digest_of_digests(digests_D[rows.rows])
+        state = StateDigests(turn.kinds, turn.names, digests_D, np.array(unchanged, bool))
+        return (state if self._seen.state is not None else _without_state(state)), values
+
+    def _read_state(self, digests: list[int]) -> list[Rows]:
+        """Fill in the digests of state, and return which rows they are."""
+        turn, seen = self._turn, self._seen
+        if seen.state is None:
+            return []
+        parts, _ = seen.state.read()
+        for rows in turn.tensors:
+            rows.fill(digests, parts[rows.first : rows.first + len(rows.slices)])
+        leaves = parts[len(turn.read) :]
+        weighted = [weight * leaf for weight, leaf in zip(seen.weights, leaves, strict=True)]
+        limits = pairwise((*seen.starts, len(weighted)))
+        kept = [sum(weighted[first:last]) & _MASK for first, last in limits]
+        turn.optimizer.fill(digests, kept)
+        return [*turn.tensors, turn.optimizer]
+
+    def _read_gradients(
+        self, digests: list[int], unchanged: list[bool], values: dict[str, float | int]
+    ) -> list[Rows]:
+        """Fill in the digests of gradients, and return which rows they are."""
+        told, squares = [], {}
+        for rows in (self._turn.reduced, self._turn.applied):
+            reading = self._seen.gradients.get(rows.kind)
+            if reading is None:
+                continue
+            told.append(rows)
+            parts, parts_squares = reading.read()
+            rows.fill(digests, parts)
+            squares[rows.kind] = sum(parts_squares)
+            if rows.kind is StateKind.REDUCED:
+                self._tell_unchanged(unchanged, parts)
+        reduced = squares.get(StateKind.REDUCED, 0.0)
+        if StateKind.APPLIED in squares and 0 < reduced < math.inf:
+            values["applied_scale"] = math.sqrt(squares[StateKind.APPLIED] / reduced)
+        return told
+
+    def _tell_unchanged(self, unchanged: list[bool], parts: list[int]) -> None:
+        """Fill in which gradients the reduction left as they were, in all their slices."""
+        seen, rows, start = self._seen, self._turn.reduced, 0
+        before = {number: _known(local) for number, local in seen.local.items()}
+        for row, end in zip(rows.rows, rows.ends, strict=True):
+            unchanged[row] = all(
+                before.get(number) == parts[number]
+                or (seen.reduced is not None and not seen.reduced[number])
+                for number in range(start, end)
+            )
+            start = end
+
+
+NOTHING = Turn(())
+
+
+def nothing_pending(layout: int | None = None) -> PendingState:
+    """Return the digests of a step of which nothing was read."""
+    return PendingState(NOTHING, Seen(None, (), (), {}, {}, None), layout)
+
+
+def _without_state(state: StateDigests) -> StateDigests:
+    """Return the digests of gradients alone: the step was cut short."""
+    kept = [d for d, kind in enumerate(state.kinds) if kind in _GRADIENTS]
+    return StateDigests(
+        tuple(state.kinds[d] for d in kept),
+        tuple(state.names[d] for d in kept),
+        state.digests_D[kept],
+        state.unchanged_D[kept],
+    )
+
+
+def _known(local: int | tuple[PendingReading, int]) -> int:
+    return local if isinstance(local, int) else local[0].read()[0][local[1]]
+
+
+@lru_cache(maxsize=256)
+def _weights(number: int) -> tuple[int, ...]:
+    """Return the weights of an item's slices."""
+    return tuple(word_of(f"part {i}") | 1 for i in range(number))

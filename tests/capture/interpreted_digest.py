@@ -1,0 +1,93 @@
+"""Reads tensors on the CPU as those of an accelerator: by the Triton kernel, interpreted."""
+
+import functools
+import itertools
+
+import torch
+from torch import nn
+
+from rankscope.capture import readings
+from rankscope.capture.digest import digest_bits
+from rankscope.capture.kernels import many
+from rankscope.capture.readings import Reading
+
+CPU = torch.device("cpu")
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64,
+    torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+@functools.cache
+def _reader() -> many.DeviceReader:
+    reader = many.DeviceReader(CPU)
+    many.check_reader(reader)
+    return reader
+
+
+def _as_on_device() -> None:
+    """From now on, nothing in this process is read in C, and all by the kernel."""
+    readings.native_sum = lambda: None
+    readings.device_reader = lambda device: _reader()
+
+
+def errors_of_digests() -> list[str]:
+    """Return what differs from the digest of single tensors, of all types and places."""
+    _as_on_device()
+    generator = torch.Generator().manual_seed(3)
+    parts = []
+    for dtype, size in itertools.product(DTYPES, (0, 1, 3, 1023, 4097)):
+        data = torch.randint(0, 256, (size * dtype.itemsize + 8,), generator=generator).byte()
+        bits = data[: size * dtype.itemsize]
+        tensor = bits.clone().bool() if dtype is torch.bool else bits.view(dtype)
+        parts += [(tensor, 0, None), (tensor, 1, max(1, size - 2))]
+    parts.append((torch.randn(3 * many.CHUNK_BYTES // 4 + 5), 7, None))
+    reading = Reading()
+    for part in parts:
+        reading.add(*part)
+    digests, _ = reading.begin().read()
+    return [
+        f"{tensor.dtype} [{start}:{stop}] of {tensor.numel()}"
+        for (tensor, start, stop), digest in zip(parts, digests, strict=True)
+        if digest != digest_bits(tensor, start, stop).known % 2**64
+    ]
+
+
+def squares() -> list[tuple[float, float]]:
+    """Return sums of squares by the kernel, and what they should be."""
+    _as_on_device()
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+    tensors = [torch.randn(5001, dtype=dtype) for dtype in dtypes]
+    tensors.append(torch.full((9,), 1e30))
+    reading = Reading()
+    for tensor in tensors:
+        reading.add(tensor, 1, 4999, norm=True)
+    _, found = reading.begin().read()
+    exact = [float(tensor[1:4999].to(torch.complex128).abs().square().sum()) for tensor in tensors]
+    return list(zip(found, exact, strict=True))
+
+
+def launches_of_a_step(num_tensors: int) -> list[int]:
+    """Return how often something is launched, or copied, in steps after the first rotation."""
+    _as_on_device()
+    from rankscope.capture.state_meter import StateMeter
+
+    model = nn.ParameterList(nn.Parameter(torch.randn(2)) for _ in range(num_tensors))
+    optimizer = torch.optim.AdamW(model, lr=1e-3)
+    for parameter in model:
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    meter = StateMeter(model, optimizer, replicated=True)
+    counts = []
+    for step in range(68):
+        before = _reader().launches
+        meter.begin_step(step)
+        names = [name for name, _ in model.named_parameters() if name in meter.wanted_names]
+        meter.see_locals((name, model.get_parameter(name).grad) for name in names)
+        meter.see_reduced()
+        meter.see_applied()
+        meter.see_state()
+        meter.collect().read()
+        if step in (0, 65, 66, 67):
+            counts.append(_reader().launches - before)
+    return counts
