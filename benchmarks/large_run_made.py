@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rankscope.core.signals import DType, Signal, Table, signals
-from rankscope.record.begin import SCHEMA_VERSION, arrow_schema, schema_of, to_arrow
+from rankscope.record.begin import SCHEMA_VERSION
 from rankscope.record.part import GrowingPart
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
+from rankscope.record.schema import arrow_schema, schema_of, to_arrow
 from rankscope.record.writer import PART_BYTES
 
 Columns = Mapping[str, NDArray[Any]]
@@ -76,7 +77,7 @@ def _write_workers(path: Path, num_workers: int, num_steps: int) -> None:
                 step = {name: column[start : start + num_workers] for name, column in rows.items()}
                 drawn = BATCH * num_workers
                 ids = np.arange(drawn) + int(step["step"][0]) * drawn
-                samples = {"step": step["step"][:1], "samples": [ids]}
+                samples: dict[str, Any] = {"step": step["step"][:1], "samples": [ids]}
                 for name, bins in rollups.add({Table.WORKERS: step, Table.SAMPLES: samples}):
                     parts[name].append(bins)
             yield values.table(rows)

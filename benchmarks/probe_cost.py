@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -232,9 +232,9 @@ def _profile(watched: Watched, steps: int) -> None:
         plain(guard, work)
         profile.disable()
 
-    Guard.__call__ = profiled  # type: ignore[method-assign]
+    Guard.__call__ = profiled  # type: ignore[method-assign, assignment]
     list(measured(watched, steps))
-    Guard.__call__ = plain  # type: ignore[method-assign]
+    Guard.__call__ = plain  # type: ignore[method-assign, assignment]
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(45)
 
 
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--no-parts", dest="parts", action="store_false")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=cast("Any", dist).HashStore(), rank=0, world_size=1)
     for name in arguments.model or MODELS:
         print(json.dumps(cost(name, arguments)), flush=True)
     dist.destroy_process_group()

@@ -26,7 +26,7 @@ def main() -> None:
         model, optimizer, run_dir=run_dir, on_finding=lambda finding: told.append(step)
     )
     generator = torch.Generator().manual_seed(7 if rank in (1, 2) else rank)
-    for step in range(steps):  # noqa: B007
+    for step in range(steps):
         loss = model(torch.randn(8, 64, generator=generator)).square().mean()
         loss.backward()
         scope.loss(loss.detach(), weight=8)

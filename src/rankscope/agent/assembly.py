@@ -56,6 +56,11 @@ class Assembly:
         """The last step that each worker has delivered ``[W]``."""
         return tuple(self._delivered)
 
+    @property
+    def num_whole(self) -> int:
+        """How many steps all workers have delivered that were not taken as yet."""
+        return min(map(len, self._queues))
+
     def add(self, rank: int, message: StepMessage) -> None:
         """Take a message; one that is known already is left out."""
         if message.step <= self._delivered[rank]:

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rankscope")
 
-_TURN_SECONDS = 0.25
 _LINKED_SECONDS = 0.02  # the same where other hosts may have sent something
+
+TOGETHER_SECONDS = 0.1
+"""How long steps wait at most to be judged together with those that follow."""
 
 ADDRESS = "RANKSCOPE_ADDRESS"
 """Environment variable that says at which of its addresses the root's host is reached."""
@@ -62,6 +64,7 @@ class Agent:
         self._branches: Branches | None = None
         self._hosts = AllHosts(self._ranks, None)
         self._early: deque[tuple[int, Frame | None, float]] = deque()
+        self._worked_at = 0.0
         self._lines: deque[tuple[int, str]] = deque(maxlen=256)
 
     def run(self) -> None:
@@ -90,7 +93,8 @@ class Agent:
 
     def _turn(self) -> None:
         alone = self._branches is None and not isinstance(self.root, Forwarder)
-        for rank, frame, at in self._server.take(_TURN_SECONDS if alone else _LINKED_SECONDS):
+        turn = TOGETHER_SECONDS if alone else _LINKED_SECONDS
+        for rank, frame, at in self._server.take(turn):
             self._take(rank, frame, at)
         root = self.root
         if root is None:
@@ -98,6 +102,10 @@ class Agent:
         try:
             if self._branches is not None:
                 self._hear_others()
+            if isinstance(root, Root):
+                root.note_newest(self._server.newest)
+                if not self._is_time(root):
+                    return
             while root.work() and not root.finished:
                 self._say_lines()
             root.idle()
@@ -105,6 +113,14 @@ class Agent:
             self._note_failure(error)
             root.fail(error)
         self._say_lines()
+
+    def _is_time(self, root: Root) -> bool:
+        """Return whether steps are to be judged now: short ones are cheaper together."""
+        now = time.monotonic()
+        if now - self._worked_at < TOGETHER_SECONDS and not root.is_pressed:
+            return False
+        self._worked_at = now
+        return True
 
     def _take(self, rank: int, frame: Frame | None, at: float) -> None:
         if frame is not None and frame.kind == Kind.HELLO and self.root is None:

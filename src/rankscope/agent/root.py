@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.canary import CanaryDirector, Outgoing
@@ -24,15 +24,13 @@ from rankscope.agent.summary import HostSummary, lean_layout, with_directions
 from rankscope.core.finding import Finding
 from rankscope.core.governor import LAG, Governor
 from rankscope.core.recorded import MAX_PAIRED_WORKERS
-from rankscope.core.summarize import summarize
+from rankscope.core.step import GatheredStep, StepReport
+from rankscope.core.summarize import summarize_many
 from rankscope.diagnose.diagnosis import diagnosis_of
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE, read_state
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
-
-if TYPE_CHECKING:
-    from rankscope.core.step import StepReport
 
 _log = logging.getLogger("rankscope")
 
@@ -88,6 +86,7 @@ class Root:
         if setup["canary"]:
             every = setup["canary_every"]
             self._canaries = CanaryDirector(layout.num_workers, every=every, run_dir=self._run_dir)
+        self._arrived = -1
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
         self._saves_state = True
@@ -187,9 +186,8 @@ class Root:
     def work(self) -> bool:
         """Judge steps that are whole; return whether there may be more of them."""
         steps = self._assembly.take(MOST_AT_ONCE)
-        for messages in steps:
-            self._judge(messages)
         if steps:
+            self._judge(steps)
             self._send_reports()
             self._have_patience()
         elif not self.finished:
@@ -212,32 +210,42 @@ class Root:
             self._sinks.findings([finding])
         self._tell([finding], told=True)
 
-    def _judge(self, messages: Sequence[StepMessage]) -> None:
+    def _judge(self, steps: Sequence[Sequence[StepMessage]]) -> None:
+        """Judge consecutive steps; together they cost less."""
+        reports = summarize_many([self._gathered(messages) for messages in steps])
+        found = self._diagnosis.observe_many(reports)
+        self._writer.add_many(reports)
+        for report, findings in zip(reports, found, strict=True):
+            self._writer.add_findings(findings)
+            self._conclude(report, findings)
+
+    def _gathered(self, messages: Sequence[StepMessage]) -> GatheredStep:
         step = messages[0].step
         gathered = self._assembly.step_of(messages, self._governor.interval_at(step))
-        if self._host_steps is not None:
-            gathered = with_directions(gathered, self._summaries.pop(step), self._layout)
-        report = summarize(gathered)
-        findings = self._diagnosis.observe(report)
-        self._writer.add(report)
-        self._writer.add_findings(findings)
+        if self._host_steps is None:
+            return gathered
+        return with_directions(gathered, self._summaries.pop(step), self._layout)
+
+    def _conclude(self, report: StepReport, findings: Sequence[Finding]) -> None:
+        """Tell whoever wants to know of a step, and decide what it leads to."""
+        gathered = report.gathered
         if self._sinks is not None:
             self._sinks.step(report, findings)
         self._latest = report
         decision = self._governor.observe(
-            step,
+            report.step,
             gathered.observed,
             gathered.workers["overhead_seconds"],
             gathered.workers["step_seconds"],
-            self._assembly.newest,
+            self.newest,
         )
         if decision is not None:
             _log.info("%s", decision)
             self._send(ALL_RANKS, self._interval_frame())
         self._tell(findings, told=True)
         if self._canaries is not None:
-            known, newest = self._diagnosis.findings, self._assembly.newest
-            self._direct(self._canaries.observe(gathered, findings, known, newest))
+            known = self._diagnosis.findings
+            self._direct(self._canaries.observe(gathered, findings, known, self.newest))
         if self._relays:
             self._send(0, pack(Kind.LATEST, pack_report(report), rank=0))
 
@@ -247,12 +255,22 @@ class Root:
 
     def _tell(self, findings: Sequence[Finding], *, told: bool) -> None:
         if findings:
-            self._send(ALL_RANKS, _findings_frame(findings, told=told, step=self.ahead))
+            self._send(ALL_RANKS, _findings_frame(findings, told=told, step=self.newest + LAG))
 
     @property
-    def ahead(self) -> int:
-        """The number of a step that no rank has begun, as far as is known."""
-        return self._assembly.newest + LAG
+    def is_pressed(self) -> bool:
+        """Whether it should not wait for further steps: many wait already, or somebody leaves."""
+        waiting = self._assembly.num_whole >= MOST_AT_ONCE
+        return waiting or any(worker.left is not None for worker in self._workers)
+
+    @property
+    def newest(self) -> int:
+        """The newest step that some rank has delivered."""
+        return max(self._assembly.newest, self._arrived)
+
+    def note_newest(self, step: int) -> None:
+        """Note a step that has arrived, though it was not taken as yet."""
+        self._arrived = max(self._arrived, step)
 
     def _interval_frame(self) -> bytes:
         last = self._governor.decisions[-1]

@@ -56,6 +56,9 @@ class LocalServer:
         check: Returns the rank of a connection from its first frame; None turns it away.
         introduce: Called with a rank, its first frame, and the connection.
         lives: Whether a rank's process still runs; None if unknown.
+
+    Attributes:
+        newest: The newest step that some rank has sent.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class LocalServer:
         self._lost: dict[int, tuple[float, float]] = {}  # by both clocks
         self._ended: set[int] = set()
         self._closing = False
+        self.newest = -1
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for each in (listening, self._wake_in):
@@ -191,6 +195,7 @@ class LocalServer:
         for frame in frames:
             if connection.rank < 0 and not self._introduce(connection, frame):
                 return
+            self.newest = max(self.newest, frame.step if frame.kind == Kind.STEP else -1)
             self._note(Arrived(connection.rank, frame, now))
 
     def _introduce(self, connection: _Connection, frame: Frame) -> bool:
