@@ -107,7 +107,7 @@ def bench_evidence(options: argparse.Namespace) -> list[Row]:
         {
             "steps": steps.run_steps("DDP", both, 2048, pairs),
             "own": own,
-            "markdown": evidence.render(evidence.run_digests(), evidence.run_overhead()),
+            "markdown": evidence.render(evidence.run_digests()),
         }
     ]
 

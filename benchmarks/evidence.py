@@ -1,9 +1,7 @@
-"""Exact evidence: how fast bits are digested, and what a step's digests cost in Python.
+"""Exact evidence: how fast bits are digested.
 
-The reference for the digest is fp32 ``torch.dot`` over the very same bytes, on one thread, timed
-by its own clock; several buffers take turns. The second part rotates through a model of 300
-parameters, on the clock of the training thread, once as it is and once with digests that read
-nothing.
+The reference is fp32 ``torch.dot`` over the very same bytes, on one thread, timed by its own clock;
+several buffers take turns.
 
 Run ``python benchmarks/evidence.py``.
 """
@@ -13,18 +11,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from harness import median_interval
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
-from rankscope.capture import state_meter, state_reading
-from rankscope.capture.digest import PendingDigest
 from rankscope.capture.kernels.bits import native_sum, plain_sum
-from rankscope.capture.state_meter import StateMeter
 
 Row = dict[str, Any]
 Work = Callable[[], object]
@@ -32,9 +26,6 @@ ELEMENTS = 10_000_000
 BUFFERS = 3
 PAIRS = 40
 WARM_UP = 4
-LAYERS = 150  # of two parameters each
-WIDTH = 64
-STEPS = 256
 
 
 def run_digests(pairs: int = PAIRS) -> list[Row]:
@@ -51,27 +42,7 @@ def run_digests(pairs: int = PAIRS) -> list[Row]:
         torch.set_num_threads(threads)
 
 
-def run_overhead(steps: int = STEPS) -> list[Row]:
-    """Return a row with the milliseconds of a median step, for the whole and without reading."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        whole = _milliseconds_of_steps(steps)
-        with (
-            mock.patch.object(state_meter, "digest_bits", _read_nothing),
-            mock.patch.object(state_reading, "digest_bits", _read_nothing),
-            mock.patch.object(state_reading.GradientNorms, "add", _read_nothing),
-        ):
-            bare = _milliseconds_of_steps(steps)
-    finally:
-        torch.set_num_threads(threads)
-    return [
-        {"what": "all of it", **whole},
-        {"what": "without reading any tensor", **bare},
-    ]
-
-
-def render(digests: list[Row], overhead: list[Row]) -> str:
+def render(digests: list[Row]) -> str:
     """Return the rows as Markdown tables."""
     lines = [
         f"Digests of {ELEMENTS // 10**6} M elements on one thread.",
@@ -85,22 +56,7 @@ def render(digests: list[Row], overhead: list[Row]) -> str:
             f"| {row['digest']} | {row['dtype']} | {row['speed']:.1f} | {row['median']:.2f} "
             f"| {interval} | {row['pairs']} |"
         )
-    lines += [
-        "",
-        f"A step's digests, {2 * LAYERS} parameters of {WIDTH} × {WIDTH} and {WIDTH}, Adam, in "
-        "milliseconds.",
-        "",
-        "| what | training thread | monitor's thread |",
-        "|---|---|---|",
-    ]
-    lines += [
-        f"| {row['what']} | {row['training']:.3f} | {row['monitor']:.3f} |" for row in overhead
-    ]
     return "\n".join(lines)
-
-
-def _read_nothing(*_: object) -> PendingDigest:
-    return PendingDigest()
 
 
 def _ways() -> dict[str, Callable[[Tensor], object]]:
@@ -144,42 +100,12 @@ def _digest_row(
     }
 
 
-def _milliseconds_of_steps(steps: int) -> dict[str, float]:
-    """Return what a median step costs, with every call that a training makes."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(4, WIDTH)).sum().backward()
-    optimizer.step()
-    gradients = [(name, parameter.grad) for name, parameter in model.named_parameters()]
-    meter = StateMeter(model, optimizer, replicated=True)
-    training, monitor = [], []
-    for step in range(steps + WARM_UP):
-        start = time.thread_time()
-        meter.begin_step(step)
-        for name, gradient in gradients:
-            assert gradient is not None
-            meter.see_local(name, gradient)
-        meter.see_reduced()
-        meter.see_applied()
-        meter.see_state()
-        pending = meter.collect()
-        middle = time.thread_time()
-        pending.read()
-        training.append(1e3 * (middle - start))
-        monitor.append(1e3 * (time.thread_time() - middle))
-    return {
-        "training": float(np.median(training[WARM_UP:])),
-        "monitor": float(np.median(monitor[WARM_UP:])),
-    }
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=PAIRS)
-    parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
-    tables = render(run_digests(options.pairs), run_overhead(options.steps))
+    tables = render(run_digests(options.pairs))
     Console().print(tables, markup=False)
 
 

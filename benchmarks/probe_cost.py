@@ -232,9 +232,9 @@ def _profile(watched: Watched, steps: int) -> None:
         plain(guard, work)
         profile.disable()
 
-    Guard.__call__ = profiled  # type: ignore[method-assign, assignment]
+    Guard.__call__ = profiled  # type: ignore[assignment]
     list(measured(watched, steps))
-    Guard.__call__ = plain  # type: ignore[method-assign, assignment]
+    Guard.__call__ = plain  # type: ignore[method-assign]
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(45)
 
 

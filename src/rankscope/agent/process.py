@@ -28,7 +28,7 @@ _log = logging.getLogger("rankscope")
 
 _LINKED_SECONDS = 0.02  # the same where other hosts may have sent something
 
-TOGETHER_SECONDS = 0.1
+TOGETHER_SECONDS = 0.25
 """How long steps wait at most to be judged together with those that follow."""
 
 ADDRESS = "RANKSCOPE_ADDRESS"

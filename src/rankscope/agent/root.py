@@ -259,9 +259,9 @@ class Root:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether it should not wait for further steps: many wait already, or somebody leaves."""
+        """Whether it should not wait for further steps: many wait, or somebody wants them."""
         waiting = self._assembly.num_whole >= MOST_AT_ONCE
-        return waiting or any(worker.left is not None for worker in self._workers)
+        return waiting or any(each.left or each.wants_reports for each in self._workers)
 
     @property
     def newest(self) -> int:
