@@ -11,17 +11,22 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from capture.kernel_checks import CPU, SEED
+from rankscope.capture.folding import Folding
+from rankscope.capture.handover import launch
 from rankscope.capture.kernels import ParameterSigns, period_signs
 from rankscope.capture.kernels.choose import check_kernel
 from rankscope.capture.kernels.plain import PlainKernel
+from rankscope.capture.sketch import Sketcher
+from rankscope.capture.tap import LocalGradient
 from rankscope.capture.totals import GradientTotals
+from rankscope.core.groups import Groups
+from rankscope.core.sections import Sections
 
 
 class InterpretedKernel:
@@ -46,10 +51,9 @@ class InterpretedKernel:
         self._process.submit(_check, *self._kernel).result()
 
     def _work(self, name: str, flat: Tensor, start: int, into: GradientTotals, group: int) -> None:
-        sent = _packed(flat, [getattr(into, field.name) for field in fields(into)])
+        sent = _packed(flat, into.memory, tuple(into.sketches.shape))
         received = self._process.submit(_run, name, self._kernel, sent, start, group).result()
-        for field, value in zip(fields(into), _unpacked(received), strict=True):
-            getattr(into, field.name).copy_(value)
+        into.memory.copy_(_unpacked(received)[0])
 
 
 @contextmanager
@@ -58,6 +62,69 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_begin) as process:
         yield process
+
+
+def measure_interpreted(
+    process: ProcessPoolExecutor,
+    meter: type[Sketcher],
+    groups: Groups,
+    sections: Sections | None,
+    gradients: dict[str, Tensor],
+    **options: int,
+) -> GradientTotals:
+    """Measure several gradients at once, each at an address that is as aligned as it is here."""
+    shape = (len(groups) if sections is None else len(sections), options["width"])
+    offsets = [gradient.storage_offset() for gradient in gradients.values()]
+    sent = _packed(list(gradients.values()), offsets)
+    arguments = meter, groups, sections, list(gradients), sent, options
+    memory = _unpacked(process.submit(_run_many, *arguments).result())[0]
+    return GradientTotals(memory, *shape)
+
+
+def _run_many(
+    meter: type[Sketcher],
+    groups: Groups,
+    sections: Sections | None,
+    names: list[str],
+    sent: bytes,
+    options: dict[str, int],
+) -> bytes:
+    width, seed = options["width"], options["seed"]
+    sketcher = meter(CPU, groups, width, seed, sections)
+    from rankscope.capture.kernels.fused import TritonKernel
+
+    period = period_signs(seed)
+    sketcher._kernel = TritonKernel(CPU, width, period, num_processors=options["num_processors"])
+    totals = sketcher.new_totals()
+    gradients = []
+    for gradient, offset in zip(*_unpacked(sent), strict=True):
+        memory = torch.empty(len(gradient) + offset, dtype=gradient.dtype)
+        gradients.append(memory[offset:].copy_(gradient))
+    sketcher.measure_many([(n, g, 0) for n, g in zip(names, gradients, strict=True)], totals)
+    return _packed(totals.memory)
+
+
+def launch_interpreted(
+    process: ProcessPoolExecutor, measured: LocalGradient, folding: Folding
+) -> Tensor:
+    """Gather what was measured, as :func:`rankscope.capture.handover.launch` does."""
+    totals = [t and (t.memory, *t.sketches.shape) for t in (measured.totals, measured.reduced)]
+    others = measured.micro_squared_norms, measured.carried_over, measured.reduced_product
+    gathered: Tensor
+    [gathered] = _unpacked(process.submit(_run_launch, _packed(totals, others), folding).result())
+    return gathered
+
+
+def _run_launch(sent: bytes, folding: Folding) -> bytes:
+    (local, reduced), (micro, carried, product) = _unpacked(sent)
+    measured = LocalGradient(
+        GradientTotals(*local),
+        None if reduced is None else GradientTotals(*reduced),
+        micro,
+        carried,
+        reduced_product=product,
+    )
+    return _packed(launch(measured, folding))
 
 
 def _begin() -> None:
@@ -73,14 +140,14 @@ def _kernel(width: int, num_processors: int) -> Any:
 
 
 def _run(name: str, kernel: tuple[int, int], sent: bytes, start: int, group: int) -> bytes:
-    flat, values = _unpacked(sent)
-    into = GradientTotals(*values)
+    flat, memory, shape = _unpacked(sent)
+    into = GradientTotals(memory, *shape)
     if name == "measure":
         signs = ParameterSigns("weight", SEED, CPU)
         _kernel(*kernel).measure(flat, signs, start, into, group)
     else:
         _kernel(*kernel).measure_norm(flat, into, group)
-    return _packed(*values)
+    return _packed(memory)
 
 
 def _check(width: int, num_processors: int) -> None:

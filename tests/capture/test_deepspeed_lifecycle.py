@@ -45,7 +45,7 @@ def break_measuring(rank: int, mode: Mode) -> dict[str, Any]:
     told: list[str] = []
     plain = train(rank, mode, range(0))
     sketcher = make_sketcher(trained(make_model()))
-    sketcher.measure = None  # type: ignore[assignment]  # every call raises
+    sketcher.measure_many = None  # type: ignore[assignment]  # every call raises
     guard = Guard(lambda error: told.append(type(error).__name__))
     broken = train(rank, mode, range(STEPS), sketcher=sketcher, guarded=guard)
     return {"plain": plain["state"], "broken": broken["state"], "told": told}

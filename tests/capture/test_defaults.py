@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from capture.kernel_checks import CPU, SEED, WIDTH, needs_compiler, random
+from capture.kernel_checks import CPU, SEED, WIDTH, random
 from rankscope.capture import LossMeter, Sketcher, samples
-from rankscope.capture.canary import _project
-from rankscope.capture.fold import _signs, fold
+from rankscope.capture.canary_loss import _project
+from rankscope.capture.fold import fold, fold_signs
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.dot import choose_dot
-from rankscope.capture.kernels.native import NativeKernel
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.loss import to_arrays
 from rankscope.capture.norms import NormMeter
 from rankscope.capture.sketch import DEFAULT_WIDTH
-from rankscope.capture.totals import GradientTotals
 from rankscope.capture.trace_reading import _Fold
 from rankscope.core.groups import group_parameters
 from rankscope.reduce.accumulator import native_functions
@@ -68,7 +66,7 @@ def loss_numbers():
 
 
 def other_numbers():
-    for cached in (samples._weights, samples._weights_on_host, _signs):
+    for cached in (samples._weights, samples._weights_on_host, fold_signs):
         cached.cache_clear()
     wide = GRADIENT[None, :DEFAULT_WIDTH]
     yield "samples", samples.digest_inputs((BATCH,), {}), samples._weights(CPU)
@@ -96,13 +94,3 @@ def test_the_numbers_are_those_under_the_usual_defaults(default):
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other, err_msg=name)
             assert one.dtype == other.dtype
-
-
-@needs_compiler
-def test_totals_of_other_types_are_refused_and_not_written_to():
-    kernel = NativeKernel(WIDTH, period_signs(SEED))
-    totals = GradientTotals.zeros(1, WIDTH, CPU)
-    short = GradientTotals(totals.sketches.bfloat16(), *totals.tensors[1:])
-    with pytest.raises(TypeError, match="expected totals of"):
-        kernel.measure_norm(GRADIENT, short, 0)
-    assert not short.squared_norms.any()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rankscope.capture.fsdp2_calls import Relay
-from rankscope.capture.fsdp2_shard import ShardPlace, measure_shard
+from rankscope.capture.fsdp2_shard import ShardPlace, measure_shards
 from rankscope.capture.names import canonical_name
 from rankscope.capture.sketch import Sketcher
 from rankscope.core.groups import group_parameters
@@ -45,10 +45,10 @@ def test_shards_add_up_to_the_whole(shape, num_shards):
         first = 0
         for shard in gradient.chunk(num_shards, dim):
             place = ShardPlace(shape, dim, first)
-            measure_shard(sketcher, "weight", shard.contiguous(), place, parts)
+            measure_shards(sketcher, [("weight", shard.contiguous(), place)], parts)
             first += shard.shape[dim]
         empty = gradient.narrow(dim, 0, 0)
-        measure_shard(sketcher, "weight", empty, ShardPlace(shape, dim, shape[dim]), parts)
+        measure_shards(sketcher, [("weight", empty, ShardPlace(shape, dim, shape[dim]))], parts)
         error = (parts.sketches - whole.sketches).norm() / whole.sketches.norm()
         assert float(error) < 1e-5
         torch.testing.assert_close(parts.squared_norms, whole.squared_norms, rtol=1e-6, atol=0)
@@ -62,7 +62,7 @@ def test_a_shard_with_nonfinite_elements_is_counted_once():
     totals = sketcher.new_totals()
     for index, shard in enumerate(gradient.chunk(2, 1)):
         place = ShardPlace((30, 8), 1, 4 * index)
-        measure_shard(sketcher, "weight", shard.contiguous(), place, totals)
+        measure_shards(sketcher, [("weight", shard.contiguous(), place)], totals)
     assert totals.nonfinite.tolist() == [1]
 
 

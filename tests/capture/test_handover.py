@@ -1,14 +1,26 @@
 """What arrives on the host of a measured gradient, against the gradient itself in float64."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from rankscope.capture import GradientHandover, LocalGradient, NormMeter, ReadReduced, Sketcher
+from capture.interpreted import interpreter, launch_interpreted
+from rankscope.agent.message import StepMessage
+from rankscope.capture import (
+    GradientHandover,
+    LocalGradient,
+    NormMeter,
+    ReadReduced,
+    Sketcher,
+    handover,
+)
 from rankscope.capture.fold import fold
 from rankscope.core.groups import group_parameters
+from rankscope.core.measured import measured_of
 from rankscope.core.sections import cut_sections
 
 WIDTH = 101
@@ -19,6 +31,7 @@ SECTIONS = cut_sections(
     {name: math.prod(shape) for name, shape in SHAPES.items()}, GROUPS, section_elements=100
 )
 CPU = torch.device("cpu")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def make_gradient(seed=0):
@@ -35,14 +48,42 @@ def measure(gradient, meter=Sketcher, sections=None):
 
 
 def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0, gram=None):
-    return GradientHandover(
+    handover = GradientHandover(
         measured,
         sketch_width=sketch,
         group_width=group,
         sections=sections,
         audit_width=audit,
         gram=gram,
-    ).read()
+    )
+    assert handover.ready
+    return read(handover, sections)
+
+
+def read(handover, sections=None):
+    """Return what the agent reads in a message."""
+    message = StepMessage(0)
+    handover.fill(message)
+    message = StepMessage.unpack(message.pack())
+    counts = () if sections is None else sections.counts
+    handed = measured_of(message.numbers, message.sketches, message.sizes, counts)
+    return handed._replace(gradient=replace(handed.gradient, gram=message.gram))
+
+
+@pytest.fixture(scope="module")
+def process():
+    with interpreter() as process:
+        yield process
+
+
+@pytest.fixture(params=["native", "torch", "triton"], autouse=True)
+def way(request, monkeypatch, process):
+    """Hand over as on a CPU, as on any device, and as on one with a kernel of its own."""
+    if request.param != "native":
+        monkeypatch.setattr(handover, "_is_compiled", lambda: False)
+    if request.param == "triton":
+        monkeypatch.setattr(handover, "_launches_on", lambda tensor: True)
+        monkeypatch.setattr(handover, "launch", partial(launch_interpreted, process))
 
 
 def norm(*tensors):
@@ -65,9 +106,9 @@ def test_norms_largest_and_sketches():
         norm(gradient["head.bias"]),
     ]
     np.testing.assert_allclose(handed.gradient.group_norms_G, expected_G, rtol=1e-6)
-    np.testing.assert_array_equal(handed.gradient.sketch_K, totals.sketches.sum(0).numpy())
-    np.testing.assert_array_equal(
-        handed.gradient.group_sketches_GK, fold(totals.sketches, NARROW).numpy()
+    np.testing.assert_allclose(handed.gradient.sketch_K, totals.sketches.sum(0), **CLOSE)
+    np.testing.assert_allclose(
+        handed.gradient.group_sketches_GK, fold(totals.sketches, NARROW), **CLOSE
     )
     assert handed.gradient.sketch_K.dtype == handed.gradient.group_sketches_GK.dtype == np.float32
     assert handed.gradient.gram.shape == (0,)
@@ -90,7 +131,7 @@ def test_a_narrower_sketch_is_made_of_the_wide_one():
     totals = measure(make_gradient())
     handed = hand_over(LocalGradient(totals, totals.clone()), sketch=NARROW, group=0)
     narrow_K = fold(totals.sketches.sum(0)[None], NARROW)[0].numpy()
-    np.testing.assert_array_equal(handed.gradient.sketch_K, narrow_K)
+    np.testing.assert_allclose(handed.gradient.sketch_K, narrow_K, **CLOSE)
 
 
 @pytest.mark.parametrize("read", [ReadReduced.NORM, ReadReduced.SKETCH])
@@ -100,7 +141,8 @@ def test_the_norm_of_the_reduced_gradient(read):
     handed = hand_over(LocalGradient(measure(local), totals))
     assert handed.values["reduced_norm"] == pytest.approx(norm(*reduced.values()), rel=1e-6)
     assert handed.values["grad_norm"] == pytest.approx(norm(*local.values()), rel=1e-6)
-    np.testing.assert_array_equal(handed.gradient.sketch_K, measure(local).sketches.sum(0).numpy())
+    expected = measure(local).sketches.sum(0)
+    np.testing.assert_allclose(handed.gradient.sketch_K, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("narrow", [NARROW, WIDTH])
@@ -110,10 +152,9 @@ def test_sections_are_handed_over_one_by_one_for_the_audit(narrow):
     plain = hand_over(LocalGradient(measure(local), measure(reduced)))
     local_totals, reduced_totals = (measure(g, sections=SECTIONS) for g in (local, reduced))
     handed = hand_over(LocalGradient(local_totals, reduced_totals), sections=SECTIONS, audit=narrow)
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    np.testing.assert_allclose(handed.gradient.sketch_K, plain.gradient.sketch_K, **close)
+    np.testing.assert_allclose(handed.gradient.sketch_K, plain.gradient.sketch_K, **CLOSE)
     np.testing.assert_allclose(
-        handed.gradient.group_sketches_GK, plain.gradient.group_sketches_GK, **close
+        handed.gradient.group_sketches_GK, plain.gradient.group_sketches_GK, **CLOSE
     )
     np.testing.assert_allclose(
         handed.gradient.group_norms_G, plain.gradient.group_norms_G, rtol=1e-7
@@ -124,7 +165,7 @@ def test_sections_are_handed_over_one_by_one_for_the_audit(narrow):
     assert audit.local_SK.shape == audit.reduced_SK.shape == (len(SECTIONS), narrow)
     for rows, totals in ((audit.local_SK, local_totals), (audit.reduced_SK, reduced_totals)):
         expected = fold(totals.sketches, narrow) if narrow < WIDTH else totals.sketches
-        np.testing.assert_array_equal(rows, expected.numpy())
+        np.testing.assert_allclose(rows, expected, **CLOSE)
     flat = torch.cat([reduced["layers.0.up"].flatten(), reduced["layers.0.down"].flatten()])
     first, counts = 2, SECTIONS.counts
     assert counts == (2, 3, 1)  # one of the parameters spans two sections
@@ -183,13 +224,13 @@ def test_what_is_measured_later_does_not_reach_a_handover_on_its_way():
     totals = measure(gradient)
     gram = torch.ones(3, dtype=torch.float64)
     expected = hand_over(LocalGradient(totals), gram=gram)
-    handover = GradientHandover(
+    on_its_way = GradientHandover(
         LocalGradient(totals), sketch_width=WIDTH, group_width=NARROW, gram=gram
     )
     totals.reset()
     sketcher.measure("head.bias", torch.full((5,), math.nan), totals)
     gram.zero_()
-    handed = handover.read()
+    handed = read(on_its_way)
     assert handed.values["grad_norm"] == expected.values["grad_norm"]
     np.testing.assert_array_equal(handed.gradient.sketch_K, expected.gradient.sketch_K)
     np.testing.assert_array_equal(
@@ -204,3 +245,17 @@ def test_the_precision_of_the_gradient_does_not_change_what_arrives(dtype):
     handed = hand_over(LocalGradient(measure(gradient)))
     assert handed.values["grad_norm"] == pytest.approx(norm(*gradient.values()), rel=1e-6)
     assert handed.gradient.sketch_K.dtype == np.float32
+
+
+def test_a_kernel_that_fails_is_replaced_by_plain_torch_and_told_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(handover, "_is_compiled", lambda: False)
+    monkeypatch.setattr(handover, "_launches_on", lambda tensor: True)
+    monkeypatch.setattr(handover._Launching, "possible", True)
+    monkeypatch.setattr(handover, "launch", None)  # to call it raises
+    gradient = make_gradient()
+    with caplog.at_level("INFO", logger="rankscope"):
+        for _ in range(2):
+            handed = hand_over(LocalGradient(measure(gradient)))
+            expected = norm(*gradient.values())
+            assert handed.values["grad_norm"] == pytest.approx(expected, rel=1e-6)
+    assert len(caplog.records) == 1

@@ -125,18 +125,31 @@ def test_it_passes_the_check_before_use(kernel):
 COMPILE = """
 import sys
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rankscope.capture.kernels.triton import measure_tiles
+from rankscope.capture.kernels import triton as reading, triton_combine, triton_handover
 
-pointers = dict(gradient=sys.argv[1], row_signs="fp32", period="i8", sketches="fp32",
-                norms="fp64", tops="fp32", nonfinites="i64")
-constants = dict(WIDTH=4093, TILES=4, TILE=1024, ROWS=4, STRIDE=12304, SKETCH=True)
-names = measure_tiles.arg_names
-signature = {n: "*" + pointers[n] if n in pointers else "i32" for n in names}
-signature.update(dict.fromkeys(constants, "constexpr"))
-aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in pointers}
-source = ASTSource(measure_tiles, signature, constexprs=constants, attrs=aligned)
+pointers = dict(segments="i64", jobs="i64", addresses="i64", row_signs="fp32", period="i8",
+                sketches="fp32", norms="fp64", tops="fp32", nonfinites="i64", jobs_of="i64",
+                sketch="fp32", squared_norm="fp64", largest="fp32", nonfinite="i64")
+types = {"fp32": (tl.float32, 4), "bf16": (tl.bfloat16, 2)}
+element, size = types[sys.argv[1]]
+grid = dict(WIDTH=4093, TILES=4, TILE=1024)
+constants = {
+    "measure_tiles": dict(ROWS=4, STRIDE=12304, SKETCH=True, TYPE=element, SIZE=size, **grid),
+    "combine": dict(ROWS=16, SKETCH=True, **grid),
+    "gather": dict(WIDE=4093, REDUCED=True),
+}[sys.argv[3]]
+modules = {"measure_tiles": reading, "combine": triton_combine, "gather": triton_handover}
+kernel = getattr(modules[sys.argv[3]], sys.argv[3])
+pointers |= dict(table="i64", local="fp32", reduced="fp32", signs="fp32", squares="fp64",
+                 reduced_squares="fp64", numbers="fp64")
+integers = ("num_sketches", "num_rows", "largest_at")
+signature = {n: "*" + pointers[n] if n in pointers else "constexpr" for n in kernel.arg_names}
+signature |= {n: "i32" for n in integers if n in signature}
+aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in pointers}
+source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
 target = GPUTarget("cuda", int(sys.argv[2]), 32)
 options = dict(num_warps=4, enable_fp_fusion=True)
 print(triton.compile(source, target=target, options=options).asm["ptx"])
@@ -148,10 +161,20 @@ print(triton.compile(source, target=target, options=options).asm["ptx"])
 )
 def test_it_compiles_to_aligned_vector_loads(tmp_path, dtype, capability, load):
     """The compiler needs no GPU. Four neighbouring elements must be one load."""
+    lines = compiled(tmp_path, dtype, capability, "measure_tiles").splitlines()
+    assert sum(load in line and "evict_first" in line for line in lines) == 8
+
+
+@pytest.mark.parametrize("kernel", ["combine", "gather"])
+def test_the_other_kernels_compile(tmp_path, kernel):
+    assert kernel in compiled(tmp_path, "fp32", "90", kernel)
+
+
+def compiled(tmp_path, *arguments):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMPILE, dtype, capability],
+        [sys.executable, "-W", "error", "-c", COMPILE, *arguments],
         capture_output=True, text=True, env=environment, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert sum(load in line and "evict_first" in line for line in done.stdout.splitlines()) == 8
+    return done.stdout

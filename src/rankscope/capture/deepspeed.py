@@ -211,14 +211,12 @@ class DeepSpeedTap:
         if self._read_reduced is ReadReduced.OFF:
             return
         self._reduced.reset()
-        shards = self._shards.shards()
+        shards = list(self._shards.shards())
         if self._read_reduced is ReadReduced.NORM:
-            self._sketcher.measure_norms(
-                [(name, shard) for name, shard, _ in shards], self._reduced
-            )
-            return
-        for name, shard, start in shards:
-            self._sketcher.measure(name, shard, self._reduced, start=start)
+            norms = [(name, shard) for name, shard, _ in shards]
+            self._sketcher.measure_norms(norms, self._reduced)
+        else:
+            self._sketcher.measure_many(shards, self._reduced)
 
 
 def _loss_scale(engine: Any) -> Tensor:

@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from rankscope.capture.parts import GradientParts
-from rankscope.capture.sketch import Sketcher
+from rankscope.capture.sketch import Measured, Sketcher
 from rankscope.capture.tap import Guarded
 from rankscope.capture.totals import GradientTotals
 from rankscope.errors import UnsupportedError
-
-Shard = tuple[str, Tensor, int]
-"""A parameter's name, a part of its reduced gradient, and where in the parameter it begins."""
 
 
 class LocalReader(Protocol):
@@ -116,8 +113,8 @@ class _AccumulatedReader:
     def before_reduction(self) -> None:
         self._is_read = True
         self._totals.reset()
-        for name, gradient in self._gradients():
-            self._sketcher.measure(name, gradient, self._totals)
+        gradients = [(name, gradient, 0) for name, gradient in self._gradients()]
+        self._sketcher.measure_many(gradients, self._totals)
         if self._sketcher.sketches:
             self._tell_micro_batch()
 
@@ -243,7 +240,7 @@ class ReducedReader:
         muon = "muon" in type(engine.basic_optimizer).__name__.lower()
         self.available = not offloaded and (self.replicated or not muon)
 
-    def shards(self) -> Iterator[Shard]:
+    def shards(self) -> Iterator[Measured]:
         """Yield what this rank holds, without communication."""
         if self.replicated:
             yield from self._whole()
@@ -252,14 +249,14 @@ class ReducedReader:
         else:
             yield from self._shards_of_stages_1_and_2()
 
-    def _whole(self) -> Iterator[Shard]:
+    def _whole(self) -> Iterator[Measured]:
         gradient_of = _accumulated(self._optimizer)
         for name, parameter in self._parameters.items():
             gradient = gradient_of(parameter)
             if gradient is not None:
                 yield name, gradient, 0
 
-    def _shards_of_stages_1_and_2(self) -> Iterator[Shard]:
+    def _shards_of_stages_1_and_2(self) -> Iterator[Measured]:
         optimizer = self._optimizer
         for group, averaged in optimizer.averaged_gradients.items():
             rank = dist.get_rank(optimizer.real_dp_process_group[group])
@@ -270,7 +267,7 @@ class ReducedReader:
                 if name is not None:
                     yield name, shard, starts[optimizer.get_param_id(parameter)]
 
-    def _shards_of_stage_3(self) -> Iterator[Shard]:
+    def _shards_of_stage_3(self) -> Iterator[Measured]:
         optimizer = self._optimizer
         for group, averaged in optimizer.averaged_gradients.items():
             for parameter, padded in zip(

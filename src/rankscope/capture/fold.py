@@ -1,9 +1,17 @@
-"""A narrower sketch made from a wide one."""
+"""Narrower sketches made from wide ones."""
 
 import functools
+from array import array
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from rankscope.capture.folding import Folding
+from rankscope.capture.kernels.native import load_functions
+from rankscope.capture.totals import GradientTotals
+from rankscope.core.arrays import Floats32
 
 
 def fold(sketches: Tensor, width: int = 251, seed: int = 0) -> Tensor:
@@ -22,12 +30,66 @@ def fold(sketches: Tensor, width: int = 251, seed: int = 0) -> Tensor:
     """
     num_rows, wide = sketches.shape
     padded = sketches.new_zeros(num_rows, wide + -wide % width)
-    torch.mul(sketches, _signs(wide, seed, sketches.device), out=padded[:, :wide])
+    torch.mul(sketches, fold_signs(wide, seed, sketches.device), out=padded[:, :wide])
     return padded.view(num_rows, -1, width).sum(1)
 
 
+def fold_plain(totals: GradientTotals, reduced: GradientTotals | None, folding: Folding) -> Tensor:
+    """Return all sketches that are handed over ``[n]``, in plain torch, on their device."""
+    parts = []
+    if folding.sketch_width:
+        total = totals.sketches.sum(0, keepdim=True)
+        parts.append(_narrowed(total, folding.sketch_width))
+    if folding.group_width:
+        parts.append(fold(_by_group(totals.sketches, folding.counts), folding.group_width))
+    if folding.audit_width:
+        parts.append(_narrowed(totals.sketches, folding.audit_width))
+        if reduced is not None:
+            parts.append(_narrowed(reduced.sketches, folding.audit_width))
+    if not parts:
+        return totals.sketches.new_empty(0)
+    return torch.cat([part.view(-1) for part in parts])
+
+
+def fold_native(
+    totals: GradientTotals, reduced: GradientTotals | None, folding: Folding
+) -> Floats32:
+    """Return all sketches that are handed over ``[n]``, made in one call of a compiled function.
+
+    Raises:
+        BuildError: It cannot be built or loaded.
+    """
+    wanted = _table(folding)
+    into = np.empty(sum(folding.lengths.values()), np.float32)
+    sources = array("q", [t.sketches.data_ptr() for t in (totals, reduced or totals)])
+    signs = fold_signs(folding.wide, 0, totals.sketches.device)
+    load_functions().fold(
+        wanted.ctypes.data, len(wanted), sources.buffer_info()[0], folding.wide,
+        signs.data_ptr(), into.ctypes.data,
+    )  # fmt: skip
+    return into
+
+
 @functools.lru_cache(maxsize=8)
-def _signs(count: int, seed: int, device: torch.device) -> Tensor:
+def fold_signs(count: int, seed: int, device: torch.device) -> Tensor:
+    """Return the signs with which entries are added up, float32 ``[count]``."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     bits = torch.randint(2, (count,), generator=generator, device="cpu")
     return bits.mul_(2).sub_(1).to(device, torch.float32)
+
+
+@functools.lru_cache(maxsize=16)
+def _table(folding: Folding) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+    return np.array(folding.wanted, np.int64).reshape(-1, 5)
+
+
+def _by_group(sketches: Tensor, counts: Sequence[int]) -> Tensor:
+    """Add up neighbouring rows: as many as each group has."""
+    if len(sketches) == len(counts):
+        return sketches
+    return torch.stack([rows.sum(0) for rows in torch.split(sketches, list(counts))])
+
+
+def _narrowed(sketches: Tensor, width: int) -> Tensor:
+    """Return narrow sketches of rows."""
+    return sketches if sketches.shape[1] == width else fold(sketches, width)

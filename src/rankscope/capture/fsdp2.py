@@ -24,7 +24,7 @@ from rankscope.capture.fsdp2_model import (
     managed_parameters,
     waits_by_hand,
 )
-from rankscope.capture.fsdp2_shard import measure_shard
+from rankscope.capture.fsdp2_shard import measure_shards
 from rankscope.capture.micro import MicroBatches
 from rankscope.capture.parts import GradientParts
 from rankscope.capture.sketch import Sketcher
@@ -221,8 +221,7 @@ class FSDP2Tap:
         group = self._parameters[fsdp_params[0]].group
         self._reduced_now[group] = self._reduced_now.get(group, False) or self._trains(gradients)
         if self._measure:
-            for parameter, gradient in gradients.items():
-                self._measure_local(parameter, gradient)
+            self._measure_local(gradients)
 
     def _trains(self, gradients: dict[ManagedParameter, Tensor]) -> bool:
         """Return whether a reduction belongs to a step: not to a pass that has added nothing to it.
@@ -233,21 +232,23 @@ class FSDP2Tap:
             return True
         return any(self._accumulated.get(p) != _state_of(g) for p, g in gradients.items())
 
-    def _measure_local(self, parameter: ManagedParameter, gradient: Tensor) -> None:
-        name = parameter.name
-        if name not in self._watched_names:
-            raise UnsupportedError(
-                f"parameter {name} has a gradient but was frozen when watch() was called; call "
-                f"watch() after the last parameter is unfrozen"
-            )
-        if name in self._read:
-            self._spoiled |= not self._sketcher.sketches  # norms alone do not add up
-        else:
-            self._spoiled |= parameter.group.half_reduced
-            self._fresh &= parameter.tensor.grad is None
-        self._read.add(name)
-        self._read_now.add(name)
-        self._parts.measure(name, gradient)
+    def _measure_local(self, gradients: dict[ManagedParameter, Tensor]) -> None:
+        for parameter in gradients:
+            name = parameter.name
+            if name not in self._watched_names:
+                raise UnsupportedError(
+                    f"parameter {name} has a gradient but was frozen when watch() was called; call "
+                    f"watch() after the last parameter is unfrozen"
+                )
+            if name in self._read:
+                self._spoiled |= not self._sketcher.sketches  # norms alone do not add up
+            else:
+                self._spoiled |= parameter.group.half_reduced
+                self._fresh &= parameter.tensor.grad is None
+        names = {parameter.name for parameter in gradients}
+        self._read |= names
+        self._read_now |= names
+        self._parts.measure_many([(p.name, gradient) for p, gradient in gradients.items()])
 
     def _on_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._guarded(partial(self._close_backward, *args, **kwargs))
@@ -325,9 +326,8 @@ class FSDP2Tap:
         if not self._micro_known:
             return
         totals = self._empty_scratch()
-        for parameter in unreduced:
-            assert parameter.unreduced is not None
-            self._sketcher.measure(parameter.name, parameter.unreduced, totals)
+        gradients = [(p.name, p.unreduced, 0) for p in unreduced]
+        self._sketcher.measure_many([(n, g, at) for n, g, at in gradients if g is not None], totals)
         self._micro.add(totals, last=False)
 
     def _measure_reduced(self) -> None:
@@ -341,9 +341,7 @@ class FSDP2Tap:
             totals = self._reduced if scale == 1 else self._empty_scratch()
             self._measure_shards([p for p in read if p.group.reduced_scale == scale], totals)
             if scale != 1:
-                totals.sketches.mul_(scale)
-                totals.squared_norms.mul_(scale**2)
-                totals.largest.mul_(abs(scale))
+                totals.scale(scale)
                 self._reduced.add(totals)
 
     def _is_readable(self, parameter: ManagedParameter) -> bool:
@@ -357,9 +355,8 @@ class FSDP2Tap:
             norms = [(p.name, shard) for p, shard in shards if shard is not None]
             self._sketcher.measure_norms(norms, into)
             return
-        for parameter, shard in shards:
-            assert shard is not None
-            measure_shard(self._sketcher, parameter.name, shard, parameter.place, into)
+        measured = [(p.name, shard, p.place) for p, shard in shards if shard is not None]
+        measure_shards(self._sketcher, measured, into)
 
     def _empty_scratch(self) -> GradientTotals:
         if self._scratch is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rankscope.capture.sketch import Sketcher
+from rankscope.capture.sketch import Measured, Sketcher
 from rankscope.capture.totals import GradientTotals
 
 _LONG_RUN = 1 << 14
@@ -28,37 +28,60 @@ class ShardPlace:
     dim: int
     first: int
 
+    @property
+    def stride(self) -> int:
+        """Elements from the beginning of one run to that of the next."""
+        return self.shape[self.dim] * self._inner
 
-def measure_shard(
-    sketcher: Sketcher, name: str, shard: Tensor, place: ShardPlace, into: GradientTotals
-) -> None:
-    """Add a shard to totals such that all shards together give the totals of the whole parameter.
+    @property
+    def offset(self) -> int:
+        """Position of the first element."""
+        return self.first * self._inner
 
-    In memory the shard is a number of runs of elements that lie apart in the parameter: one run
-    when the first dimension is cut. Where there are many short ones, several are laid out with
-    the zeros that belong between them, in a scratch tensor of limited size.
+    @property
+    def _inner(self) -> int:
+        return math.prod(self.shape[self.dim + 1 :])
+
+
+Shard = tuple[str, Tensor, ShardPlace]
+"""A parameter's name, the slice of it that a rank holds, contiguous, and which one that is."""
+
+
+def measure_shards(sketcher: Sketcher, shards: Sequence[Shard], into: GradientTotals) -> None:
+    """Add shards to totals such that all ranks' together give the totals of whole parameters.
+
+    In memory a shard is a number of runs of elements that lie apart in the parameter: one run when
+    the first dimension is cut. All runs that are alone in a shard, or long, are measured in one
+    call.
 
     Args:
         sketcher: Measures.
-        name: The parameter's name.
-        shard: The slice that ``place`` describes, contiguous; may be empty.
-        place: Where it lies.
+        shards: May be empty ones.
         into: The totals to add to.
     """
-    num_runs = math.prod(place.shape[: place.dim])
-    inner = math.prod(place.shape[place.dim + 1 :])
-    stride = place.shape[place.dim] * inner
-    offset = place.first * inner
-    if not shard.numel():
-        return
-    runs = shard.detach().reshape(num_runs, -1)
-    length = runs.shape[1]
-    if num_runs == 1 or length >= _LONG_RUN:
-        for index, run in enumerate(runs):
-            sketcher.measure(name, run, into, start=index * stride + offset)
-        return
+    runs: list[Measured] = []
+    for name, shard, place in shards:
+        if not shard.numel():
+            continue
+        several = shard.detach().reshape(math.prod(place.shape[: place.dim]), -1)
+        if len(several) == 1 or several.shape[1] >= _LONG_RUN:
+            runs += [
+                (name, run, index * place.stride + place.offset)
+                for index, run in enumerate(several)
+            ]
+        else:
+            _measure_short_runs(sketcher, name, several, place, into)
+    sketcher.measure_many(runs, into)
+
+
+def _measure_short_runs(
+    sketcher: Sketcher, name: str, runs: Tensor, place: ShardPlace, into: GradientTotals
+) -> None:
+    """Lay several runs out with the zeros that belong between them, in a tensor of limited size."""
+    num_runs, length = runs.shape
+    stride, offset = place.stride, place.offset
     at_once = min(num_runs, max(1, _SCRATCH_ELEMENTS // stride))
-    scratch = torch.zeros(at_once, stride, dtype=shard.dtype, device=shard.device)
+    scratch = torch.zeros(at_once, stride, dtype=runs.dtype, device=runs.device)
     for index, part in zip(range(0, num_runs, at_once), torch.split(runs, at_once), strict=True):
         scratch[: len(part), offset : offset + length] = part
         sketcher.measure(name, scratch[: len(part)], into, start=index * stride)

@@ -1,9 +1,7 @@
 """A measured gradient on its way from the device to the host."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+import logging
 
 import numpy as np
 import torch
@@ -11,34 +9,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankscope.agent.message import StepMessage
-from rankscope.capture.fold import fold
+from rankscope.capture.fold import fold_native, fold_plain
+from rankscope.capture.folding import Folding
 from rankscope.capture.host import HostCopy
+from rankscope.capture.kernels.build import BuildError
+from rankscope.capture.kernels.native import load_functions
 from rankscope.capture.tap import LocalGradient
-from rankscope.core.arrays import Floats
-from rankscope.core.audit import AuditPart
-from rankscope.core.measured import NUMBERS, SKETCHES, sizes_of
+from rankscope.core.arrays import Floats, Floats32
+from rankscope.core.measured import NUMBERS, sizes_of
 from rankscope.core.sections import Sections
-from rankscope.core.step import MeasuredGradient
 
-
-@dataclass(frozen=True, slots=True)
-class HandedOver:
-    """A worker's gradient as the host sees it.
-
-    Attributes:
-        gradient: What travels to the other workers.
-        values: LOCAL signals: ``grad_norm``, ``grad_norm_estimated``, ``grad_max``,
-            ``grad_nonfinite``, ``reduced_norm`` and ``grad_carried_over``.
-        micro_norms: Gradient norms of the micro-batches ``[M]``, empty when unknown.
-    """
-
-    gradient: MeasuredGradient
-    values: dict[str, float]
-    micro_norms: Floats
+_log = logging.getLogger("rankscope")
 
 
 class GradientHandover:
     """Starts the copy of what was measured; two vectors, small whatever the model's size.
+
+    On the CPU they are there at once. On an accelerator with a kernel of its own, it takes one
+    launch and one copy, besides one launch for each of what is known of some steps alone: norms of
+    micro-batches, whether something was carried over, the product with the reduced gradient.
 
     Args:
         measured: The gradient's totals, on their device.
@@ -59,128 +48,150 @@ class GradientHandover:
         audit_width: int = 0,
         gram: Tensor | None = None,
     ) -> None:
-        totals, reduced = measured.totals, measured.reduced
-        num_rows = len(totals.squared_norms)
+        num_rows, wide = measured.totals.sketches.shape
         counts = (1,) * num_rows if sections is None else sections.counts
-        self._firsts_G = np.cumsum((0, *counts[:-1]))
-        self._shape = (num_rows, audit_width)
-        self._numbers = _Vectors(_numbers(measured))
-        sketches = {}
-        if sketch_width:
-            sketches["total"] = _narrowed(totals.sketches.sum(0, keepdim=True), sketch_width)
-        if group_width:
-            sketches["groups"] = fold(_by_group(totals.sketches, counts), group_width)
-        if audit_width:
-            sketches["local"] = _narrowed(totals.sketches, audit_width)
-        if audit_width and reduced is not None:
-            sketches["reduced"] = _narrowed(reduced.sketches, audit_width)
-        self._sketches = _Vectors({name: part.view(-1) for name, part in sketches.items()})
+        reduced = measured.reduced is not None
+        folding = Folding(counts, wide, sketch_width, group_width, audit_width, reduced)
         self._norm_estimated = measured.norm_estimated
+        self._sketch_lengths = folding.lengths
+        self._number_lengths = _number_lengths(measured)
+        self._copies: list[HostCopy] = []
+        self._arrays: tuple[Floats, Floats32] | None = None
+        if measured.totals.sketches.is_cpu and _is_compiled():
+            sketches = fold_native(measured.totals, measured.reduced, folding)
+            self._arrays = _numbers_on_host(measured), sketches
+        else:
+            self._copies = _copies(measured, folding)
         self._gram = None if gram is None else HostCopy(gram)
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything is on the host."""
+        on_their_way = [*self._copies, *(() if self._gram is None else (self._gram,))]
+        return all(copy.ready for copy in on_their_way)
 
     def fill(self, message: StepMessage) -> None:
         """Wait for the copy, and put it into a message."""
-        numbers, sketches = self._numbers.read(), self._sketches.read()
-        message.numbers = np.concatenate([numbers[n] for n in NUMBERS if n in numbers])
-        parts = {name: len(vector) for name, vector in sketches.items()}
-        if sketches:
-            message.sketches = np.concatenate([sketches[n] for n in SKETCHES if n in sketches])
-        lengths = {name: len(vector) for name, vector in numbers.items()}
-        message.sizes = np.array(
-            sizes_of(lengths, parts, norm_estimated=self._norm_estimated), np.int64
+        message.numbers, message.sketches = self._read()
+        sizes = sizes_of(
+            self._number_lengths, self._sketch_lengths, norm_estimated=self._norm_estimated
         )
+        message.sizes = np.array(sizes, np.int64)
         if self._gram is not None:
             message.gram = np.asarray(self._gram.numpy(), np.float64)
 
-    def read(self) -> HandedOver:
-        """Wait for the copy and return it."""
-        numbers, sketches = self._numbers.read(), self._sketches.read()
-        squares_R = numbers["squares"]
-        reduced_squares_R = numbers.get("reduced_squares")
-        if reduced_squares_R is None:
-            reduced_squares_R = np.full(self._shape[0], np.nan)
-        nothing = np.empty(0, np.float32)
-        gram = np.empty(0) if self._gram is None else np.asarray(self._gram.numpy(), np.float64)
-        audit = None
-        if "local" in sketches:
-            reduced = sketches.get("reduced", np.full(len(sketches["local"]), np.nan, np.float32))
-            audit = AuditPart(
-                sketches["local"].reshape(self._shape),
-                reduced.reshape(self._shape),
-                reduced_squares_R,
-            )
-        return HandedOver(
-            MeasuredGradient(
-                group_norms_G=np.sqrt(np.add.reduceat(squares_R, self._firsts_G)),
-                sketch_K=sketches.get("total", nothing),
-                group_sketches_GK=sketches.get("groups", nothing).reshape(len(self._firsts_G), -1),
-                gram=gram,
-                audit=audit,
-                reduced_product=float(numbers["product"][0]) if "product" in numbers else math.nan,
-            ),
-            {
-                "grad_norm": math.sqrt(squares_R.sum()),
-                "grad_norm_estimated": self._norm_estimated,
-                "grad_max": float(numbers["largest"][0]),
-                "grad_nonfinite": float(numbers["nonfinite"][0]),
-                "reduced_norm": math.sqrt(reduced_squares_R.sum()),
-                "grad_carried_over": float(numbers["carried"][0]) if "carried" in numbers else 0.0,
-            },
-            np.sqrt(numbers.get("micro", np.empty(0))),
-        )
+    def _read(self) -> tuple[Floats, Floats32]:
+        if self._arrays is not None:
+            return self._arrays
+        whole, *more = (copy.numpy() for copy in self._copies)
+        if more:
+            return np.asarray(whole, np.float64), np.asarray(more[0], np.float32)
+        num_numbers = sum(self._number_lengths.values())
+        num_floats = sum(self._sketch_lengths.values())
+        numbers: NDArray[np.float64] = np.asarray(whole, np.float64)
+        return numbers[:num_numbers], numbers[num_numbers:].view(np.float32)[:num_floats]
 
 
-class _Vectors:
-    """Named vectors of one type on their way to the host, in one copy.
+def _copies(measured: LocalGradient, folding: Folding) -> list[HostCopy]:
+    """Start the copies from a device: of numbers and sketches together, or of each."""
+    if _Launching.possible and _launches_on(measured.totals.sketches):
+        try:
+            return [HostCopy(launch(measured, folding), own=True)]
+        except Exception as error:  # whatever it is, training goes on, a little slower
+            _Launching.possible = False
+            reason = str(error).strip().split("\n")[0]
+            _log.info("what is measured is gathered in plain torch: %s", reason)
+    numbers = torch.cat(list(_numbers(measured).values()))
+    sketches = fold_plain(measured.totals, measured.reduced, folding)
+    return [HostCopy(numbers, own=True), HostCopy(sketches, own=True)]
 
-    Args:
-        vectors: On one device; what happens to them later has no effect.
+
+def _launches_on(tensor: Tensor) -> bool:
+    """Return whether there is a kernel for a tensor's device."""
+    return tensor.is_cuda and torch.version.hip is None
+
+
+class _Launching:
+    """Whether the kernel is known to work, or not known to fail."""
+
+    possible = True
+
+
+def launch(measured: LocalGradient, folding: Folding) -> Tensor:
+    """Gather numbers and sketches with one launch.
+
+    Returns:
+        float64 ``[n]``: the numbers, and behind them the float32 sketches.
     """
+    from rankscope.capture.kernels.fused_handover import hand_over
 
-    def __init__(self, vectors: Mapping[str, Tensor]) -> None:
-        self._sizes = {name: len(vector) for name, vector in vectors.items()}
-        self._copy = HostCopy(torch.cat(list(vectors.values())), own=True) if vectors else None
-
-    def read(self) -> dict[str, NDArray[Any]]:
-        """Wait for the copy and return them."""
-        together = np.empty(0) if self._copy is None else self._copy.numpy()
-        vectors, first = {}, 0
-        for name, size in self._sizes.items():
-            vectors[name] = together[first : first + size]
-            first += size
-        return vectors
+    given = _given(measured)
+    if measured.micro_squared_norms is not None:
+        given["micro"] = measured.micro_squared_norms
+    return hand_over(measured.totals, measured.reduced, folding, given)
 
 
-def _by_group(sketches: Tensor, counts: Sequence[int]) -> Tensor:
-    """Add up neighbouring rows: as many as each group has."""
-    if len(sketches) == len(counts):
-        return sketches
-    return torch.stack([rows.sum(0) for rows in torch.split(sketches, list(counts))])
+@functools.cache
+def _is_compiled() -> bool:
+    try:
+        load_functions()
+    except BuildError:
+        return False
+    return True
 
 
-def _narrowed(sketches: Tensor, width: int) -> Tensor:
-    """Return narrow sketches of rows."""
-    return sketches if sketches.shape[1] == width else fold(sketches, width)
+def _number_lengths(measured: LocalGradient) -> dict[str, int]:
+    """Return how many numbers each part has, by its name in ``NUMBERS``."""
+    num_rows, micro = len(measured.totals.squared_norms), measured.micro_squared_norms
+    lengths = {
+        "squares": num_rows,
+        "reduced_squares": 0 if measured.reduced is None else num_rows,
+        "micro": 0 if micro is None else len(micro),
+        "largest": 1,
+        "nonfinite": 1,
+        "carried": int(measured.carried_over is not None),
+        "product": int(measured.reduced_product is not None),
+    }
+    return {name: lengths[name] for name in NUMBERS}
+
+
+def _given(measured: LocalGradient) -> dict[str, Tensor]:
+    """Return what is known of some steps alone, as float64 ``[1]`` each."""
+    given = {}
+    if measured.carried_over is not None:
+        given["carried"] = measured.carried_over.reshape(1).double()
+    if measured.reduced_product is not None:
+        given["product"] = measured.reduced_product.reshape(1)
+    return given
 
 
 def _numbers(measured: LocalGradient) -> dict[str, Tensor]:
-    """Return what is known, in float64: squared norms of rows and of micro-batches, and numbers.
-
-    The numbers are the largest magnitude, the non-finite count, whether it was carried over, and
-    the inner product with the reduced gradient.
-    """
+    """Return what is known, in float64, in the order of ``NUMBERS``."""
     totals = measured.totals
     numbers = {
         "squares": totals.squared_norms,
         "largest": totals.largest.amax(0, keepdim=True).double(),
         "nonfinite": totals.nonfinite.sum(0, keepdim=True).double(),
+        **_given(measured),
     }
     if measured.reduced is not None:
         numbers["reduced_squares"] = measured.reduced.squared_norms
-    if measured.carried_over is not None:
-        numbers["carried"] = measured.carried_over.reshape(1).double()
-    if measured.reduced_product is not None:
-        numbers["product"] = measured.reduced_product.reshape(1)
     if measured.micro_squared_norms is not None:
         numbers["micro"] = measured.micro_squared_norms
-    return numbers
+    return {name: numbers[name] for name in NUMBERS if name in numbers}
+
+
+def _numbers_on_host(measured: LocalGradient) -> Floats:
+    """Return the same where everything is on the host."""
+    totals = measured.totals
+    numbers: dict[str, NDArray[np.float64]] = {
+        "squares": totals.squared_norms.numpy(),
+        "largest": np.array([totals.largest.numpy().max()], np.float64),
+        "nonfinite": np.array([totals.nonfinite.numpy().sum()], np.float64),
+        **{name: tensor.numpy() for name, tensor in _given(measured).items()},
+    }
+    if measured.reduced is not None:
+        numbers["reduced_squares"] = measured.reduced.squared_norms.numpy()
+    if measured.micro_squared_norms is not None:
+        numbers["micro"] = measured.micro_squared_norms.numpy()
+    return np.concatenate([numbers[name] for name in NUMBERS if name in numbers])

@@ -12,6 +12,8 @@ unless parts oppose each other. ``|sum_m S_m|^2`` alone would do too, with a lar
 ``sqrt(2)`` for two independent parts): here the norms of the parts are exact.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,38 +31,52 @@ class GradientParts:
     def __init__(self, sketcher: Sketcher) -> None:
         self._sketcher = sketcher
         self._part = sketcher.new_totals()
-        self._sum = sketcher.new_totals()
+        self._sum: GradientTotals | None = None  # of all parts but the last, where there are more
         self._seen: set[str] = set()  # in the part that is open
-        self._squared_norms: list[Tensor] = []
-        self._squared_sketches = torch.zeros_like(self._sum.squared_norms)
+        self._count = 0  # of closed parts, the one in ``_part`` among them if nothing is open
+        self._closed = False  # the part in ``_part``
+        self._squared_norms: list[Tensor] = []  # of parts in the sum
+        self._squared_sketches: Tensor | None = None
 
     @property
     def count(self) -> int:
         """How many parts have been closed."""
-        return len(self._squared_norms)
+        return self._count
 
     def measure(self, name: str, gradient: Tensor) -> None:
         """Add a parameter's gradient to the open part; one that is already in it opens another."""
-        if name in self._seen:
+        self.measure_many([(name, gradient)])
+
+    def measure_many(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """Add several parameters' gradients to the open part.
+
+        If one is already in it, all of them open another.
+        """
+        names = [name for name, _ in gradients]
+        if not self._seen.isdisjoint(names):
             self.close()
-        self._seen.add(name)
-        self._sketcher.measure(name, gradient, self._part)
+        if self._closed:
+            self._put_away()
+        self._seen.update(names)
+        self._sketcher.measure_many(
+            [(name, gradient, 0) for name, gradient in gradients], self._part
+        )
 
     def close(self) -> None:
         """End the open part; what follows belongs to another one."""
+        if self._closed:  # an empty one
+            self._put_away()
         self._seen.clear()
-        self._squared_norms.append(self._part.squared_norms.sum())
-        self._squared_sketches.add_(_squared_norms(self._part.sketches))
-        self._sum.add(self._part)
-        self._part.reset()
+        self._closed = True
+        self._count += 1
 
     def reset(self) -> None:
         """Forget all parts."""
         self._seen.clear()
         self._squared_norms.clear()
-        self._squared_sketches.zero_()
+        self._sum = self._squared_sketches = None
+        self._closed, self._count = False, 0
         self._part.reset()
-        self._sum.reset()
 
     def totals(self) -> GradientTotals:
         """Return the totals of the sum of all closed parts.
@@ -70,15 +86,35 @@ class GradientParts:
             ``nonfinite`` tell of the parts: the largest magnitude in any of them, and how many of
             their elements are not finite.
         """
+        if self._count == 0:
+            return self._sketcher.new_totals()
+        if self._count > 1 and self._closed:
+            self._put_away()
+        if self._sum is None:
+            return self._part.clone()
         totals = self._sum.clone()
-        if self.count > 1:
+        if self._count > 1 and self._squared_sketches is not None:
             cross_terms = _squared_norms(totals.sketches) - self._squared_sketches
             totals.squared_norms.add_(cross_terms).clamp_(min=0.0)
         return totals
 
     def part_squared_norms(self) -> Tensor:
         """Return float64 ``[M]``: the exact squared norm of each closed part."""
+        if self._closed:
+            self._put_away()
         return torch.stack(self._squared_norms)
+
+    def _put_away(self) -> None:
+        """Add the closed part to the sum; it takes a few operations that a single one spares."""
+        part, squared_sketches = self._part, _squared_norms(self._part.sketches)
+        self._squared_norms.append(part.squared_norms.sum())
+        if self._sum is None or self._squared_sketches is None:
+            self._sum, self._squared_sketches = part.clone(), squared_sketches
+        else:
+            self._sum.add(part)
+            self._squared_sketches.add_(squared_sketches)
+        part.reset()
+        self._closed = False
 
 
 def _squared_norms(sketches: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class PartsAlone:
         count = self.parts.count
         one_each = count > 1 and count == self._num_passes
         if reduced is not None:
-            reduced.divide(self._gradients.factor)
+            reduced.scale(1 / self._gradients.factor)
         return LocalGradient(
             self.parts.totals(),
             reduced,

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.capture.kernels.dot import choose_dot
-from rankscope.capture.tap import Guarded
+from rankscope.capture.sketch import Sketcher
+from rankscope.capture.tap import Guarded, ReadReduced
 
 _STACK = (
     "_push_on_torch_dispatch_stack",
@@ -137,3 +139,17 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is _COPY_SEVERAL:
             self._look(zip(args[0], args[1], strict=False))
         return func(*args, **(kwargs or {}))
+
+
+def product_is_asked_for(
+    model: DistributedDataParallel, sketcher: Sketcher, reduced: ReadReduced
+) -> bool:
+    """Return whether only the inner product with the reduced gradient tells directions.
+
+    Of two workers, norms tell it as well. With bucket views, DDP reduces in the very memory that
+    holds the local gradient.
+    """
+    needed = not sketcher.sketches and reduced is not ReadReduced.OFF
+    if not needed or model.process_group.size() <= 2 or model.gradient_as_bucket_view:
+        return False
+    return can_watch_copies()

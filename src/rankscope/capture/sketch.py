@@ -18,25 +18,26 @@ Source of the method: Charikar, Chen and Farach-Colton, "Finding frequent items 
 (2002).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
-from types import MappingProxyType
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from rankscope.capture.kernels import PERIOD, ParameterSigns, choose_kernel, period_signs
-from rankscope.capture.kernels.flat import flat_parts
-from rankscope.capture.kernels.native import NativeKernel, NativePlace, reads
+from rankscope.capture.together import Cut, Source, Together
 from rankscope.capture.totals import GradientTotals
 from rankscope.core.groups import Groups
 from rankscope.core.sections import Range, Sections
-from rankscope.errors import UnsupportedError, UsageError
+from rankscope.errors import UsageError
 
 DEFAULT_WIDTH = 4093
 
-_NONE: Mapping[str, NativePlace] = MappingProxyType({})
+Measured = tuple[str, Tensor, int]
+"""A parameter's name, its gradient or a contiguous part of it, and where in it that begins."""
+
+_MOST_PREPARED = 4096  # sets of gradients that are measured together
+_HEAD = "the first elements of any"  # no parameter's name: it has spaces
+_LOOKED_AT = 64  # elements of each gradient that tell whether it was zeroed
 
 
 class Sketcher:
@@ -78,10 +79,8 @@ class Sketcher:
         self._ranges = _whole(groups) if sections is None else dict(sections.ranges)
         self._num_rows = len(groups) if sections is None else len(sections)
         self._kernel = choose_kernel(device, width, period_signs(seed))
-        self._native = self._kernel if isinstance(self._kernel, NativeKernel) else None
         self._signs: dict[str, ParameterSigns] = {}
-        self._places: WeakKeyDictionary[GradientTotals, dict[str, NativePlace]]
-        self._places = WeakKeyDictionary()
+        self._together: dict[tuple[Sequence[str], Sequence[int], bool], Together] = {}
 
     @property
     def kernel(self) -> str:
@@ -93,100 +92,131 @@ class Sketcher:
         return GradientTotals.zeros(self._num_rows, self.width, self.device)
 
     def measure(self, name: str, gradient: Tensor, into: GradientTotals, *, start: int = 0) -> None:
-        """Add one parameter's gradient, or a contiguous part of it, to the totals of its group.
+        """Add one parameter's gradient, or a contiguous part of it: see :meth:`measure_many`."""
+        self.measure_many(((name, gradient, start),), into)
 
-        Where groups are cut into sections, to those of the sections that it lies in.
+    def measure_many(self, gradients: Sequence[Measured], into: GradientTotals) -> None:
+        """Add gradients to the totals of their groups.
+
+        Where groups are cut into sections, to those of the sections that they lie in. However many
+        they are, it takes one call of a compiled function, or two launches for each type of
+        element on an accelerator that has a kernel of its own; all is prepared in the first call
+        with the same parameters. Gradients of other types and layouts are added one by one.
 
         Calls on one accelerator must follow one another on its stream: they share scratch space.
 
         Args:
-            name: The parameter's name, which selects the rows and the signs.
-            gradient: Any shape, any floating dtype, on this sketcher's device; a DTensor counts
-                as its local part.
+            gradients: For each the parameter's name, which selects the rows and the signs; the
+                gradient, of any shape and any floating dtype, on this sketcher's device (a DTensor
+                counts as its local part); and the position of its first element in the whole flat
+                parameter.
             into: The totals to add to.
-            start: Position of the gradient's first element in the whole flat parameter.
 
         Raises:
-            UnsupportedError: It lives elsewhere, or the training has freed its memory.
+            UnsupportedError: One lives elsewhere, or the training has freed its memory.
         """
-        place = self._places.get(into, _NONE).get(name)
-        if place is None or not place.measure(gradient, start):
-            self._measure_parts(name, gradient, into, start)
-            self._prepare(name, gradient, into, start)
-
-    @torch.no_grad()
-    def measure_norm(self, name: str, gradient: Tensor, into: GradientTotals) -> None:
-        """Add a gradient's squared norm, largest magnitude and non-finite count; no sketch."""
-        self._check_device(gradient)
-        for _, flat in flat_parts(gradient):
-            self._kernel.measure_norm(flat, into, self._norm_row(name))
+        if gradients:
+            names, tensors, starts = zip(*gradients, strict=True)
+            self._measure(names, tensors, starts, into, sketching=self.sketches)
 
     def measure_norms(self, gradients: Iterable[tuple[str, Tensor]], into: GradientTotals) -> None:
-        """Do what :meth:`measure_norm` does with several parameters, one after the other."""
-        native = self._native
-        for at_once, several in groupby(gradients, self._is_read):
-            if native is not None and at_once:
-                native.measure_norms([(g, self._norm_row(name)) for name, g in several], into)
-            else:
-                for name, gradient in several:
-                    self.measure_norm(name, gradient, into)
+        """Add squared norms, largest magnitudes and non-finite counts; no sketch.
 
-    def _is_read(self, named: tuple[str, Tensor]) -> bool:
-        """Return whether the native kernel reads a gradient as it is."""
-        return self._native is not None and reads(named[1])
+        Where groups are cut into sections, all of a parameter counts to its first one.
+        """
+        named = tuple(gradients)
+        if named:
+            names, tensors = zip(*named, strict=True)
+            self._measure(names, tensors, (0,) * len(names), into, sketching=False)
 
-    @torch.no_grad()
-    def _measure_parts(self, name: str, gradient: Tensor, into: GradientTotals, start: int) -> None:
-        """Measure a gradient of any kind."""
-        self._check_device(gradient)
-        signs = self._signs_of(name)
+    def holds_any(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Return whether any gradient holds something, going by its first elements.
+
+        Args:
+            gradients: Any shapes and layouts, on this sketcher's device.
+
+        Returns:
+            Boolean scalar tensor; None without gradients.
+        """
+        if not gradients:
+            return None
+        totals = GradientTotals.zeros(1, self.width, self.device)
+        heads = tuple(g if g.is_contiguous() and not g.is_sparse else _head(g) for g in gradients)
+        self._measure((_HEAD,) * len(heads), heads, (0,) * len(heads), totals, sketching=False)
+        return totals.largest[0] != 0
+
+    def _measure(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Tensor],
+        starts: Sequence[int],
+        into: GradientTotals,
+        *,
+        sketching: bool,
+    ) -> None:
+        key = (names, starts, sketching)
+        together = self._together.get(key)
+        if together is None or not together.fits(gradients):
+            if len(self._together) >= _MOST_PREPARED:
+                self._together.clear()
+            sources = [
+                self._source(name, start, sketching=sketching)
+                for name, start in zip(names, starts, strict=True)
+            ]
+            together = Together(self._kernel, self.device, gradients, sources, sketching=sketching)
+            self._together[key] = together
+        together.measure(gradients, into)
+
+    def _source(self, name: str, start: int, *, sketching: bool) -> Source:
+        """Return where the elements of a gradient belong that begins at ``start``."""
+        if name == _HEAD:
+            return Source(_head_cuts, None)
+        if not sketching:  # norms are told of groups at the most
+            row = self._ranges[name][0].section
+            return Source(lambda _, count: _whole_cuts(row, count), None)
+        signs, ranges = self._signs_of(name), self._ranges[name]
         first = signs.first % self.width
-        for position, flat in flat_parts(gradient):
-            for row, place, piece in self._pieces(name, flat, start + position):
-                self._kernel.measure(piece, signs, first + place, into, row)
-
-    def _check_device(self, gradient: Tensor) -> None:
-        if gradient.device != self.device:
-            raise UnsupportedError(
-                f"expected a gradient on {self.device}, where this worker's others are, got one "
-                f"on {gradient.device}; a model that is split over devices cannot be watched yet"
-            )
-
-    def _prepare(self, name: str, gradient: Tensor, into: GradientTotals, start: int) -> None:
-        """Have later gradients like this one measured with fewer steps, if there are such steps."""
-        native, ranges = self._native, self._ranges[name]
-        if native is None or len(ranges) > 1 or not reads(gradient):
-            return
-        places = self._places.setdefault(into, {})
-        if name not in places or places[name].start == start:
-            places[name] = self._new_place(native, name, gradient.numel(), into, start)
-
-    def _new_place(
-        self, native: NativeKernel, name: str, size: int, into: GradientTotals, start: int
-    ) -> NativePlace:
-        row = self._ranges[name][0].section
-        return native.place(self._signs_of(name), start, into, row, size)
-
-    def _norm_row(self, name: str) -> int:
-        """Return the row for a parameter's norm: norms are told of groups at the most."""
-        return self._ranges[name][0].section
-
-    def _pieces(self, name: str, flat: Tensor, start: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield row, position in the parameter and elements of each piece of a flat part."""
-        *before, last = self._ranges[name]
-        for row, begin, end in before:
-            low, high = max(begin - start, 0), min(end - start, len(flat))
-            if low < high:
-                yield row, start + low, flat[low:high]
-        low = max(last.start - start, 0)
-        if low < len(flat):
-            yield last.section, start + low, flat[low:] if low else flat
+        return Source(lambda at, count: _cuts(ranges, start + at, count, first), signs)
 
     def _signs_of(self, name: str) -> ParameterSigns:
         signs = self._signs.get(name)
         if signs is None:
             signs = self._signs[name] = ParameterSigns(name, self.seed, self.device)
         return signs
+
+
+def _cuts(ranges: Sequence[Range], start: int, count: int, first: int) -> Iterator[Cut]:
+    """Cut elements where sections end; what lies beyond the last belongs to it.
+
+    Args:
+        ranges: Of the parameter.
+        start: Position of the first element in it.
+        count: Number of elements.
+        first: Position of the parameter's own first element, for a kernel.
+    """
+    *before, last = ranges
+    for row, begin, end in (*before, Range(last.section, last.start, start + count)):
+        low, high = max(begin - start, 0), min(end - start, count)
+        if low < high:
+            yield Cut(row, low, high, first + start + low)
+
+
+def _whole_cuts(row: int, count: int) -> list[Cut]:
+    return [Cut(row, 0, count, 0)] if count else []
+
+
+def _head_cuts(start: int, count: int) -> list[Cut]:
+    return _whole_cuts(0, min(count, _LOOKED_AT)) if start == 0 else []
+
+
+def _head(gradient: Tensor) -> Tensor:
+    """Return the first elements of a gradient, without a copy."""
+    head = gradient.detach()
+    if head.is_sparse:
+        head = head._values()
+    while head.dim() > 1 and head.numel():
+        head = head[0]
+    return head.reshape(-1)[:_LOOKED_AT]
 
 
 def _whole(groups: Groups) -> dict[str, tuple[Range, ...]]:

@@ -27,6 +27,8 @@ class ReadReduced(StrEnum):
 class LocalGradient:
     """One worker's gradient in one step, on the gradient's device.
 
+    A tap may use the memory again in the next step.
+
     Attributes:
         totals: The local gradient before the reduction, summed over the step's micro-batches.
         reduced: The part of the reduced gradient that this rank holds after the reduction: all of

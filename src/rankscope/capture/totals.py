@@ -2,20 +2,28 @@
 
 A row is a group of parameters or, where the reduction is audited, a section of one
 (:mod:`rankscope.core.sections`); the sections of a group are neighbours.
-"""
 
-from dataclasses import dataclass
+All of it lies in one stretch of memory, so that it is emptied and copied by one operation:
+
+    squared norms [R] float64 | non-finite [R] int64 | largest [R] float32, padded | sketches [R, k]
+"""
 
 import torch
 from torch import Tensor
 
+_WORD = 8  # bytes
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+
 class GradientTotals:
     """Running totals of gradients in R rows, all on one device.
 
     The total over rows is a sum (of ``largest``, a maximum): everything here is linear or
     monotone, so that parts can be measured in any order.
+
+    Args:
+        memory: float64 ``[totals_words(num_rows, width)]``, which holds all of it.
+        num_rows: R.
+        width: Sketch width k.
 
     Attributes:
         sketches: float32 ``[R, k]``: linear sketch of each row's gradient.
@@ -24,30 +32,32 @@ class GradientTotals:
         nonfinite: int64 ``[R]``: how many elements are infinite or NaN.
     """
 
-    sketches: Tensor
-    squared_norms: Tensor
-    largest: Tensor
-    nonfinite: Tensor
+    __slots__ = ("largest", "memory", "nonfinite", "sketches", "squared_norms")
+
+    def __init__(self, memory: Tensor, num_rows: int, width: int) -> None:
+        self.memory = memory
+        first = 2 * num_rows + _words(num_rows)
+        self.squared_norms = memory[:num_rows]
+        self.nonfinite = memory[num_rows : 2 * num_rows].view(torch.int64)
+        self.largest = memory[2 * num_rows : first].view(torch.float32)[:num_rows]
+        floats = memory[first:].view(torch.float32)
+        self.sketches = floats[: num_rows * width].view(num_rows, width)
 
     @classmethod
     def zeros(cls, num_rows: int, width: int, device: torch.device) -> "GradientTotals":
         """Return the totals of nothing."""
-        return cls(
-            torch.zeros(num_rows, width, device=device, dtype=torch.float32),
-            torch.zeros(num_rows, device=device, dtype=torch.float64),
-            torch.zeros(num_rows, device=device, dtype=torch.float32),
-            torch.zeros(num_rows, device=device, dtype=torch.int64),
-        )
+        words = totals_words(num_rows, width)
+        memory = torch.zeros(words, device=device, dtype=torch.float64)
+        return cls(memory, num_rows, width)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All of them, in the order of the attributes; their memory stays where it is."""
+        """Sketches, squared norms, largest and non-finite; their memory stays where it is."""
         return self.sketches, self.squared_norms, self.largest, self.nonfinite
 
     def reset(self) -> None:
         """Set all totals to those of nothing, in place."""
-        for tensor in self.tensors:
-            tensor.zero_()
+        self.memory.zero_()
 
     def add(self, other: "GradientTotals") -> None:
         """Add the totals of other elements, in place."""
@@ -56,13 +66,23 @@ class GradientTotals:
         torch.maximum(self.largest, other.largest, out=self.largest)
         self.nonfinite.add_(other.nonfinite)
 
-    def divide(self, divisor: float) -> None:
-        """Make them the totals of gradients that were divided by a number, in place."""
-        if divisor != 1.0:
-            self.sketches.div_(divisor)
-            self.squared_norms.div_(divisor**2)
-            self.largest.div_(divisor)
+    def scale(self, factor: float) -> None:
+        """Make them the totals of gradients that were multiplied by a number, in place."""
+        if factor != 1.0:
+            self.sketches.mul_(factor)
+            self.squared_norms.mul_(factor**2)
+            self.largest.mul_(abs(factor))
 
     def clone(self) -> "GradientTotals":
         """Return a copy that later measurements leave alone."""
-        return GradientTotals(*(tensor.clone() for tensor in self.tensors))
+        return GradientTotals(self.memory.clone(), *self.sketches.shape)
+
+
+def totals_words(num_rows: int, width: int) -> int:
+    """Return how many float64 numbers take as much memory as totals do."""
+    return 2 * num_rows + _words(num_rows) + _words(num_rows * width)
+
+
+def _words(floats: int) -> int:
+    """Return how many float64 numbers take as much memory as so many float32 ones."""
+    return -(-floats * 4 // _WORD)

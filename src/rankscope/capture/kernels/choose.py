@@ -1,6 +1,8 @@
 """Picks the fastest kernel that works on a device."""
 
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch import Tensor
 from rankscope.capture.kernels.interface import Kernel
 from rankscope.capture.kernels.native import NativeKernel
 from rankscope.capture.kernels.plain import PlainKernel
+from rankscope.capture.kernels.prepared import Piece, Prepared
 from rankscope.capture.kernels.signs import ParameterSigns
 from rankscope.capture.totals import GradientTotals
 
@@ -73,11 +76,47 @@ class SafeKernel:
             self._take_over(error)
             self._plain.measure_norm(flat, into, group)
 
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
+        """Prepare to measure several gradients at once."""
+        try:
+            prepared = self._kernel.prepare(pieces, sketching=sketching)
+        except Exception as error:
+            self._take_over(error)
+            return self._plain.prepare(pieces, sketching=sketching)
+        return _SafePieces(prepared, partial(self._replace, pieces, sketching))
+
+    def _replace(self, pieces: Sequence[Piece], sketching: bool, error: Exception) -> Prepared:
+        if self._kernel is not self._plain:
+            self._take_over(error)
+        return self._plain.prepare(pieces, sketching=sketching)
+
     def _take_over(self, error: Exception) -> None:
         if self._kernel is self._plain:
             raise error
         self._kernel = self._plain
         _tell(logging.INFO, error)
+
+
+class _SafePieces:
+    """Pieces that a kernel has prepared, until it fails.
+
+    Args:
+        prepared: Leaves the totals alone when it raises.
+        replace: Makes what takes its place then, or raises what it is given.
+    """
+
+    def __init__(self, prepared: Prepared, replace: Callable[[Exception], Prepared]) -> None:
+        self._prepared, self._replace = prepared, replace
+
+    def measure(
+        self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
+    ) -> None:
+        """Add gradients to totals."""
+        try:
+            self._prepared.measure(gradients, pointers, into)
+        except Exception as error:
+            self._prepared = self._replace(error)
+            self._prepared.measure(gradients, pointers, into)
 
 
 def _tell(level: int, error: Exception) -> None:

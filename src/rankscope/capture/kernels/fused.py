@@ -1,25 +1,29 @@
 """Runs the fused Triton kernel on a CUDA device."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rankscope.capture.kernels import triton as kernels
+from rankscope.capture.kernels import triton_combine as adding
+from rankscope.capture.kernels.jobs import ALIGNED, Grid, Tables, share_out
 from rankscope.capture.kernels.plain import PlainKernel
+from rankscope.capture.kernels.prepared import Piece
 from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
 from rankscope.capture.totals import GradientTotals
 
-_TILE = 1024  # columns
 _ROWS = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}  # of a tile, read at once
 _WARPS = 4
-_PROGRAMS_PER_PROCESSOR = 4
 _ROWS_COMBINED = 16
 _NORM_WIDTH = 4096  # a multiple of the tile: the norm alone needs no row of the sketch's width
+_MOST_ALONE = 1024
 
 
 class TritonKernel:
-    """Reads a gradient once, with as many programs as the device runs at the same time.
+    """Reads gradients once, with as many programs as the device runs at the same time.
 
-    Other types than float32, bfloat16 and float16 go to plain torch.
+    Parts of other types than float32, bfloat16 and float16 go to plain torch.
 
     Args:
         device: Where the gradients live.
@@ -40,17 +44,19 @@ class TritonKernel:
     ) -> None:
         if num_processors is None:
             num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._width = width
+        self.device = device
+        self.width = width
         self._plain = PlainKernel(device, width, period)
-        self._sketch_grid = _Grid(width, num_processors)
-        self._norm_grid = _Grid(_NORM_WIDTH, num_processors)
-        self._period = _shifted_copies(period, self._sketch_grid.reach).to(device)
-        programs = max(self._sketch_grid.most_programs, self._norm_grid.most_programs)
-        slices = self._sketch_grid.most_slices
-        self._sketches = torch.empty(slices, width, device=device, dtype=torch.float32)
-        self._norms = torch.empty(programs, device=device, dtype=torch.float64)
-        self._tops = torch.empty(programs, device=device, dtype=torch.float32)
-        self._nonfinite = torch.empty(programs, device=device, dtype=torch.int64)
+        self._sketch_grid = Grid(width, num_processors)
+        self._norm_grid = Grid(_NORM_WIDTH, num_processors)
+        self.period = _shifted_copies(period, self._sketch_grid.reach).to(device)
+        self._floats = torch.empty(0, device=device, dtype=torch.float32)
+        self._numbers: tuple[Tensor, ...] = (self._floats,) * 3
+        self._alone: dict[object, TritonPieces] = {}
+
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "TritonPieces":
+        """Prepare to measure several gradients with two launches for each type of element."""
+        return TritonPieces(self, pieces, self._sketch_grid if sketching else self._norm_grid)
 
     def measure(
         self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
@@ -59,85 +65,102 @@ class TritonKernel:
         if flat.dtype not in _ROWS:
             self._plain.measure(flat, signs, start, into, group)
             return
-        first_row, first_column = divmod(start, self._width)
-        num_rows = (first_column + len(flat) - 1) // self._width + 1
-        first_phase = (start - first_column + signs.shift) % PERIOD
-        row_signs = signs.rows(first_row + num_rows)
-        place = (first_column, first_row, first_phase, num_rows)
-        self._launch(flat, row_signs, place, self._sketch_grid, into, group)
+        piece = Piece(0, 0, len(flat), flat.dtype, group, signs, start)
+        self._measure_alone(piece, flat, into, sketching=True)
 
     def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
         """Add the squared norm, largest magnitude and non-finite count alone."""
         if flat.dtype not in _ROWS:
             self._plain.measure_norm(flat, into, group)
             return
-        place = (0, 0, 0, -(-len(flat) // _NORM_WIDTH))
-        self._launch(flat, self._tops, place, self._norm_grid, into, group)
+        piece = Piece(0, 0, len(flat), flat.dtype, group, None, 0)
+        self._measure_alone(piece, flat, into, sketching=False)
 
-    def _launch(
-        self,
-        flat: Tensor,
-        row_signs: Tensor,
-        place: tuple[int, int, int, int],
-        grid: "_Grid",
-        into: GradientTotals,
-        group: int,
+    def _measure_alone(
+        self, piece: Piece, flat: Tensor, into: GradientTotals, *, sketching: bool
     ) -> None:
-        sketching = grid is self._sketch_grid
-        rows = _ROWS[flat.dtype]
-        slices = grid.slices(place[-1], rows)
-        programs = slices * grid.tiles
-        scratch = (self._sketches, self._norms, self._tops, self._nonfinite)
-        with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
-            kernels.measure_tiles[(programs,)](
-                flat, row_signs, self._period, *scratch, len(flat), *place, slices,
-                WIDTH=grid.width, TILES=grid.tiles, TILE=grid.tile, ROWS=rows,
-                STRIDE=self._period.shape[1], SKETCH=sketching, num_warps=_WARPS,
-                enable_fp_fusion=True,
-            )  # fmt: skip
-            kernels.combine[(-(-self._width // kernels.COMBINED) * sketching + 1,)](
-                *scratch, into.sketches, into.squared_norms, into.largest, into.nonfinite,
-                group, slices, programs, WIDTH=self._width, ROWS=_ROWS_COMBINED,
-                num_warps=_WARPS, enable_fp_fusion=True,
-            )  # fmt: skip
+        prepared = self._alone.get((piece, sketching))
+        if prepared is None:
+            if len(self._alone) >= _MOST_ALONE:
+                self._alone.clear()
+            prepared = self._alone[piece, sketching] = self.prepare([piece], sketching=sketching)
+        prepared.measure([flat], [flat.data_ptr()], into)
+
+    def scratch(self, num_programs: int, tile: int) -> tuple[Tensor, ...]:
+        """Return memory for what programs find: sketches, norms, largest and non-finite."""
+        floats = num_programs * (tile + ALIGNED)
+        if floats > len(self._floats):
+            self._floats = self._floats.new_empty(floats)
+        if num_programs > len(self._numbers[0]):
+            self._numbers = tuple(
+                torch.empty(num_programs, device=self.device, dtype=dtype)
+                for dtype in (torch.float64, torch.float32, torch.int64)
+            )
+        return self._floats, *self._numbers
 
 
-class _Grid:
-    """How rows of a width are cut into tiles and shared out.
+class TritonPieces:
+    """Adds several gradients to totals with two launches for each type of element.
 
     Args:
-        width: Elements in a row.
-        num_processors: Of the device.
+        kernel: Holds what all share.
+        pieces: What the gradients consist of.
+        grid: That of sketches, or of norms alone.
     """
 
-    def __init__(self, width: int, num_processors: int) -> None:
-        reach = width + kernels.ALIGNED - 1  # columns are shifted by up to three
-        self.width = width
-        self.tile = min(_TILE, max(128, 1 << (reach - 1).bit_length()))
-        if width % self.tile == 0:  # then rows are aligned, and nothing is shifted
-            reach = width
-        self.tiles = -(-reach // self.tile)
-        slices = num_processors * _PROGRAMS_PER_PROCESSOR // self.tiles
-        self.most_slices = max(kernels.ALIGNED, slices // kernels.ALIGNED * kernels.ALIGNED)
+    def __init__(self, kernel: TritonKernel, pieces: Sequence[Piece], grid: Grid) -> None:
+        self._kernel, self._grid = kernel, grid
+        self._sketching = grid.width == kernel.width
+        self._pointers: Sequence[int] = []
+        num_gradients = 1 + max(piece.source for piece in pieces)
+        self._addresses = torch.empty(num_gradients, device=kernel.device, dtype=torch.int64)
+        self._types = []
+        for dtype in dict.fromkeys(piece.dtype for piece in pieces):
+            alike = [piece for piece in pieces if piece.dtype == dtype]
+            tables = share_out(alike, grid, _ROWS[dtype], sketching=self._sketching)
+            self._types.append((dtype, tables.to(kernel.device)))
 
-    @property
-    def reach(self) -> int:
-        """Columns in all tiles."""
-        return self.tiles * self.tile
+    def measure(
+        self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
+    ) -> None:
+        """Add gradients to totals; see :class:`~rankscope.capture.kernels.prepared.Prepared`."""
+        if pointers != self._pointers:
+            self._addresses.copy_(on_its_way(pointers, self._addresses), non_blocking=True)
+            self._pointers = list(pointers)
+        with torch.cuda.device_of(self._addresses):  # type: ignore[no-untyped-call]
+            for dtype, tables in self._types:
+                self._launch(dtype, tables, into)
 
-    @property
-    def most_programs(self) -> int:
-        return self.most_slices * self.tiles
+    def _launch(self, dtype: torch.dtype, tables: Tables, into: GradientTotals) -> None:
+        kernel, grid, sketching = self._kernel, self._grid, self._sketching
+        programs = tables.num_jobs * grid.tiles
+        scratch = kernel.scratch(programs, grid.tile)
+        period = kernel.period
+        kernels.measure_tiles[(programs,)](
+            tables.segments, tables.jobs, self._addresses, tables.row_signs, period, *scratch,
+            WIDTH=grid.width, TILES=grid.tiles, TILE=grid.tile, ROWS=_ROWS[dtype],
+            STRIDE=period.shape[1], SKETCH=sketching,
+            TYPE=kernels.ELEMENTS[str(dtype)], SIZE=dtype.itemsize, num_warps=_WARPS,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        parts = -(-grid.width // adding.COMBINED) * sketching + 1
+        adding.combine[(tables.num_rows * parts,)](
+            tables.jobs_of, *scratch,
+            into.sketches, into.squared_norms, into.largest, into.nonfinite,
+            WIDTH=grid.width, TILES=grid.tiles, TILE=grid.tile, ROWS=_ROWS_COMBINED,
+            SKETCH=sketching, num_warps=_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
 
-    def slices(self, num_rows: int, rows_at_once: int) -> int:
-        """Return how many interleaved sets of rows to make, so that each has some rows."""
-        wanted = -(-num_rows // rows_at_once)
-        return min(self.most_slices, -(-wanted // kernels.ALIGNED) * kernels.ALIGNED)
+
+def on_its_way(numbers: Sequence[int], beside: Tensor) -> Tensor:
+    """Return int64 numbers from where a copy to another tensor's device need not wait."""
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return host.pin_memory() if beside.is_cuda else host
 
 
 def _shifted_copies(period: Tensor, reach: int) -> Tensor:
     """Return sign bits for ``reach`` columns from any place: one copy for each alignment."""
-    length = -(-(PERIOD + reach + 2 * kernels.ALIGNED) // 16) * 16
+    length = -(-(PERIOD + reach + 2 * ALIGNED) // 16) * 16
     bits = (extend(period, length) < 0).to(torch.int8) * -128
-    shifts = range(-kernels.ALIGNED, 0)  # columns left of a row have signs of no meaning
+    shifts = range(-ALIGNED, 0)  # columns left of a row have signs of no meaning
     return torch.stack([bits.roll(-shift) for shift in shifts])

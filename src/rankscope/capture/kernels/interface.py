@@ -1,9 +1,11 @@
 """What a kernel does."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from rankscope.capture.kernels.prepared import Piece, Prepared
 from rankscope.capture.kernels.signs import ParameterSigns
 from rankscope.capture.totals import GradientTotals
 
@@ -30,3 +32,11 @@ class Kernel(Protocol):
 
     def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
         """Add the squared norm, largest magnitude and non-finite count alone."""
+
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
+        """Prepare to measure several gradients at once, in a number of calls that is always small.
+
+        Args:
+            pieces: What the gradients consist of; at least one.
+            sketching: Whether to sketch, or to measure norms alone.
+        """

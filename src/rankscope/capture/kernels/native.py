@@ -13,16 +13,14 @@ from torch import Tensor
 from rankscope.capture.kernels.build import BuildError, built_library
 from rankscope.capture.kernels.flat import has_memory
 from rankscope.capture.kernels.plain import PlainKernel
+from rankscope.capture.kernels.prepared import Piece
 from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
 from rankscope.capture.totals import GradientTotals
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the compiled functions call the types that they read."""
 
-_TYPES_OF_TOTALS = (torch.float32, torch.float64, torch.float32, torch.int64)
 _NORM_ROW = 4096  # the norm alone needs no row of the sketch's width
-_UNLIMITED = 1 << 62
-_SHORT = 1 << 15  # elements, read in less time than it may take to get the lock back
 _SIGN_BIT = {torch.int32: -(1 << 31), torch.int16: -(1 << 15)}
 
 
@@ -78,36 +76,11 @@ class NativeKernel:
             None, 0, None, None, *_scalars(into, group),
         )  # fmt: skip
 
-    def place(
-        self, signs: ParameterSigns, start: int, into: GradientTotals, group: int, size: int
-    ) -> "NativePlace":
-        """Prepare to measure one parameter into the same totals again and again.
-
-        Args:
-            signs: The parameter's signs.
-            start: Position of the gradients' first element in the whole flat parameter, without
-                ``signs.first``.
-            into: The totals to add to, whose tensors keep their memory.
-            group: Which row of them.
-            size: How many elements to expect.
-        """
-        width = self._width
-        first = start + signs.first % width
-        row = first // width
-        rows = signs.rows((first + size - 1) // width + 1)
-        prepared = _Prepared(
-            first, width, signs.shift, tuple(bits.data_ptr() for bits in self._period),
-            rows.data_ptr() + 4 * row, into.sketches.data_ptr() + 4 * width * group,
-            *_scalars(into, group),
-        )  # fmt: skip
-        kept = (prepared, self._period, rows, into.tensors)
-        return NativePlace(prepared, start, len(rows) * width - first, self._functions, kept)
-
-    def norm_place(self, into: GradientTotals, group: int) -> "NativePlace":
-        """Prepare to measure norms alone into the same row of totals again and again."""
-        prepared = _Prepared(0, _NORM_ROW)
-        prepared.squared_norm, prepared.largest, prepared.nonfinite = _scalars(into, group)
-        return NativePlace(prepared, 0, _UNLIMITED, self._functions, (prepared, into.tensors))
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "NativePieces":
+        """Prepare to measure several gradients in one call."""
+        width = self._width if sketching else _NORM_ROW
+        period = self._period if sketching else None
+        return NativePieces(self._functions, pieces, width, period)
 
     def measure_norms(self, gradients: Sequence[tuple[Tensor, int]], into: GradientTotals) -> None:
         """Add the norms of gradients to rows of totals, one gradient after the other.
@@ -116,11 +89,14 @@ class NativeKernel:
             gradients: Gradients that :func:`reads` tells to be readable, and their rows.
             into: The totals to add to.
         """
-        described = array("q")
-        for gradient, row in gradients:
-            described.extend((gradient.data_ptr(), gradient.numel(), TYPES[gradient.dtype], row))
-        address, _ = described.buffer_info()
-        self._functions.norms(address, len(gradients), _NORM_ROW, *_scalars(into, 0))
+        described, begins = array("q"), array("q", [g.data_ptr() for g, _ in gradients])
+        for source, (gradient, row) in enumerate(gradients):
+            kind = TYPES[gradient.dtype]
+            described.extend((source, 0, gradient.numel(), kind, row, 0, 0, 0))
+        self._functions.measure_many(
+            described.buffer_info()[0], len(gradients), begins.buffer_info()[0], _NORM_ROW,
+            None, None, *_scalars(into, 0),
+        )  # fmt: skip
 
 
 def reads(gradient: Tensor) -> bool:
@@ -135,51 +111,54 @@ def reads(gradient: Tensor) -> bool:
     )
 
 
-class NativePlace:
-    """Adds one parameter's gradients to one row of totals; all that stays the same is prepared.
+class NativePieces:
+    """Adds several gradients to totals in one call, without holding the interpreter's lock.
 
     Args:
-        prepared: That, for the compiled functions.
-        start: Position of the gradients' first element in the whole flat parameter.
-        limit: How many elements it will do for.
         functions: The compiled functions.
-        kept: All memory that they work on.
+        pieces: What the gradients consist of.
+        width: Elements in a row.
+        period: The signs of prime period by type; None to measure norms alone.
     """
-
-    __slots__ = ("_address", "_kept", "_limit", "_long", "_short", "start")
 
     def __init__(
         self,
-        prepared: "_Prepared",
-        start: int,
-        limit: int,
         functions: "_Functions",
-        kept: object,
+        pieces: Sequence[Piece],
+        width: int,
+        period: Sequence[Tensor] | None,
     ) -> None:
-        self.start = start
-        self._address = ctypes.addressof(prepared)
-        self._kept = kept
-        self._limit = limit
-        self._short, self._long = functions.measure_short_at, functions.measure_at
+        self._measure = functions.measure_many
+        self._number, self._width = len(pieces), width
+        self._sketching = period is not None
+        described, signs = array("q"), []
+        for piece in pieces:
+            offset = piece.offset * piece.dtype.itemsize
+            described.extend((piece.source, offset, piece.count, TYPES[piece.dtype], piece.row))
+            if piece.signs is None:
+                described.extend((0, 0, 0))
+                continue
+            signs.append(piece.signs.rows((piece.start + piece.count - 1) // width + 1))
+            row_signs = signs[-1].data_ptr() + 4 * (piece.start // width)
+            described.extend((piece.start, piece.signs.shift, row_signs))
+        of_type = array("q", [bits.data_ptr() for bits in period or ()])
+        self._pieces, self._period = described.buffer_info()[0], of_type.buffer_info()[0]
+        self._kept = described, of_type, signs, period
 
-    def measure(self, gradient: Tensor, start: int) -> bool:
-        """Add a gradient, if this is its place and it is one that :func:`reads` accepts.
-
-        Returns:
-            Whether it was added.
-        """
-        count = gradient.numel()
-        if start != self.start or count > self._limit or not reads(gradient):
-            return False
-        function = self._short if count <= _SHORT else self._long
-        function(self._address, TYPES[gradient.dtype], gradient.data_ptr(), count)
-        return True
+    def measure(
+        self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
+    ) -> None:
+        """Add gradients to totals; see :class:`~rankscope.capture.kernels.prepared.Prepared`."""
+        begins = array("q", pointers)
+        sketches = into.sketches.data_ptr() if self._sketching else None
+        self._measure(
+            self._pieces, self._number, begins.buffer_info()[0], self._width, self._period,
+            sketches, *_scalars(into, 0),
+        )  # fmt: skip
 
 
 def _scalars(into: GradientTotals, group: int) -> tuple[int, int, int]:
-    """Return the addresses of a row's numbers, once they are known to be of the types in C."""
-    if tuple(tensor.dtype for tensor in into.tensors) != _TYPES_OF_TOTALS:
-        raise TypeError(f"expected totals of {_TYPES_OF_TOTALS}, got {into.sketches.dtype}")
+    """Return the addresses of a row's numbers."""
     return (
         into.squared_norms.data_ptr() + 8 * group,
         into.largest.data_ptr() + 4 * group,
@@ -191,36 +170,18 @@ def _sign_bits(signs: Tensor, dtype: torch.dtype) -> Tensor:
     return (signs < 0).to(dtype) * _SIGN_BIT[dtype]
 
 
-class _Prepared(ctypes.Structure):
-    """``place`` of ``sketch.c``: arguments that stay the same."""
-
-    _fields_ = (
-        ("start", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("shift", ctypes.c_int64),
-        ("period_signs", ctypes.c_void_p * 3),
-        ("row_signs", ctypes.c_void_p),
-        ("sketch", ctypes.c_void_p),
-        ("squared_norm", ctypes.c_void_p),
-        ("largest", ctypes.c_void_p),
-        ("nonfinite", ctypes.c_void_p),
-    )
-
-
 class _Functions(NamedTuple):
     """The compiled functions that measure; see ``sketch.c`` for what they take.
 
     Attributes:
         measure: Adds a flat part of a gradient.
-        measure_at: The same with prepared arguments.
-        measure_short_at: The same without letting go of the interpreter's lock.
-        norms: Adds the norms of several gradients.
+        measure_many: Adds pieces of several gradients.
+        fold: Makes narrower sketches.
     """
 
     measure: Callable[..., None]
-    measure_at: Callable[[int, int, int, int], None]
-    measure_short_at: Callable[[int, int, int, int], None]
-    norms: Callable[..., None]
+    measure_many: Callable[..., None]
+    fold: Callable[..., None]
 
 
 @functools.cache
@@ -236,13 +197,11 @@ def load_functions() -> _Functions:
         ctypes.c_int, pointer, integer, integer, integer,
         pointer, integer, pointer, pointer, pointer, pointer, pointer,
     ]  # fmt: skip
-    at = [pointer, ctypes.c_int, pointer, integer]
-    holding_lock = ctypes.PYFUNCTYPE(None, *at)
+    many = [pointer, integer, pointer, integer, *[pointer] * 5]
     return _Functions(
         _typed(library.rankscope_measure, whole),
-        _typed(library.rankscope_measure_at, at),
-        holding_lock(("rankscope_measure_at", library)),
-        _typed(library.rankscope_norms, [pointer, integer, integer, pointer, pointer, pointer]),
+        _typed(library.rankscope_measure_many, many),
+        _typed(library.rankscope_fold, [pointer, integer, pointer, integer, pointer, pointer]),
     )
 
 

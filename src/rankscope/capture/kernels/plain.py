@@ -1,11 +1,12 @@
 """The sketch in plain torch, for any device."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from rankscope.capture.kernels.prepared import Piece
 from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
 from rankscope.capture.totals import GradientTotals
 
@@ -70,6 +71,10 @@ class PlainKernel:
             sums.add(self._scratch[: len(chunk)].copy_(chunk), chunk)
         sums.store(into, group)
 
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "PlainPieces":
+        """Prepare to measure several gradients, piece by piece."""
+        return PlainPieces(self, pieces)
+
     def _reserve(self) -> None:
         """Make scratch space when it is first needed: a faster kernel may do all the work."""
         if not len(self._scratch):
@@ -103,6 +108,30 @@ class PlainKernel:
             sketch[column : column + rest].addcmul_(
                 signed[full * self._width :], row_signs[full].expand(rest)
             )
+
+
+class PlainPieces:
+    """Measures several gradients one after the other.
+
+    Args:
+        kernel: Measures each.
+        pieces: What they consist of.
+    """
+
+    def __init__(self, kernel: PlainKernel, pieces: Sequence[Piece]) -> None:
+        self._kernel, self._pieces = kernel, pieces
+
+    def measure(
+        self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
+    ) -> None:
+        """Add gradients to totals; see :class:`~rankscope.capture.kernels.prepared.Prepared`."""
+        for piece in self._pieces:
+            flat = gradients[piece.source].detach().view(-1)
+            flat = flat[piece.offset : piece.offset + piece.count]
+            if piece.signs is not None:
+                self._kernel.measure(flat, piece.signs, piece.start, into, piece.row)
+            else:
+                self._kernel.measure_norm(flat, into, piece.row)
 
 
 class _HostSums:

@@ -248,31 +248,54 @@ rankscope_measure(int type, const char *gradient, int64_t count, int64_t start, 
     *nonfinite += sums.nonfinite;
 }
 
-/* What stays as it is from call to call, where one parameter is measured again and again. */
+/* Consecutive elements of one gradient, all of which count to one row of the totals. */
 typedef struct {
-    int64_t start, width, shift;
-    const char *period_signs[3]; /* by type */
+    int64_t source, offset; /* which gradient, and bytes from its beginning */
+    int64_t count, type, row;
+    int64_t start, shift;   /* as rankscope_measure takes them, and not read for norms alone */
     const float *row_signs;
-    float *sketch;
-    double *squared_norm;
-    float *largest;
-    int64_t *nonfinite;
-} place;
+} piece;
 
-void rankscope_measure_at(const place *p, int type, const char *gradient, int64_t count) {
-    rankscope_measure(type, gradient, count, p->start, p->width, p->period_signs[type], p->shift,
-                      p->row_signs, p->sketch, p->squared_norm, p->largest, p->nonfinite);
+/* Adds pieces of several gradients to totals, one piece after the other.
+ *
+ * gradients: where each begins. period_signs: by type. sketches: rows of width floats, or null for
+ * norms alone; squared_norms, largest, nonfinite: one number for each row. */
+void rankscope_measure_many(const piece *pieces, int64_t number, const char *const *gradients,
+                            int64_t width, const char *const *period_signs, float *sketches,
+                            double *squared_norms, float *largest, int64_t *nonfinite) {
+    for (const piece *p = pieces; p < pieces + number; p++)
+        rankscope_measure(p->type, gradients[p->source] + p->offset, p->count, p->start, width,
+                          sketches ? period_signs[p->type] : NULL, p->shift, p->row_signs,
+                          sketches ? sketches + p->row * width : NULL, squared_norms + p->row,
+                          largest + p->row, nonfinite + p->row);
 }
 
+/* Neighbouring rows of sketches that are added up and, where the result is narrower, folded. */
 typedef struct {
-    const char *at;
-    int64_t count, type, row; /* that of the totals */
-} flat;
+    int64_t source, first, stop; /* which sketches, and which of their rows */
+    int64_t width, at;           /* numbers in the result, and where the first of them goes */
+} folded;
 
-/* Adds the norms of several gradients to rows of totals, one gradient after the other. */
-void rankscope_norms(const flat *gradients, int64_t number, int64_t width, double *squared_norms,
-                     float *largest, int64_t *nonfinite) {
-    for (const flat *g = gradients; g < gradients + number; g++)
-        rankscope_measure(g->type, g->at, g->count, 0, width, NULL, 0, NULL, NULL,
-                          squared_norms + g->row, largest + g->row, nonfinite + g->row);
+/* Makes narrower sketches: entry c, with a sign, is added to entry c mod width.
+ *
+ * sketches: by source, rows of `wide` floats. signs: +1 or -1, one for each entry. */
+void rankscope_fold(const folded *wanted, int64_t number, const float *const *sketches,
+                    int64_t wide, const float *signs, float *into) {
+    for (const folded *f = wanted; f < wanted + number; f++) {
+        float *restrict sums = into + f->at;
+        memset(sums, 0, f->width * sizeof(float));
+        for (int64_t row = f->first; row < f->stop; row++) {
+            const float *restrict sketch = sketches[f->source] + row * wide;
+            if (f->width == wide) {
+                for (int64_t c = 0; c < wide; c++)
+                    sums[c] += sketch[c];
+                continue;
+            }
+            for (int64_t begin = 0; begin < wide; begin += f->width) {
+                int64_t columns = wide - begin < f->width ? wide - begin : f->width;
+                for (int64_t c = 0; c < columns; c++)
+                    sums[c] += sketch[begin + c] * signs[begin + c];
+            }
+        }
+    }
 }

@@ -1,0 +1,28 @@
+"""How much the probe starts on an accelerator in a step: the same for any number of tensors."""
+
+import importlib.util
+
+import pytest
+
+from support.benchmarks import load_benchmark
+
+MOST = 12
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
+)
+
+
+def test_the_number_of_launches_does_not_grow_with_the_number_of_tensors():
+    launches = load_benchmark("launches")
+    rows = launches.measure()
+    assert [row["tensors"] for row in rows] == [10, 100, 1000]
+    assert all(row["of"] == rows[0]["of"] for row in rows)
+    assert rows[0]["launches"] <= MOST
+    assert launches.render(rows).count("\n") == 4
+
+
+def test_with_bucket_views_gradients_are_kept_until_they_are_read_together():
+    [row] = load_benchmark("launches").measure((10,), gradient_as_bucket_view=True)
+    # One more of each kernel: the pass's first gradient is read in its hook.
+    assert row["launches"] <= MOST + 3
