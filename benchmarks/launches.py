@@ -70,7 +70,7 @@ class _Model(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return a scalar."""
-        return torch.stack([inputs @ each for layer in self.layers for each in layer]).sum()
+        return torch.stack([inputs @ each for each in self.parameters()]).sum()
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -125,7 +125,8 @@ class _Counted:
 def _count(tensors: int, ddp: dict[str, Any]) -> Row:
     counting = _Counting()
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
+        c10d: Any = dist.distributed_c10d
+        store = c10d.FileStore(f"{folder}/store", 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             _train(DistributedDataParallel(_Model(tensors), **ddp), counting)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +48,18 @@ class LocalStep:
     trace: PendingTrace | None = None
     time: float = field(default_factory=time.time)
 
+    @property
     def ready(self) -> bool:
-        """Return whether all of its numbers are on the host; waits for nothing."""
-        return self.canary is None or self.canary.ready
+        """Whether all of its numbers are on the host."""
+        return all(part.ready for part in self._parts())
+
+    def _parts(self) -> Iterator[Any]:
+        """Yield what may still be on its way, the last to arrive first."""
+        yield from (p for p in (self.trace, self.gradient, self.canary, self.multipliers) if p)
+        yield self.state
+        yield from (samples for samples in self.samples if not isinstance(samples, np.ndarray))
+        for micro in self.losses:
+            yield from (copy for copy in (micro.values, micro.weights) if copy is not None)
 
     def to_message(self, known_names: set[int] | None) -> StepMessage:
         """Wait for the device, and return the message.

@@ -35,7 +35,7 @@ class Outbox:
             LinkError: The agent has ended, or takes nothing any more.
         """
         self._pending.append(step)
-        while self._pending and (self._pending[0].ready() or len(self._pending) > MOST_PENDING):
+        while self._pending and (self._pending[0].ready or len(self._pending) > MOST_PENDING):
             self._hand_over(self._pending.popleft())
 
     def flush(self) -> None:

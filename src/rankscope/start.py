@@ -39,7 +39,7 @@ def watch(
     every: int = 1,
     sketch_width: int = 4093,
     groups: GroupsOption = "blocks",
-    reduced: ReadReduced | str = ReadReduced.NORM,
+    reduced: ReadReduced | str | None = None,
     overhead_budget: float | None = 0.01,
     evidence: bool = True,
     seed: int = 0,
@@ -81,7 +81,8 @@ def watch(
             ``1/sqrt(sketch_width)`` at most.
         groups: ``"blocks"`` (a transformer block, the embedding, the head), ``"none"``, a
             function from parameter name to group, or a mapping from name prefix to group.
-        reduced: What is read of the reduced gradient: ``"off"``, ``"norm"`` or ``"sketch"``.
+        reduced: What is read of the reduced gradient: ``"off"``, ``"norm"`` or ``"sketch"``, which
+            audits the reduction. By default the sketch, and in the tier without sketches the norm.
         overhead_budget: Share of the step time that the monitor may take; to stay under it,
             gradients are measured less often, on all workers alike. None: never less often.
         evidence: Whether what should be equal on all workers is compared exactly: parameters,
@@ -132,8 +133,11 @@ def watch(
         MissingExtraError: The package of a sink is not installed.
         RunError: Rank 0 cannot write ``run_dir``, or some rank cannot begin for another reason.
     """
+    tier = choice(Tier, "tier", tier)
+    if reduced is None:
+        reduced = ReadReduced.NORM if tier is Tier.SCALARS else ReadReduced.SKETCH
     options = Options(
-        tier=choice(Tier, "tier", tier),
+        tier=tier,
         every=every,
         sketch_width=sketch_width,
         groups=groups,

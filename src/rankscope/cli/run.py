@@ -53,8 +53,12 @@ def run_script(
         ),
     ] = "blocks",
     reduced: Annotated[
-        ReducedOption, typer.Option(help="What is read of the reduced gradient.")
-    ] = ReducedOption.NORM,
+        ReducedOption | None,
+        typer.Option(
+            help="What is read of the reduced gradient; by default its sketch, if there are any.",
+            show_default=False,
+        ),
+    ] = None,
     overhead_budget: Annotated[
         str, typer.Option(help="Share of the step time that rankscope may take, or none.")
     ] = "0.01",
