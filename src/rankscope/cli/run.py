@@ -99,7 +99,7 @@ def run_script(
             "tier": str(tier),
             "every": every,
             "groups": _groups(groups),
-            "reduced": str(reduced),
+            "reduced": None if reduced is None else str(reduced),
             "overhead_budget": _budget(overhead_budget),
             "plan": _plan(plan),
             "trace": trace,
