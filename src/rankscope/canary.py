@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rankscope.agent.frames import Frame, Kind
-from rankscope.capture.canary import PendingCanary, check_module, run_batch
+from rankscope.capture.canary import PendingCanary, run_batch
 from rankscope.capture.canary_batch import CanaryDeclined, CapturedBatch, capture_batch
 from rankscope.capture.canary_buffers import BroadcastBuffers
 from rankscope.capture.canary_cost import Stopwatch
@@ -21,8 +21,6 @@ from rankscope.capture.canary_memory import StepMemory
 from rankscope.core.batches import PlainBatch, pack_batch
 from rankscope.core.canary_messages import Answer, unpack_plan, unpack_run
 from rankscope.core.canary_plan import Planned
-from rankscope.core.recorded import MAX_PAIRED_WORKERS
-from rankscope.errors import UnsupportedError, UsageError
 from rankscope.wrapping import Wrapped
 
 _log = logging.getLogger("rankscope")
@@ -53,9 +51,17 @@ class LiveCanary:
         rank: This worker's rank in its data-parallel group.
         send: Takes a message for the root, see :class:`rankscope.core.canary_messages.Answer`;
             must not block.
+        first: A canary that needs no announcement.
     """
 
-    def __init__(self, wrapped: Wrapped, rank: int, send: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        rank: int,
+        send: Callable[[bytes], None],
+        *,
+        first: Planned | None = None,
+    ) -> None:
         self._module = wrapped.module
         self._device = wrapped.device
         self._moves_inputs = bool(getattr(wrapped.wrapper, "device_ids", None))
@@ -64,7 +70,7 @@ class LiveCanary:
         self._buffers = BroadcastBuffers(wrapped.wrapper, wrapped.module, wrapped.device)
         self._memory = StepMemory(wrapped.device)
         self._asked = self._ended = False
-        self._planned: Planned | None = None
+        self._planned = first
         self._captured: _Captured | None = None
         self._ready: _Ready | None = None
         self._due: _Ready | None = None
@@ -257,51 +263,3 @@ def _answer(captured: _Captured) -> bytes:
         _log.info("the batch kept at step %d is lost: %r", capture_at, error)
         return Answer(capture_at, declined=repr(error)).pack()
     return Answer(capture_at, batch, captured.autocast, {"torch": torch.__version__}).pack()
-
-
-def check_canary(wrapped: Wrapped, *, wanted: bool, every: int | None) -> bool:
-    """Return whether canaries run in a training.
-
-    Args:
-        wrapped: The model.
-        wanted: Whether the user left them on.
-        every: Steps from one scheduled canary to the next; None for as many as cost next to
-            nothing, see :class:`rankscope.core.canary_schedule.WithinShare`.
-
-    Raises:
-        UsageError: The options contradict each other.
-        UnsupportedError: A schedule is asked for and cannot be kept.
-    """
-    if every is not None and (every < 1 or not wanted):
-        raise UsageError(
-            f"canary_every expected at least 1 step, and canary=True, got {every} and {wanted}"
-        )
-    if not wanted:
-        return False
-    reason = _why_not(wrapped)
-    if reason and every is not None:
-        raise UnsupportedError(f"canary_every cannot be kept: {reason}; leave it out")
-    if reason:
-        _log.info("no canaries in this run: %s", reason)
-    return not reason
-
-
-def _why_not(wrapped: Wrapped) -> str:
-    num_workers = wrapped.group.size()
-    if wrapped.kind != "DDP":
-        return (
-            f"a canary runs the whole model on each worker alone, which under {wrapped.kind} no "
-            "worker holds"
-        )
-    if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
-        return (
-            "Lightning runs training_step in place of the model's forward pass, with all that it "
-            "logs, which a canary cannot repeat"
-        )
-    if not 2 <= num_workers <= MAX_PAIRED_WORKERS:
-        return f"canaries compare 2 to {MAX_PAIRED_WORKERS} workers, got {num_workers}"
-    try:
-        check_module(wrapped.module)
-    except CanaryDeclined as declined:
-        return str(declined)
-    return ""

@@ -14,11 +14,13 @@ import torch.distributed as dist
 
 from rankscope.agent.launch import IN_THREAD
 from rankscope.answers import OnFinding
-from rankscope.canary import LiveCanary, check_canary
+from rankscope.canary import LiveCanary
+from rankscope.canary_check import check_canary
 from rankscope.capture import ReadReduced
 from rankscope.capture.environment import environment_facts, vocabulary_digest
 from rankscope.capture.replacement import draws_with_replacement
 from rankscope.capture.training_facts import sampler_seed, training_facts
+from rankscope.core.canary_plan import first_by_default
 from rankscope.core.groups import GroupsOption
 from rankscope.core.plan import Plan
 from rankscope.core.tiers import Tier
@@ -187,13 +189,14 @@ def watch(
     )
     if opened.rank != 0:
         instruments = dataclasses.replace(instruments, make_trace_meter=None)
+    first = first_by_default(opened.first_step) if canary_every is None else None
     return Scope(
         model,
         optimizer,
         instruments,
         opened,
         on_finding=on_finding,
-        make_canary=partial(LiveCanary, wrapped, opened.rank) if canary else None,
+        make_canary=partial(LiveCanary, wrapped, opened.rank, first=first) if canary else None,
         sinks=_local_sinks(opened),
     )
 

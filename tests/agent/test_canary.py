@@ -19,6 +19,7 @@ from rankscope.capture import canary_memory
 from rankscope.capture.canary_batch import CanaryDeclined
 from rankscope.capture.canary_memory import StepMemory, is_out_of_memory
 from rankscope.core.canary_messages import Answer
+from rankscope.core.canary_plan import Planned, first_by_default
 from rankscope.core.canary_schedule import SPACING
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
@@ -45,7 +46,9 @@ class Wrapper(nn.Module):
 class Worker:
     """One rank: a model, its optimizer, random generators of its own, and a probe's canaries."""
 
-    def __init__(self, rank: int, send: Callable[[bytes], None] | None) -> None:
+    def __init__(
+        self, rank: int, send: Callable[[bytes], None] | None, first: Planned | None
+    ) -> None:
         self.rank = rank
         self.model = make_model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -57,7 +60,7 @@ class Worker:
             group: Any = None
             parameters = dict(self.model.named_parameters())
             wrapped = Wrapped("DDP", Wrapper(self.model), parameters, group, CPU)
-            self.canary = LiveCanary(wrapped, rank, send)
+            self.canary = LiveCanary(wrapped, rank, send, first=first)
 
     def read(self, step: int) -> None:
         """Read what has come, as a probe does at the beginning of a forward pass."""
@@ -92,11 +95,13 @@ class Job:
             num_workers, every=every, run_dir=run_dir, log=lambda *line: self.lines.append(line)
         )
         self.answers: list[tuple[int, int, bytes]] = []
+        first = first_by_default(0) if every is None else None
         self.workers = [
-            Worker(rank, (lambda c, rank=rank: self.answer(rank, c)) if watched else None)
+            Worker(rank, (lambda c, rank=rank: self.answer(rank, c)) if watched else None, first)
             for rank in range(num_workers)
         ]
         self.lag, self.step = lag, 0
+        self.begins = self.shown = 0
         self.set_to_none, self.micro = True, 1
         self.seen: list[GatheredStep] = []
         self.late: dict[int, int] = {}
@@ -135,13 +140,17 @@ class Job:
     def see(self, told: list[Finding]) -> None:
         """Show the root a step that has been over for a while, and what has arrived since."""
         out: list[Outgoing] = []
-        if self.step >= self.lag:
-            step = self.seen[self.step - self.lag]
-            self.known += told
-            out += self.director.observe(step, told, self.known, self.step - self.lag)
+        if self.step < self.begins:
+            return
+        newest = self.step - self.lag
         for _, rank, content in [one for one in self.answers if one[0] <= self.step]:
-            out += self.director.batch_arrived(rank, content)
+            self.director.batch_arrived(rank, content)
         self.answers = [one for one in self.answers if one[0] > self.step]
+        for step in self.seen[self.shown : newest + 1]:
+            self.shown += 1
+            self.known += told
+            out += self.director.observe(step, told, self.known, newest)
+            told = []
         for worker in self.workers:
             at = self.step + self.lag + self.late.get(worker.rank, 0)
             worker.inbox += [(at, message) for message in out]
@@ -182,6 +191,15 @@ def test_the_first_canary_runs_within_50_steps_and_leaves_no_trace(num_workers, 
     assert job.verdicts() == []
     assert [level for level, _ in job.lines] == [logging.INFO]
     assert caplog.records == []
+
+
+def test_the_first_canary_waits_for_no_root_that_is_still_starting():
+    job = Job(2)
+    job.begins = 28
+    job.run(60)
+    assert len(job.ran) == 1
+    assert job.ran[0] <= 50
+    assert job.bits() == Job(2, watched=False).run(60).bits()
 
 
 def test_those_that_follow_take_turns_within_a_share_of_the_time_and_are_not_announced(monkeypatch):
@@ -329,10 +347,10 @@ def test_batches_that_never_come_are_given_up():
 
 
 def test_an_answer_that_says_nothing_changes_nothing():
-    job = Job(2).run(2 * LAG - 8)  # announced, and not yet kept
+    job = Job(2).run(LAG - 2)  # planned, and not yet kept
     assert job.director.current is not None
-    assert job.director.batch_arrived(0, b"nonsense") == []
-    assert job.director.batch_arrived(1, Answer(999, b"old").pack()) == []
+    job.director.batch_arrived(0, b"nonsense")
+    job.director.batch_arrived(1, Answer(999, b"old").pack())
     assert job.director.current is not None
     assert len(job.run(40).ran) == 1
 

@@ -381,3 +381,14 @@ def test_a_loss_alone_needs_no_gradient_and_leaves_nothing_behind():
     loss = loss_without_gradient(model, kept, CPU, seed=1)
     assert loss == run(model, **batch).loss
     assert [state_digest(model), generators()] == before
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_all_workers_take_the_same_algorithms_of_cudnn(wanted, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", wanted)
+    model, seen = nn.Linear(3, 3), []
+    model.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.benchmark))
+    batch = capture_batch((torch.ones(2, 3),), {}).plain()
+    run_batch(model, batch, torch.device("cpu"), seed=1)
+    assert seen == [False]
+    assert torch.backends.cudnn.benchmark is wanted

@@ -96,6 +96,11 @@ def test_what_looked_like_hardware_turns_to_state_when_its_digest_has_its_turn()
 def test_a_worker_at_random_and_a_tie():
     [random] = told(CanaryVerdicts(4), step(again=(5, 5, 5, 7)))
     assert (random.cause, random.ranks) == ("compute.nondeterministic", (3,))
+    assert random.severity is Severity.NOTE  # no farther off than another order of sums
+    [far] = told(CanaryVerdicts(4), step(again=(5, 5, 5, 7), losses=(1, 1, 1, 1.1)))
+    assert (far.severity, far.ranks) == (Severity.WARNING, (3,))
+    [every] = told(CanaryVerdicts(4), step(again=(7, 7, 7, 7)))
+    assert (every.severity, every.ranks) == (Severity.WARNING, (0, 1, 2, 3))
     [tie] = told(CanaryVerdicts(4), step(digests=(5, 5, 6, 6), losses=(1, 1, 2, 2)))
     assert (tie.cause, tie.severity, tie.ranks) == (
         "inconclusive",

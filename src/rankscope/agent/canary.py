@@ -54,6 +54,7 @@ class CanaryDirector:
         num_workers: W.
         every: Steps from one scheduled canary to the next; None for one at the beginning, and
             more of them within :data:`~rankscope.core.canary_schedule.SHARE` of the time.
+        first_step: Number of the run's first step.
         run_dir: Where replay bundles are saved; None for nowhere.
         log: Takes lines for the log of the training.
     """
@@ -63,13 +64,15 @@ class CanaryDirector:
         num_workers: int,
         *,
         every: int | None = None,
+        first_step: int = 0,
         run_dir: Path | None = None,
         log: Log | None = None,
     ) -> None:
         self._num_workers = num_workers
         self._run_dir = run_dir
         self._log: Log = logging.getLogger("rankscope").log if log is None else log
-        self._plan = CanaryPlan(num_workers, WithinShare() if every is None else EverySteps(every))
+        schedule = WithinShare() if every is None else EverySteps(every)
+        self._plan = CanaryPlan(num_workers, schedule, first_step)
         self._answers: dict[int, Answer] = {}
         self._sent = self._ended = self._announced = False
         self._bundle: ReplayBundle | None = None
@@ -108,6 +111,7 @@ class CanaryDirector:
                 f"no canary at step {step.step}: scope.canary() was not called on all ranks in "
                 "the same step",
             )
+        out = self._send_batches()
         new = self._plan.observe(
             step.step,
             told,
@@ -115,41 +119,40 @@ class CanaryDirector:
             newest=self._newest,
             seconds=_largest(step, "step_seconds", math.nan),
         )
-        if new is None:
-            return []
-        self._answers, self._sent = {}, False
-        return [Outgoing(Kind.CANARY_PLAN, new.capture_at, pack_plan(new))]
+        if new is not None:
+            self._answers, self._sent = {}, False
+            out.append(Outgoing(Kind.CANARY_PLAN, new.capture_at, pack_plan(new)))
+        return out
 
-    def batch_arrived(self, rank: int, content: bytes) -> list[Outgoing]:
-        """Take a worker's answer.
+    def batch_arrived(self, rank: int, content: bytes) -> None:
+        """Take a worker's answer; what follows from it is sent with the next step.
 
         Args:
             rank: The worker.
             content: What it has sent.
-
-        Returns:
-            What to send to all workers.
         """
         try:
             answer = Answer.unpack(content)
         except BatchError as error:
             self._log(logging.INFO, f"an answer of rank {rank} to a canary is lost: {error}")
-            return []
+            return
         if answer.ends:
             self._end(rank, answer.declined)
         planned = self._plan.current
         wanted = planned is not None and rank in (planned.suspect, planned.peer)
         if planned is None or not wanted or self._sent or answer.capture_at != planned.capture_at:
-            return []
-        if not answer.batch or len(answer.batch) > MAX_BATCH_BYTES:
+            return
+        if answer.batch and len(answer.batch) <= MAX_BATCH_BYTES:
+            self._answers[rank] = answer
+        else:
             why = answer.declined or f"{len(answer.batch)} bytes are too many"
             self._give_up(planned, f"rank {rank} could not give its batch ({why})")
-            return []
-        self._answers[rank] = answer
-        return self._send(planned) if len(self._answers) == 2 else []
 
-    def _send(self, planned: Planned) -> list[Outgoing]:
-        """Send the batches that have come to all workers."""
+    def _send_batches(self) -> list[Outgoing]:
+        """Send the batches to all workers once both have come."""
+        planned = self._plan.current
+        if planned is None or self._sent or len(self._answers) < 2:
+            return []
         answers = self._answers[planned.suspect], self._answers[planned.peer]
         packed = answers[0].batch, answers[1].batch
         self._answers, self._sent = {}, True

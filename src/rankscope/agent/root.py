@@ -85,7 +85,12 @@ class Root:
         self._canaries = None
         if setup["canary"]:
             every = setup["canary_every"]
-            self._canaries = CanaryDirector(layout.num_workers, every=every, run_dir=self._run_dir)
+            self._canaries = CanaryDirector(
+                layout.num_workers,
+                every=every,
+                first_step=setup["first_step"],
+                run_dir=self._run_dir,
+            )
         self._arrived = -1
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
@@ -136,7 +141,7 @@ class Root:
 
     def _take_batch(self, rank: int, frame: Frame, at: float) -> None:
         if self._canaries is not None:
-            self._direct(self._canaries.batch_arrived(rank, frame.payload))
+            self._canaries.batch_arrived(rank, frame.payload)
 
     def _take_bye(self, rank: int, frame: Frame, at: float) -> None:
         said = json.loads(frame.payload)

@@ -25,6 +25,9 @@ ACCUMULATES = (
 def alone(device: torch.device, before_write: Callable[[Tensor], None]) -> Iterator[None]:
     """Keep the autocast in force without its cache, run eagerly, and forbid what reaches out.
 
+    cuDNN does not try which of its algorithms is fastest here: each worker would choose its own,
+    and healthy ones would not agree in their bits.
+
     Inside, operations that communicate raise :class:`CanaryDeclined`, and so do backward passes
     that accumulate into ``.grad``.
 
@@ -39,7 +42,7 @@ def alone(device: torch.device, before_write: Callable[[Tensor], None]) -> Itera
         cache_enabled=False,
     )
     mode = _Alone(before_write)
-    with autocast, _eagerly(), _without_accumulation(mode), mode:
+    with autocast, _eagerly(), _without_benchmark(), _without_accumulation(mode), mode:
         yield
 
 
@@ -49,6 +52,16 @@ def _eagerly() -> AbstractContextManager[Any]:
         return nullcontext()  # nothing is compiled, and to load the compiler would take seconds
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+@contextmanager
+def _without_benchmark() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = False
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -3,7 +3,8 @@
 A canary that is decided when step n is the newest known has its batches kept in the forward passes
 of step n + 16 or later, and is run before the first forward pass of a step that is again 16 steps
 or more ahead when both batches have come. A worker that learns of it too late leaves its result
-out; then it is tried once more, further ahead.
+out; then it is tried once more, further ahead. All know of the first one by default without a word:
+the root may still be starting.
 """
 
 import math
@@ -64,15 +65,28 @@ class Planned:
         return asdict(self)
 
 
+def first_by_default(first_step: int) -> Planned:
+    """Return the canary that begins a run, if nobody wants another schedule.
+
+    Args:
+        first_step: Number of the run's first step.
+    """
+    capture_at = first_step + LAG
+    return Planned(SCHEDULED, 0, 1, capture_at, capture_at + LAG, by_default=True)
+
+
 class CanaryPlan:
     """Decides on canaries; shown every step, in order.
 
     Args:
         num_workers: W; with one worker there is nobody to compare with.
         schedule: When canaries run that no finding led to; None for never.
+        first_step: Number of the run's first step.
     """
 
-    def __init__(self, num_workers: int, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self, num_workers: int, schedule: Schedule | None = None, first_step: int = 0
+    ) -> None:
         self._num_workers = num_workers
         self._schedule = schedule
         self._num_scheduled = self._num_missed = 0
@@ -81,6 +95,8 @@ class CanaryPlan:
         self._last = -SPACING
         self._step = 0
         self.current: Planned | None = None
+        if schedule is not None and schedule.by_default and num_workers > 1:
+            self._num_scheduled, self.current = 1, first_by_default(first_step)
 
     def observe(
         self,

@@ -113,7 +113,7 @@ class CanaryVerdicts(Stateful):
             numbers["other_causes"] = _OTHER_CAUSES[verdict]
         return Evidence(
             cause=CAUSES[verdict],
-            severity=_severity(verdict, within_rounding=told.within_rounding),
+            severity=self._severity(verdict, told),
             ranks=told.ranks,
             first_step=told.first,
             last_step=told.last,
@@ -122,6 +122,18 @@ class CanaryVerdicts(Stateful):
             numbers=numbers,
             key=key,
         )
+
+    def _severity(self, verdict: Verdict, told: "_Told") -> Severity:
+        """Some workers that differ from themselves by rounding may only add in any order."""
+        some = len(told.ranks) < self._num_workers
+        by_order = verdict is Verdict.NONDETERMINISTIC and told.within_rounding and some
+        if verdict is Verdict.DATA or by_order:
+            return Severity.NOTE
+        if verdict is Verdict.STATE:
+            return Severity.ERROR
+        if verdict is Verdict.HARDWARE and not told.within_rounding:
+            return Severity.ERROR
+        return Severity.WARNING
 
 
 @dataclass
@@ -162,16 +174,6 @@ def describe_results(results: CanaryResults, verdict: CanaryVerdict) -> dict[str
 
 def _first(values_W: Floats) -> list[float]:
     return [float(value) for value in values_W[:_MOST_TOLD]]
-
-
-def _severity(verdict: Verdict, *, within_rounding: bool) -> Severity:
-    if verdict is Verdict.DATA:
-        return Severity.NOTE
-    if verdict is Verdict.STATE:
-        return Severity.ERROR
-    if verdict is Verdict.HARDWARE and not within_rounding:
-        return Severity.ERROR
-    return Severity.WARNING
 
 
 def _fields(told: _Told, verdict: Verdict, num_workers: int) -> dict[str, object]:
