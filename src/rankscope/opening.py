@@ -78,9 +78,6 @@ class Opened:
         Args:
             reduced_copies: How many workers hold each element of the reduced gradient.
             mark: Where this rank notes how far it is; None without.
-
-        Raises:
-            LinkError: Nobody listens there.
         """
         hello = {**self.hello, "thread": threading.get_native_id()}
         if mark is not None:
@@ -89,7 +86,8 @@ class Opened:
             layout = {**hello[role]["layout"], "reduced_copies": reduced_copies}
             hello[role] = {**hello[role], "layout": layout}
         frame = pack(Kind.HELLO, json.dumps(hello).encode(), rank=self.rank)
-        return Link(partial(launch.connect, self.address), frame)
+        wake = None if self.agent is None else self.agent.wake
+        return Link(partial(launch.connect, self.address), frame, wake)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,9 +261,8 @@ def _connect(meeting: Meeting, answer: Mapping[str, Any], begun: _Begun, intent:
     agent = None
     leads = rank == 0 or (own_host != answer["host"] and meeting.is_first(f"leads/{own_host}"))
     if leads:
-        listening, address = launch.listen()
+        agent, address = _start_agent(secret, in_thread=intent.in_thread)
         meeting.write(place, address.encode())
-        agent = launch.start(listening, secret, thread=intent.in_thread)
     else:
         address = meeting.read(place)[0].decode()
     hello: dict[str, Any] = {"rank": rank, "secret": secret}
@@ -290,6 +287,16 @@ def _connect(meeting: Meeting, answer: Mapping[str, Any], begun: _Begun, intent:
         info=begun.info,
         local_sinks=begun.local_sinks,
     )
+
+
+def _start_agent(secret: str, *, in_thread: bool) -> tuple[Started | None, str]:
+    """Return this host's agent, and its address; an empty one where there can be no agent."""
+    try:
+        listening, address = launch.listen()
+        return launch.start(listening, secret, thread=in_thread), address
+    except Exception as error:  # the others wait for an answer
+        _log.warning("no agent of the monitor can be started (%s: %s)", type(error).__name__, error)
+        return None, ""
 
 
 def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:

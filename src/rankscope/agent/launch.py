@@ -7,16 +7,22 @@ run's secret is heard.
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rankscope.agent.processes import ProcessWatch
+from rankscope.core.hang import ProcessState
 
 if TYPE_CHECKING:
     from rankscope.agent.process import Agent
@@ -34,7 +40,7 @@ _LEFT_OUT = frozenset(
         "RANKSCOPE_RUN_PID",
     }
 )
-_processes: "list[subprocess.Popen[str]]" = []  # until they have ended, so that none is a zombie
+_processes: "list[subprocess.Popen[bytes]]" = []  # until they have ended, so that none is a zombie
 
 IN_THREAD = "RANKSCOPE_AGENT"
 """Environment variable that says where agents run: ``process`` or ``thread``."""
@@ -61,6 +67,8 @@ def connect(address: str) -> socket.socket:
     Raises:
         OSError: Nobody listens there.
     """
+    if not address:
+        raise OSError(0, "none could be started")
     place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         place.connect(_for_system(address))
@@ -77,6 +85,9 @@ def start(listening: socket.socket, secret: str, *, thread: bool) -> "Started":
         listening: The socket.
         secret: What ranks prove themselves by.
         thread: Whether it shall live in this process, in a thread.
+
+    Raises:
+        RuntimeError: Neither a process nor a thread can be started.
     """
     if not thread:
         try:
@@ -104,7 +115,7 @@ class Started:
 
     def __init__(
         self,
-        process: "subprocess.Popen[str] | None" = None,
+        process: "subprocess.Popen[bytes] | None" = None,
         thread: threading.Thread | None = None,
         agent: "Agent | None" = None,
     ) -> None:
@@ -115,6 +126,18 @@ class Started:
     def pid(self) -> int | None:
         """Number of its process, None in a thread."""
         return None if self._process is None else self._process.pid
+
+    def wake(self) -> None:
+        """Let its process go on if somebody has stopped it."""
+        process = self._process
+        if process is None or os.getpid() != self._pid:
+            return
+        with contextlib.suppress(Exception):
+            if process.poll() is None:
+                watch = ProcessWatch(process.pid)
+                if watch.state() is ProcessState.STOPPED:
+                    process.send_signal(signal.SIGCONT)
+                watch.close()
 
     def wait(self, seconds: float) -> None:
         """Wait for its end, no longer than that."""
@@ -127,37 +150,51 @@ class Started:
                 self._process.wait(seconds)
 
 
-def _start_process(listening: socket.socket, secret: str) -> "subprocess.Popen[str]":
-    if not sys.executable:
+def _start_process(listening: socket.socket, secret: str) -> "subprocess.Popen[bytes]":
+    if not sys.executable or getattr(sys, "frozen", False):  # then it is the training's program
         raise OSError(0, "this Python does not know where it lies")
-    descriptor = listening.fileno()
-    with Path(os.environ.get(LOG_FILE) or os.devnull).open("a") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rankscope.agent", str(descriptor)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=(descriptor,),
-            start_new_session=True,
-            env=_environment(),
-            text=True,
-        )
+    # As 0, 1 or 2, where the training has closed its own, it would not reach the process.
+    descriptor = fcntl.fcntl(listening, fcntl.F_DUPFD_CLOEXEC, 3)
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, secret.encode() + b"\n")  # before there is a reader that may end
+        os.close(writing)
+        with Path(os.environ.get(LOG_FILE) or os.devnull).open("a") as log:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "rankscope.agent"),
+                    *(str(descriptor), str(os.getpid())),
+                ],
+                stdin=reading,
+                stdout=log,
+                stderr=log,
+                pass_fds=(descriptor,),
+                start_new_session=True,
+                env=_environment(),
+            )
+    finally:
+        os.close(reading)
+        os.close(descriptor)
     listening.close()
     _processes[:] = [each for each in (*_processes, process) if each.poll() is None]
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        process.stdin.write(secret + "\n")
-        process.stdin.close()
     return process
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which Python finds what it finds here, and no accelerator."""
+    """Return an environment in which Python finds what it finds here, and no accelerator.
+
+    Its own library comes first: a script's ``queue.py`` is no business of the agent's.
+    """
     here = str(Path(__file__).resolve().parents[2])
+    library: set[str | None] = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     script, *others = sys.path or [""]
-    places = [here, *others, script]
+    library |= {f"{place}/lib-dynload" for place in library}
+    own = [place for place in others if place in library]
+    places = [*own, here, *others, script]
     paths = [str(Path(place).absolute()) for place in places if place]
     environment = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
+    if sys.flags.ignore_environment:
+        environment = {k: v for k, v in environment.items() if not k.startswith("PYTHON")}
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     environment["CUDA_VISIBLE_DEVICES"] = environment["HIP_VISIBLE_DEVICES"] = ""
     environment.setdefault("OMP_NUM_THREADS", "1")

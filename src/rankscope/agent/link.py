@@ -32,6 +32,7 @@ SILENT_SECONDS = 60.0
 """The same after so long a time in which it took nothing, with something waiting."""
 
 _SEND_BUFFER = 4 << 20  # the kernel gives less where it must
+_QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)  # a script may have SIGPIPE end its process
 _CHUNK = 1 << 16
 
 Connect = Callable[[], socket.socket]
@@ -62,14 +63,22 @@ class Traffic:
 class Link:
     """Sends frames to the agent, and takes what it sends back.
 
+    An agent that cannot be reached is told by the first call, not by the constructor: the training
+    has begun on all ranks, and goes on.
+
     Args:
         connect: Returns a new connection to the agent.
         hello: The first frame of every connection.
+        wake: Lets the agent go on if somebody has stopped it; None where that is not known.
     """
 
-    def __init__(self, connect: Connect, hello: bytes) -> None:
+    def __init__(
+        self, connect: Connect, hello: bytes, wake: Callable[[], None] | None = None
+    ) -> None:
         self._connect = connect
         self._hello = hello
+        self._wake = wake
+        self._broken: OSError | None = None  # since the beginning
         self._lock = threading.Lock()
         self._waiting: deque[memoryview] = deque()
         self._frame: bytes | None = None  # of which a part may have been sent
@@ -81,9 +90,8 @@ class Link:
         self._reader = FrameReader()
         try:
             self._open()
-            self._push()
         except OSError as error:
-            self._end(error)
+            self._broken = error
         _links.add(self)
 
     @property
@@ -129,7 +137,7 @@ class Link:
             return self._pull()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until everything is handed over.
+        """Wait until everything is handed over, also to an agent that was stopped till now.
 
         Returns:
             Whether it is.
@@ -137,6 +145,7 @@ class Link:
         Raises:
             LinkError: The agent has ended.
         """
+        self._wake_agent()
         until = time.monotonic() + seconds
         while True:
             with self._lock:
@@ -167,11 +176,18 @@ class Link:
         if place is not None:
             with contextlib.suppress(OSError):
                 place.close()
+            self._wake_agent()
 
     def forget(self) -> None:
         """Leave the connection to the process that this one was forked from."""
         self._lock = threading.Lock()  # another thread may have held it
+        self._wake = None
         self.close()
+
+    def _wake_agent(self) -> None:
+        """Let a stopped agent go on: it ends by itself once it knows that its ranks are gone."""
+        if self._wake is not None:
+            self._wake()
 
     # With the lock held ----------------------------------------------------------------------
 
@@ -195,6 +211,9 @@ class Link:
         Raises:
             LinkError: It is not.
         """
+        if self._broken is not None:
+            why = self._broken.strerror or self._broken
+            raise LinkError(f"the monitor's agent cannot be reached ({why})") from self._broken
         place = self._socket
         try:
             state = None if place is None else os.fstat(place.fileno())
@@ -217,7 +236,7 @@ class Link:
                 self._frame = view.obj if isinstance(view.obj, bytes) else bytes(view)
             self._in_system_call = True
             try:
-                count = place.send(view)
+                count = place.send(view, _QUIETLY)
             except BlockingIOError:
                 self._in_system_call = False
                 return

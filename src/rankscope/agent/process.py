@@ -35,7 +35,10 @@ ADDRESS = "RANKSCOPE_ADDRESS"
 """Environment variable that says at which of its addresses the root's host is reached."""
 
 FIRST_SECONDS = 120.0
-"""How long an agent waits for its first rank."""
+"""How long an agent waits for the rank that has started it."""
+
+ORPHAN_SECONDS = 2.0
+"""The same once that rank's process has ended."""
 
 CLOSE_SECONDS = 5.0
 """How long it waits for probes to take its last words."""
@@ -48,13 +51,21 @@ class Agent:
         listening: The socket on which local ranks connect; it listens already.
         secret: What every rank's first frame holds.
         in_thread: Whether it lives in a thread of a training's process.
+        parent: The process that has started this one, to be the first rank; None in a thread.
 
     Attributes:
         root: What judges steps, on the host of rank 0; None before rank 0 has come, and elsewhere.
     """
 
-    def __init__(self, listening: socket.socket, secret: str, *, in_thread: bool = False) -> None:
-        self._in_thread = in_thread
+    def __init__(
+        self,
+        listening: socket.socket,
+        secret: str,
+        *,
+        in_thread: bool = False,
+        parent: int | None = None,
+    ) -> None:
+        self._in_thread, self._parent = in_thread, parent
         self._secret = secret
         self._ranks = LocalRanks()
         self._server = LocalServer(
@@ -75,7 +86,12 @@ class Agent:
             while self.root is None or not self.root.finished:
                 self._turn()
                 if self.root is None and self._is_forsaken(time.monotonic() - began):
+                    self._turn_away("the rank that has started the monitor's agent never came")
                     return
+        except Exception as error:
+            if self.root is not None:
+                self.root.fail(error)
+            raise
         finally:
             self._say_lines()
             self._server.close(CLOSE_SECONDS)
@@ -88,8 +104,15 @@ class Agent:
         self._lines.append((level, line))
 
     def _is_forsaken(self, seconds: float) -> bool:
-        """Return whether no run will begin here: all ranks that came are gone, or none came."""
-        return not self._server.ranks and (bool(self._early) or seconds > FIRST_SECONDS)
+        """Return whether no run will begin here: all ranks that came are gone, or the first is."""
+        if self._early and not self._server.ranks:
+            return True
+        orphan = self._parent is not None and os.getppid() != self._parent
+        return seconds > (ORPHAN_SECONDS if orphan else FIRST_SECONDS)
+
+    def _turn_away(self, why: str) -> None:
+        for rank in self._server.ranks:
+            self._server.send(rank, pack(Kind.OFF, why.encode(), rank=rank))
 
     def _turn(self) -> None:
         alone = self._branches is None and not isinstance(self.root, Forwarder)
@@ -151,9 +174,7 @@ class Agent:
                 self._begin_as_root(hello["root"])
         except Exception as error:
             self._note_failure(error)
-            why = str(error) if isinstance(error, RankscopeError) else repr(error)
-            for rank in self._server.ranks:
-                self._server.send(rank, pack(Kind.OFF, why.encode(), rank=rank))
+            self._turn_away(str(error) if isinstance(error, RankscopeError) else repr(error))
             raise
 
     def _begin_as_root(self, setup: dict[str, Any]) -> None:
@@ -229,14 +250,15 @@ class LinesToTraining(logging.Handler):
         self._agent.say(record.levelno, line)
 
 
-def serve(descriptor: int, secret: str) -> None:
+def serve(descriptor: int, secret: str, parent: int) -> None:
     """Be the agent of this host, in a process of its own.
 
     Args:
         descriptor: Number of the socket that listens.
         secret: What every rank's first frame holds.
+        parent: Number of the process that has started this one.
     """
-    agent = Agent(socket.socket(fileno=descriptor), secret)
+    agent = Agent(socket.socket(fileno=descriptor), secret, parent=parent)
     _log.setLevel(logging.INFO)
     _log.propagate = False
     _log.addHandler(LinesToTraining(agent))
@@ -254,5 +276,5 @@ def serve_in_thread(listening: socket.socket, secret: str) -> tuple[Agent, threa
 def main() -> None:
     """Serve as the environment says; for ``python -m rankscope.agent``."""
     lower_priority()
-    descriptor, secret = int(sys.argv[1]), sys.stdin.readline().strip()
-    serve(descriptor, secret)
+    descriptor, parent = map(int, sys.argv[1:])
+    serve(descriptor, sys.stdin.readline().strip(), parent)

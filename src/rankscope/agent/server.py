@@ -5,8 +5,10 @@ Frames wait in memory until the agent takes them.
 """
 
 import contextlib
+import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -22,7 +24,20 @@ GRACE_SECONDS = 1.0
 MOST_OUT_BYTES = 256 << 20
 """What may wait for a probe that reads nothing, since its training stands still."""
 
+MOST_HELD_BYTES = 128 << 20
+"""With more than this waiting for the agent, nothing is read until it has taken it.
+
+Probes then find no room, and leave gradients out.
+"""
+
+STRANGER_SECONDS = 10.0
+"""How long a connection may take to say who it is."""
+
+_STRANGER_BYTES = 8 << 20  # that it may send until then
+_LOOK_SECONDS = 0.25
 _CHUNK = 1 << 20
+_QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)  # a script may have SIGPIPE end its process
+_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class Arrived(NamedTuple):
@@ -44,6 +59,8 @@ class _Connection:
     socket: socket.socket
     reader: FrameReader = field(default_factory=FrameReader)
     rank: int = -1
+    since: float = field(default_factory=time.monotonic)
+    received: int = 0
     outgoing: deque[memoryview] = field(default_factory=deque)
     waiting: int = 0
 
@@ -75,13 +92,16 @@ class LocalServer:
         self._arrived: deque[Arrived] = deque()
         self._news = threading.Event()
         self._connections: dict[int, _Connection] = {}
+        self._strangers: list[_Connection] = []
+        self._held = 0
+        self._looked = 0.0
         self._lost: dict[int, tuple[float, float]] = {}  # by both clocks
         self._ended: set[int] = set()
         self._closing = False
         self.newest = -1
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for each in (listening, self._wake_in):
+        for each in (listening, self._wake_in, self._wake_out):
             each.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
@@ -106,6 +126,7 @@ class LocalServer:
         with self._lock:
             arrived = list(self._arrived)
             self._arrived.clear()
+            self._held = 0
         return arrived
 
     def send(self, rank: int, content: bytes) -> None:
@@ -135,7 +156,7 @@ class LocalServer:
         self._closing = True
         self._wake()
         self._thread.join(max(until - time.monotonic(), 0.2))
-        for connection in list(self._connections.values()):
+        for connection in (*self._connections.values(), *self._strangers):
             connection.socket.close()
         for each in (self._listening, self._wake_in, self._wake_out):
             each.close()
@@ -151,13 +172,22 @@ class LocalServer:
         while not self._closing:
             for key, events in self._selector.select(0.25):
                 key.data(key.fileobj, events)
-            self._give_up_lost()
+            if self._held > MOST_HELD_BYTES:
+                time.sleep(0.01)
+            now = time.monotonic()
+            if now - self._looked > _LOOK_SECONDS or self._lost:
+                self._looked = now
+                self._give_up_lost(now)
 
     def _accept(self, listening: socket.socket, events: int) -> None:
         with contextlib.suppress(OSError):
             accepted, _ = listening.accept()
+            if _is_of_another_user(accepted):
+                accepted.close()
+                return
             accepted.setblocking(False)
             connection = _Connection(accepted)
+            self._strangers.append(connection)
             self._selector.register(
                 accepted, selectors.EVENT_READ, lambda _, e: self._serve(connection, e)
             )
@@ -173,42 +203,49 @@ class LocalServer:
     def _serve(self, connection: _Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._write(connection)
-        if events & selectors.EVENT_READ:
+        if events & selectors.EVENT_READ and self._held <= MOST_HELD_BYTES:
             self._read(connection)
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: _Connection) -> bool:
+        """Read once; return whether there may be more."""
         try:
             data = connection.socket.recv(_CHUNK)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
-        if not data:
-            self._drop(connection)
-            return
         try:
             frames = connection.reader.feed(data)
         except FrameError:
+            data = b""
+        if not data:
             self._drop(connection)
-            return
+            return False
         now = time.time()
         for frame in frames:
             if connection.rank < 0 and not self._introduce(connection, frame):
-                return
+                return False
             self.newest = max(self.newest, frame.step if frame.kind == Kind.STEP else -1)
             self._note(Arrived(connection.rank, frame, now))
+        connection.received += len(data)
+        if connection.rank < 0 and connection.received > _STRANGER_BYTES:
+            self._drop(connection)
+        return True
 
     def _introduce(self, connection: _Connection, frame: Frame) -> bool:
         rank = self._check(frame) if frame.kind == Kind.HELLO else None
         if rank is None:
             self._drop(connection)
             return False
+        previous = self._connections.get(rank)
+        while previous is not None and self._read(previous):
+            pass  # what it has sent before it opened this one
         with self._lock:
-            previous = self._connections.get(rank)
             connection.rank = rank
             self._connections[rank] = connection
             self._lost.pop(rank, None)
-        if previous is not None and previous is not connection:
+        self._strangers.remove(connection)
+        if previous is not None:
             self._drop(previous)
         self._introduced(rank, frame, connection.socket)
         return True
@@ -220,7 +257,7 @@ class LocalServer:
                     break
                 view = connection.outgoing[0]
             try:
-                count = connection.socket.send(view)
+                count = connection.socket.send(view, _QUIETLY)
             except BlockingIOError:
                 break
             except OSError:
@@ -241,14 +278,18 @@ class LocalServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
+        if connection in self._strangers:
+            self._strangers.remove(connection)
         with self._lock:
             if self._connections.get(connection.rank) is connection:
                 del self._connections[connection.rank]
                 self._lost[connection.rank] = time.monotonic(), time.time()
 
-    def _give_up_lost(self) -> None:
+    def _give_up_lost(self, now: float) -> None:
         """Notice ranks that are gone, also where a process that they forked holds the socket."""
-        now = time.monotonic()
+        for stranger in tuple(self._strangers):
+            if now - stranger.since > STRANGER_SECONDS:
+                self._drop(stranger)
         for connection in list(self._connections.values()):
             if self._lives(connection.rank) is False and not self._has_more(connection):
                 self._drop(connection)
@@ -267,4 +308,16 @@ class LocalServer:
     def _note(self, arrived: Arrived) -> None:
         with self._lock:
             self._arrived.append(arrived)
+            self._held += 0 if arrived.frame is None else len(arrived.frame.payload)
         self._news.set()
+
+
+def _is_of_another_user(connection: socket.socket) -> bool:
+    """Return whether another user is at the other end; False where the system does not tell.
+
+    A socket without a place in a file system is open to all of them.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return False
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return bool(_PEER.unpack(peer)[1] != os.geteuid())
