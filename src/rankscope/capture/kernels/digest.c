@@ -49,6 +49,12 @@ double rankscope_dot(int type, const char *one, const char *other, int64_t count
 
 enum { BITS, FLOAT32, BFLOAT16, FLOAT16, FLOAT64 }; /* what the numbers of a part are */
 
+/* Has `count` bytes brought nearer while others are read. */
+static void fetch(const char *bytes, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64)
+        __builtin_prefetch(bytes + i, 0, 2);
+}
+
 static double sum_of_squares(int64_t numbers, const char *bytes, int64_t count) {
     if (numbers != FLOAT64)
         return rankscope_dot(numbers - 1, bytes, bytes, count / (numbers == FLOAT32 ? 4 : 2));
@@ -87,6 +93,10 @@ void rankscope_digests(const struct part *parts, int64_t number, const struct ta
         for (int64_t start = 0; start < part->count; start += strip) {
             const int64_t left = part->count - start, taken = left < strip ? left : strip;
             const int64_t row = start % block / (ROW * 4);
+            if (left > strip)
+                fetch(part->bytes + start + strip, left - strip < strip ? left - strip : strip);
+            else if (i + 1 < number)
+                fetch(part[1].bytes, part[1].count < strip ? part[1].count : strip);
             if (start && !row)
                 factor *= tables->block_factor;
             sum += factor * rankscope_digest(part->bytes + start, taken, tables->low_keys,

@@ -194,8 +194,8 @@ def check_reader(reader: DeviceReader) -> None:
     Raises:
         ArithmeticError: It errs.
     """
-    waves = torch.arange(150_000, device=reader.device, dtype=torch.float32).mul_(0.7).sin_()
-    samples = [waves[:70_001], *(waves.to(dtype)[3:90_008] for dtype in NUMBERS)]
+    waves = torch.arange(50_000, device=reader.device, dtype=torch.float32).mul_(0.7).sin_()
+    samples = [waves[:40_001], *(waves.to(dtype)[3:9_008] for dtype in NUMBERS)]
     samples.append(waves.view(torch.uint8)[5:9001])
     parts = DeviceParts(reader)
     for number, sample in enumerate(samples):
