@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rankscope.capture.kernels.build import BuildError, built_library
-from rankscope.capture.kernels.flat import has_memory
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.kernels.prepared import Piece
 from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
@@ -81,34 +80,6 @@ class NativeKernel:
         width = self._width if sketching else _NORM_ROW
         period = self._period if sketching else None
         return NativePieces(self._functions, pieces, width, period)
-
-    def measure_norms(self, gradients: Sequence[tuple[Tensor, int]], into: GradientTotals) -> None:
-        """Add the norms of gradients to rows of totals, one gradient after the other.
-
-        Args:
-            gradients: Gradients that :func:`reads` tells to be readable, and their rows.
-            into: The totals to add to.
-        """
-        described, begins = array("q"), array("q", [g.data_ptr() for g, _ in gradients])
-        for source, (gradient, row) in enumerate(gradients):
-            kind = TYPES[gradient.dtype]
-            described.extend((source, 0, gradient.numel(), kind, row, 0, 0, 0))
-        self._functions.measure_many(
-            described.buffer_info()[0], len(gradients), begins.buffer_info()[0], _NORM_ROW,
-            None, None, *_scalars(into, 0),
-        )  # fmt: skip
-
-
-def reads(gradient: Tensor) -> bool:
-    """Return whether the compiled functions read a gradient as it lies in memory."""
-    return (
-        type(gradient) is Tensor
-        and gradient.is_cpu
-        and gradient.layout is torch.strided
-        and gradient.dtype in TYPES
-        and gradient.is_contiguous()
-        and has_memory(gradient)
-    )
 
 
 class NativePieces:
