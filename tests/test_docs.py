@@ -6,14 +6,18 @@ import re
 from pathlib import Path
 
 import duckdb
+import numpy as np
 import pytest
 
 import rankscope
+from rankscope.agent.frames import Kind, pack
+from rankscope.agent.message import StepMessage, pack_values
+from rankscope.core.audit import AUDIT_WIDTH
+from rankscope.core.measured import sizes_of
 from rankscope.core.plan import Plan
 from rankscope.core.signals import Table, signals
 from rankscope.diagnose.rules import RULES
 from rankscope.instruments import GROUP_WIDTH
-from rankscope.reduce import Layout
 from record.run_files import write
 from record.step_reports import make_report
 
@@ -38,6 +42,7 @@ NO_COLUMNS = {
 }
 """What else the pages on causes and evidence write like a column: numbers of findings, and options
 of torch and others."""
+TIER_ROWS = ("`scalars`", "`sketch`", "`exact`")
 
 
 def section(page, title):
@@ -167,32 +172,40 @@ def test_columns_that_causes_and_evidence_speak_of_exist():
 
 
 def message(tier, num_workers, num_groups):
-    """Return the layout of a message, as ``watch`` makes it by default."""
+    """Return a step as a worker sends it: 8 samples, one loss, 32 digests, a section per group."""
     sketches = tier != "scalars"
-    return Layout(
-        sketch_width=4093 * sketches,
-        groups=tuple(f"layers.{index}" for index in range(num_groups)),
-        group_width=GROUP_WIDTH * sketches,
-        gram_size=num_workers * (num_workers + 1) // 2 if tier == "exact" else 0,
-        num_products=0 if sketches else 1,
+    rows = dict.fromkeys(("squares", "reduced_squares"), num_groups)
+    ones = ("largest", "nonfinite") if sketches else ("largest", "nonfinite", "product")
+    numbers = {**rows, **dict.fromkeys(ones, 1)}
+    parts = {"total": 4093, "groups": GROUP_WIDTH * num_groups}
+    parts |= dict.fromkeys(("local", "reduced"), AUDIT_WIDTH * num_groups)
+    widths = parts if sketches else {}
+    return StepMessage(
+        step=0,
+        slots=pack_values({}),
+        losses_U=np.ones(1),
+        weights_U=np.ones(1),
+        units_M=np.ones(1, np.int64),
+        multipliers_M=np.ones(1),
+        samples_B=np.arange(8),
+        digests_D=np.arange(32),
+        unchanged_D=np.zeros(32, np.uint8),
+        numbers=np.ones(sum(numbers.values())),
+        sizes=np.array(sizes_of(numbers, widths, norm_estimated=False)),
+        sketches=np.ones(sum(widths.values()), np.float32),
+        gram=np.ones(num_workers * (num_workers + 1) // 2 if tier == "exact" else 0),
     )
 
 
 def test_bytes_of_the_tiers():
-    parts = table_rows(section(TIERS, "Bytes"))
-    fixed = int(parts[0][1].replace(",", ""))
-    assert fixed == Layout(sketch_width=0).without_gradient().num_bytes
-    rows = [row for row in parts if row[0] in ("`scalars`", "`sketch`", "`exact`")]
-    assert len(rows) == 3
-    for row in rows:
-        tier, expected = row[0].strip("`"), []
+    parts = {row[0]: row[1] for row in table_rows(section(TIERS, "Bytes"))}
+    tiers = [row for row in table_rows(section(TIERS, "Bytes")) if row[0] in TIER_ROWS]
+    assert len(tiers) == 3
+    for name, *cells in tiers:
+        sizes = []
         for num_workers in (8, 64):
-            size = message(tier, num_workers, 27).num_bytes
-            sketches = 4 * 4093 + 1004 * 27 if tier != "scalars" else 0
-            gram = 4 * num_workers * (num_workers + 1) if tier == "exact" else 0
-            product = 8 if tier == "scalars" else 0
-            assert (
-                size == fixed + 8 * 27 + sketches + gram + product
-            )  # the formulas of the first table
-            expected += [f"{size:,}", f"{(num_workers - 1) * size:,}"]
-        assert row[1:] == expected
+            sent = message(name.strip("`"), num_workers, 27)
+            sizes.append(len(pack(Kind.STEP, sent.pack())))
+        assert cells == [f"{size:,}" for size in sizes]
+    nothing = StepMessage(step=0, slots=pack_values({}))
+    assert parts["header and this worker's signals"] == str(len(pack(Kind.STEP, nothing.pack())))
