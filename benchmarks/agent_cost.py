@@ -216,6 +216,34 @@ def measure(
     return {name: 1e3 * seconds / num_steps for name, seconds in parts.items()}
 
 
+def run_all(
+    workers: Sequence[int] = (2, 8, 64), batches: Sequence[int] = (1, 16), steps: int = 256
+) -> list[dict[str, Any]]:
+    """Return a row for each number of workers, observed or not, and each size of batch."""
+    return [
+        {
+            "workers": each,
+            "observed": observed,
+            "batch": batch,
+            "ms": sum(measure(each, steps, batch, observed=observed, by_detector=False).values()),
+        }
+        for each in workers
+        for observed in (True, False)
+        for batch in batches
+    ]
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = ["| workers | gradients | steps at once | ms per step |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['workers']} | {'measured' if row['observed'] else 'not measured'} "
+        f"| {row['batch']} | {row['ms']:.2f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
 def resident_bytes() -> int:
     """Return the memory of this process that is resident."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import agent_cost
 import detection
 import evidence
+import in_turns
 import kernel
-import launching
+import launches
 import memory
+import probe_cost
 import scale
 import steps
 import torch
@@ -42,7 +45,7 @@ def bench_short(options: argparse.Namespace) -> list[Row]:
 
 def bench_options(options: argparse.Namespace) -> list[Row]:
     """Time what is not the default under DDP."""
-    variants = ["sketch of the reduced gradient too", "exact"]
+    variants = ["sketch, without the audit", "exact"]
     return steps.run_steps("DDP", variants, 2048, options.more_pairs)
 
 
@@ -51,9 +54,24 @@ def bench_fsdp2(options: argparse.Namespace) -> list[Row]:
     return steps.run_steps("FSDP2", ["sketch"], 2048, options.more_pairs)
 
 
-def bench_launching(options: argparse.Namespace) -> list[Row]:
-    """Time a forward pass that launches small operations."""
-    return [launching.run_launches(options.more_pairs)]
+def bench_turns(options: argparse.Namespace) -> list[Row]:
+    """Measure what a training feels, in blocks of ten steps in turns."""
+    return in_turns.run_all(options.blocks)
+
+
+def bench_probe(options: argparse.Namespace) -> list[Row]:
+    """Time the monitor's work on the training's thread."""
+    return probe_cost.run_all(list(probe_cost.MODELS), parts=False)
+
+
+def bench_launches(options: argparse.Namespace) -> list[Row]:
+    """Count launches of the probe, with more and more parameter tensors."""
+    return launches.measure()
+
+
+def bench_agent(options: argparse.Namespace) -> list[Row]:
+    """Measure the root agent's processor time a step."""
+    return agent_cost.run_all()
 
 
 def bench_naive(options: argparse.Namespace) -> list[Row]:
@@ -118,7 +136,10 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "options": bench_options,
     "fsdp2": bench_fsdp2,
     "evidence": bench_evidence,
-    "launching": bench_launching,
+    "turns": bench_turns,
+    "probe": bench_probe,
+    "launches": bench_launches,
+    "agent": bench_agent,
     "naive": bench_naive,
     "kernel": bench_kernel,
     "memory": bench_memory,
@@ -132,6 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=300, help="for the first row")
     parser.add_argument("--more-pairs", type=int, default=300, help="for all other step times")
+    parser.add_argument("--blocks", type=int, default=24, help="of ten steps, in turns")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "performance.md")
     options = parser.parse_args()
@@ -155,12 +177,27 @@ def render(results: dict[str, list[Row]]) -> str:
         f"{num_parameters() / 1e6:.1f} M parameters, every step observed.",
         "## Step time, watched / unwatched",
         _ratios([row for part in _STEP_TIMES for row in results.get(part, [])]),
-        "The default is `sketch`: every pair, every group, and the norm of the reduced gradient.",
+        "The default is `sketch`: every pair, every group, and the audit of the reduction.",
+        "## What the training process feels",
+        "Two models that are alike train side by side, one of them watched in the default way, in "
+        "blocks of ten steps in turns (`benchmarks/in_turns.py`). Processor time is of the whole "
+        "training process with all its threads, the reads of the gradient included; the agent's "
+        "is its own process's. With the ranks on one core and the agent on the other, the ratio "
+        "is what a training feels that leaves a core to the agent.",
+        _rendered(in_turns.render, results.get("turns", [])),
+        "The monitor's work on the training's thread alone, on the thread's own clock "
+        "(`benchmarks/probe_cost.py`): the median step, and the tenth percentile, which other "
+        "processes on the machine disturb least.",
+        _rendered(probe_cost.render, results.get("probe", [])),
         "## Launches",
-        "The monitor's thread needs the interpreter's lock, and so does a forward pass that "
-        "launches operations. It waits until they are launched, and lets go of the lock between "
-        "two detectors.",
-        launching.render(results.get("launching", [])),
+        "Kernels, operations of torch and copies that the probe starts on an accelerator in an "
+        "observed step, for the local and the reduced gradient and their handover, counted with "
+        "Triton's interpreter (`benchmarks/launches.py`).",
+        _rendered(launches.render, results.get("launches", [])),
+        "## The agent",
+        "Processor time of the root for a step of a made-up job, flushes included "
+        "(`benchmarks/agent_cost.py`). Steps that come quickly are judged together.",
+        _rendered(agent_cost.render, results.get("agent", [])),
         "## Exact evidence",
         _evidence(results.get("evidence", [])),
         "## Against gathering whole gradients",
@@ -177,6 +214,10 @@ def render(results: dict[str, list[Row]]) -> str:
         *[row["markdown"] for row in results.get("scale", [])],
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _rendered(render: Callable[[list[Row]], str], rows: list[Row]) -> str:
+    return render(rows) if rows else NOT_MEASURED
 
 
 def _ratios(rows: list[Row]) -> str:

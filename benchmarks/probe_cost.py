@@ -17,7 +17,7 @@ import pstats
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, cast
@@ -49,6 +49,7 @@ from rankscope.instruments import Options, choose_instruments
 from rankscope.local_step import LocalStep
 from rankscope.wrapping import find_wrapper
 
+STEPS = 150
 MODELS = {"2 layers": (64, 2), "24 layers": (64, 24)}
 GRADIENTS = (ddp, sketch, handover)
 """Modules that read gradients, and hand over what they have read."""
@@ -180,22 +181,53 @@ def measured(watched: Watched, steps: int) -> Iterator[float]:
             yield (watched.guard.nanoseconds - before) / 1e6
 
 
-def cost(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def cost(
+    name: str,
+    *,
+    steps: int = STEPS,
+    evidence: bool = True,
+    reduced: str = "sketch",
+    parts: bool = True,
+    profile: bool = False,
+) -> dict[str, Any]:
     """Return a row of the table: what a model's step costs."""
-    chosen = {"evidence": not arguments.no_evidence, "reduced": arguments.reduced}
+    chosen: dict[str, Any] = {"evidence": evidence, "reduced": reduced}
     watched = Watched(*MODELS[name], **chosen)
-    each = sorted(measured(watched, arguments.steps))
+    each = sorted(measured(watched, steps))
     row = {
         "model": name,
         "tensors": sum(1 for _ in watched.model.parameters()),
         "probe_ms": round(each[len(each) // 2], 3),
         "probe_ms_p10": round(each[len(each) // 10], 3),
     }
-    if arguments.parts:
-        row |= parts_of(MODELS[name], chosen, arguments.steps)
-    if arguments.profile:
-        _profile(Watched(*MODELS[name], **chosen), arguments.steps)
+    if parts:
+        row |= parts_of(MODELS[name], chosen, steps)
+    if profile:
+        _profile(Watched(*MODELS[name], **chosen), steps)
     return row
+
+
+def run_all(models: Sequence[str], **chosen: Any) -> list[dict[str, Any]]:
+    """Return a row for each model, measured in this process; see :func:`cost`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=cast("Any", dist).HashStore(), rank=0, world_size=1)
+    try:
+        return [cost(name, **chosen) for name in models]
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = ["| model | tensors | median step | tenth percentile |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['model']} | {row['tensors']} | {row['probe_ms']:.2f} ms "
+        f"| {row['probe_ms_p10']:.2f} ms |"
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def parts_of(model: tuple[int, int], chosen: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -251,17 +283,16 @@ def main() -> None:
     """Measure all models, or the one that is named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, action="append")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--reduced", default="norm")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--reduced", default="sketch")
     parser.add_argument("--no-evidence", action="store_true")
     parser.add_argument("--profile", action="store_true", help="cProfile's table, on stderr")
     parser.add_argument("--no-parts", dest="parts", action="store_false")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=cast("Any", dist).HashStore(), rank=0, world_size=1)
-    for name in arguments.model or MODELS:
-        print(json.dumps(cost(name, arguments)), flush=True)
-    dist.destroy_process_group()
+    chosen: dict[str, Any] = {"steps": arguments.steps, "reduced": arguments.reduced, "parts": arguments.parts}
+    chosen |= {"evidence": not arguments.no_evidence, "profile": arguments.profile}
+    for row in run_all(arguments.model or list(MODELS), **chosen):
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

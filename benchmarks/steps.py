@@ -36,7 +36,7 @@ from rankscope.instruments import GROUP_WIDTH
 VARIANTS: dict[str, dict[str, Any]] = {
     "scalars": {"tier": "scalars"},
     "sketch": {"tier": "sketch"},
-    "sketch of the reduced gradient too": {"tier": "sketch", "reduced": "sketch"},
+    "sketch, without the audit": {"tier": "sketch", "reduced": "norm"},
     "sketch without exact evidence": {"tier": "sketch", "evidence": False},
     "exact": {"tier": "exact"},
     "sketch and traces": {"tier": "sketch", "trace": True},

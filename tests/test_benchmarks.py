@@ -58,20 +58,3 @@ def test_every_variant_of_a_step_is_timed(kind, variants):
     assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
     assert own["bytes_per_step"] > 0
     assert own["overhead_milliseconds"] > 0
-
-
-def time_launches(rank):
-    harness, launching = load_benchmark("harness"), load_benchmark("launching")
-    harness.WARM_UP = launching.WARM_UP = 1
-    launching.OPERATIONS = 10
-    return launching.time_launches(3)
-
-
-@pytest.mark.ranks
-def test_launches_are_timed_watched_and_not():
-    times, _ = run_ranks(time_launches, 2)
-    assert list(times) == ["plain", "sketch"]
-    for of_one in times.values():
-        assert len(of_one["seconds"]) == len(of_one["longest"]) == 3
-        pairs = zip(of_one["longest"], of_one["seconds"], strict=True)
-        assert all(0 < longest < seconds for longest, seconds in pairs)
