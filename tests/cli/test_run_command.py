@@ -72,7 +72,7 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
         "tier": "sketch",
         "every": 1,
         "groups": "blocks",
-        "reduced": "norm",
+        "reduced": None,
         "overhead_budget": 0.01,
         "plan": None,
         "trace": False,
