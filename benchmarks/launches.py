@@ -125,9 +125,8 @@ class _Counted:
 def _count(tensors: int, ddp: dict[str, Any]) -> Row:
     counting = _Counting()
     with tempfile.TemporaryDirectory() as folder:
-        c10d: Any = dist.distributed_c10d
-        store = c10d.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         try:
             _train(DistributedDataParallel(_Model(tensors), **ddp), counting)
         finally:
@@ -143,16 +142,14 @@ def _train(model: DistributedDataParallel, counting: _Counting) -> None:
         fused,
         period_signs,
         triton,
+        triton_combine,
         triton_handover,
     )
     from rankscope.core.groups import group_parameters
     from rankscope.core.sections import cut_sections
 
-    for module, name in (
-        (triton, "measure_tiles"),
-        (triton, "combine"),
-        (triton_handover, "gather"),
-    ):
+    kernels = (triton, "measure_tiles"), (triton_combine, "combine"), (triton_handover, "gather")
+    for module, name in kernels:
         setattr(module, name, _Counted(getattr(module, name), counting))
     parameters = dict(model.module.named_parameters())
     groups = group_parameters(parameters)
