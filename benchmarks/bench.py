@@ -201,7 +201,7 @@ def render(results: dict[str, list[Row]]) -> str:
         given("agent"),
         "## Step time, watched / unwatched",
         "Blocks of ten steps in turns, default settings, W = 2; pinned: both ranks on one core, "
-        "the agent on the other.",
+        "the agent on the other (`python benchmarks/in_turns.py`).",
         given("turns"),
         "Other settings:",
         _table([row for part in _STEP_TIMES for row in results.get(part, [])]),
