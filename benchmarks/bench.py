@@ -8,6 +8,7 @@ import argparse
 import json
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +57,23 @@ def bench_fsdp2(options: argparse.Namespace) -> list[Row]:
 
 def bench_turns(options: argparse.Namespace) -> list[Row]:
     """Measure what a training feels, in blocks of ten steps in turns."""
-    return in_turns.run_all(options.blocks)
+    return [{"markdown": in_turns.render(in_turns.run_all(options.blocks))}]
 
 
 def bench_probe(options: argparse.Namespace) -> list[Row]:
     """Time the monitor's work on the training's thread."""
-    return probe_cost.run_all(list(probe_cost.MODELS), parts=False)
+    rows = probe_cost.run_all(list(probe_cost.MODELS), parts=False)
+    return [{"markdown": probe_cost.render(rows)}]
 
 
 def bench_launches(options: argparse.Namespace) -> list[Row]:
     """Count launches of the probe, with more and more parameter tensors."""
-    return launches.measure()
+    return [{"markdown": launches.render(launches.measure())}]
 
 
 def bench_agent(options: argparse.Namespace) -> list[Row]:
     """Measure the root agent's processor time a step."""
-    return agent_cost.run_all()
+    return [{"markdown": agent_cost.render(agent_cost.run_all())}]
 
 
 def bench_naive(options: argparse.Namespace) -> list[Row]:
@@ -166,38 +168,84 @@ def main() -> None:
     Console().print(render(results), markup=False)
 
 
+UNMEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "probe": (
+        "| model | step | added per step and rank | reads of the gradient at memory speed |",
+        (
+            "2 layers",
+            "24 layers, 300 parameter tensors",
+            "8.7 M parameters, 6 layers",
+        ),
+    ),
+    "agent": (
+        "| agent | CPU time per step |",
+        ("root, W = 8", "root, W = 64", "of another host, W = 8"),
+    ),
+    "turns": (
+        "| step | agent on its own core | without pinning |",
+        ("16 ms", "70 ms", "439 ms", "1 B parameters on a GPU, 8,192 tokens per rank"),
+    ),
+    "launches": ("| parameter tensors | launches and copies per step |", ("10", "100", "1,000")),
+    "hosts": (
+        "| two hosts, 2 ranks each | the record |",
+        ("link whole", "link cut for 20 s", "link cut for good"),
+    ),
+    "killed": ("| what | handed-over steps that were lost |", ("20 × `kill -9` of everything",)),
+    "start": ("| what | seconds |", ("`watch` returns after", "the agent reads after")),
+    "resident": (
+        "| resident memory | step 1,000 | step 10,000 | step 100,000 |",
+        ("training process", "agent, W = 8"),
+    ),
+}
+"""Heads and rows of tables that other programs measure; a part's row holds its ``markdown``."""
+
+
 def render(results: dict[str, list[Row]]) -> str:
     """Return the page ``docs/performance.md``."""
+    given = partial(_given, results)
     parts = [
         "# Performance",
-        "Measured by `make bench`. Every ratio compares two things in one run, in turns that are "
-        "drawn at random, so that the machine's own drift cancels: the median of the pairwise "
-        "ratios, and the 95 % interval of that median.",
+        "The training process measures, and hands a message over; that is what a training feels. "
+        "The agent works beside it. Each table says which.",
+        "Measured by `make bench`. A ratio compares two things in one run, in turns, so that the "
+        "machine's own drift cancels: the median of the pairwise ratios, and the 95 % interval of "
+        "that median.",
         f"torch {torch.__version__}, {platform.machine()}, one thread per rank, 2 ranks over gloo, "
-        f"{num_parameters() / 1e6:.1f} M parameters, every step observed.",
+        f"{num_parameters() / 1e6:.1f} M parameters, every step observed, where nothing else is "
+        "said. On accelerators nothing has been measured.",
+        "## Added CPU time of the training process",
+        "The monitor's work on the training's thread, by the thread's own clock, default settings, "
+        "the two reads of the gradient included; the tenth percentile is what other processes on "
+        "the machine disturb least. `python benchmarks/probe_cost.py` shows the parts.",
+        given("probe"),
+        "## The agent's CPU time",
+        "Statistics, detectors and record of a step, on another core where there is one "
+        "(`python benchmarks/agent_cost.py`).",
+        given("agent"),
         "## Step time, watched / unwatched",
-        _ratios([row for part in _STEP_TIMES for row in results.get(part, [])]),
-        "The default is `sketch`: every pair, every group, and the audit of the reduction.",
-        "## What the training process feels",
-        "Two models that are alike train side by side, one of them watched in the default way, in "
-        "blocks of ten steps in turns (`benchmarks/in_turns.py`). Processor time is of the whole "
-        "training process with all its threads, the reads of the gradient included; the agent's "
-        "is its own process's. With the ranks on one core and the agent on the other, the ratio "
-        "is what a training feels that leaves a core to the agent.",
-        _rendered(in_turns.render, results.get("turns", [])),
-        "The monitor's work on the training's thread alone, on the thread's own clock "
-        "(`benchmarks/probe_cost.py`): the median step, and the tenth percentile, which other "
-        "processes on the machine disturb least.",
-        _rendered(probe_cost.render, results.get("probe", [])),
+        "Blocks of ten steps in turns, default settings, W = 2; pinned: both ranks on one core, "
+        "the agent on the other (`python benchmarks/in_turns.py`).",
+        given("turns"),
+        "Other settings:",
+        _table([row for part in _STEP_TIMES for row in results.get(part, [])]),
         "## Launches",
-        "Kernels, operations of torch and copies that the probe starts on an accelerator in an "
-        "observed step, for the local and the reduced gradient and their handover, counted with "
-        "Triton's interpreter (`benchmarks/launches.py`).",
-        _rendered(launches.render, results.get("launches", [])),
-        "## The agent",
-        "Processor time of the root for a step of a made-up job, flushes included "
-        "(`benchmarks/agent_cost.py`). Steps that come quickly are judged together.",
-        _rendered(agent_cost.render, results.get("agent", [])),
+        "Kernels, operations of torch that would be one, and copies between host and device, "
+        "counted without an accelerator (`python benchmarks/launches.py`).",
+        given("launches"),
+        "## Bytes",
+        *([row["markdown"] for row in results.get("scale", [])] or [NOT_MEASURED]),
+        "## Two hosts",
+        "Two network namespaces, `torchrun` across them. Only the agents' link is cut.",
+        given("hosts"),
+        "## After a kill",
+        given("killed"),
+        "## Start",
+        "The agent starts while the training goes on; what is sent before waits in its socket.",
+        given("start"),
+        "## Memory",
+        given("resident"),
+        "What a step takes besides:",
+        memory.render(results["memory"]) if "memory" in results else NOT_MEASURED,
         "## Exact evidence",
         _evidence(results.get("evidence", [])),
         "## Against gathering whole gradients",
@@ -206,26 +254,24 @@ def render(results: dict[str, list[Row]]) -> str:
         kernel.render(results.get("kernel", [])),
         "The native kernel is used where a C compiler is at hand. The rows of operations alone are "
         "what no kernel in plain torch can do without: signs element by element, the sum of rows, "
-        "and the squared norm, chunk by chunk in cache, without magnitudes, non-finite values and "
-        "the edges of parameters. They bound what plain torch can reach.",
-        "## Extra memory",
-        memory.render(results.get("memory", [])),
-        "## Many workers",
-        *[row["markdown"] for row in results.get("scale", [])],
+        "and the squared norm, chunk by chunk in cache. They bound what plain torch can reach.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _rendered(render: Callable[[list[Row]], str], rows: list[Row]) -> str:
-    return render(rows) if rows else NOT_MEASURED
-
-
-def _ratios(rows: list[Row]) -> str:
-    unmeasured = f"| 1 B parameters on a GPU, 8,192 tokens per rank | {NOT_MEASURED} | – | – |"
-    return f"{_table(rows)}\n{unmeasured}"
+def _given(results: dict[str, list[Row]], part: str) -> str:
+    """Return the table of a part; rows that say so where it was not measured."""
+    if part in results:
+        return "\n\n".join(row["markdown"] for row in results[part])
+    head, names = UNMEASURED[part]
+    columns = head.count("|") - 1
+    rows = [f"| {name} |{f' {NOT_MEASURED} |' * (columns - 1)}" for name in names]
+    return "\n".join([head, "|" + "---|" * columns, *rows])
 
 
 def _table(rows: list[Row]) -> str:
+    if not rows:
+        return NOT_MEASURED
     lines = ["| what | median ratio | 95 % interval | pairs |", "|---|---|---|---|"]
     lines += [
         f"| {row['what']} | {row['median']:.3f} | {row['low']:.3f} – {row['high']:.3f} "

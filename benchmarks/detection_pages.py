@@ -35,7 +35,7 @@ def _cost(rows: list[Row]) -> list[str]:
     if not rows:
         return [_NOT_YET]
     return [
-        f"Milliseconds a step in numpy on one core, in the monitor's own thread: 3 totals and "
+        f"Milliseconds a step in numpy on one core, in the agent: 3 totals and "
         f"{rows[0]['groups']} groups, median of {rows[0]['steps']} steps (90 % within). What the "
         "comparison of workers remembers does not grow with the steps.",
         _table(

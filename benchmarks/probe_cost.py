@@ -289,7 +289,11 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="cProfile's table, on stderr")
     parser.add_argument("--no-parts", dest="parts", action="store_false")
     arguments = parser.parse_args()
-    chosen: dict[str, Any] = {"steps": arguments.steps, "reduced": arguments.reduced, "parts": arguments.parts}
+    chosen: dict[str, Any] = {
+        "steps": arguments.steps,
+        "reduced": arguments.reduced,
+        "parts": arguments.parts,
+    }
     chosen |= {"evidence": not arguments.no_evidence, "profile": arguments.profile}
     for row in run_all(arguments.model or list(MODELS), **chosen):
         print(json.dumps(row), flush=True)

@@ -53,8 +53,8 @@ NOT_RUN = {
     ("CONTRIBUTING.md", "make demo"): "run by .ci/run",
     (
         "CONTRIBUTING.md",
-        "errors → core → capture, record, sinks → exchange → diagnose → wrapping → "
-        "instruments → canary → books",
+        "errors → core → record, sinks → diagnose → agent → capture → reduce, numerics → "
+        "wrapping → instruments",
     ): "a picture of the layers",
     (
         "docs/canary.md",
