@@ -233,7 +233,7 @@ def render(results: dict[str, list[Row]]) -> str:
         "counted without an accelerator (`python benchmarks/launches.py`).",
         given("launches"),
         "## Bytes",
-        *([row["markdown"] for row in results.get("scale", [])] or [NOT_MEASURED]),
+        *([row["markdown"].strip() for row in results.get("scale", [])] or [NOT_MEASURED]),
         "## Two hosts",
         "Two network namespaces, `torchrun` across them. Only the agents' link is cut.",
         given("hosts"),
