@@ -1,4 +1,4 @@
-"""What a step costs rank 0's monitor thread when there are sinks, and what it costs a sink's own.
+"""What a step costs the root agent when there are sinks, and what it costs a sink's own.
 
     python benchmarks/sinks_cost.py
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "rankscope"
 DATA = {
-    *("py.typed", "diagnose/rules.toml", "faults/catalogue.toml", "exchange/accumulator.c"),
+    *("py.typed", "diagnose/rules.toml", "faults/catalogue.toml", "reduce/accumulator.c"),
     *("capture/kernels/digest.c", "capture/kernels/dot.c", "capture/kernels/sketch.c"),
     "capture/kernels/inputs.c",
     "capture/kernels/vectors.h",

@@ -12,7 +12,7 @@
     ├── study.launch: StudyInterrupted, WorkerFailedError
     ├── capture.canary_batch: CanaryDeclined (a model or batch that no canary can run)
     ├── capture.canary_state: NotPutBackError (what a canary has changed)
-    └── exchange: ChannelError, PayloadError, Goodbye; these never leave the monitor's thread
+    └── agent: LinkError, FrameError, MessageError, HostsError; these never leave the monitor
 
 Each message says what was expected, what came, and what to do. None of them is ever raised into
 a training loop after ``watch`` has returned: from then on the monitor disables itself instead.

@@ -91,13 +91,14 @@ def watch(
             buffers, optimizer state, reduced gradients, random generators, precision. Samples,
             settings and the environment always are.
         seed: Seed of the sketch's signs. It touches no random generator of the training.
-        on_finding: Called with each finding when it opens or changes, in the monitor's thread: on
-            every rank up to 64 workers, beyond on rank 0.
+        on_finding: Called with each finding when it opens or changes: in the training's thread, at
+            the beginning of the same step on every rank, so that it may write a checkpoint. What
+            it raises is logged; ``SystemExit`` and the like end the training.
         process_group: The data-parallel group; by default the model's own.
         config: Anything JSON that describes the run; stored in ``run.json``.
-        flush_seconds: Longest time that measured values stay in memory.
-        hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: the log
-            then names the ranks that the others wait for. None: no heartbeat.
+        flush_seconds: Longest time that measured values stay in the agent's memory.
+        hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: a finding
+            names the ranks that the others wait for, and where they stand. None: no such finding.
         resume: Whether a run that ``run_dir`` already holds goes on: its findings stay known, and
             its detectors go on where they stood. False: a new attempt that begins with nothing.
         plan: What is meant, where only intent can tell a fault: a dict with any of

@@ -51,7 +51,7 @@ def differences(rng, width):
 
 
 def live_step(step, width, *, groups=NAMES):
-    """Return a step as the exchange gives it: observed or not, with all that it may hold."""
+    """Return a step as the assembly gives it: observed or not, with all that it may hold."""
     rng = np.random.default_rng([step, width])
     observed = step % 3 < 2
     lengths = [[0] * width, [1] * width, [2] * width, rng.integers(0, 5, width)][step % 4]
