@@ -5,11 +5,14 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 TEST_PROCESSES ?= 4
 DEMO_FLAGS ?=
+GPU_FLAGS ?=
+# With the torch that is there: a Python that was asked for, else the environment's, if it exists.
+GPU_PYTHON ?= $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
 DEMO_OUTPUT ?= demo
 # Packages are compiled as they are imported; with this set, anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check bench docs packaging format clean
+.PHONY: demo test check bench gpu docs packaging format clean
 
 demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes on 2 cores
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
@@ -25,6 +28,9 @@ check: $(VENV)/.dev ## format, lint, strict types, import contract
 
 bench: $(VENV)/.dev ## ratios measured side by side in one run
 	$(BIN)/python benchmarks/bench.py
+
+gpu: ## what only a machine with an accelerator can tell; GPU_FLAGS=--dry-run tries it without
+	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_FLAGS)
 
 docs: $(VENV)/.dev ## the documentation site, in site/, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

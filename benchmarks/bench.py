@@ -15,6 +15,7 @@ from typing import Any
 import agent_cost
 import detection
 import evidence
+import gpu_page
 import in_turns
 import kernel
 import launches
@@ -183,7 +184,7 @@ UNMEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "turns": (
         "| step | agent on its own core | without pinning |",
-        ("16 ms", "70 ms", "439 ms", "1 B parameters on a GPU, 8,192 tokens per rank"),
+        ("16 ms", "70 ms", "439 ms"),
     ),
     "launches": ("| parameter tensors | launches and copies per step |", ("10", "100", "1,000")),
     "hosts": (
@@ -212,7 +213,7 @@ def render(results: dict[str, list[Row]]) -> str:
         "that median.",
         f"torch {torch.__version__}, {platform.machine()}, one thread per rank, 2 ranks over gloo, "
         f"{num_parameters() / 1e6:.1f} M parameters, every step observed, where nothing else is "
-        "said. On accelerators nothing has been measured.",
+        "said. What an accelerator tells stands at the end.",
         "## Added CPU time of the training process",
         "The monitor's work on the training's thread, by the thread's own clock, default settings, "
         "the two reads of the gradient included; the tenth percentile is what other processes on "
@@ -256,7 +257,7 @@ def render(results: dict[str, list[Row]]) -> str:
         "what no kernel in plain torch can do without: signs element by element, the sum of rows, "
         "and the squared norm, chunk by chunk in cache. They bound what plain torch can reach.",
     ]
-    return "\n\n".join(parts) + "\n"
+    return gpu_page.put_into("\n\n".join(parts), results)
 
 
 def _given(results: dict[str, list[Row]], part: str) -> str:

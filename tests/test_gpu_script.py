@@ -1,0 +1,109 @@
+"""What `make gpu` runs, in small and without an accelerator, and the page that it fills."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.benchmarks import load_benchmark
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+PAGE = ROOT / "docs" / "performance.md"
+page = load_benchmark("gpu_page")
+
+
+def run(*arguments, **environment):
+    """Run the script where it sees no accelerator; return its exit code and what it prints."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        env=environment, text=True, stdout=subprocess.PIPE, timeout=280, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def written():
+    return [path.read_bytes() for path in (PAGE, PAGE.with_suffix(".json"))]
+
+
+@pytest.mark.ranks
+def test_a_dry_run_goes_through_every_row_and_writes_nothing():
+    before = written()
+    code, said = run("--dry-run")
+    lines = [line for line in said.splitlines() if line.startswith("[")]
+    assert "failed" not in said
+    assert code == 0
+    for name, part in page.PARTS.items():
+        of_it = [line.removeprefix(f"[{name}] ") for line in lines if line.startswith(f"[{name}]")]
+        for what in part.rows:
+            assert any(line.startswith(f"{what}: ") for line in of_it), f"{name}: {what}"
+        assert of_it[-1].startswith(f"{len(part.rows)} rows, ")
+    answers = [line.rsplit(": ", 1)[1] for line in lines if " equal" in line or "same bits" in line]
+    assert len(answers) == 11
+    for answer in answers:
+        assert answer == "yes" or len({*answer.split(" of ")}) == 1, lines
+    assert written() == before
+
+
+def test_without_an_accelerator_one_line_says_so():
+    before = written()
+    code, said = run()
+    assert code == 0
+    assert said.startswith("Nothing was measured: torch ")
+    assert said.count("\n") == 1
+    assert written() == before
+
+
+def test_a_part_that_does_not_exist_is_an_error():
+    code, _ = run("--dry-run", "--parts", "kernels,kernel")
+    assert code == 2
+
+
+def test_what_is_missing_leaves_parts_out(monkeypatch, capsys):
+    gpu = load_benchmark("gpu")
+    find_spec = gpu.importlib.util.find_spec
+    monkeypatch.setattr(
+        gpu.importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name)
+    )
+    options = gpu._options(["--dry-run", "--parts", "kernels"])
+    assert gpu._do("kernels", options)
+    said = capsys.readouterr().out
+    assert said == "[kernels] left out, since packages are missing: triton\n"
+
+
+def row(what, value, **more):
+    facts = {"unit": "ms", "device": "a device", "torch": "2.13", "date": "2030-01-01"}
+    return {"what": what, "value": value, **facts, **more}
+
+
+def test_rows_are_written_and_the_others_stay(tmp_path):
+    gpu = load_benchmark("gpu")
+    target = tmp_path / "performance.md"
+    first, second, *_ = page.PARTS["launches"].rows
+    gpu._save(target, "launches", [row(second, 1.5, low=1.0, high=2.0)])
+    gpu._save(target, "launches", [row(first, 12), row(second, "not possible here: why")])
+    gpu._save(target, "launches", [row(second, 2.5)])
+    results = json.loads(target.with_suffix(".json").read_text())
+    known = json.loads(PAGE.with_suffix(".json").read_text())
+    assert {name: results[name] for name in known} == known
+    assert [each["value"] for each in results["gpu launches"]] == [12, 2.5]
+    text = target.read_text()
+    assert f"| {second} | 2.500 ms | a device | 2.13 | 2030-01-01 |" in text
+    assert text.count(page.NOT_MEASURED) == PAGE.read_text().count(page.NOT_MEASURED) - 2
+
+
+def test_the_section_is_replaced_and_nothing_else():
+    around = f"# A page\n\ntext\n\n{page.HEADING}\n\n### Old\n\nold\n\n## Behind\n\nmore\n"
+    new = page.put_into(around, {})
+    assert new.startswith("# A page\n\ntext\n\n")
+    assert new.endswith("\n\n## Behind\n\nmore\n")
+    assert "### Old" not in new
+    assert page.render({}) in new
+    assert page.put_into(new, {}) == new
+    at_end = page.put_into("# A page\n", {})
+    assert at_end == f"# A page\n\n{page.render({})}\n"
+    assert page.put_into(at_end, {}) == at_end
