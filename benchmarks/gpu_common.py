@@ -88,8 +88,8 @@ class Setup:
 
     @property
     def num_devices(self) -> int:
-        """How many there are; a dry run plays that there are two."""
-        return 2 if self.dry else torch.cuda.device_count()
+        """How many there are; a dry run plays that there is one."""
+        return 1 if self.dry else torch.cuda.device_count()
 
     def pick(self, real: T, dry: T) -> T:
         """Return one of two sizes."""

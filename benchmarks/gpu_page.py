@@ -32,7 +32,7 @@ LAUNCHES = (
 )
 RATIO = "{}: step, watched / unwatched"
 PLAIN = "{}: unwatched step"
-ADDED = "{}: CPU time added to the training process, a step and rank"
+OWN = "{}: by the probe's own clock, a step"
 OBSERVED = "{}: steps observed"
 
 
@@ -59,7 +59,7 @@ def _step_rows(ways: Sequence[str]) -> dict[str, str]:
     rows = {"parameters": "", "tokens a step and rank": ""}
     for way in ways:
         rows |= {RATIO.format(way): "", PLAIN.format(way): "ms"}
-        rows |= {ADDED.format(way): "ms", OBSERVED.format(way): "%"}
+        rows |= {OWN.format(way): "ms", OBSERVED.format(way): "%"}
     return rows
 
 

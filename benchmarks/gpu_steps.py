@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -25,7 +24,7 @@ from gpu_common import (
     scratch,
 )
 from gpu_model import Llama, make_batch
-from gpu_page import ADDED, DDP_WAYS, FSDP2_WAYS, LAUNCHES, OBSERVED, PLAIN, RATIO, TENSORS
+from gpu_page import DDP_WAYS, FSDP2_WAYS, LAUNCHES, OBSERVED, OWN, PLAIN, RATIO, TENSORS
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -120,13 +119,14 @@ def _events(setup: Setup, step: Step, steps: int) -> int:
 
 
 def _cpu_of(setup: Setup, step: Step, steps: int) -> float:
-    """Return seconds of all threads of this process, a step."""
+    """Return seconds of all threads of this process, a step; waiting for the device is none."""
     setup.synchronise()
     start = time.process_time()
     for _ in range(steps):
         step()
+    seconds = time.process_time() - start
     setup.synchronise()
-    return (time.process_time() - start) / steps
+    return seconds / steps
 
 
 # Step time -------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _time_ways(setup: Setup, ways: dict[str, tuple[int, str]]) -> Iterator[Value
         parameters = sum(parameter.numel() for parameter in Llama(setup).parameters())
     yield {"parameters": parameters, "tokens a step and rank": _tokens(setup)}
     for way, (ranks, backend) in ways.items():
-        rows = [row.format(way) for row in (RATIO, PLAIN, ADDED, OBSERVED)]
+        rows = [row.format(way) for row in (RATIO, PLAIN, OWN, OBSERVED)]
         yield attempt(rows, partial(_time_way, setup, way, ranks, backend))
 
 
@@ -168,7 +168,7 @@ def _time_way(setup: Setup, way: str, ranks: int, backend: str) -> Values:
     return {
         RATIO.format(way): Spread.of(times["ratio"]),
         PLAIN.format(way): Spread.of([1e3 * seconds for seconds in times["plain"]]),
-        ADDED.format(way): Spread.of([1e3 * seconds for seconds in times["added"]]),
+        OWN.format(way): 1e3 * times["own"],
         OBSERVED.format(way): 100 * times["observed"],
     }
 
@@ -180,23 +180,15 @@ def _tokens(setup: Setup) -> int:
     return 8192 if torch.cuda.get_device_properties(0).total_memory > 70e9 else 2048
 
 
-@dataclass
-class _Blocks:
-    """Seconds of a step, block by block: by the clock, and of the CPU."""
-
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-
-    def add(self, setup: Setup, step: Step, steps: int) -> None:
-        """Time another block, a step of it on average."""
-        dist.barrier()
-        setup.synchronise()
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            step()
-        setup.synchronise()
-        self.wall.append((time.perf_counter() - wall) / steps)
-        self.cpu.append((time.process_time() - cpu) / steps)
+def _seconds(setup: Setup, step: Step, steps: int) -> float:
+    """Return seconds of a step, over several of them."""
+    dist.barrier()
+    setup.synchronise()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    setup.synchronise()
+    return (time.perf_counter() - start) / steps
 
 
 def _time_both(setup: Setup, way: str) -> dict[str, Any]:
@@ -214,25 +206,21 @@ def _time_both(setup: Setup, way: str) -> dict[str, Any]:
             works[name] = _stepper(model, optimizer, make_batch(setup, inner, _tokens(setup)))
         blocks = _in_turns(setup, works)
         stack.close()
-        observed = 0.0
-        if dist.get_rank() == 0:
-            observed = float(np.mean(recorded(Path(folder) / "run", "observed")[0]))
-    plain, watched = blocks["plain"], blocks["watched"]
+        if dist.get_rank() != 0:  # which writes the record
+            return {}
+        own, observed = recorded(Path(folder) / "run", "overhead_seconds", "observed")
     return {
-        "ratio": [a / b for a, b in zip(watched.wall, plain.wall, strict=True)],
-        "plain": plain.wall,
-        "added": [a - b for a, b in zip(watched.cpu, plain.cpu, strict=True)],
-        "observed": observed,
+        "ratio": [a / b for a, b in zip(blocks["watched"], blocks["plain"], strict=True)],
+        "plain": blocks["plain"],
+        "own": float(np.nanmedian(own)),
+        "observed": float(np.mean(observed)),
     }
 
 
-def _in_turns(setup: Setup, works: dict[str, Step]) -> dict[str, _Blocks]:
+def _in_turns(setup: Setup, works: dict[str, Step]) -> dict[str, list[float]]:
     """Time blocks in an order drawn anew in every round, as many as there is time for."""
     for number in range(2):  # the first steps compile
-        tried = _Blocks()
-        for step in works.values():
-            tried.add(setup, step, setup.pick(2, 1))
-        pair = agreed(sum(tried.wall))
+        pair = agreed(sum(_seconds(setup, step, setup.pick(2, 1)) for step in works.values()))
         if number == 0 and pair > setup.seconds:
             raise NotPossibleError("a step takes longer than there is time for")
     for _ in range(setup.pick(min(TURNS + 6, int(setup.seconds / 4 / pair)), 0)):
@@ -240,10 +228,11 @@ def _in_turns(setup: Setup, works: dict[str, Step]) -> dict[str, _Blocks]:
             step()
     block = setup.pick(max(1, min(BLOCK, int(setup.seconds / 6 / pair))), 2)
     rounds = setup.pick(max(3, min(MOST_BLOCKS, int(setup.seconds / block / pair))), 1)
-    order, blocks = Random(0), {name: _Blocks() for name in works}
+    order = Random(0)
+    blocks: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name in order.sample(list(works), len(works)):
-            blocks[name].add(setup, works[name], block)
+            blocks[name].append(_seconds(setup, works[name], block))
     return blocks
 
 
