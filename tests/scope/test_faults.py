@@ -44,7 +44,7 @@ def break_link(loop: Loop) -> Undo:
 
 
 def break_diagnosis(loop: Loop) -> Undo:
-    root_of(loop)._diagnosis.observe = None
+    root_of(loop)._diagnosis.observe_many = None
     return None
 
 

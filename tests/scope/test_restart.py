@@ -164,13 +164,13 @@ def seen_live(rank, run_dir, tier):
     loop = Loop(rank, run_dir, tier=tier, every=2)
     if rank == 0:
         diagnosis = root_of(loop)._diagnosis
-        observe = diagnosis.observe
+        observe_many = diagnosis.observe_many
 
-        def listen(report, *others):
-            seen.append(as_recorded(report))
-            return observe(report, *others)
+        def listen(reports):
+            seen.extend(map(as_recorded, reports))
+            return observe_many(reports)
 
-        diagnosis.observe = listen
+        diagnosis.observe_many = listen
     for step in range(9):
         for micro in range(1 + step % 3):
             last = micro == step % 3

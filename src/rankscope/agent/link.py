@@ -90,6 +90,8 @@ class Link:
         self._reader = FrameReader()
         try:
             self._open()
+            with contextlib.suppress(LinkError):  # the first call tells
+                self._push()
         except OSError as error:
             self._broken = error
         _links.add(self)
