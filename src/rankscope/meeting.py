@@ -5,6 +5,7 @@ No process group is made for it. Each rank writes what it says; rank 0 reads it 
 
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from typing import Any
@@ -38,7 +39,7 @@ class Meeting:
         self.rank = ranks.index(dist.get_rank())
         self.num_workers = len(ranks)
         name = hashlib.blake2b(json.dumps(ranks).encode(), digest_size=8).hexdigest()
-        self._name = f"rankscope/{name}/{_meetings[name]}"
+        self._name = f"rankscope/{name}/{_attempt()}{_meetings[name]}"
         _meetings[name] += 1
         self._store = default_store()
 
@@ -88,6 +89,16 @@ class Meeting:
 
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"
+
+
+def _attempt() -> str:
+    """Return what tells a restarted job's keys from those of the job before, or nothing.
+
+    By default torchrun keeps its store over restarts. With several nodes its counts may differ
+    between them.
+    """
+    alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}/" if alone else ""
 
 
 def default_store() -> Any:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rankscope.agent.frames import Frame, FrameError, FrameReader, Kind, pack
+from rankscope.agent.sockets import QUIETLY, TELLS_UNREAD, has_incoming, identity, unread_bytes
 from rankscope.errors import RankscopeError
 
 ROOM_BYTES = 1 << 20
@@ -32,7 +33,6 @@ SILENT_SECONDS = 60.0
 """The same after so long a time in which it took nothing, with something waiting."""
 
 _SEND_BUFFER = 4 << 20  # the kernel gives less where it must
-_QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)  # a script may have SIGPIPE end its process
 _CHUNK = 1 << 16
 
 Connect = Callable[[], socket.socket]
@@ -82,18 +82,19 @@ class Link:
         self._lock = threading.Lock()
         self._waiting: deque[memoryview] = deque()
         self._frame: bytes | None = None  # of which a part may have been sent
-        self._bytes_waiting = 0
+        self._bytes_waiting = self._left_unread = 0
         self._progress = time.monotonic()
         self._sent = self._received = 0
-        self._in_system_call = False
+        self._in_system_call = self._shut = False
         self._socket: socket.socket | None = None
         self._reader = FrameReader()
         try:
             self._open()
-            with contextlib.suppress(LinkError):  # the first call tells
-                self._push()
+            self._push()
         except OSError as error:
             self._broken = error
+        except LinkError:  # it has ended at once; the first call says so
+            pass
         _links.add(self)
 
     @property
@@ -114,13 +115,16 @@ class Link:
         """
         frame = pack(kind, payload, rank=rank, step=step)
         with self._lock:
-            if not self._waiting:
+            unread = unread_bytes(self._alive())
+            if unread < self._left_unread or not (unread or self._waiting):
                 self._progress = time.monotonic()
             self._waiting.append(memoryview(frame))
             self._bytes_waiting += len(frame)
             self._push()
+            self._left_unread = unread_bytes(self._alive())
             silent = time.monotonic() - self._progress
-            if self._bytes_waiting > MOST_BYTES or (self._waiting and silent > SILENT_SECONDS):
+            stuck = silent > SILENT_SECONDS and (unread or self._waiting)
+            if stuck or self._bytes_waiting > MOST_BYTES:
                 raise LinkError(
                     f"the monitor's agent has taken nothing for {silent:.0f} s, and "
                     f"{self._bytes_waiting / 2**20:.0f} MiB wait for it: it is stopped, or the "
@@ -152,8 +156,8 @@ class Link:
         while True:
             with self._lock:
                 self._push()
-                if not self._waiting:
-                    return True
+                if not self._waiting or self._shut:
+                    return not self._waiting
                 place = self._alive()
             left = until - time.monotonic()
             if left <= 0:
@@ -172,13 +176,13 @@ class Link:
         return self.poll()
 
     def close(self) -> None:
-        """Close the connection; a second call does nothing."""
+        """Close the connection, if it is open, and let a stopped agent go on."""
         _links.discard(self)
         place, self._socket = self._socket, None
         if place is not None:
             with contextlib.suppress(OSError):
                 place.close()
-            self._wake_agent()
+        self._wake_agent()
 
     def forget(self) -> None:
         """Leave the connection to the process that this one was forked from."""
@@ -198,8 +202,7 @@ class Link:
         place.setblocking(False)
         with contextlib.suppress(OSError):
             place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        state = os.fstat(place.fileno())
-        self._identity = state.st_dev, state.st_ino
+        self._identity = identity(place)
         self._socket = place
         self._reader = FrameReader()
         self._waiting.appendleft(memoryview(self._hello))
@@ -217,11 +220,7 @@ class Link:
             why = self._broken.strerror or self._broken
             raise LinkError(f"the monitor's agent cannot be reached ({why})") from self._broken
         place = self._socket
-        try:
-            state = None if place is None else os.fstat(place.fileno())
-        except OSError:
-            state = None
-        if place is None or state is None or (state.st_dev, state.st_ino) != self._identity:
+        if place is None or identity(place) != self._identity:
             if place is not None:
                 self._socket = None
                 place.detach()  # the number belongs to somebody else by now
@@ -238,12 +237,15 @@ class Link:
                 self._frame = view.obj if isinstance(view.obj, bytes) else bytes(view)
             self._in_system_call = True
             try:
-                count = place.send(view, _QUIETLY)
+                count = place.send(view, QUIETLY)
             except BlockingIOError:
                 self._in_system_call = False
                 return
             except OSError as error:
                 self._in_system_call = False
+                self._shut = has_incoming(place)  # it says why before it ends
+                if self._shut:
+                    return
                 self._end(error)
             if count == len(view):
                 self._waiting.popleft()
@@ -253,7 +255,8 @@ class Link:
             self._in_system_call = False
             self._bytes_waiting -= count
             self._sent += count
-            self._progress = time.monotonic()
+            if not TELLS_UNREAD:
+                self._progress = time.monotonic()
 
     def _open_again(self) -> None:
         """Open another connection, since what has reached the agent on this one is not known."""

@@ -37,8 +37,8 @@ ADDRESS = "RANKSCOPE_ADDRESS"
 FIRST_SECONDS = 120.0
 """How long an agent waits for the rank that has started it."""
 
-ORPHAN_SECONDS = 2.0
-"""The same once that rank's process has ended."""
+ORPHAN_SECONDS = 4.0
+"""The same once that rank's process has ended, or all that have come are gone."""
 
 CLOSE_SECONDS = 5.0
 """How long it waits for probes to take its last words."""
@@ -75,7 +75,7 @@ class Agent:
         self._branches: Branches | None = None
         self._hosts = AllHosts(self._ranks, None)
         self._early: deque[tuple[int, Frame | None, float]] = deque()
-        self._worked_at = 0.0
+        self._worked_at = self._alone_since = 0.0
         self._lines: deque[tuple[int, str]] = deque(maxlen=256)
 
     def run(self) -> None:
@@ -104,11 +104,14 @@ class Agent:
         self._lines.append((level, line))
 
     def _is_forsaken(self, seconds: float) -> bool:
-        """Return whether no run will begin here: all ranks that came are gone, or the first is."""
-        if self._early and not self._server.ranks:
-            return True
+        """Return whether no run will begin here: the rank that was to begin it does not come.
+
+        What it said before it ended may lie in its socket as yet.
+        """
         orphan = self._parent is not None and os.getppid() != self._parent
-        return seconds > (ORPHAN_SECONDS if orphan else FIRST_SECONDS)
+        if not orphan and (self._server.ranks or not self._early):
+            self._alone_since = seconds
+        return seconds - self._alone_since > ORPHAN_SECONDS or seconds > FIRST_SECONDS
 
     def _turn_away(self, why: str) -> None:
         for rank in self._server.ranks:

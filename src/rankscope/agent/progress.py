@@ -6,6 +6,7 @@ it can be read when the process is stopped, stuck or gone. The memory is no file
 left behind, and takes no room in ``/dev/shm``.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -32,6 +33,7 @@ class ProgressMark:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        self._identity = os.fstat(self._file).st_ino
         os.ftruncate(self._file, mmap.PAGESIZE)
         self._word = ctypes.c_int64.from_buffer(mmap.mmap(self._file, mmap.PAGESIZE))
         self._step, self._passes = -1, 0
@@ -55,9 +57,10 @@ class ProgressMark:
 
     def close(self) -> None:
         """Give back the descriptor; the agent's stays good."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1
+        with contextlib.suppress(OSError):  # a script may close all files that it does not know
+            if file >= 0 and os.fstat(file).st_ino == self._identity:
+                os.close(file)
 
 
 def open_mark(pid: int, number: int) -> int | None:

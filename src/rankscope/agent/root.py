@@ -382,14 +382,21 @@ class Root:
                 self._send(rank, pack(Kind.DONE, worker.last_word.encode(), rank=rank))
 
     def _endings(self) -> list[dict[str, Any]]:
-        """Return who ended, the first one first."""
-        delivered = self._assembly.delivered
-        endings = [
-            {"rank": rank, "last_step": delivered[rank], "time": w.ended_at, "why": w.left}
-            for rank, w in enumerate(self._workers)
-            if w.left is not None
+        """Return who ended, the first one first: by its last step, and then by time.
+
+        A busy machine tells the agent of several ends at once.
+        """
+        delivered, workers = self._assembly.delivered, self._workers
+        left = [rank for rank, worker in enumerate(workers) if worker.left is not None]
+        return [
+            {
+                "rank": rank,
+                "last_step": delivered[rank],
+                "time": workers[rank].ended_at,
+                "why": workers[rank].left,
+            }
+            for rank in sorted(left, key=self._blame)
         ]
-        return sorted(endings, key=lambda ending: ending["time"])
 
     def _save_state(self, *, at_end: bool = False) -> None:
         """Write what the detectors remember; if it cannot be told, the run goes on all the same.

@@ -5,10 +5,8 @@ Frames wait in memory until the agent takes them.
 """
 
 import contextlib
-import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -17,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rankscope.agent.frames import Frame, FrameError, FrameReader, Kind
+from rankscope.agent.sockets import QUIETLY, has_incoming, is_of_another_user
 
 GRACE_SECONDS = 1.0
 """How long a rank whose connection was lost may take to open another, while its process lives."""
@@ -36,8 +35,6 @@ STRANGER_SECONDS = 10.0
 _STRANGER_BYTES = 8 << 20  # that it may send until then
 _LOOK_SECONDS = 0.25
 _CHUNK = 1 << 20
-_QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)  # a script may have SIGPIPE end its process
-_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class Arrived(NamedTuple):
@@ -182,7 +179,7 @@ class LocalServer:
     def _accept(self, listening: socket.socket, events: int) -> None:
         with contextlib.suppress(OSError):
             accepted, _ = listening.accept()
-            if _is_of_another_user(accepted):
+            if is_of_another_user(accepted):
                 accepted.close()
                 return
             accepted.setblocking(False)
@@ -257,7 +254,7 @@ class LocalServer:
                     break
                 view = connection.outgoing[0]
             try:
-                count = connection.socket.send(view, _QUIETLY)
+                count = connection.socket.send(view, QUIETLY)
             except BlockingIOError:
                 break
             except OSError:
@@ -291,7 +288,7 @@ class LocalServer:
             if now - stranger.since > STRANGER_SECONDS:
                 self._drop(stranger)
         for connection in list(self._connections.values()):
-            if self._lives(connection.rank) is False and not self._has_more(connection):
+            if self._lives(connection.rank) is False and not has_incoming(connection.socket):
                 self._drop(connection)
         for rank, (since, at) in list(self._lost.items()):
             if self._lives(rank) is False or now - since > GRACE_SECONDS:
@@ -299,25 +296,8 @@ class LocalServer:
                     self._lost.pop(rank, None)
                 self._note(Arrived(rank, None, at))
 
-    def _has_more(self, connection: _Connection) -> bool:
-        try:
-            return bool(connection.socket.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
-
     def _note(self, arrived: Arrived) -> None:
         with self._lock:
             self._arrived.append(arrived)
             self._held += 0 if arrived.frame is None else len(arrived.frame.payload)
         self._news.set()
-
-
-def _is_of_another_user(connection: socket.socket) -> bool:
-    """Return whether another user is at the other end; False where the system does not tell.
-
-    A socket without a place in a file system is open to all of them.
-    """
-    if not hasattr(socket, "SO_PEERCRED"):
-        return False
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return bool(_PEER.unpack(peer)[1] != os.geteuid())

@@ -1,0 +1,165 @@
+"""What happens to a training's processes and to its agent's, which are real ones here."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from rankscope import Run
+from rankscope.agent import link
+from rankscope.core.signals import Table
+from support.accidents import Job, state_of, train, wait_until
+from support.loops import Loop
+from support.ranks import run_ranks
+
+# A rank, or all of them, are killed -----------------------------------------------------------
+
+
+def train_for_ever(folder, rank, counter):
+    train(Loop(rank, str(folder / "run"), agent="process"), counter)
+
+
+@pytest.mark.parametrize("victims", [(0, 1), (1,)], ids=["all", "one"])
+def test_no_delivered_step_is_lost_when_ranks_are_killed(tmp_path, victims):
+    with Job(tmp_path / "job", train_for_ever) as job:
+        job.wait_for_steps(15)
+        killed = job.kill(*victims)
+        job.wait_for_agent()
+        ended = time.time()
+        run = Run.open(job.run_dir)
+        assert run.status == "incomplete"
+        recorded = run.columns(Table.STEPS, "step")["step"].tolist()
+        assert recorded == list(range(len(recorded)))
+        assert min(job.done) - 1 <= len(recorded) <= max(job.done)
+        endings = run.info["ended"]
+        assert {ending["rank"] for ending in endings} == {0, 1}
+        assert endings[0]["rank"] in victims or endings[0]["last_step"] == endings[1]["last_step"]
+        assert min(ending["last_step"] for ending in endings) == recorded[-1]
+        assert all(killed - 1 <= ending["time"] <= ended for ending in endings)
+    left = {path.name for path in job.run_dir.iterdir() if "tmp" in path.name}
+    assert not left
+
+
+# The agent is stopped, or killed ----------------------------------------------------------------
+
+STEPS, HIT = 30, 10
+
+
+def stop_for_a_while(loop, step, agent):
+    if step == HIT:
+        os.kill(agent, signal.SIGSTOP)
+    elif step == HIT + 10:
+        os.kill(agent, signal.SIGCONT)
+
+
+def stop_for_ever(loop, step, agent):
+    if step == HIT:
+        os.kill(agent, signal.SIGSTOP)
+
+
+def kill_agent(loop, step, agent):
+    if step == HIT:
+        wait_until(lambda: Run.open(loop.scope.run_dir).table(Table.STEPS).num_rows > 5)
+        os.kill(agent, signal.SIGKILL)
+
+
+def has_greeted(loop):
+    """Return whether the agent runs; steps need not wait for that."""
+    return loop.scope.findings == () and loop.scope.traffic.received > 0
+
+
+def accidents(rank, folder):
+    """Train next to agents to which something happens; return bits and warnings of each."""
+    found = {}
+    cases = {
+        "untouched": lambda loop, step, agent: None,
+        "stopped for a while": stop_for_a_while,
+        "stopped": stop_for_ever,
+        "too full": stop_for_ever,
+        "stopped at the end": stop_for_ever,
+        "killed": kill_agent,
+    }
+    for name, happens in cases.items():
+        limits = {"SILENT_SECONDS": 0.3} if name == "stopped" else {}
+        if name == "too full":
+            limits = {"_SEND_BUFFER": 1 << 16, "MOST_BYTES": 100_000}
+        defaults = {limit: getattr(link, limit) for limit in limits}
+        for limit, value in limits.items():
+            setattr(link, limit, value)
+        loop = Loop(rank, f"{folder}/{name}", agent="process", flush_seconds=0.05)
+        started = loop.scope._opened.agent
+        wait_until(partial(has_greeted, loop))
+        for step in range(STEPS):
+            if started is not None:
+                happens(loop, step, started.pid)
+            if name == "stopped":
+                time.sleep(0.05)
+            loop.step(step)
+        loop.close()
+        if started is not None and name != "killed":
+            wait_until(lambda pid=started.pid: state_of(pid) in ("", "Z"), 10)
+        found[name] = loop.bits(), loop.warnings
+        for limit, value in defaults.items():
+            setattr(link, limit, value)
+    loop = Loop(rank, None)
+    for step in range(STEPS):
+        loop.step(step)
+    found["unwatched"] = loop.bits(), []
+    return found
+
+
+@pytest.fixture(scope="module")
+def hit(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agents")
+    return folder, run_ranks(accidents, 2, str(folder))
+
+
+def test_the_training_keeps_its_bits_whatever_happens_to_the_agent(hit):
+    _, found = hit
+    for own in found:
+        for name, (bits, _) in own.items():
+            assert bits == own["unwatched"][0], name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("untouched", None),
+        ("stopped for a while", None),
+        ("stopped at the end", None),
+        ("stopped", "the monitor's agent has taken nothing for"),
+        ("too full", "the monitor's agent has taken nothing for"),
+        ("killed", "the monitor's agent has ended"),
+    ],
+)
+def test_each_rank_says_once_that_its_agent_is_lost(hit, name, said):
+    _, found = hit
+    for own in found:
+        warnings = own[name][1]
+        assert len(warnings) == (said is not None), warnings
+        assert all("training goes on" in warning for warning in warnings)
+    assert said is None or said in found[0][name][1][0]  # the other may hear of it through rank 0
+
+
+@pytest.mark.parametrize("name", ["untouched", "stopped for a while", "stopped at the end"])
+def test_an_agent_that_goes_on_catches_up(hit, name):
+    """At the latest when its training closes: that wakes it."""
+    folder, _ = hit
+    run, other = Run.open(folder / name), Run.open(folder / "untouched")
+    assert run.status == "complete"
+    columns = [each.columns(Table.STEPS, "step", "observed", "loss_mean") for each in (run, other)]
+    for one, two in zip(*(each.values() for each in columns), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("name", ["stopped", "too full", "killed"])
+def test_what_a_lost_agent_had_written_stays(hit, name):
+    folder, _ = hit
+    run = Run.open(folder / name)
+    assert run.status == ("running" if name == "killed" else "incomplete")
+    steps = run.columns(Table.STEPS, "step")["step"].tolist()
+    assert steps == list(range(len(steps)))
+    assert (5 if name == "killed" else HIT) < len(steps) < STEPS

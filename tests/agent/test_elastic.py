@@ -1,0 +1,62 @@
+"""A job that its launcher starts again goes on in a run of its own, where the first one ended."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope import Run
+from rankscope.core.signals import Table
+
+JOB = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import rankscope
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+model = DistributedDataParallel(nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scope = rankscope.watch(model, optimizer, run_dir=sys.argv[1], agent="process")
+for step in range(30):
+    if first and step == 20 and rank == 1:
+        os._exit(3)
+    torch.manual_seed(step)  # the same batch on both
+    loss = model(torch.randn(8, 8)).pow(2).mean()
+    loss.backward()
+    scope.loss(loss.detach(), weight=8)
+    optimizer.step()
+    optimizer.zero_grad()
+scope.close()
+"""
+
+
+@pytest.mark.slow
+def test_the_next_attempt_goes_on_where_the_first_one_ended(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        port = place.getsockname()[1]
+    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "job.py", "run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")},
+        check=True,
+        capture_output=True,
+        timeout=200,
+    )
+    first, second = Run.open(tmp_path / "run"), Run.open(tmp_path / "run-2")
+    assert (first.status, second.status) == ("incomplete", "complete")
+    ended = first.info["ended"][0]
+    assert (ended["rank"], ended["last_step"]) == (1, 18)
+    assert first.columns(Table.STEPS, "step")["step"].tolist() == list(range(19))
+    assert (second.info["continues"], second.info["first_step"]) == ("run", 19)
+    assert second.columns(Table.STEPS, "step")["step"].tolist() == list(range(19, 49))
+    known = {finding.id for finding in first.findings()}
+    assert "data.duplicate_batches" in known
+    assert known <= {finding.id for finding in second.findings()}

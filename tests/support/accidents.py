@@ -1,0 +1,166 @@
+"""Trainings with an agent of their own, to which a test does what should never happen to them."""
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import struct
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from support.loops import Loop
+from support.ranks import forked
+
+_COUNT = struct.Struct("=q")
+
+
+class Counter:
+    """How many steps a rank has ended, in memory that outlives it."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            path.write_bytes(bytes(mmap.PAGESIZE))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+
+    @property
+    def value(self) -> int:
+        return int(_COUNT.unpack_from(self._memory)[0])
+
+    @value.setter
+    def value(self, value: int) -> None:
+        _COUNT.pack_into(self._memory, 0, value)
+
+
+def train(loop: Loop, counter: Counter, until: Callable[[], bool] = lambda: False) -> None:
+    """Train until it is time to end, at best for ever."""
+    step = 0
+    while not until():
+        loop.step(step)
+        step += 1
+        counter.value = step
+
+
+class Job:
+    """Ranks that train, each a process, and the agent that they have started.
+
+    Args:
+        folder: Where the job lies; its run is in ``run``.
+        work: Called on each rank with the job's folder, the rank and its counter.
+        num_ranks: How many.
+    """
+
+    def __init__(self, folder: Path, work: Callable[..., Any], num_ranks: int = 2) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        store = str(folder / f"store-{os.getpid()}-{time.monotonic_ns()}")
+        self.counters = [Counter(folder / f"steps-{rank}") for rank in range(num_ranks)]
+        self._results, self.ranks = [], []
+        for rank in range(num_ranks):
+            receiving, sending = forked().Pipe(duplex=False)
+            args = (work, rank, num_ranks, store, str(folder), sending)
+            process = forked().Process(target=_main, args=args)
+            process.start()
+            sending.close()
+            self.ranks.append(process)
+            self._results.append(receiving)
+        self.agent = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+        if self.agent > 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.agent, signal.SIGKILL)
+
+    @property
+    def done(self) -> list[int]:
+        """Steps that each rank has ended."""
+        return [counter.value for counter in self.counters]
+
+    def wait_for_steps(self, count: int, seconds: float = 60.0) -> None:
+        """Wait until all ranks have ended so many steps; note the agent's process."""
+        wait_until(lambda: min(self.done) >= count, seconds)
+        if self.agent < 0:
+            self.agent = self._find_agent()
+
+    def kill(self, *ranks: int) -> float:
+        """Kill ranks at once; return when."""
+        for rank in ranks:
+            os.kill(self.ranks[rank].pid, signal.SIGKILL)
+        return time.time()
+
+    def results(self, seconds: float = 60.0) -> list[Any]:
+        """Return what the ranks have returned."""
+        found = []
+        for rank, pipe in enumerate(self._results):
+            assert pipe.poll(seconds), f"rank {rank} hangs"
+            error, result = pipe.recv()
+            assert not error, f"rank {rank} raised:\n{error}"
+            found.append(result)
+        return found
+
+    def wait_for_agent(self, seconds: float = 10.0) -> float:
+        """Wait until the agent has ended; return how long it took."""
+        began = time.monotonic()
+        wait_until(lambda: state_of(self.agent) in ("", "Z", "X"), seconds)
+        return time.monotonic() - began
+
+    def info(self) -> dict[str, Any]:
+        """Return what ``run.json`` says."""
+        return dict(json.loads((self.run_dir / "run.json").read_text()))
+
+    def _find_agent(self) -> int:
+        children = Path(f"/proc/{self.ranks[0].pid}/task").glob("*/children")
+        pids = [int(pid) for each in children for pid in each.read_text().split()]
+        agents = [pid for pid in pids if b"rankscope.agent" in _command(pid)]
+        assert len(agents) == 1, agents
+        return agents[0]
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, f"it did not come within {seconds} s"
+        time.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state; empty once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _main(work: Any, rank: int, num_ranks: int, store: str, folder: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    error, result = "", None
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
+        )
+        result = work(Path(folder), rank, Counter(Path(folder) / f"steps-{rank}"))
+    except BaseException:
+        error = traceback.format_exc()
+    pipe.send((error, result))
+    pipe.close()
