@@ -13,13 +13,18 @@ from rankscope.core.signals import Table
 
 JOB = """
 import os, sys, torch, torch.distributed as dist
+from rankscope import meeting
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import rankscope
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank, first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+attempt, port = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["MASTER_PORT"])
+store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+own = dist.PrefixStore(attempt, store)  # else gloo itself may find addresses of the first attempt
+rank, first = int(os.environ["RANK"]), attempt == "0"
+dist.init_process_group("gloo", store=own, rank=rank, world_size=2)
+meeting.default_store = lambda: store  # but the monitor gets what torchrun keeps over restarts
 model = DistributedDataParallel(nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scope = rankscope.watch(model, optimizer, run_dir=sys.argv[1], agent="process")
