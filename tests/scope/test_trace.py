@@ -81,7 +81,7 @@ def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
         loop.optimizer.zero_grad(set_to_none=way != "kept zeros")
         witness.see(step, "parameter")
     loop.close()
-    assert loop.warnings == []
+    assert loop.warnings == [], loop.warnings
     return {"seen": witness.seen, "bits": loop.bits(), "losses": losses}
 
 

@@ -79,6 +79,18 @@ def problems_of(rank, ddp, run_dir):
     return problems
 
 
+def wait_until_served(loop, port):
+    """Return what Prometheus gets once the last step has come back from the root."""
+    until = time.monotonic() + 60
+    while loop.scope.latest is None or loop.scope.latest.step < loop.scope._books.step - 1:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    while "rankscope_loss_mean" not in (text := scraped(port)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return text
+
+
 def beside_training(rank, folder):
     reference = Loop(rank, None)
     problems = problems_of(rank, reference.ddp, f"{folder}/none")
@@ -89,7 +101,7 @@ def beside_training(rank, folder):
     loop = Loop(rank, f"{folder}/run", **options)
     train(loop)
     loop.scope._guard(loop.scope._books.close_step)  # deliver the last step, as close would
-    served = scraped(prometheus.port) if rank == 0 else ""
+    served = wait_until_served(loop, prometheus.port) if rank == 0 else ""
     loop.close()
     return problems, reference.bits() == loop.bits(), loop.warnings, served
 

@@ -48,8 +48,6 @@ class Assembly:
         self._queues = [deque() for _ in range(layout.num_workers)]
         self._delivered = [first_step - 1] * layout.num_workers
         self._names: dict[int, _Named] = {}
-        self._traced: _Named = (), ()
-        self._initial: _Named | None = None
 
     @property
     def delivered(self) -> tuple[int, ...]:
@@ -166,12 +164,6 @@ class Assembly:
         said = json.loads(message.names.tobytes())
         for items, kinds, names in said.get("items", ()):
             self._names[int(items)] = tuple(map(StateKind, kinds)), tuple(names)
-        for what, (kinds, names) in said.get("traced", {}).items():
-            named = tuple(map(StateKind, kinds)), tuple(names)
-            if what == "initial":
-                self._initial = named
-            else:
-                self._traced = named
 
     def _differences(self, messages_W: Sequence[StepMessage], replicas_W: Ints) -> Any:
         first = messages_W[0]
@@ -187,13 +179,18 @@ class Assembly:
         )
 
     def _trace(self, message: StepMessage) -> Trace | None:
-        """Return the tensors of the first worker, where they are traced."""
+        """Return the tensors of the first worker, where they are traced; its message names them."""
         if not len(message.traced_digests_N):
             return None
-        initial, self._initial = self._initial, None
+        named = json.loads(message.names.tobytes())["traced"]
+        parts = {
+            what: (tuple(map(StateKind, kinds)), tuple(names))
+            for what, (kinds, names) in named.items()
+        }
+        initial = parts.get("initial")
         count = 0 if initial is None else len(initial[0])
         before = None if initial is None else _tensors(message, *initial, 0)
-        return replace(_tensors(message, *self._traced, count), initial=before)
+        return replace(_tensors(message, *parts["own"], count), initial=before)
 
 
 def _tensors(message: StepMessage, kinds: _Kinds, names: tuple[str, ...], begin: int) -> Trace:
