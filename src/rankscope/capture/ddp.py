@@ -251,8 +251,8 @@ class DDPTap:
         if self._due and not step.begun:
             step.begun = True
             self._reading.begin_step()
-            others = [p.grad for n, p in self._parameters.items() if n != name]
-            step.carried_over = self._sketcher.holds_any([g for g in others if g is not None])
+            held = self._reading.held_before(name)
+            step.carried_over = self._sketcher.holds_any(held)
         if self._alone is None:
             synchronises = step.synchronises and not self._bypassed
             self._reading.begin_pass(name, measure=self._measure, synchronises=synchronises)
@@ -284,6 +284,7 @@ class DDPTap:
             self._witness.see_reduced()
         unexpected = self._calls.end_pass(self._reading.read_late)
         step.spoiled |= (unexpected and self._alone is None) or self._reading.spoiled
+        together = self._reading.take_together()
         if not self._measure:
             return
         if self._alone is not None:
@@ -293,7 +294,9 @@ class DDPTap:
         if reduced and self._product is not None:
             step.reduced_product = self._product.take(self._calls.names)
         if reduced and self._reduced is not None:
-            step.reduced_known = self._measure_reduced(self._calls.names, into=self._reduced)
+            step.reduced_known = self._measure_reduced(
+                self._calls.names, into=self._reduced, together=together
+            )
 
     @property
     def _waits_by_hand(self) -> bool:

@@ -14,6 +14,8 @@ it was zeroed in place, is read in its hook.
 """
 
 from collections.abc import Collection, Container, Mapping
+from functools import partial
+from operator import attrgetter, is_
 
 from torch import Tensor
 
@@ -29,6 +31,14 @@ _State = tuple[int, int]
 """Address and version of a tensor: both stay while nobody changes it."""
 
 _UNKNOWN: _State = (-1, -1)
+
+Together = tuple[tuple[str, ...], list[Tensor]]
+"""Names of parameters, and their gradients."""
+
+NONE_TOGETHER: Together = ((), [])
+
+_gradient_of = attrgetter("grad")
+_is_none = partial(is_, None)
 
 
 class LocalReading:
@@ -60,7 +70,9 @@ class LocalReading:
         self.totals = sketcher.new_totals()
         self.late: Collection[str] = ()
         self.read_late: Collection[str] = ()
+        self._together: Together = NONE_TOGETHER
         self.spoiled = False
+        self._all = tuple(parameters)
         self._lasting = {True: _Lasting(), False: _Lasting()}  # with a reduction, and without
         if in_buckets:
             self._lasting[True].give_up()
@@ -71,6 +83,17 @@ class LocalReading:
         self._seen: dict[str, _State] = {}  # read in hooks, or guards
         self._measure = self._synchronises = False
         self._wanted: Collection[str] = ()
+
+    def held_before(self, first: str) -> list[Tensor]:
+        """Return the gradients that were there before the hook of the first one was called."""
+        gradients = map(_gradient_of, self._parameters.values())
+        own = self._parameters[first].grad
+        return [gradient for gradient in gradients if gradient is not None and gradient is not own]
+
+    def take_together(self) -> Together:
+        """Return what was read together in the pass, and keep it no longer."""
+        together, self._together = self._together, NONE_TOGETHER
+        return together
 
     def begin_step(self) -> None:
         """Begin a step, in its first pass: see which gradients are made in it."""
@@ -101,6 +124,7 @@ class LocalReading:
     def forget(self) -> None:
         """Forget a pass that was never finished."""
         self.late = self.read_late = ()
+        self._together = NONE_TOGETHER
         self.spoiled = False
         self._seen.clear()
         self._kept.clear()
@@ -143,23 +167,27 @@ class LocalReading:
         self._read_kept()
         now = {name: _state_of(self._parameters[name].grad) for name in self._seen}
         if lasting.names:
-            self._read_late([name for name in called if name in lasting.names], lasting, now)
+            self._read_late(called, lasting, now)
         else:
             same = {n for n, state in now.items() if state == self._seen[n] != _UNKNOWN}
             lasting.learn(same)
 
     def _read_late(
-        self, names: Collection[str], lasting: "_Lasting", now: Mapping[str, _State]
+        self, called: Collection[str], lasting: "_Lasting", now: Mapping[str, _State]
     ) -> None:
         """Read gradients that should be as they were in their hooks."""
-        gradients = [(name, self._parameters[name].grad, 0) for name in names]
-        there: list[Measured] = [(n, g, 0) for n, g, _ in gradients if g is not None]
-        guards = [name for name in self._seen if name in lasting.names]
-        if len(there) < len(gradients) or any(now[n] != self._seen[n] for n in guards):
+        names, parameters = self._all, self._parameters.values()
+        if len(called) < len(names) or len(lasting.names) < len(names):
+            names = tuple(name for name in names if name in called and name in lasting.names)
+            parameters = [self._parameters[name] for name in names]
+        gradients = list(map(_gradient_of, parameters))
+        changed = any(now[n] != seen for n, seen in self._seen.items() if n in lasting.names)
+        if changed or _lacks_any(gradients):
             self.spoiled = True
             lasting.give_up()
         else:
-            self._sketcher.measure_many(there, self.totals)
+            self._sketcher.measure_whole(names, gradients, self.totals)
+            self._together = names, gradients
 
     def _keeps(self, name: str, gradient: Tensor) -> bool:
         """Return whether a gradient outlives its hook as long as somebody holds it."""
@@ -214,6 +242,7 @@ def measure_reduced(
     read: ReadReduced,
     used: Container[str],
     into: GradientTotals,
+    together: Together = NONE_TOGETHER,
 ) -> bool:
     """Measure the reduced gradient; return whether all of it was there.
 
@@ -223,14 +252,23 @@ def measure_reduced(
         read: What to read.
         used: The parameters that have a gradient of this step.
         into: The totals; what is in them is forgotten.
+        together: What was read together before the reduction.
     """
     into.reset()
-    gradients = [(name, parameter.grad) for name, parameter in parameters.items()]
-    if any(gradient is None and name in used for name, gradient in gradients):
-        return False  # an optimizer inside the backward pass has taken it already
-    there = [(name, gradient, 0) for name, gradient in gradients if gradient is not None]
+    names, gradients = tuple(parameters), list(map(_gradient_of, parameters.values()))
+    if _lacks_any(gradients):
+        there = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
+        names, gradients = tuple(name for name, _ in there), [gradient for _, gradient in there]
+        if any(name in used for name in parameters.keys() - set(names)):
+            return False  # an optimizer inside the backward pass has taken it already
     if read is ReadReduced.NORM:
-        sketcher.measure_norms([(name, gradient) for name, gradient, _ in there], into)
+        sketcher.measure_norms(list(zip(names, gradients, strict=True)), into)
     else:
-        sketcher.measure_many(there, into)
+        before, known = together
+        again = names == before and all(map(is_, gradients, known))
+        sketcher.measure_whole(names, gradients, into, again=again)
     return True
+
+
+def _lacks_any(gradients: list[Tensor | None]) -> bool:
+    return any(map(_is_none, gradients))
