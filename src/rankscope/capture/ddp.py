@@ -248,14 +248,12 @@ class DDPTap:
         self._counted.clear()
         self._calls.begin_pass()
         step.spoiled |= step.settled  # it adds to a gradient that was reduced
-        if self._due and not step.begun:
-            step.begun = True
-            self._reading.begin_step()
-            held = self._reading.held_before(name)
-            step.carried_over = self._sketcher.holds_any(held)
         if self._alone is None:
             synchronises = step.synchronises and not self._bypassed
             self._reading.begin_pass(name, measure=self._measure, synchronises=synchronises)
+        if self._due and not step.begun:
+            step.begun = True
+            step.carried_over = self._sketcher.holds_any(self._reading.begin_step(name))
 
     def _on_ending(self) -> None:
         """Read the local gradients, and see the reduced ones take their place."""

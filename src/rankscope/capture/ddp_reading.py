@@ -13,7 +13,7 @@ few are kept, up to some megabytes, and read together. One that lies in its buck
 it was zeroed in place, is read in its hook.
 """
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_
 
@@ -38,6 +38,7 @@ Together = tuple[tuple[str, ...], list[Tensor]]
 NONE_TOGETHER: Together = ((), [])
 
 _gradient_of = attrgetter("grad")
+_version_of = attrgetter("_version")
 _is_none = partial(is_, None)
 
 
@@ -82,23 +83,16 @@ class LocalReading:
         self._kept_bytes = 0
         self._seen: dict[str, _State] = {}  # read in hooks, or guards
         self._measure = self._synchronises = False
-        self._wanted: Collection[str] = ()
-
-    def held_before(self, first: str) -> list[Tensor]:
-        """Return the gradients that were there before the hook of the first one was called."""
-        gradients = map(_gradient_of, self._parameters.values())
-        own = self._parameters[first].grad
-        return [gradient for gradient in gradients if gradient is not None and gradient is not own]
+        self._wanted: Sequence[str] = ()
+        self._made: list[int] | None = None  # versions of gradients that a step's first pass made
+        self._sees_made = self._learns_made = False  # whether this pass makes them
+        self._late: frozenset[str] = frozenset()
+        self._chosen: tuple[object, ...] = ()  # what it was made for
 
     def take_together(self) -> Together:
         """Return what was read together in the pass, and keep it no longer."""
         together, self._together = self._together, NONE_TOGETHER
         return together
-
-    def begin_step(self) -> None:
-        """Begin a step, in its first pass: see which gradients are made in it."""
-        if self._in_buckets:
-            self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
 
     def begin_pass(self, first: str, *, measure: bool, synchronises: bool) -> None:
         """Begin a backward pass, in the hook of its first gradient.
@@ -110,22 +104,46 @@ class LocalReading:
         """
         self.forget()
         self._measure, self._synchronises = measure, synchronises
-        wanted = self._witness.wanted_names
-        self._wanted = {name for name in self._parameters if name in wanted}
+        self._wanted = [n for n in self._witness.wanted_names if n in self._parameters]
         if measure:
             self.totals.reset()
         lasting = self._lasting[synchronises].names
-        late = set(lasting) if measure else set(self._parameters)
-        late.difference_update(name for name in self._wanted if name not in lasting)
+        read_in_hooks = frozenset(self._wanted).difference(lasting)
         # One gradient goes through take(), which tells whether this pass is like others.
-        late.discard(first if first in lasting or not lasting else min(lasting))
-        self.late = late
+        guard = first if first in lasting or not lasting else min(lasting)
+        chosen = lasting if measure else None, read_in_hooks, guard
+        if chosen != self._chosen:
+            late = lasting if measure else frozenset(self._parameters)
+            self._chosen, self._late = chosen, late - read_in_hooks - {guard}
+        self.late = self._late
+
+    def begin_step(self, first: str) -> list[Tensor]:
+        """Begin a step, in its first pass; return the gradients that were there before it.
+
+        A gradient that is made by the pass has another version than one that it is added to. Where
+        all were made in the last such pass, versions tell in the end whether they are now, and
+        nothing has to be looked at here.
+
+        Args:
+            first: Whose gradient is there already.
+        """
+        if self._in_buckets:
+            self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
+        reads_all = len(self._lasting[self._synchronises].names) == len(self._all)
+        if self._made is not None and self._measure and reads_all:
+            self._sees_made = True
+            return []
+        own = self._parameters[first].grad
+        gradients = map(_gradient_of, self._parameters.values())
+        held = [g for g in gradients if g is not None and g is not own]
+        self._learns_made = not held
+        return held
 
     def forget(self) -> None:
         """Forget a pass that was never finished."""
         self.late = self.read_late = ()
         self._together = NONE_TOGETHER
-        self.spoiled = False
+        self.spoiled = self._sees_made = self._learns_made = False
         self._seen.clear()
         self._kept.clear()
         self._kept_bytes = 0
@@ -158,8 +176,8 @@ class LocalReading:
         late, self.late = self.late, ()
         self.read_late = late if self._measure else ()
         lasting = self._lasting[self._synchronises]
-        wanted = [(n, self._parameters[n].grad) for n in self._wanted if n in late and n in called]
-        shown = [(name, gradient) for name, gradient in wanted if gradient is not None]
+        shown = [(n, self._parameters[n].grad) for n in self._wanted if n in late and n in called]
+        shown = [(name, gradient) for name, gradient in shown if gradient is not None]
         if shown:
             self._witness.see_locals(shown)
         if not self._measure:
@@ -185,9 +203,27 @@ class LocalReading:
         if changed or _lacks_any(gradients):
             self.spoiled = True
             lasting.give_up()
+        elif not self._makes(names, gradients):
+            self.spoiled = True
         else:
             self._sketcher.measure_whole(names, gradients, self.totals)
             self._together = names, gradients
+
+    def _makes(self, names: tuple[str, ...], gradients: list[Tensor]) -> bool:
+        """Return whether the pass has made its gradients, if that was taken for granted."""
+        versions = list(map(_version_of, gradients))
+        if self._learns_made and names == self._all:
+            self._made = versions
+        if not self._sees_made or self._made is None or versions == self._made:
+            return True
+        made = dict(zip(self._all, self._made, strict=True))
+        unused = self._parameters.keys() - set(names)
+        as_before = versions == [made[name] for name in names] and all(
+            self._parameters[name].grad is None for name in unused
+        )
+        if not as_before:
+            self._made = None
+        return as_before
 
     def _keeps(self, name: str, gradient: Tensor) -> bool:
         """Return whether a gradient outlives its hook as long as somebody holds it."""

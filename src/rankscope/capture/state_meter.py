@@ -6,7 +6,7 @@ step is read together: by one call on the host, by one launch on an accelerator.
 """
 
 import logging
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from functools import partial
 
 import torch
@@ -77,7 +77,7 @@ class StateMeter:
         prepare(torch.device("cpu") if device is None else device)
 
     @property
-    def wanted_names(self) -> Container[str]:
+    def wanted_names(self) -> Collection[str]:
         """Names of the parameters of which :meth:`see_local` wants to see the gradient."""
         return self._turn.wanted
 
