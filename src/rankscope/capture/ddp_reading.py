@@ -25,6 +25,7 @@ from rankscope.capture.totals import GradientTotals
 from rankscope.capture.witness import GradientWitness
 
 _LEARNT_IN = 2  # passes: DDP differs in its first one
+_LASTS_AFTER = 4  # steps that were alike
 _KEPT_BYTES = 32 << 20
 
 _State = tuple[int, int]
@@ -84,7 +85,8 @@ class LocalReading:
         self._seen: dict[str, _State] = {}  # read in hooks, or guards
         self._measure = self._synchronises = False
         self._wanted: Sequence[str] = ()
-        self._made: list[int] | None = None  # versions of gradients that a step's first pass made
+        self._made: list[int] = []  # versions of gradients that a step's first pass made
+        self._times_made = 0  # in a row
         self._sees_made = self._learns_made = False  # whether this pass makes them
         self._late: frozenset[str] = frozenset()
         self._chosen: tuple[object, ...] = ()  # what it was made for
@@ -121,7 +123,7 @@ class LocalReading:
         """Begin a step, in its first pass; return the gradients that were there before it.
 
         A gradient that is made by the pass has another version than one that it is added to. Where
-        all were made in the last such pass, versions tell in the end whether they are now, and
+        all were made in the last few steps, versions tell in the end whether they are now, and
         nothing has to be looked at here.
 
         Args:
@@ -130,13 +132,14 @@ class LocalReading:
         if self._in_buckets:
             self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
         reads_all = len(self._lasting[self._synchronises].names) == len(self._all)
-        if self._made is not None and self._measure and reads_all:
+        if self._times_made >= _LASTS_AFTER and self._measure and reads_all:
             self._sees_made = True
             return []
         own = self._parameters[first].grad
         gradients = map(_gradient_of, self._parameters.values())
         held = [g for g in gradients if g is not None and g is not own]
         self._learns_made = not held
+        self._times_made *= not held
         return held
 
     def forget(self) -> None:
@@ -213,16 +216,16 @@ class LocalReading:
         """Return whether the pass has made its gradients, if that was taken for granted."""
         versions = list(map(_version_of, gradients))
         if self._learns_made and names == self._all:
+            self._times_made = self._times_made + 1 if versions == self._made else 1
             self._made = versions
-        if not self._sees_made or self._made is None or versions == self._made:
+        if not self._sees_made or versions == self._made:
             return True
         made = dict(zip(self._all, self._made, strict=True))
         unused = self._parameters.keys() - set(names)
         as_before = versions == [made[name] for name in names] and all(
             self._parameters[name].grad is None for name in unused
         )
-        if not as_before:
-            self._made = None
+        self._times_made *= as_before
         return as_before
 
     def _keeps(self, name: str, gradient: Tensor) -> bool:
