@@ -21,6 +21,22 @@ Snapshot = bytes | tuple[bytes, object]
 """A generator's state; of Python's, what lies in memory, and the number that was put aside."""
 
 
+class _Twister:
+    """Where the state of a Mersenne twister lies, as long as the same object holds it."""
+
+    def __init__(self) -> None:
+        self.owner: Any = None
+        self.view: Any = None
+
+    def look_at(self, owner: object, address: int) -> None:
+        """Find its state at an address from now on."""
+        self.view = (ctypes.c_char * _MT_BYTES).from_address(address)
+        self.owner = owner
+
+
+_python, _numpy = _Twister(), _Twister()
+
+
 def digest_of(data: bytes) -> int:
     """Return a 63-bit digest of bytes, the same in every process."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
@@ -34,7 +50,10 @@ def python_state() -> bytes:
 def python_snapshot() -> Snapshot:
     """Return the same in a form that is sooner taken and compared, for :func:`python_bytes`."""
     generator = getattr(random.getstate, "__self__", None)
+    if generator is not None and _python.owner is generator:
+        return _python.view.raw, _python.owner.gauss_next
     if type(generator) is random.Random and _python_has_known_layout():
+        _python.look_at(generator, id(generator) + object.__basicsize__)
         return _in_memory(generator)
     return _python_state_as_told(random.getstate())
 
@@ -54,14 +73,17 @@ def numpy_state() -> bytes:
     A normal number that ``np.random.normal`` has put aside for its next call is no part of it.
     """
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if _numpy.owner is generator:
+        return bytes(_numpy.view.raw)
     if type(generator) is np.random.MT19937 and _numpy_has_known_layout():
-        return ctypes.string_at(generator.ctypes.state_address, _MT_BYTES)  # 0.5 µs instead of 30
+        _numpy.look_at(generator, generator.ctypes.state_address)
+        return bytes(_numpy.view.raw)  # 0.5 µs instead of 30
     return _flattened(generator.state)
 
 
 def torch_state() -> bytes:
     """Return the state of torch's generator on the CPU."""
-    state = torch.get_rng_state()
+    state = torch.default_generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 

@@ -191,7 +191,7 @@ def load_digest() -> Callable[..., int]:
     _check_allowed()
     function = _load_library().rankscope_digest
     pointer = ctypes.c_void_p
-    function.argtypes = [pointer, ctypes.c_int64, pointer, pointer, pointer, pointer]
+    function.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64, pointer]
     function.restype = ctypes.c_uint64
     compiled: Callable[..., int] = function
     return compiled
