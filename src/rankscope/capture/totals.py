@@ -8,10 +8,29 @@ All of it lies in one stretch of memory, so that it is emptied and copied by one
     squared norms [R] float64 | non-finite [R] int64 | largest [R] float32, padded | sketches [R, k]
 """
 
+from typing import Any, NamedTuple
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _WORD = 8  # bytes
+
+
+class HostArrays(NamedTuple):
+    """Totals that lie on the host.
+
+    Attributes:
+        squared_norms: float64 ``[R]``.
+        largest: float32 ``[R]``.
+        nonfinite: int64 ``[R]``.
+        sketches: Address of the first sketch.
+    """
+
+    squared_norms: NDArray[Any]
+    largest: NDArray[Any]
+    nonfinite: NDArray[Any]
+    sketches: int
 
 
 class GradientTotals:
@@ -32,10 +51,11 @@ class GradientTotals:
         nonfinite: int64 ``[R]``: how many elements are infinite or NaN.
     """
 
-    __slots__ = ("largest", "memory", "nonfinite", "sketches", "squared_norms")
+    __slots__ = ("_arrays", "largest", "memory", "nonfinite", "sketches", "squared_norms")
 
     def __init__(self, memory: Tensor, num_rows: int, width: int) -> None:
         self.memory = memory
+        self._arrays: HostArrays | None = None
         first = 2 * num_rows + _words(num_rows)
         self.squared_norms = memory[:num_rows]
         self.nonfinite = memory[num_rows : 2 * num_rows].view(torch.int64)
@@ -54,6 +74,14 @@ class GradientTotals:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sketches, squared norms, largest and non-finite; their memory stays where it is."""
         return self.sketches, self.squared_norms, self.largest, self.nonfinite
+
+    @property
+    def arrays(self) -> "HostArrays":
+        """Squared norms, largest and non-finite as arrays of the same memory, on the host."""
+        if self._arrays is None:
+            scalars = self.squared_norms.numpy(), self.largest.numpy(), self.nonfinite.numpy()
+            self._arrays = HostArrays(*scalars, self.sketches.data_ptr())
+        return self._arrays
 
     def reset(self) -> None:
         """Set all totals to those of nothing, in place."""
