@@ -24,7 +24,7 @@ from rankscope.capture.kernels.many import DeviceParts, Launched, device_reader
 
 _MASK = (1 << 64) - 1
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
-_dtype_of = attrgetter("dtype")
+_bytes_of, _dtype_of, _is_on_host = map(attrgetter, ("nbytes", "dtype", "is_cpu"))
 
 _kinds: dict[tuple[torch.dtype, int], tuple[int, int, int]] = {}
 
@@ -140,12 +140,13 @@ class Recurring:
     As long as they are alike, only their addresses are looked up. It holds none of them.
     """
 
-    __slots__ = ("_form", "_host", "_offsets", "_pointers", "_reading")
+    __slots__ = ("_form", "_host", "_offsets", "_pointers", "_reading", "_types")
 
     def __init__(self) -> None:
         self._reading: Reading | None = None
         self._host: Parts | None = None
-        self._form: tuple[list[object], ...] | None = None
+        self._form: tuple[list[int], list[bool]] = ([], [])
+        self._types: list[torch.dtype] = []
         self._pointers: list[int] = []
         self._offsets: list[int] | None = None
 
@@ -162,32 +163,51 @@ class Recurring:
         if not lies or reading._odd or reading._squares or any(map(Tensor.is_complex, kept)):
             return
         reading._kept = []
-        self._form, self._pointers = _form_of(kept), list(map(Tensor.data_ptr, kept))
+        self._form, self._types = _form_of(kept), list(map(_dtype_of, kept))
+        self._pointers = list(map(Tensor.data_ptr, kept))
         self._reading, self._host = reading, reading._on_host()
-        whole = reading._lying == list(range(len(reading))) and not reading._devices
-        self._offsets = None
-        if whole:
+        if reading._lying == list(range(len(reading))) and not reading._devices:
             self._offsets = list(map(sub, reading._parts[::3], self._pointers))
+        else:
+            self._offsets = None
 
-    def begin(self, tensors: Sequence[Any]) -> "PendingReading | None":
-        """Read tensors like those of the reading that was learnt, None if these are others."""
-        if self._reading is None or _form_of(tensors) != self._form:
+    def begin(
+        self, tensors: Sequence[Any], before: "Recurring | None" = None
+    ) -> "PendingReading | None":
+        """Read tensors like those of the reading that was learnt, None if these are others.
+
+        Args:
+            tensors: What is to be read.
+            before: Has just read the same tensors, as far as they are still where they were.
+        """
+        if self._reading is None or not _ORDINARY.issuperset(map(type, tensors)):
             return None
         pointers = list(map(Tensor.data_ptr, tensors))
-        if pointers != self._pointers and not self._follow(tensors, pointers):
+        found = before is not None and before._has_read(pointers, self._form)
+        if not found and _form_of(tensors) != self._form:
             return None
+        if pointers != self._pointers:
+            if self._host is None or self._offsets is None:
+                return None
+            if not found and not self._have_memory(tensors):
+                return None
+            self._pointers = pointers
+            self._host.move(map(add, pointers, self._offsets))
         return self._reading._begin(None if self._host is None else self._host.read())
 
-    def _follow(self, tensors: Sequence[Tensor], pointers: list[int]) -> bool:
-        """Take the addresses of tensors some of which have moved; return whether that will do."""
-        if self._offsets is None or self._host is None:
+    def _has_read(self, pointers: list[int], form: tuple[list[int], list[bool]]) -> bool:
+        return self._pointers == pointers and self._form == form and self._reading is not None
+
+    def _have_memory(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether tensors like those that were learnt lie on the host, all of them there."""
+        if not all(map(_is_on_host, tensors)) or self._types != list(map(_dtype_of, tensors)):
             return False
-        for tensor, pointer, before in zip(tensors, pointers, self._pointers, strict=True):
-            if pointer != before and not (tensor.is_cpu and _lies_in_memory(tensor)):
-                return False
-        self._pointers = pointers
-        self._host.move(map(add, pointers, self._offsets))
-        return True
+        sizes, rooms = self._form[0], [each.untyped_storage().nbytes() for each in tensors]
+        if rooms == sizes:
+            return True
+        offsets = map(Tensor.storage_offset, tensors)
+        each = zip(rooms, offsets, self._types, sizes, strict=True)
+        return all(room >= offset * dtype.itemsize + size for room, offset, dtype, size in each)
 
 
 class PendingReading:
@@ -279,16 +299,9 @@ def _learn(dtype: torch.dtype, length: int) -> tuple[int, int, int]:
     return known
 
 
-def _form_of(tensors: Sequence[Any]) -> tuple[list[object], ...] | None:
-    """Return all that must stay as it is, None for tensors of which a method may be anything."""
-    types = list(map(type, tensors))
-    if not _ORDINARY.issuperset(types):
-        return None
-    return (
-        list(map(_dtype_of, tensors)),
-        list(map(Tensor.numel, tensors)),
-        list(map(Tensor.is_contiguous, tensors)),
-    )
+def _form_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]]:
+    """Return what decides how much of their memory is read."""
+    return list(map(_bytes_of, tensors)), list(map(Tensor.is_contiguous, tensors))
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:

@@ -23,7 +23,6 @@ from rankscope.core.replicas import StateKind
 _UNREADABLE = word_of("cannot be read")
 _MASK = (1 << 64) - 1
 _MOST_TURNS = 1024  # that are kept
-_MOST_LOCAL = 8  # sets of local gradients of a turn that are read together
 
 _log = logging.getLogger("rankscope")
 
@@ -115,22 +114,13 @@ class StateMeter:
 
     def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take local gradients of several parameters at once, each as in :meth:`see_local`."""
-        wanted = self._turn.wanted
-        parts = [
-            (number, part, gradient)
-            for name, gradient in gradients
-            for number, part in wanted.get(name, ())
-        ]
-        if not parts:
+        shown = list(gradients)
+        local = self._turn.local_of(tuple([name for name, _ in shown]))
+        if not local.numbers:
             return
-        numbers, slices, tensors = zip(*parts, strict=True)
-        known = self._turn.recurring.local
-        recurring = known.get(numbers)
-        if recurring is None:
-            if len(known) >= _MOST_LOCAL:
-                known.clear()
-            recurring = known[numbers] = Recurring()
-        self._saw_local(numbers, self._read(recurring, slices, tensors))
+        tensors = [shown[source][1] for source in local.sources]
+        self._saw_local(local.numbers, self._read(local.recurring, local.slices, tensors))
+        self._seen.before = local.recurring
 
     def _saw_local(self, numbers: tuple[int, ...], reading: PendingReading) -> None:
         self._seen.local.pop(numbers, None)  # the last one counts
@@ -175,6 +165,9 @@ class StateMeter:
             return None if turn.kept_of else marks
         for number in turn.kept_of:
             state = states.get(tensors[number])
+            if state is None:
+                marks.append(None)
+                continue
             if type(state) is not dict:
                 return None
             tensors += state.values()
@@ -244,8 +237,9 @@ class StateMeter:
     def _read_gradients(self, kind: StateKind, slices: Sequence[Slice]) -> None:
         parameters = [part.place.current(self._lasting) for part in slices]
         gradients = [None if p is None else p.grad for p in parameters]
-        recurring = self._turn.recurring.gradients[kind]
-        self._seen.gradients[kind] = self._read(recurring, slices, gradients, norm=True)
+        recurring, seen = self._turn.recurring.gradients, self._seen
+        seen.gradients[kind] = self._read(recurring, slices, gradients, norm=True)
+        seen.before = recurring
 
     def _read(
         self,
@@ -256,7 +250,7 @@ class StateMeter:
         norm: bool = False,
     ) -> PendingReading:
         """Read slices of tensors; what is missing has the digest 0."""
-        again = self._begin_again(recurring, tensors)
+        again = self._begin_again(recurring, tensors, self._seen.before)
         if again is not None:
             return again
         reading = Reading()
@@ -269,11 +263,14 @@ class StateMeter:
         return self._begin(reading)
 
     def _begin_again(
-        self, recurring: Recurring, tensors: Sequence[Tensor | None]
+        self,
+        recurring: Recurring,
+        tensors: Sequence[Tensor | None],
+        before: Recurring | None = None,
     ) -> PendingReading | None:
         """Begin a reading that was learnt, of tensors like those; None if it cannot be."""
         try:
-            return recurring.begin(tensors)
+            return recurring.begin(tensors, before)
         except Exception:  # whatever they are: they are looked at one by one
             return None
 
@@ -328,4 +325,4 @@ class StateMeter:
 
 
 def _nothing() -> Seen:
-    return Seen(None, (), (), {}, {}, None)
+    return Seen(None, (), (), {}, None, {}, None)

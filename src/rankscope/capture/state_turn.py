@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import mul
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,7 @@ _COLUMNS = {
 _GRADIENTS = (StateKind.REDUCED, StateKind.APPLIED)
 
 _MASK = (1 << 64) - 1
+_MOST_LOCAL = 8  # sets of local gradients of a turn that are known
 
 
 class Rows:
@@ -52,6 +54,10 @@ class Rows:
                 self.ends.append(len(self.slices))
             before += len(item.kinds)
         self.kind, self.first = kind, first
+        step = self.rows[1] - self.rows[0] if len(self.rows) > 1 else 1
+        places = range(self.rows[0], self.rows[-1] + 1, step) if self.rows else range(0)
+        regular = self.rows == list(places)
+        self._places = slice(places.start, places.stop, step) if regular else None
 
     def fill(self, digests: list[int], parts: list[int]) -> int | None:
         """Fill in one digest per row from one per slice; a single one is the item's own.
@@ -61,9 +67,16 @@ class Rows:
         """
         if len(self.rows) < len(self.slices):
             parts = self._joined(parts)
-        for row, digest in zip(self.rows, parts, strict=True):
-            digests[row] = digest
+        self.put(digests, parts)
         return digest_of_digests(array("Q", parts)) if parts else None
+
+    def put(self, into: Any, values: Sequence[Any]) -> None:
+        """Put one value per row into the items' values."""
+        if self._places is not None:
+            into[self._places] = values
+        else:
+            for row, value in zip(self.rows, values, strict=True):
+                into[row] = value
 
     def _joined(self, parts: list[int]) -> list[int]:
         joined, start = [], 0
@@ -77,6 +90,22 @@ class Rows:
         return joined
 
 
+class Local(NamedTuple):
+    """What is read of local gradients that are shown together.
+
+    Attributes:
+        numbers: Of the slices.
+        slices: What is read.
+        sources: Number of the gradient that each is of.
+        recurring: Their reading.
+    """
+
+    numbers: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    sources: tuple[int, ...]
+    recurring: Recurring
+
+
 class Readings:
     """What is known of the readings of a turn's earlier steps.
 
@@ -84,16 +113,16 @@ class Readings:
         state: Of parameters, buffers, and what the optimizer keeps.
         marks: What that was called.
         leaves: Weights of its parts, and which of them is the first of each slice.
-        gradients: Of gradients, at the moments at which they are read.
-        local: Of those before the reduction, by the numbers of their slices.
+        gradients: Of gradients, when they have been reduced, and when they are applied.
+        local: Of those before the reduction, by the names of their parameters.
     """
 
     def __init__(self) -> None:
         self.state = Recurring()
         self.marks: list[object] = []
         self.leaves: tuple[Sequence[int], Sequence[int]] = ((), ())
-        self.gradients = {kind: Recurring() for kind in _GRADIENTS}
-        self.local: dict[tuple[int, ...], Recurring] = {}
+        self.gradients = Recurring()
+        self.local: dict[tuple[str, ...], Local] = {}
 
 
 class Turn:
@@ -122,6 +151,22 @@ class Turn:
         for number, part in enumerate(self.reduced.slices):
             self.wanted.setdefault(part.place.name, []).append((number, part))
 
+    def local_of(self, names: tuple[str, ...]) -> Local:
+        """Return what is read of the local gradients of parameters."""
+        known = self.recurring.local
+        local = known.get(names)
+        if local is None:
+            if len(known) >= _MOST_LOCAL:
+                known.clear()
+            read = [
+                (number, part, source)
+                for source, name in enumerate(names)
+                for number, part in self.wanted.get(name, ())
+            ]
+            numbers, slices, sources = zip(*read, strict=True) if read else ((), (), ())
+            local = known[names] = Local(numbers, slices, sources, Recurring())
+        return local
+
 
 @dataclass(slots=True)
 class Seen:
@@ -132,6 +177,7 @@ class Seen:
         weights: Of the leaves of what the optimizer keeps.
         starts: Which of them is the first of each slice.
         gradients: At the two moments at which gradients are read.
+        before: The last reading of gradients.
         local: What was read before the reduction, by the numbers of the slices of the reduced
             gradient; later ones count.
         reduced: Which slices of the reduced gradient are reduced at all; None if all are.
@@ -141,6 +187,7 @@ class Seen:
     weights: Sequence[int]
     starts: Sequence[int]
     gradients: dict[StateKind, PendingReading]
+    before: Recurring | None
     local: dict[tuple[int, ...], PendingReading]
     reduced: Sequence[bool] | None
 
@@ -218,16 +265,16 @@ class PendingState:
 
     def _tell_unchanged(self, unchanged: bytearray, parts: list[int]) -> None:
         """Fill in which gradients the reduction left as they were, in all their slices."""
-        seen, rows, start = self._seen, self._turn.reduced, 0
+        seen, rows = self._seen, self._turn.reduced
         before: dict[int, int] = {}
         for numbers, reading in seen.local.items():
             before.update(zip(numbers, reading.read()[0], strict=True))
         same = [before.get(number) == part for number, part in enumerate(parts)]
         if seen.reduced is not None:
             same = [one or not reduced for one, reduced in zip(same, seen.reduced, strict=True)]
-        for row, end in zip(rows.rows, rows.ends, strict=True):
-            unchanged[row] = all(same[start:end])
-            start = end
+        if len(rows.rows) < len(same):
+            same = [all(same[first:last]) for first, last in pairwise((0, *rows.ends))]
+        rows.put(unchanged, bytes(same))
 
 
 NOTHING = Turn(())
@@ -235,7 +282,7 @@ NOTHING = Turn(())
 
 def nothing_pending(layout: int | None = None) -> PendingState:
     """Return the digests of a step of which nothing was read."""
-    return PendingState(NOTHING, Seen(None, (), (), {}, {}, None), layout)
+    return PendingState(NOTHING, Seen(None, (), (), {}, None, {}, None), layout)
 
 
 def _without_state(state: StateDigests) -> StateDigests:
