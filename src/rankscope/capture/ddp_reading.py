@@ -88,7 +88,7 @@ class LocalReading:
         self.forget()
         self._measure, self._synchronises = measure, synchronises
         wanted = self._witness.wanted_names
-        self._wanted = {name for name in self._parameters if name in wanted}
+        self._wanted = [name for name in self._parameters if name in wanted]
         if measure:
             self.totals.reset()
         lasting = self._lasting[synchronises].names
@@ -108,13 +108,14 @@ class LocalReading:
 
     def take(self, name: str, gradient: Tensor | None) -> None:
         """Take a whole local gradient, in its hook; None where the training has taken it away."""
-        if name in self._wanted and gradient is not None:
+        lasts = name in self._lasting[self._synchronises].names
+        if not lasts and gradient is not None and name in self._wanted:
             self._witness.see_local(name, gradient)
         if not self._measure:
             return
         if gradient is None:
             self.spoiled = True
-        elif name in self._lasting[self._synchronises].names:
+        elif lasts:
             self._seen[name] = _state_of(gradient)  # the first one: read at the end
         elif self._keeps(name, gradient):
             self._kept.append(((name, gradient, 0), gradient._version))
@@ -134,8 +135,9 @@ class LocalReading:
         late, self.late = self.late, ()
         self.read_late = late if self._measure else ()
         lasting = self._lasting[self._synchronises]
-        wanted = [(n, self._parameters[n].grad) for n in self._wanted if n in late and n in called]
-        shown = [(name, gradient) for name, gradient in wanted if gradient is not None]
+        wanted = [name for name in self._wanted if name in lasting.names and name in called]
+        gradients = [(name, self._parameters[name].grad) for name in wanted]
+        shown = [(name, gradient) for name, gradient in gradients if gradient is not None]
         if shown:
             self._witness.see_locals(shown)
         if not self._measure:
@@ -143,7 +145,9 @@ class LocalReading:
         self._read_kept()
         now = {name: _state_of(self._parameters[name].grad) for name in self._seen}
         if lasting.names:
-            self._read_late([name for name in called if name in lasting.names], lasting, now)
+            # In the order in which reduced ones are read: what is prepared serves both.
+            names = [n for n in self._parameters if n in lasting.names and n in called]
+            self._read_late(names, lasting, now)
         else:
             same = {n for n, state in now.items() if state == self._seen[n] != _UNKNOWN}
             lasting.learn(same)
