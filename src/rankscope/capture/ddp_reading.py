@@ -153,13 +153,14 @@ class LocalReading:
 
     def take(self, name: str, gradient: Tensor | None) -> None:
         """Take a whole local gradient, in its hook; None where the training has taken it away."""
-        if name in self._wanted and gradient is not None:
+        lasts = name in self._lasting[self._synchronises].names
+        if not lasts and gradient is not None and name in self._wanted:
             self._witness.see_local(name, gradient)
         if not self._measure:
             return
         if gradient is None:
             self.spoiled = True
-        elif name in self._lasting[self._synchronises].names:
+        elif lasts:
             self._seen[name] = _state_of(gradient)  # the first one: read at the end
         elif self._keeps(name, gradient):
             self._kept.append(((name, gradient, 0), gradient._version))
@@ -179,8 +180,9 @@ class LocalReading:
         late, self.late = self.late, ()
         self.read_late = late if self._measure else ()
         lasting = self._lasting[self._synchronises]
-        shown = [(n, self._parameters[n].grad) for n in self._wanted if n in late and n in called]
-        shown = [(name, gradient) for name, gradient in shown if gradient is not None]
+        wanted = [name for name in self._wanted if name in lasting.names and name in called]
+        gradients = [(name, self._parameters[name].grad) for name in wanted]
+        shown = [(name, gradient) for name, gradient in gradients if gradient is not None]
         if shown:
             self._witness.see_locals(shown)
         if not self._measure:

@@ -130,10 +130,11 @@ class NativePieces:
 
 def _scalars(into: GradientTotals, group: int) -> tuple[int, int, int]:
     """Return the addresses of a row's numbers."""
+    _, squared_norms, largest, nonfinite = into.tensors
     return (
-        into.squared_norms.data_ptr() + 8 * group,
-        into.largest.data_ptr() + 4 * group,
-        into.nonfinite.data_ptr() + 8 * group,
+        squared_norms.data_ptr() + 8 * group,
+        largest.data_ptr() + 4 * group,
+        nonfinite.data_ptr() + 8 * group,
     )
 
 
