@@ -159,7 +159,7 @@ PLAIN_MODEL = {"docs/reproducible.md"}
 
 RECORDED = {
     "docs/metrics/gradient-norm-dispersion.md": ("runs/norms/runs/sharded-s1-1",),
-    "docs/runs.md": ("runs/sft", "runs/a", "runs/b"),
+    "docs/runs.md": ("runs/sft",),
 }
 """Runs that a page reads."""
 
