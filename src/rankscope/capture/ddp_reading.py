@@ -199,7 +199,7 @@ class LocalReading:
         self, called: Collection[str], lasting: "_Lasting", now: Mapping[str, _State]
     ) -> None:
         """Read gradients that should be as they were in their hooks."""
-        names, parameters = self._all, self._parameters.values()
+        names, parameters = self._all, list(self._parameters.values())
         if len(called) < len(names) or len(lasting.names) < len(names):
             names = tuple(name for name in names if name in called and name in lasting.names)
             parameters = [self._parameters[name] for name in names]
