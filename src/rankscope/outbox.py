@@ -5,9 +5,8 @@ step as a rule; nobody waits for them before the run is closed.
 """
 
 from collections import deque
-from functools import partial
 
-from rankscope.agent.frames import Kind, pack_header
+from rankscope.agent.frames import Kind
 from rankscope.agent.link import Link
 from rankscope.local_step import LocalStep
 
@@ -35,9 +34,6 @@ class Outbox:
         Raises:
             LinkError: The agent has ended, or takes nothing any more.
         """
-        if not self._pending and step.ready:
-            self._hand_over(step)
-            return
         self._pending.append(step)
         while self._pending and (self._pending[0].ready or len(self._pending) > MOST_PENDING):
             self._hand_over(self._pending.popleft())
@@ -55,5 +51,4 @@ class Outbox:
         message = step.to_message(self._known_names if self._rank == 0 else None)
         if not self._link.has_room:
             message.without_gradient()
-        frame = partial(pack_header, Kind.STEP, rank=self._rank, step=step.step)
-        self._link.send_frame(message.pack(frame))
+        self._link.send(Kind.STEP, message.pack(), rank=self._rank, step=step.step)

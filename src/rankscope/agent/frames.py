@@ -89,14 +89,9 @@ class FrameError(RankscopeError):
     """What came in is no frame: another program, or another version, is at the other end."""
 
 
-def pack_header(kind: Kind, size: int, *, rank: int = ALL_RANKS, step: int = -1) -> bytes:
-    """Return what goes before a payload of so many bytes."""
-    return HEADER.pack(size, MARK, kind, rank, step)
-
-
 def pack(kind: Kind, payload: bytes = b"", *, rank: int = ALL_RANKS, step: int = -1) -> bytes:
     """Return a frame's bytes."""
-    return pack_header(kind, len(payload), rank=rank, step=step) + payload
+    return HEADER.pack(len(payload), MARK, kind, rank, step) + payload
 
 
 class FrameReader:

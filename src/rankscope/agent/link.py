@@ -32,7 +32,6 @@ MOST_BYTES = 32 << 20
 SILENT_SECONDS = 60.0
 """The same after so long a time in which it took nothing, with something waiting."""
 
-_LOOK_SECONDS = 0.25  # between two looks at whether the agent takes what is sent
 _SEND_BUFFER = 4 << 20  # the kernel gives less where it must
 _CHUNK = 1 << 16
 
@@ -84,8 +83,7 @@ class Link:
         self._waiting: deque[memoryview] = deque()
         self._frame: bytes | None = None  # of which a part may have been sent
         self._bytes_waiting = self._left_unread = 0
-        self._progress = self._looked = time.monotonic()
-        self._doubts = False  # whether the agent takes anything: each frame looks
+        self._progress = time.monotonic()
         self._sent = self._received = 0
         self._in_system_call = self._shut = False
         self._socket: socket.socket | None = None
@@ -115,37 +113,23 @@ class Link:
         Raises:
             LinkError: The agent has ended, or takes nothing any more.
         """
-        self.send_frame(pack(kind, payload, rank=rank, step=step))
-
-    def send_frame(self, frame: bytes) -> None:
-        """Hand a packed frame over; see :meth:`send`."""
+        frame = pack(kind, payload, rank=rank, step=step)
         with self._lock:
-            now = time.monotonic()
-            looks = self._doubts or bool(self._waiting) or now - self._looked > _LOOK_SECONDS
-            if looks:
-                self._look_for_progress(now)
+            unread = unread_bytes(self._alive())
+            if unread < self._left_unread or not (unread or self._waiting):
+                self._progress = time.monotonic()
             self._waiting.append(memoryview(frame))
             self._bytes_waiting += len(frame)
             self._push()
-            if looks:
-                self._left_unread = unread_bytes(self._alive())
-                self._check_progress(now - self._progress)
-
-    def _look_for_progress(self, now: float) -> None:
-        """See whether the agent has taken anything since the last look."""
-        unread = unread_bytes(self._alive())
-        if unread < self._left_unread or not (unread or self._waiting):
-            self._progress = now
-        self._looked, self._doubts = now, unread > 0
-
-    def _check_progress(self, silent: float) -> None:
-        stuck = silent > SILENT_SECONDS and (self._doubts or self._waiting)
-        if stuck or self._bytes_waiting > MOST_BYTES:
-            raise LinkError(
-                f"the monitor's agent has taken nothing for {silent:.0f} s, and "
-                f"{self._bytes_waiting / 2**20:.0f} MiB wait for it: it is stopped, or the "
-                "machine leaves it no time"
-            )
+            self._left_unread = unread_bytes(self._alive())
+            silent = time.monotonic() - self._progress
+            stuck = silent > SILENT_SECONDS and (unread or self._waiting)
+            if stuck or self._bytes_waiting > MOST_BYTES:
+                raise LinkError(
+                    f"the monitor's agent has taken nothing for {silent:.0f} s, and "
+                    f"{self._bytes_waiting / 2**20:.0f} MiB wait for it: it is stopped, or the "
+                    "machine leaves it no time"
+                )
 
     def poll(self) -> list[Frame]:
         """Return what has come in by now, and push what waits.

@@ -7,9 +7,8 @@ wrong number.
 """
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -40,10 +39,6 @@ _ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (
     ("unchanged_D", np.uint8),
     ("names", np.uint8),
 )
-_DTYPES = tuple(np.dtype(dtype) for _, dtype in _ARRAYS)
-_arrays_of = attrgetter(*(name for name, _ in _ARRAYS))
-_dtype_of, _bytes_of = attrgetter("dtype"), attrgetter("nbytes")
-_is_flat = attrgetter("flags.c_contiguous")
 _HEADER = struct.Struct(f"<qqdq{len(_ARRAYS)}I")  # schema, step, time, items
 _LOCAL = signals(Table.WORKERS, Source.LOCAL)
 _BITS_OF_NAN = int(np.float64(np.nan).view(np.int64))
@@ -52,10 +47,20 @@ _NO_VALUES = np.array([_MISSING[signal.dtype] for signal in _LOCAL], np.int64)
 _PLACES = {signal.name: (place, signal.dtype) for place, signal in enumerate(_LOCAL)}
 
 
-_NO_INTS: Ints = np.empty(0, np.int64)
-_NO_FLOATS: Floats = np.empty(0)
-_NO_SINGLES: Floats32 = np.empty(0, np.float32)
-_NO_BYTES: Bytes = np.empty(0, np.uint8)
+def _no_ints() -> Ints:
+    return np.empty(0, np.int64)
+
+
+def _no_floats() -> Floats:
+    return np.empty(0)
+
+
+def _no_singles() -> Floats32:
+    return np.empty(0, np.float32)
+
+
+def _no_bytes() -> Bytes:
+    return np.empty(0, np.uint8)
 
 
 class MessageError(RankscopeError):
@@ -90,22 +95,22 @@ class StepMessage:
     step: int
     time: float = 0.0
     items: int = 0
-    slots: Ints = field(default_factory=lambda: _NO_INTS)
-    losses_U: Floats = field(default_factory=lambda: _NO_FLOATS)
-    weights_U: Floats = field(default_factory=lambda: _NO_FLOATS)
-    units_M: Ints = field(default_factory=lambda: _NO_INTS)
-    multipliers_M: Floats = field(default_factory=lambda: _NO_FLOATS)
-    samples_B: Ints = field(default_factory=lambda: _NO_INTS)
-    digests_D: Ints = field(default_factory=lambda: _NO_INTS)
-    unchanged_D: Bytes = field(default_factory=lambda: _NO_BYTES)
-    numbers: Floats = field(default_factory=lambda: _NO_FLOATS)
-    sizes: Ints = field(default_factory=lambda: _NO_INTS)
-    sketches: Floats32 = field(default_factory=lambda: _NO_SINGLES)
-    gram: Floats = field(default_factory=lambda: _NO_FLOATS)
-    traced_digests_N: Ints = field(default_factory=lambda: _NO_INTS)
-    traced_norms_N: Floats = field(default_factory=lambda: _NO_FLOATS)
-    traced_sketches: Floats32 = field(default_factory=lambda: _NO_SINGLES)
-    names: Bytes = field(default_factory=lambda: _NO_BYTES)
+    slots: Ints = field(default_factory=_no_ints)
+    losses_U: Floats = field(default_factory=_no_floats)
+    weights_U: Floats = field(default_factory=_no_floats)
+    units_M: Ints = field(default_factory=_no_ints)
+    multipliers_M: Floats = field(default_factory=_no_floats)
+    samples_B: Ints = field(default_factory=_no_ints)
+    digests_D: Ints = field(default_factory=_no_ints)
+    unchanged_D: Bytes = field(default_factory=_no_bytes)
+    numbers: Floats = field(default_factory=_no_floats)
+    sizes: Ints = field(default_factory=_no_ints)
+    sketches: Floats32 = field(default_factory=_no_singles)
+    gram: Floats = field(default_factory=_no_floats)
+    traced_digests_N: Ints = field(default_factory=_no_ints)
+    traced_norms_N: Floats = field(default_factory=_no_floats)
+    traced_sketches: Floats32 = field(default_factory=_no_singles)
+    names: Bytes = field(default_factory=_no_bytes)
 
     @property
     def measured(self) -> bool:
@@ -118,20 +123,12 @@ class StepMessage:
             if name in ("numbers", "sizes", "sketches", "gram"):
                 setattr(self, name, np.empty(0, dtype))
 
-    def pack(self, frame: Callable[[int], bytes] | None = None) -> bytes:
-        """Return the message's bytes.
-
-        Args:
-            frame: Makes what goes before them, given how many they are.
-        """
-        arrays = _arrays_of(self)
-        if tuple(map(_dtype_of, arrays)) != _DTYPES or not all(map(_is_flat, arrays)):
-            arrays = tuple(map(np.ascontiguousarray, arrays, _DTYPES))
-        header = _HEADER.pack(schema_hash(), self.step, self.time, self.items, *map(len, arrays))
-        if frame is None:
-            return b"".join((header, *arrays))
-        size = len(header) + sum(map(_bytes_of, arrays))
-        return b"".join((frame(size), header, *arrays))
+    def pack(self) -> bytes:
+        """Return the message's bytes."""
+        arrays = [np.ascontiguousarray(getattr(self, name), dtype) for name, dtype in _ARRAYS]
+        lengths = [array.size for array in arrays]
+        header = _HEADER.pack(schema_hash(), self.step, self.time, self.items, *lengths)
+        return b"".join([header, *(array.data for array in arrays if array.size)])
 
     @classmethod
     def unpack(cls, content: bytes) -> "StepMessage":

@@ -51,36 +51,23 @@ def fold_plain(totals: GradientTotals, reduced: GradientTotals | None, folding: 
     return torch.cat([part.view(-1) for part in parts])
 
 
-class NativeFold:
-    """Makes all sketches that are handed over in one call of a compiled function.
-
-    Args:
-        folding: What they are.
+def fold_native(
+    totals: GradientTotals, reduced: GradientTotals | None, folding: Folding
+) -> Floats32:
+    """Return all sketches that are handed over ``[n]``, made in one call of a compiled function.
 
     Raises:
         BuildError: It cannot be built or loaded.
     """
-
-    def __init__(self, folding: Folding) -> None:
-        self._fold, self._wide = load_functions().fold, folding.wide
-        self._wanted = np.array(folding.wanted, np.int64).reshape(-1, 5)
-        self._signs = fold_signs(folding.wide, 0, torch.device("cpu"))
-        self._given = self._wanted.ctypes.data, len(self._wanted)
-        self._length = sum(folding.lengths.values())
-
-    def __call__(self, totals: GradientTotals, reduced: GradientTotals | None) -> Floats32:
-        """Return the sketches ``[n]``, one behind the other."""
-        into = np.empty(self._length, np.float32)
-        sources = array("q", [each.arrays.sketches for each in (totals, reduced or totals)])
-        self._fold(
-            *self._given, sources.buffer_info()[0], self._wide,
-            self._signs.data_ptr(), into.ctypes.data,
-        )  # fmt: skip
-        return into
-
-
-native_fold = functools.lru_cache(maxsize=16)(NativeFold)
-"""The same, made once for each folding."""
+    wanted = _table(folding)
+    into = np.empty(sum(folding.lengths.values()), np.float32)
+    sources = array("q", [t.sketches.data_ptr() for t in (totals, reduced or totals)])
+    signs = fold_signs(folding.wide, 0, totals.sketches.device)
+    load_functions().fold(
+        wanted.ctypes.data, len(wanted), sources.buffer_info()[0], folding.wide,
+        signs.data_ptr(), into.ctypes.data,
+    )  # fmt: skip
+    return into
 
 
 @functools.lru_cache(maxsize=8)
@@ -89,6 +76,11 @@ def fold_signs(count: int, seed: int, device: torch.device) -> Tensor:
     generator = torch.Generator(device="cpu").manual_seed(seed)
     bits = torch.randint(2, (count,), generator=generator, device="cpu")
     return bits.mul_(2).sub_(1).to(device, torch.float32)
+
+
+@functools.lru_cache(maxsize=16)
+def _table(folding: Folding) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+    return np.array(folding.wanted, np.int64).reshape(-1, 5)
 
 
 def _by_group(sketches: Tensor, counts: Sequence[int]) -> Tensor:

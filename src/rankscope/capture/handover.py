@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,13 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankscope.agent.message import StepMessage
-from rankscope.capture.fold import fold_plain, native_fold
+from rankscope.capture.fold import fold_native, fold_plain
 from rankscope.capture.folding import Folding
 from rankscope.capture.host import HostCopy
 from rankscope.capture.kernels.build import BuildError
 from rankscope.capture.kernels.native import load_functions
 from rankscope.capture.tap import LocalGradient
-from rankscope.core.arrays import Floats, Floats32, Ints
+from rankscope.core.arrays import Floats, Floats32
 from rankscope.core.measured import NUMBERS, sizes_of
 from rankscope.core.sections import Sections
 
@@ -33,8 +32,7 @@ class GradientHandover:
     Args:
         measured: The gradient's totals, on their device.
         sketch_width: Numbers to send of the total's sketch, at most its width; or 0.
-        group_width: Numbers to send of each group's sketch. None are sent where they are as many
-            as those of each section: the sketch of a group is the sum of its sections'.
+        group_width: Numbers to send of each group's sketch.
         sections: The rows of the totals, where the reduction is audited; None: one per group.
         audit_width: Numbers in each section's sketch for the audit; 0 without.
         gram: This worker's part of the exact inner products ``[W(W+1)/2]``, in the exact tier.
@@ -53,17 +51,17 @@ class GradientHandover:
         num_rows, wide = measured.totals.sketches.shape
         counts = (1,) * num_rows if sections is None else sections.counts
         reduced = measured.reduced is not None
-        sent = 0 if group_width == audit_width else group_width
-        self._form = _form_of(counts, wide, sketch_width, sent, audit_width, reduced)
+        folding = Folding(counts, wide, sketch_width, group_width, audit_width, reduced)
         self._norm_estimated = measured.norm_estimated
+        self._sketch_lengths = folding.lengths
         self._number_lengths = _number_lengths(measured)
         self._copies: list[HostCopy] = []
         self._arrays: tuple[Floats, Floats32] | None = None
         if measured.totals.sketches.is_cpu and _is_compiled():
-            sketches = native_fold(self._form)(measured.totals, measured.reduced)
+            sketches = fold_native(measured.totals, measured.reduced, folding)
             self._arrays = _numbers_on_host(measured), sketches
         else:
-            self._copies = _copies(measured, self._form)
+            self._copies = _copies(measured, folding)
         self._gram = None if gram is None else HostCopy(gram)
 
     @property
@@ -75,7 +73,10 @@ class GradientHandover:
     def fill(self, message: StepMessage) -> None:
         """Wait for the copy, and put it into a message."""
         message.numbers, message.sketches = self._read()
-        message.sizes = _sizes(self._number_lengths, self._form, self._norm_estimated)
+        sizes = sizes_of(
+            self._number_lengths, self._sketch_lengths, norm_estimated=self._norm_estimated
+        )
+        message.sizes = np.array(sizes, np.int64)
         if self._gram is not None:
             message.gram = np.asarray(self._gram.numpy(), np.float64)
 
@@ -85,8 +86,8 @@ class GradientHandover:
         whole, *more = (copy.numpy() for copy in self._copies)
         if more:
             return np.asarray(whole, np.float64), np.asarray(more[0], np.float32)
-        num_numbers = sum(self._number_lengths)
-        num_floats = sum(self._form.lengths.values())
+        num_numbers = sum(self._number_lengths.values())
+        num_floats = sum(self._sketch_lengths.values())
         numbers: NDArray[np.float64] = np.asarray(whole, np.float64)
         return numbers[:num_numbers], numbers[num_numbers:].view(np.float32)[:num_floats]
 
@@ -139,31 +140,23 @@ def _is_compiled() -> bool:
     return True
 
 
-_form_of = functools.lru_cache(maxsize=16)(Folding)
-
-
-@functools.lru_cache(maxsize=64)
-def _sizes(number_lengths: tuple[int, ...], folding: Folding, norm_estimated: bool) -> Ints:
-    numbers = dict(zip(NUMBERS, number_lengths, strict=True))
-    return np.array(sizes_of(numbers, folding.lengths, norm_estimated=norm_estimated), np.int64)
-
-
-def _number_lengths(measured: LocalGradient) -> tuple[int, ...]:
-    """Return how many numbers each part of ``NUMBERS`` has."""
+def _number_lengths(measured: LocalGradient) -> dict[str, int]:
+    """Return how many numbers each part has, by its name in ``NUMBERS``."""
     num_rows, micro = len(measured.totals.squared_norms), measured.micro_squared_norms
-    return (
-        num_rows,
-        0 if measured.reduced is None else num_rows,
-        0 if micro is None else len(micro),
-        1,
-        1,
-        int(measured.carried_over is not None),
-        int(measured.reduced_product is not None),
-    )
+    lengths = {
+        "squares": num_rows,
+        "reduced_squares": 0 if measured.reduced is None else num_rows,
+        "micro": 0 if micro is None else len(micro),
+        "largest": 1,
+        "nonfinite": 1,
+        "carried": int(measured.carried_over is not None),
+        "product": int(measured.reduced_product is not None),
+    }
+    return {name: lengths[name] for name in NUMBERS}
 
 
 def _given(measured: LocalGradient) -> dict[str, Tensor]:
-    """Return what is known of some steps alone, as float64 ``[1]`` each, as ``NUMBERS`` has it."""
+    """Return what is known of some steps alone, as float64 ``[1]`` each."""
     given = {}
     if measured.carried_over is not None:
         given["carried"] = measured.carried_over.reshape(1).double()
@@ -190,13 +183,15 @@ def _numbers(measured: LocalGradient) -> dict[str, Tensor]:
 
 def _numbers_on_host(measured: LocalGradient) -> Floats:
     """Return the same where everything is on the host."""
-    totals, reduced, micro = measured.totals.arrays, measured.reduced, measured.micro_squared_norms
-    parts: list[Any] = [totals.squared_norms]
-    if reduced is not None:
-        parts.append(reduced.arrays.squared_norms)
-    if micro is not None:
-        parts.append(micro.numpy())
-    parts.append((np.maximum.reduce(totals.largest), np.add.reduce(totals.nonfinite)))
-    parts += [tensor.numpy() for tensor in _given(measured).values()]
-    numbers: Floats = np.concatenate(parts, dtype=np.float64)
-    return numbers
+    totals = measured.totals
+    numbers: dict[str, NDArray[np.float64]] = {
+        "squares": totals.squared_norms.numpy(),
+        "largest": np.array([totals.largest.numpy().max()], np.float64),
+        "nonfinite": np.array([totals.nonfinite.numpy().sum()], np.float64),
+        **{name: tensor.numpy() for name, tensor in _given(measured).items()},
+    }
+    if measured.reduced is not None:
+        numbers["reduced_squares"] = measured.reduced.squared_norms.numpy()
+    if measured.micro_squared_norms is not None:
+        numbers["micro"] = measured.micro_squared_norms.numpy()
+    return np.concatenate([numbers[name] for name in NUMBERS if name in numbers])

@@ -10,29 +10,10 @@ All of it lies in one stretch of memory, so that it is emptied and copied by one
 It is emptied when it is looked at. A kernel that overwrites what was there spares that.
 """
 
-from typing import Any, NamedTuple
-
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 _WORD = 8  # bytes
-
-
-class HostArrays(NamedTuple):
-    """Totals that lie on the host.
-
-    Attributes:
-        squared_norms: float64 ``[R]``.
-        largest: float32 ``[R]``.
-        nonfinite: int64 ``[R]``.
-        sketches: Address of the first sketch.
-    """
-
-    squared_norms: NDArray[Any]
-    largest: NDArray[Any]
-    nonfinite: NDArray[Any]
-    sketches: int
 
 
 class GradientTotals:
@@ -50,11 +31,10 @@ class GradientTotals:
         fresh: Whether all is still to be set to 0; whoever has overwritten all of it clears this.
     """
 
-    __slots__ = ("_arrays", "_memory", "_tensors", "fresh")
+    __slots__ = ("_memory", "_tensors", "fresh")
 
     def __init__(self, memory: Tensor, num_rows: int, width: int) -> None:
         self._memory = memory
-        self._arrays: HostArrays | None = None
         first = 2 * num_rows + _words(num_rows)
         floats = memory[first:].view(torch.float32)
         self._tensors = (
@@ -113,15 +93,6 @@ class GradientTotals:
     def nonfinite(self) -> Tensor:
         """Int64 ``[R]``: how many elements are infinite or NaN."""
         return self.tensors[3]
-
-    @property
-    def arrays(self) -> "HostArrays":
-        """Squared norms, largest and non-finite as arrays of the same memory, on the host."""
-        sketches, squared_norms, largest, nonfinite = self.tensors
-        if self._arrays is None:
-            scalars = squared_norms.numpy(), largest.numpy(), nonfinite.numpy()
-            self._arrays = HostArrays(*scalars, sketches.data_ptr())
-        return self._arrays
 
     def reset(self) -> None:
         """Set all totals to those of nothing, in place."""

@@ -16,7 +16,7 @@ NUMBERS = ("squares", "reduced_squares", "micro", "largest", "nonfinite", "carri
 """The parts of ``numbers``, in order; one that is absent has the size 0."""
 
 SKETCHES = ("total", "groups", "local", "reduced")
-"""The parts of ``sketches``, in order. Without ``groups``, theirs are sums of ``local`` ones."""
+"""The parts of ``sketches``, in order."""
 
 
 class Measured(NamedTuple):
@@ -62,7 +62,6 @@ def measured_of(
     if not len(reduced_squares_R):
         reduced_squares_R = np.full(num_rows, np.nan)
     audit = None
-    groups_GK = sketch["groups"].reshape(len(firsts_G), -1)
     if len(sketch["local"]):
         local_SK = sketch["local"].reshape(num_rows, -1)
         reduced = sketch["reduced"]
@@ -70,14 +69,10 @@ def measured_of(
             reduced.reshape(local_SK.shape) if len(reduced) else np.full_like(local_SK, np.nan)
         )
         audit = AuditPart(local_SK, reduced_SK, reduced_squares_R)
-        if not groups_GK.size:
-            groups_GK = (
-                local_SK if len(firsts_G) == num_rows else np.add.reduceat(local_SK, firsts_G)
-            )
     gradient = MeasuredGradient(
         group_norms_G=np.sqrt(np.add.reduceat(squares_R, firsts_G)),
         sketch_K=sketch["total"],
-        group_sketches_GK=groups_GK,
+        group_sketches_GK=sketch["groups"].reshape(len(firsts_G), -1),
         gram=np.empty(0),
         audit=audit,
         reduced_product=float(part["product"][0]) if len(part["product"]) else math.nan,
