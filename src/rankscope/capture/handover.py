@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from rankscope.agent.message import StepMessage
 from rankscope.capture.fold import fold_native, fold_plain
 from rankscope.capture.folding import Folding
-from rankscope.capture.host import HostCopy
+from rankscope.capture.host import HostCopy, Share
 from rankscope.capture.kernels.build import BuildError
 from rankscope.capture.kernels.native import load_functions
 from rankscope.capture.tap import LocalGradient
@@ -26,8 +27,9 @@ class GradientHandover:
     """Starts the copy of what was measured; two vectors, small whatever the model's size.
 
     On the CPU they are there at once. On an accelerator with a kernel of its own, it takes one
-    launch and one copy, besides one launch for each of what is known of some steps alone: norms of
-    micro-batches, whether something was carried over, the product with the reduced gradient.
+    launch, besides one for each of what is known of some steps alone: norms of micro-batches,
+    whether something was carried over, the product with the reduced gradient. They are copied with
+    all else that the step measures there.
 
     Args:
         measured: The gradient's totals, on their device.
@@ -55,7 +57,7 @@ class GradientHandover:
         self._norm_estimated = measured.norm_estimated
         self._sketch_lengths = folding.lengths
         self._number_lengths = _number_lengths(measured)
-        self._copies: list[HostCopy] = []
+        self._copies: list[HostCopy | Share] = []
         self._arrays: tuple[Floats, Floats32] | None = None
         if measured.totals.sketches.is_cpu and _is_compiled():
             sketches = fold_native(measured.totals, measured.reduced, folding)
@@ -88,15 +90,17 @@ class GradientHandover:
             return np.asarray(whole, np.float64), np.asarray(more[0], np.float32)
         num_numbers = sum(self._number_lengths.values())
         num_floats = sum(self._sketch_lengths.values())
-        numbers: NDArray[np.float64] = np.asarray(whole, np.float64)
+        numbers: NDArray[np.float64] = whole.view(np.float64)
         return numbers[:num_numbers], numbers[num_numbers:].view(np.float32)[:num_floats]
 
 
-def _copies(measured: LocalGradient, folding: Folding) -> list[HostCopy]:
+def _copies(measured: LocalGradient, folding: Folding) -> list[HostCopy | Share]:
     """Start the copies from a device: of numbers and sketches together, or of each."""
     if _Launching.possible and _launches_on(measured.totals.sketches):
         try:
-            return [HostCopy(launch(measured, folding), own=True)]
+            share = Share(measured.totals.sketches.device)
+            launch(measured, folding, share.take)
+            return [share]
         except Exception as error:  # whatever it is, training goes on, a little slower
             _Launching.possible = False
             reason = str(error).strip().split("\n")[0]
@@ -117,8 +121,15 @@ class _Launching:
     possible = True
 
 
-def launch(measured: LocalGradient, folding: Folding) -> Tensor:
+def launch(
+    measured: LocalGradient, folding: Folding, take: Callable[[int], Tensor] | None = None
+) -> Tensor:
     """Gather numbers and sketches with one launch.
+
+    Args:
+        measured: The gradient.
+        folding: Which sketches are wanted.
+        take: Returns so many words of 64 bits on the device; None for new ones.
 
     Returns:
         float64 ``[n]``: the numbers, and behind them the float32 sketches.
@@ -128,7 +139,8 @@ def launch(measured: LocalGradient, folding: Folding) -> Tensor:
     given = _given(measured)
     if measured.micro_squared_norms is not None:
         given["micro"] = measured.micro_squared_norms
-    return hand_over(measured.totals, measured.reduced, folding, given)
+    take = measured.totals.squared_norms.new_empty if take is None else take
+    return hand_over(measured.totals, measured.reduced, folding, given, take)
 
 
 @functools.cache

@@ -80,7 +80,7 @@ class Reading:
                 self._add_odd(tensor, start, stop, norm=norm)
                 return
             parts = self._devices.setdefault(device, DeviceParts(reader))
-            parts.add(len(self._known), address, size, numbers if norm else 0)
+            parts.add(len(self._known), address, size, numbers, norm=norm)
             self._parts += (0, 0, 0)
         self._kept.append(tensor)
         self._lying.append(len(self._known))

@@ -139,17 +139,21 @@ def _digests_of_items(items: Sequence[Tensor]) -> Tensor:
 def _digests(batch: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.shape != batch.shape:
         mask = None
-    if batch.is_cpu:
+    if _on_host(batch):
         digests_B = digest_samples(batch, mask, _weights_at()[0], MAX_WORDS, _MIX)
         if digests_B is not None:
             return torch.frombuffer(digests_B, dtype=torch.int64)
     present = None if mask is None else mask != 0
     words = _words(batch, whole=present is not None)
-    if words.is_cpu:  # numpy does the same on the host, in a fraction of the time
+    if _on_host(words):  # numpy does the same on the host, in a fraction of the time
         seen = None if present is None else present.numpy()
         return torch.from_numpy(_mixed(words.numpy(), seen, _weights_on_host()))
     digests: Tensor = _mixed(words, present, _weights(words.device))
     return digests
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.is_cpu
 
 
 def _mixed(words: Any, present: Any, weights: Any) -> Any:
