@@ -61,14 +61,18 @@ def listen() -> tuple[socket.socket, str]:
     return place, address
 
 
-def connect(address: str) -> socket.socket:
+def connect(address: str, problem: str = "") -> socket.socket:
     """Return a connection to the agent at an address.
+
+    Args:
+        address: Where it listens; empty where there is none.
+        problem: Why there is none, if that is known.
 
     Raises:
         OSError: Nobody listens there.
     """
     if not address:
-        raise OSError(0, "none could be started")
+        raise OSError(0, problem or "none could be started")
     place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         place.connect(_for_system(address))
