@@ -32,13 +32,14 @@ from rankscope.agent.progress import ProgressMark
 from rankscope.core.signals import schema_hash
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.meeting import LateError, Meeting
-from rankscope.record.begin import begin_run, is_run
+from rankscope.record.begin import begin_run, end_lost_run, is_run
 from rankscope.record.files import RunTakenError, to_plain
 from rankscope.record.states import pack_state
 from rankscope.sinks import PlannedSink, plan_sinks
 
 _log = logging.getLogger("rankscope")
 
+_AGENT_ENDS_SECONDS = 0.2  # from the end of its sockets to that of its process
 _PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write what it knows
 
 
@@ -90,6 +91,14 @@ class Opened:
         frame = pack(Kind.HELLO, json.dumps(hello).encode(), rank=self.rank)
         wake = None if self.agent is None else self.agent.wake
         return Link(partial(launch.connect, self.address, self.problem), frame, wake)
+
+    def note_end_of_agent(self) -> None:
+        """Say in the record that it ends here, on rank 0, if the agent's process has ended."""
+        if self.agent is None or self.run_dir is None:
+            return
+        how = self.agent.ending(_AGENT_ENDS_SECONDS)
+        if how:
+            end_lost_run(self.run_dir, self.agent.pid, how)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.agent.processes import ProcessWatch
+from rankscope.agent.processes import ProcessWatch, ending_of
 from rankscope.core.hang import ProcessState
 
 if TYPE_CHECKING:
@@ -142,6 +142,14 @@ class Started:
                 if watch.state() is ProcessState.STOPPED:
                     process.send_signal(signal.SIGCONT)
                 watch.close()
+
+    def ending(self, seconds: float) -> str:
+        """Return how its process has ended, waiting no longer than that; empty if it has not."""
+        if self._process is None or os.getpid() != self._pid:
+            return ""
+        self.wait(seconds)
+        code = self._process.poll()
+        return "" if code is None else ending_of(code)
 
     def wait(self, seconds: float) -> None:
         """Wait for its end, no longer than that."""
