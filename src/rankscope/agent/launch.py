@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.agent.processes import ProcessWatch
+from rankscope.agent.processes import ProcessWatch, ending_of
 from rankscope.core.hang import ProcessState
 
 if TYPE_CHECKING:
@@ -61,14 +61,18 @@ def listen() -> tuple[socket.socket, str]:
     return place, address
 
 
-def connect(address: str) -> socket.socket:
+def connect(address: str, problem: str = "") -> socket.socket:
     """Return a connection to the agent at an address.
+
+    Args:
+        address: Where it listens; empty where there is none.
+        problem: Why there is none, if that is known.
 
     Raises:
         OSError: Nobody listens there.
     """
     if not address:
-        raise OSError(0, "none could be started")
+        raise OSError(0, problem or "none could be started")
     place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         place.connect(_for_system(address))
@@ -138,6 +142,14 @@ class Started:
                 if watch.state() is ProcessState.STOPPED:
                     process.send_signal(signal.SIGCONT)
                 watch.close()
+
+    def ending(self, seconds: float) -> str:
+        """Return how its process has ended, waiting no longer than that; empty if it has not."""
+        if self._process is None or os.getpid() != self._pid:
+            return ""
+        self.wait(seconds)
+        code = self._process.poll()
+        return "" if code is None else ending_of(code)
 
     def wait(self, seconds: float) -> None:
         """Wait for its end, no longer than that."""
