@@ -18,7 +18,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any, cast
 
@@ -62,10 +61,10 @@ class TimedGuard(Guard):
 
     nanoseconds = 0
 
-    def __call__(self, work: Callable[[], None]) -> None:
-        """Run ``work``."""
+    def __call__(self, work: Callable[..., None], *args: Any) -> None:
+        """Run ``work`` on what follows it."""
         outer, start = not self._depth, time.thread_time_ns()
-        super().__call__(work)
+        super().__call__(work, *args)
         if outer:
             self.nanoseconds += time.thread_time_ns() - start
 
@@ -152,16 +151,16 @@ class Watched:
         books, guard = self.books, self.guard
 
         def before(model: Any, args: Any, kwargs: Any) -> None:
-            guard(partial(books.begin_forward, model, args, kwargs))
+            guard(books.begin_forward, model, args, kwargs)
 
         def after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
-            guard(partial(books.end_forward, model, args, kwargs, output))
+            guard(books.end_forward, model, args, kwargs, output)
 
         self.model.register_forward_pre_hook(ForeignHook(before), with_kwargs=True)
         self.model.register_forward_hook(ForeignHook(after), with_kwargs=True)
         self.optimizer.register_step_pre_hook(lambda *_: guard(books.begin_optimizer_step))
         self.optimizer.register_step_post_hook(
-            lambda *_: guard(partial(books.count_optimizer_step, self.optimizer))
+            lambda *_: guard(books.count_optimizer_step, self.optimizer)
         )
 
     def step(self, ids: Tensor) -> None:
@@ -256,12 +255,12 @@ def _profile(watched: Watched, steps: int) -> None:
     profile = cProfile.Profile(time.thread_time)
     plain = Guard.__call__
 
-    def profiled(guard: Guard, work: Callable[[], None]) -> None:
+    def profiled(guard: Guard, work: Callable[..., None], *args: Any) -> None:
         if guard._depth:
-            plain(guard, work)
+            plain(guard, work, *args)
             return
         profile.enable()
-        plain(guard, work)
+        plain(guard, work, *args)
         profile.disable()
 
     Guard.__call__ = profiled  # type: ignore[assignment]
@@ -272,7 +271,7 @@ def _profile(watched: Watched, steps: int) -> None:
 
 def _pack(local: LocalStep, known: set[int]) -> None:
     """Do all that is done with a step but to send it; on the host, nothing has to be awaited."""
-    local.to_message(known)
+    local.pack(known)
 
 
 def _fail(error: Exception) -> None:

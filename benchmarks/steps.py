@@ -173,7 +173,8 @@ def bytes_of_a_message(num_groups: int) -> int:
     """Return the size of a default message of a model with so many groups."""
     numbers, sketches = 2 * num_groups + 3, 4093 + 3 * num_groups * GROUP_WIDTH
     message = StepMessage(0, numbers=np.zeros(numbers), sketches=np.zeros(sketches, np.float32))
-    message.slots, message.digests_D = pack_values({}), np.zeros(32, np.int64)
+    message.slots = np.frombuffer(pack_values({}), np.int64)
+    message.digests_D = np.zeros(32, np.int64)
     return len(message.pack())
 
 

@@ -178,7 +178,7 @@ def message(tier, num_workers, num_groups):
     widths = parts if sketches else {}
     return StepMessage(
         step=0,
-        slots=pack_values({}),
+        slots=np.frombuffer(pack_values({}), np.int64),
         losses_U=np.ones(1),
         weights_U=np.ones(1),
         units_M=np.ones(1, np.int64),
@@ -203,5 +203,5 @@ def test_bytes_of_the_tiers():
             sent = message(name.strip("`"), num_workers, 27)
             sizes.append(len(pack(Kind.STEP, sent.pack())))
         assert cells == [f"{size:,}" for size in sizes]
-    nothing = StepMessage(step=0, slots=pack_values({}))
+    nothing = StepMessage(step=0, slots=np.frombuffer(pack_values({}), np.int64))
     assert parts["header and this worker's signals"] == str(len(pack(Kind.STEP, nothing.pack())))

@@ -80,7 +80,7 @@ class StepBooks:
         witness = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
         self._tap = instruments.make_tap(guard, witness, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
-        self._layout, self._sections = instruments.layout, instruments.sections
+        self._layout = instruments.layout
         self._last_time = time.perf_counter()
 
     @property
@@ -105,9 +105,12 @@ class StepBooks:
 
     def begin_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Take the inputs of a forward pass that counts, of the model that the training calls."""
-        self.begin_micro_batch(args, kwargs, training=is_training(model))
-        if self._canary is not None and (is_compiled(model) or is_compiled(self._module)):
-            self._guard.leave_out(self._canary.run_early(self.step))  # no hook of ours runs inside
+        self.begin_micro_batch(args, kwargs, training=not self._evaluating or is_training(model))
+        canary = self._canary
+        if canary is None or not canary.near:
+            return
+        if is_compiled(model) or is_compiled(self._module):  # no hook of ours runs inside
+            self._guard.leave_out(canary.run_early(self.step))
 
     def end_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
@@ -144,13 +147,18 @@ class StepBooks:
         self._samples.see(args, kwargs, self._passes.current)
         self._evidence.before_forward(first=not self._passes.current)
 
+    @property
+    def canary_due(self) -> bool:
+        """Whether a canary is to run where the forward pass enters the wrapped module."""
+        return self._canary is not None and self._canary.due
+
     def run_canary(self, model: torch.nn.Module) -> None:
-        """Run the canary that is due, if one is, where the forward pass enters the wrapped module.
+        """Run the canary that is due there.
 
         Args:
             model: What the training calls.
         """
-        if self._canary is not None and self._canary.due and self.trains(model):
+        if self._canary is not None and self.trains(model):
             self._guard.leave_out(self._canary.run())
 
     def _see_evaluation(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
@@ -164,7 +172,7 @@ class StepBooks:
         train = partial(self._train_on_evaluation, args, kwargs, losses, self._losses.num_given)
 
         def reached(gradient: torch.Tensor) -> None:
-            self._guard(partial(self._tap.notice_unannounced, train))
+            self._guard(self._tap.notice_unannounced, train)
 
         for tensor in outputs:
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
@@ -360,7 +368,7 @@ class StepBooks:
             measured,
             sketch_width=self._layout.sketch_width,
             group_width=self._layout.group_width,
-            sections=self._sections,
+            section_counts=self._layout.section_counts,
             audit_width=self._layout.audit_width,
             gram=None if gram is None else pack_share(gram),
         )

@@ -149,6 +149,11 @@ class LiveCanary:
         """Whether a canary is to run before the forward pass that begins now."""
         return self._due is not None
 
+    @property
+    def near(self) -> bool:
+        """Whether one is to run then, or some steps later."""
+        return self._due is not None or self._ready is not None
+
     def run(self) -> float:
         """Run the canary that is due, if one is; DDP has made the model's buffers alike by now.
 

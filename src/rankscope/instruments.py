@@ -75,7 +75,6 @@ class Instruments:
         replica: Workers with equal numbers hold the same parameters; None where each parameter has
             one owner.
         layout: What a step's message holds.
-        sections: The rows of totals, where the reduction is audited; None: one for each group.
         every: Gradients are measured in steps that are multiples of this.
         groups: Names of the parameter groups, and which parameter belongs to which.
         device: Where the gradients live.
@@ -94,7 +93,6 @@ class Instruments:
     module: torch.nn.Module
     replica: int | None
     layout: Layout
-    sections: Sections | None
     every: int
     groups: Groups
     device: torch.device
@@ -195,7 +193,6 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         module=wrapped.module,
         replica=wrapped.replica,
         layout=layout,
-        sections=sections,
         every=options.every,
         groups=groups,
         device=wrapped.device,

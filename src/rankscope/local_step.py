@@ -2,25 +2,30 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rankscope.agent.message import StepMessage, pack_values
+from rankscope.agent.frames import Content
+from rankscope.agent.message import pack_step, pack_values
 from rankscope.capture import GradientHandover, HostCopy
 from rankscope.capture.canary import PendingCanary
 from rankscope.capture.host import Numbers
-from rankscope.capture.loss import MicroBatchLoss, to_arrays
-from rankscope.capture.samples import to_array
+from rankscope.capture.loss import MicroBatchLoss
 from rankscope.capture.state_turn import PendingState
 from rankscope.capture.trace import PendingTrace
 from rankscope.core.arrays import Ints
 from rankscope.core.trace import Trace
 
+_DOUBLE = 8  # bytes
+_NAN = np.full(1, np.nan).tobytes()
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class LocalStep:
     """What capture collected in one step; its numbers may still be on the device.
 
@@ -50,81 +55,83 @@ class LocalStep:
 
     @property
     def ready(self) -> bool:
-        """Whether all of its numbers are on the host."""
-        return all(part.ready for part in self._parts())
-
-    def _parts(self) -> Iterator[Any]:
-        """Yield what may still be on its way, the last to arrive first."""
-        yield from (p for p in (self.trace, self.gradient, self.canary, self.multipliers) if p)
-        yield self.state
-        yield from (samples for samples in self.samples if not isinstance(samples, np.ndarray))
+        """Whether all of its numbers are on the host; the last to arrive are asked first."""
+        for part in (self.trace, self.gradient, self.canary, self.multipliers, self.state):
+            if part is not None and not part.ready:
+                return False
+        for samples in self.samples:
+            if not (isinstance(samples, np.ndarray) or samples.ready):
+                return False
         for micro in self.losses:
-            yield from (copy for copy in (micro.values, micro.weights) if copy is not None)
+            if not (micro.values.ready and (micro.weights is None or micro.weights.ready)):
+                return False
+        return True
 
-    def to_message(self, known_names: set[int] | None) -> StepMessage:
-        """Wait for the device, and return the message.
+    def pack(self, known_names: set[int] | None, *, gradient: bool = True) -> list[Content]:
+        """Wait for the device, and return the message's bytes, in pieces.
 
         Args:
             known_names: Digests of names that the agent knows already, to be completed; None on
                 workers that need not tell any.
+            gradient: Whether there is room for the gradient.
         """
-        losses, weights = to_arrays(self.losses)
-        state, state_values = self.state.read()
-        samples = to_array(self.samples)
-        values = {**self.values, **state_values, **_sample_values(samples)}
+        state, known = self.state.read()
+        values = {**self.values, **known}
         if self.canary is not None:
             values |= self.canary.read()
         trace = None if self.trace is None else self.trace.read()
+        items = state.items
         names: dict[str, Any] = {}
-        if known_names is not None and len(state.names) and state.items not in known_names:
-            known_names.add(state.items)
+        if known_names is not None and len(state.names) and items not in known_names:
+            known_names.add(items)
             kinds = [str(kind) for kind in state.kinds]
-            names["items"] = [[state.items, kinds, list(state.names)]]
-        message = StepMessage(
-            step=self.step,
-            time=self.time,
-            items=state.items,
-            slots=pack_values(values),
-            losses_U=np.concatenate(losses) if losses else np.empty(0),
-            weights_U=np.concatenate(weights) if weights else np.empty(0),
-            units_M=np.array([len(each) for each in losses], np.int64),
-            samples_B=samples,
-            digests_D=state.digests_D,
-            unchanged_D=state.unchanged_D.astype(np.uint8),
-        )
+            names["items"] = [[items, kinds, list(state.names)]]
+        parts: dict[str, Content] = {
+            "slots": pack_values(values),
+            **_losses(self.losses),
+            "samples_B": b"".join([_packed(each, np.int64) for each in self.samples]),
+            "digests_D": state.digests_D.tobytes(),
+            "unchanged_D": state.unchanged_D.tobytes(),
+        }
         if self.multipliers is not None:
-            message.multipliers_M = np.asarray(self.multipliers.numpy(), np.float64)
-        if self.gradient is not None:
-            self.gradient.fill(message)
+            parts["multipliers_M"] = _packed(self.multipliers)
+        if self.gradient is not None and gradient:
+            parts |= self.gradient.parts()
         if trace is not None:
-            names["traced"] = _fill_trace(message, trace)
+            names["traced"] = _add_trace(parts, trace)
         if names:
-            message.names = np.frombuffer(json.dumps(names).encode(), np.uint8)
-        return message
+            parts["names"] = json.dumps(names).encode()
+        return pack_step(self.step, self.time, items, parts)
 
 
-def _fill_trace(message: StepMessage, trace: Trace) -> dict[str, Any]:
+def _packed(numbers: Numbers | NDArray[Any], dtype: type[np.generic] = np.float64) -> bytes:
+    array = numbers if isinstance(numbers, np.ndarray) else numbers.numpy()
+    return array.astype(dtype, copy=False).tobytes()
+
+
+def _losses(collected: Sequence[MicroBatchLoss]) -> dict[str, Content]:
+    """Return losses and weights, one micro-batch after the other, and how many each has."""
+    losses = [_packed(micro.values) for micro in collected]
+    units = array("q", [len(each) // _DOUBLE for each in losses])
+    weights = [
+        _NAN * count if micro.weights is None else _packed(micro.weights)
+        for micro, count in zip(collected, units, strict=True)
+    ]
+    return {
+        "losses_U": b"".join(losses),
+        "weights_U": b"".join(weights),
+        "units_M": units.tobytes(),
+    }
+
+
+def _add_trace(message: dict[str, Content], trace: Trace) -> dict[str, Any]:
     """Put a trace into a message; what the model held before comes first. Return the names."""
     parts = [part for part in (trace.initial, trace) if part is not None]
-    message.traced_digests_N = np.concatenate([part.digests_N for part in parts])
-    message.traced_norms_N = np.concatenate([part.norms_N for part in parts])
-    message.traced_sketches = np.concatenate([part.sketches_NK.ravel() for part in parts])
+    message["traced_digests_N"] = b"".join([_packed(part.digests_N, np.int64) for part in parts])
+    message["traced_norms_N"] = b"".join([_packed(part.norms_N) for part in parts])
+    message["traced_sketches"] = b"".join([_packed(part.sketches_NK, np.float32) for part in parts])
     return {
         what: [[str(kind) for kind in part.kinds], list(part.names)]
         for what, part in (("initial", trace.initial), ("own", trace))
         if part is not None
     }
-
-
-def _sample_values(samples: Ints) -> dict[str, float]:
-    if len(samples) == 0:
-        return {"num_samples": 0}
-    return {"num_samples": len(samples), "batch_digest": int(_mix(samples).sum())}
-
-
-def _mix(samples: Ints) -> Ints:
-    """Spread ids over 64 bits (the finaliser of SplitMix64), so that their sums tell sets apart."""
-    bits = samples.astype(np.uint64)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (bits ^ (bits >> np.uint64(31))).view(np.int64)

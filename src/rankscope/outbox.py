@@ -48,7 +48,6 @@ class Outbox:
             self._hand_over(self._pending.popleft())
 
     def _hand_over(self, step: LocalStep) -> None:
-        message = step.to_message(self._known_names if self._rank == 0 else None)
-        if not self._link.has_room:
-            message.without_gradient()
-        self._link.send(Kind.STEP, message.pack(), rank=self._rank, step=step.step)
+        known = self._known_names if self._rank == 0 else None
+        message = step.pack(known, gradient=self._link.has_room)
+        self._link.send(Kind.STEP, message, rank=self._rank, step=step.step)

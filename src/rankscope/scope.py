@@ -77,7 +77,7 @@ class Scope:
         sinks: Sinks | None = None,
     ) -> None:
         self._opened = opened
-        self._off = self._closed = self._inside = self._bypassing = False
+        self._off = self._closed = self._inside = self._training = self._bypassing = False
         self._pid = os.getpid()
         canary = None if make_canary is None else make_canary(self._send_batch)
         self._canary = canary
@@ -153,8 +153,7 @@ class Scope:
             spare: Whether this loss only counts when the backward pass does not go through the
                 ``.loss`` of the model's output.
         """
-        give = partial(self._books.give_loss, factor=factor, spare=spare)
-        self._guard(partial(give, value, weight))
+        self._guard(partial(self._books.give_loss, factor=factor, spare=spare), value, weight)
 
     def batch(self, samples: Sequence[Any] | Tensor | Mapping[str, Any]) -> None:
         """Give the identity of the local batch's samples, in place of a digest of the inputs.
@@ -166,7 +165,7 @@ class Scope:
                 tuples, UUIDs), or the tensors of the batch. What cannot be an id is declined in
                 one line of the log.
         """
-        self._guard(partial(self._books.give_samples, samples))
+        self._guard(self._books.give_samples, samples)
 
     def canary(self) -> None:
         """Ask for a canary, on all ranks in the same step.
@@ -265,33 +264,40 @@ class Scope:
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inside = True
-        if self._books.trains(model):
-            self._guard(self._answers.read)
-            self._guard(partial(self._books.begin_forward, model, args, kwargs))
+        self._training = self._books.trains(model)
+        if self._training:
+            self._guard(self._begin_forward, model, args, kwargs)
             self._beat("forward")
             if not self._off:
                 self._answers.tell(self._books.step)
 
+    def _begin_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        self._answers.read()
+        self._books.begin_forward(model, args, kwargs)
+
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
-        self._bypassing = not self._inside and model.training and torch.is_grad_enabled()
+        if self._inside:
+            self._bypassing = False
+            if self._books.canary_due:
+                self._guard(self._books.run_canary, self._model)
+            return
+        self._bypassing = model.training and torch.is_grad_enabled()
         if self._bypassing and tell_if_wrapped_anew(model, self._model):
             self._bypassing = False
             self._close(CLOSE_SECONDS)
         elif self._bypassing:
             self._guard(partial(self._books.begin_micro_batch, args, kwargs, bypassed=True))
-        elif self._inside:
-            self._guard(partial(self._books.run_canary, self._model))
 
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._bypassing:
             self._bypassing = False
-            self._guard(partial(self._books.see_output, output, kwargs))
+            self._guard(self._books.see_output, output, kwargs)
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
-        self._guard(partial(self._books.end_forward, model, args, kwargs, output))
-        if self._books.trains(model):
+        self._guard(self._books.end_forward, model, args, kwargs, output)
+        if self._training:
             self._beat("backward")
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -301,7 +307,7 @@ class Scope:
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if has_closure(args, kwargs):
             self._guard(self._books.begin_optimizer_step)
-        self._guard(partial(self._books.count_optimizer_step, optimizer))
+        self._guard(self._books.count_optimizer_step, optimizer)
         self._beat("step")
 
     def _beat(self, phase: str) -> None:

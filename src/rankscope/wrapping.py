@@ -137,9 +137,10 @@ def is_training(model: nn.Module) -> bool:
 
     After an evaluation, Lightning puts the module back into training mode, but not its wrapper.
     """
-    inner = getattr(model, "module", None)
-    training = model.training or (isinstance(inner, nn.Module) and inner.training)
-    return training and torch.is_grad_enabled()
+    if not torch.is_grad_enabled():
+        return False
+    inner = None if model.training else getattr(model, "module", None)
+    return model.training or (isinstance(inner, nn.Module) and inner.training)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -180,7 +181,8 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 
 def has_closure(args: Any, kwargs: Any) -> bool:
     """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
-    return any(callable(given) for given in (*args[1:], *kwargs.values()))
+    given = (*args[1:], *kwargs.values())
+    return bool(given) and any(map(callable, given))
 
 
 def _find_deepspeed(engine: Any) -> Wrapped:

@@ -7,9 +7,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from rankscope import Run
 from rankscope.agent import link
+from rankscope.agent.sockets import unread_bytes
 from rankscope.core.signals import Table
 from support.accidents import Job, state_of, train, wait_until
 from support.loops import Loop
@@ -71,6 +73,13 @@ def has_greeted(loop):
     return loop.scope.findings == () and loop.scope.traffic.received > 0
 
 
+def let_agents_catch_up(loop, step):
+    """Wait until what both ranks have sent is read, so that the next steps find room."""
+    if step == HIT:
+        wait_until(lambda: not unread_bytes(loop.scope._link._socket))
+        dist.barrier()
+
+
 def accidents(rank, folder):
     """Train next to agents to which something happens; return bits and warnings of each."""
     found = {}
@@ -93,6 +102,7 @@ def accidents(rank, folder):
         started = loop.scope._opened.agent
         wait_until(partial(has_greeted, loop))
         for step in range(STEPS):
+            let_agents_catch_up(loop, step)
             if started is not None:
                 happens(loop, step, started.pid)
             if name == "stopped":

@@ -49,7 +49,9 @@ def messages_of(step, layout=LAYOUT, faulty=None, seed=0):
         sketches = dict(zip(("total", "groups", "local", "reduced"), map(len, parts), strict=True))
         messages[rank] = StepMessage(
             step=step,
-            slots=pack_values({"overhead_seconds": 0.25, "step_seconds": rank + 1.0}),
+            slots=np.frombuffer(
+                pack_values({"overhead_seconds": 0.25, "step_seconds": rank + 1.0}), np.int64
+            ),
             losses_U=rng.normal(size=4),
             weights_U=np.ones(4),
             units_M=np.array([4]),

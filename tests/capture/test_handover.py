@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from capture.interpreted import interpreter, launch_interpreted
-from rankscope.agent.message import StepMessage
+from rankscope.agent.message import StepMessage, pack_step
 from rankscope.capture import (
     GradientHandover,
     LocalGradient,
@@ -52,7 +52,7 @@ def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0, g
         measured,
         sketch_width=sketch,
         group_width=group,
-        sections=sections,
+        section_counts=() if sections is None else sections.counts,
         audit_width=audit,
         gram=gram,
     )
@@ -62,9 +62,7 @@ def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0, g
 
 def read(handover, sections=None):
     """Return what the agent reads in a message."""
-    message = StepMessage(0)
-    handover.fill(message)
-    message = StepMessage.unpack(message.pack())
+    message = StepMessage.unpack(b"".join(pack_step(0, 0.0, 0, handover.parts())))
     counts = () if sections is None else sections.counts
     handed = measured_of(message.numbers, message.sketches, message.sizes, counts)
     return handed._replace(gradient=replace(handed.gradient, gram=message.gram))

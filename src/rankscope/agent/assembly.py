@@ -98,12 +98,14 @@ class Assembly:
                 known = {"grad_carried_over": 1.0} if carried[rank] else one.values
                 _fill(workers, rank, known)
         _fill_nonfinite(workers, messages_W)
+        samples = tuple(message.samples_B for message in messages_W)
+        _fill_samples(workers, samples)
         gathered = GatheredStep(
             step=first.step,
             time=max((message.time for message in messages_W), default=time.time()),
             observed=observed,
             workers=workers,
-            samples=tuple(message.samples_B for message in messages_W),
+            samples=samples,
             micro_losses=losses,
             micro_weights=weights,
             micro_norms=tuple(
@@ -251,3 +253,22 @@ def _fill_nonfinite(workers: Mapping[str, NDArray[Any]], messages_W: Sequence[St
     known = (counts != MISSING_INT) if counts.dtype == np.int64 else np.isfinite(counts)
     bad_losses = [not np.isfinite(message.losses_U).all() for message in messages_W]
     workers["nonfinite"][:] = (known & (np.where(known, counts, 0) > 0)) | bad_losses
+
+
+def _fill_samples(workers: Mapping[str, NDArray[Any]], samples_W: Sequence[Ints]) -> None:
+    """Fill in how many samples each worker has, and a digest of which, in any order."""
+    spread = _mix(np.concatenate(samples_W))
+    end = 0
+    for rank, samples in enumerate(samples_W):
+        begin, end = end, end + len(samples)
+        workers["num_samples"][rank] = len(samples)
+        if len(samples):
+            workers["batch_digest"][rank] = spread[begin:end].sum()
+
+
+def _mix(samples: Ints) -> Ints:
+    """Spread ids over 64 bits (the finaliser of SplitMix64), so that their sums tell sets apart."""
+    bits = samples.astype(np.uint64)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (bits ^ (bits >> np.uint64(31))).view(np.int64)

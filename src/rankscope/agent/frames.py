@@ -5,12 +5,16 @@ that a frame is from or for; -1 stands for all of them.
 """
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from rankscope.errors import RankscopeError
 
 HEADER = struct.Struct("<IHHiq")  # bytes of payload, mark, kind, rank, step
+Content = bytes | bytearray | memoryview
+"""Of bytes: its length is their number."""
+
 MARK = 0x5253
 MAX_PAYLOAD = 1 << 30
 ALL_RANKS = -1
@@ -89,9 +93,17 @@ class FrameError(RankscopeError):
     """What came in is no frame: another program, or another version, is at the other end."""
 
 
-def pack(kind: Kind, payload: bytes = b"", *, rank: int = ALL_RANKS, step: int = -1) -> bytes:
-    """Return a frame's bytes."""
-    return HEADER.pack(len(payload), MARK, kind, rank, step) + payload
+def pack(
+    kind: Kind,
+    payload: bytes | Sequence[Content] = b"",
+    *,
+    rank: int = ALL_RANKS,
+    step: int = -1,
+) -> bytes:
+    """Return a frame's bytes; its payload may be in pieces."""
+    pieces = (payload,) if isinstance(payload, bytes) else payload
+    size = sum(map(len, pieces))
+    return b"".join((HEADER.pack(size, MARK, kind, rank, step), *pieces))
 
 
 class FrameReader:

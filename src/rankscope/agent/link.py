@@ -9,6 +9,7 @@ agent knows a step that it has already.
 """
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -16,10 +17,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rankscope.agent.frames import Frame, FrameError, FrameReader, Kind, pack
+from rankscope.agent.frames import Content, Frame, FrameError, FrameReader, Kind, pack
 from rankscope.agent.sockets import QUIETLY, TELLS_UNREAD, has_incoming, identity, unread_bytes
 from rankscope.errors import RankscopeError
 
@@ -34,6 +35,7 @@ SILENT_SECONDS = 60.0
 
 _SEND_BUFFER = 4 << 20  # the kernel gives less where it must
 _CHUNK = 1 << 16
+_LOOK = 1 / 60  # of that time passes between two looks at an agent that keeps up
 
 Connect = Callable[[], socket.socket]
 
@@ -86,12 +88,14 @@ class Link:
         self._lock = threading.Lock()
         self._waiting: deque[memoryview] = deque()
         self._frame: bytes | None = None  # of which a part may have been sent
-        self._bytes_waiting = self._left_unread = 0
-        self._progress = time.monotonic()
+        self._bytes_waiting = 0
+        self._left_unread: int | None = None  # after the last frame, if the agent lags behind
+        self._progress, self._looked = time.monotonic(), -math.inf
         self._sent = self._received = 0
         self._in_system_call = self._shut = False
         self._socket: socket.socket | None = None
         self._reader = FrameReader()
+        self._chunk = memoryview(bytearray(_CHUNK))
         try:
             self._open()
             self._push()
@@ -111,24 +115,26 @@ class Link:
         """Whether a step may bring its gradient along."""
         return self._bytes_waiting < ROOM_BYTES
 
-    def send(self, kind: Kind, payload: bytes = b"", *, rank: int, step: int = -1) -> None:
-        """Hand a frame over, or keep it until there is room.
+    def send(
+        self, kind: Kind, payload: bytes | Sequence[Content] = b"", *, rank: int, step: int = -1
+    ) -> None:
+        """Hand a frame over, or keep it until there is room; its payload may be in pieces.
 
         Raises:
             LinkError: The agent has ended, or takes nothing any more.
         """
         frame = pack(kind, payload, rank=rank, step=step)
         with self._lock:
-            unread = unread_bytes(self._alive())
-            if unread < self._left_unread or not (unread or self._waiting):
-                self._progress = time.monotonic()
+            now = time.monotonic()
+            lags = self._left_unread is not None or bool(self._waiting)
+            if lags or now - self._looked >= SILENT_SECONDS * _LOOK:
+                lags = self._lags(now)
             self._waiting.append(memoryview(frame))
             self._bytes_waiting += len(frame)
-            self._push()
-            self._left_unread = unread_bytes(self._alive())
-            silent = time.monotonic() - self._progress
-            stuck = silent > SILENT_SECONDS and (unread or self._waiting)
-            if stuck or self._bytes_waiting > MOST_BYTES:
+            place = self._push()
+            self._left_unread = unread_bytes(place) if lags else None
+            silent = now - self._progress
+            if (lags and silent > SILENT_SECONDS) or self._bytes_waiting > MOST_BYTES:
                 raise LinkError(
                     f"the monitor's agent has taken nothing for {silent:.0f} s, and "
                     f"{self._bytes_waiting / 2**20:.0f} MiB wait for it: it is stopped, or the "
@@ -201,6 +207,15 @@ class Link:
 
     # With the lock held ----------------------------------------------------------------------
 
+    def _lags(self, now: float) -> bool:
+        """Return whether the agent has left something unread; note when it has not, or has read."""
+        unread = unread_bytes(self._alive())
+        lags = bool(unread or self._waiting)
+        if not lags or (self._left_unread is not None and unread < self._left_unread):
+            self._progress = now
+        self._looked = now
+        return lags
+
     def _open(self) -> None:
         place = self._connect()
         place.setblocking(False)
@@ -231,7 +246,8 @@ class Link:
             raise LinkError("the connection to the monitor's agent was closed in this process")
         return place
 
-    def _push(self) -> None:
+    def _push(self) -> socket.socket:
+        """Send what waits, as much as there is room for; return the socket."""
         if self._in_system_call:
             self._open_again()
         place = self._alive()
@@ -244,12 +260,12 @@ class Link:
                 count = place.send(view, QUIETLY)
             except BlockingIOError:
                 self._in_system_call = False
-                return
+                break
             except OSError as error:
                 self._in_system_call = False
                 self._shut = has_incoming(place)  # it says why before it ends
                 if self._shut:
-                    return
+                    break
                 self._end(error)
             if count == len(view):
                 self._waiting.popleft()
@@ -261,6 +277,7 @@ class Link:
             self._sent += count
             if not TELLS_UNREAD:
                 self._progress = time.monotonic()
+        return place
 
     def _open_again(self) -> None:
         """Open another connection, since what has reached the agent on this one is not known."""
@@ -287,7 +304,7 @@ class Link:
         while True:
             self._in_system_call = True
             try:
-                data = place.recv(_CHUNK)
+                size = place.recv_into(self._chunk)
             except BlockingIOError:
                 self._in_system_call = False
                 return frames
@@ -296,16 +313,16 @@ class Link:
                 if frames:
                     return frames
                 self._end(error)
-            if not data:
+            if not size:
                 self._in_system_call = False
                 if frames:
                     return frames
                 self._end(None)
             try:
-                frames += self._reader.feed(data)
+                frames += self._reader.feed(self._chunk[:size])
             except FrameError as error:
                 raise LinkError(str(error)) from error
-            self._received += len(data)
+            self._received += size
             self._in_system_call = False
 
     def _end(self, error: OSError | None) -> None:

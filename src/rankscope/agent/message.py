@@ -6,6 +6,7 @@ hash of the signals that it was written for: a message of another version is an 
 wrong number.
 """
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.agent.frames import Content
 from rankscope.core.arrays import Floats, Floats32, Ints
 from rankscope.core.signals import DType, Source, Table, schema_hash, signals
 from rankscope.core.step import MISSING_INT
@@ -41,9 +43,10 @@ _ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (
 )
 _HEADER = struct.Struct(f"<qqdq{len(_ARRAYS)}I")  # schema, step, time, items
 _LOCAL = signals(Table.WORKERS, Source.LOCAL)
-_BITS_OF_NAN = int(np.float64(np.nan).view(np.int64))
-_MISSING = {DType.FLOAT: _BITS_OF_NAN, DType.INT: MISSING_INT, DType.BOOL: 0}
-_NO_VALUES = np.array([_MISSING[signal.dtype] for signal in _LOCAL], np.int64)
+_MISSING: dict[DType, float] = {DType.FLOAT: math.nan, DType.INT: MISSING_INT, DType.BOOL: 0}
+_NO_VALUES = [_MISSING[signal.dtype] for signal in _LOCAL]
+_SLOTS = struct.Struct("=" + "".join("d" if s.dtype is DType.FLOAT else "q" for s in _LOCAL))
+_PARTS = {name: (place, np.dtype(dtype).itemsize) for place, (name, dtype) in enumerate(_ARRAYS)}
 _PLACES = {signal.name: (place, signal.dtype) for place, signal in enumerate(_LOCAL)}
 
 
@@ -75,7 +78,7 @@ class StepMessage:
         step: Step number.
         time: Unix time in seconds at which the step ended.
         items: Digest of kinds and names of what ``digests_D`` are of.
-        slots: A LOCAL signal each, see :func:`pack_values`.
+        slots: A LOCAL signal each, see :func:`pack_values`: floats by their bits.
         losses_U: Losses of all micro-batches, one after the other, in units: see ``units_M``.
         weights_U: Label tokens behind each, NaN if unknown.
         units_M: How many units each micro-batch has.
@@ -125,10 +128,8 @@ class StepMessage:
 
     def pack(self) -> bytes:
         """Return the message's bytes."""
-        arrays = [np.ascontiguousarray(getattr(self, name), dtype) for name, dtype in _ARRAYS]
-        lengths = [array.size for array in arrays]
-        header = _HEADER.pack(schema_hash(), self.step, self.time, self.items, *lengths)
-        return b"".join([header, *(array.data for array in arrays if array.size)])
+        parts = {n: np.asarray(getattr(self, n), dtype).tobytes() for n, dtype in _ARRAYS}
+        return b"".join(pack_step(self.step, self.time, self.items, parts))
 
     @classmethod
     def unpack(cls, content: bytes) -> "StepMessage":
@@ -155,19 +156,34 @@ class StepMessage:
         return cls(step=step, time=time, items=items, **arrays)
 
 
-def pack_values(values: Mapping[str, float]) -> Ints:
-    """Return a worker's LOCAL signals, int64 ``[N]``: floats by their bits, missing ones too."""
+def pack_step(step: int, time: float, items: int, parts: Mapping[str, Content]) -> list[Content]:
+    """Return the bytes of a message, in pieces that belong one behind the other.
+
+    Args:
+        step: See :class:`StepMessage`, also for all others.
+        time: Unix time.
+        items: Digest of kinds and names.
+        parts: The bytes of its arrays; one that is empty may be absent.
+    """
+    lengths = [0] * len(_ARRAYS)
+    found: list[Content] = [b""] * len(_ARRAYS)
+    for name, part in parts.items():
+        place, size = _PARTS[name]
+        lengths[place], found[place] = len(part) // size, part
+    return [
+        _HEADER.pack(schema_hash(), step, time, items, *lengths),
+        *[part for part in found if part],
+    ]
+
+
+def pack_values(values: Mapping[str, float]) -> bytes:
+    """Return a worker's LOCAL signals, 8 bytes each; one that is absent or NaN is missing."""
     slots = _NO_VALUES.copy()
-    floats = slots.view(np.float64)
     for name, value in values.items():
-        place, dtype = _PLACES[name]
-        if value != value:  # NaN: missing
-            continue
-        if dtype is DType.FLOAT:
-            floats[place] = value
-        else:
-            slots[place] = value
-    return slots
+        if value == value:
+            place, dtype = _PLACES[name]
+            slots[place] = value if dtype is DType.FLOAT else int(value)
+    return _SLOTS.pack(*slots)
 
 
 def columns_of(slots_W: Sequence[Ints]) -> dict[str, NDArray[Any]]:

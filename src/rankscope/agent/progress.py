@@ -7,7 +7,6 @@ left behind, and takes no room in ``/dev/shm``.
 """
 
 import contextlib
-import ctypes
 import mmap
 import os
 import struct
@@ -17,6 +16,7 @@ from rankscope.core.hang import Place
 
 _NAME = "rankscope-progress"
 _PHASES = ("forward", "backward", "step")
+_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 _WORD = struct.Struct("=q")
 _PASSES_BITS, _PHASE_BITS = 20, 2
 _MOST_PASSES = (1 << _PASSES_BITS) - 1
@@ -35,7 +35,7 @@ class ProgressMark:
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         self._identity = os.fstat(self._file).st_ino
         os.ftruncate(self._file, mmap.PAGESIZE)
-        self._word = ctypes.c_int64.from_buffer(mmap.mmap(self._file, mmap.PAGESIZE))
+        self._word = memoryview(mmap.mmap(self._file, mmap.PAGESIZE)).cast("q")  # set at once
         self._step, self._passes = -1, 0
 
     def fileno(self) -> int:
@@ -52,8 +52,8 @@ class ProgressMark:
         """
         self._passes = self._passes + 1 if step == self._step else 1
         self._step = step
-        passes = min(self._passes, _MOST_PASSES)
-        self._word.value = (step << _PASSES_BITS | passes) << _PHASE_BITS | _PHASES.index(phase)
+        passes = self._passes if self._passes < _MOST_PASSES else _MOST_PASSES
+        self._word[0] = (step << _PASSES_BITS | passes) << _PHASE_BITS | _NUMBERS[phase]
 
     def close(self) -> None:
         """Give back the descriptor; the agent's stays good."""

@@ -1,17 +1,13 @@
 """Narrower sketches made from wide ones."""
 
 import functools
-from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rankscope.capture.folding import Folding
-from rankscope.capture.kernels.native import load_functions
 from rankscope.capture.totals import GradientTotals
-from rankscope.core.arrays import Floats32
 
 
 def fold(sketches: Tensor, width: int = 251, seed: int = 0) -> Tensor:
@@ -51,36 +47,12 @@ def fold_plain(totals: GradientTotals, reduced: GradientTotals | None, folding: 
     return torch.cat([part.view(-1) for part in parts])
 
 
-def fold_native(
-    totals: GradientTotals, reduced: GradientTotals | None, folding: Folding
-) -> Floats32:
-    """Return all sketches that are handed over ``[n]``, made in one call of a compiled function.
-
-    Raises:
-        BuildError: It cannot be built or loaded.
-    """
-    wanted = _table(folding)
-    into = np.empty(sum(folding.lengths.values()), np.float32)
-    sources = array("q", [t.sketches.data_ptr() for t in (totals, reduced or totals)])
-    signs = fold_signs(folding.wide, 0, totals.sketches.device)
-    load_functions().fold(
-        wanted.ctypes.data, len(wanted), sources.buffer_info()[0], folding.wide,
-        signs.data_ptr(), into.ctypes.data,
-    )  # fmt: skip
-    return into
-
-
 @functools.lru_cache(maxsize=8)
 def fold_signs(count: int, seed: int, device: torch.device) -> Tensor:
     """Return the signs with which entries are added up, float32 ``[count]``."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     bits = torch.randint(2, (count,), generator=generator, device="cpu")
     return bits.mul_(2).sub_(1).to(device, torch.float32)
-
-
-@functools.lru_cache(maxsize=16)
-def _table(folding: Folding) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-    return np.array(folding.wanted, np.int64).reshape(-1, 5)
 
 
 def _by_group(sketches: Tensor, counts: Sequence[int]) -> Tensor:

@@ -47,6 +47,18 @@ class Folding:
         """For each sketch: its source, the first of its rows, the end, its width and its place."""
         return _wanted(self)
 
+    @property
+    def by_row(self) -> list[tuple[int, int, int, int]]:
+        """For each sketch and each of its rows: the source, the row, the width and the place.
+
+        What is made of one row stands together, so that a row is fetched once.
+        """
+        return sorted(
+            (source, row, width, at)
+            for source, first, stop, width, at in self.wanted
+            for row in range(first, stop)
+        )
+
 
 @lru_cache(maxsize=16)
 def _wanted(folding: Folding) -> tuple[tuple[int, int, int, int, int], ...]:

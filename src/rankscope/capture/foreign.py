@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 
+_callback: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True
+)
+"""Returns what is about to trace all that is called; None if nothing is."""
+
 
 class ForeignHook:
     """A hook on the training's module that stays behind when the module is compiled or copied.
@@ -20,13 +25,19 @@ class ForeignHook:
     """
 
     def __init__(self, hook: Callable[..., None], *, compiled: bool = True) -> None:
-        self._hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+        self._hook = hook
+        self._untraced = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         self._compiled = compiled
 
     def __call__(self, *args: Any) -> None:
         """Call the hook; it returns nothing, so inputs and outputs stay as they are."""
-        if self._compiled or not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if self._compiled:
+                self._untraced(*args)
+        elif _callback() is None:
             self._hook(*args)
+        else:
+            self._untraced(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copied and stored as a method of the standard library that takes anything, returns None.

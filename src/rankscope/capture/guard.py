@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 
 class Guard:
@@ -18,14 +19,14 @@ class Guard:
         self._depth = 0
         self._cut_short = False
 
-    def __call__(self, work: Callable[[], None]) -> None:
-        """Run ``work``, unless the guard is shut."""
+    def __call__(self, work: Callable[..., None], *args: Any) -> None:
+        """Run ``work`` on what follows it, unless the guard is shut."""
         if not self.open:
             return
         start = time.perf_counter()
         self._depth += 1
         try:
-            work()
+            work(*args)
         except Exception as error:
             self.open = False
             self._failed(error)

@@ -1,7 +1,7 @@
 """What was measured of one worker's gradient, as it travels: two flat vectors and their sizes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ NUMBERS = ("squares", "reduced_squares", "micro", "largest", "nonfinite", "carri
 """The parts of ``numbers``, in order; one that is absent has the size 0."""
 
 SKETCHES = ("total", "groups", "local", "reduced")
-"""The parts of ``sketches``, in order."""
+"""The parts of ``sketches``, in order; groups that have one section each need none of their own."""
 
 
 class Measured(NamedTuple):
@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
 
 def sizes_of(
-    numbers: dict[str, int], sketches: dict[str, int], *, norm_estimated: bool
+    numbers: Mapping[str, int], sketches: Mapping[str, int], *, norm_estimated: bool
 ) -> list[int]:
     """Return the sizes of all parts, and whether the norm is an estimate, for the message."""
     sizes = [numbers.get(name, 0) for name in NUMBERS]
@@ -61,7 +61,7 @@ def measured_of(
     reduced_squares_R = part["reduced_squares"]
     if not len(reduced_squares_R):
         reduced_squares_R = np.full(num_rows, np.nan)
-    audit = None
+    audit, groups_GK = None, sketch["groups"].reshape(len(firsts_G), -1)
     if len(sketch["local"]):
         local_SK = sketch["local"].reshape(num_rows, -1)
         reduced = sketch["reduced"]
@@ -69,10 +69,12 @@ def measured_of(
             reduced.reshape(local_SK.shape) if len(reduced) else np.full_like(local_SK, np.nan)
         )
         audit = AuditPart(local_SK, reduced_SK, reduced_squares_R)
+        if not groups_GK.size and len(counts) == num_rows:
+            groups_GK = local_SK
     gradient = MeasuredGradient(
         group_norms_G=np.sqrt(np.add.reduceat(squares_R, firsts_G)),
         sketch_K=sketch["total"],
-        group_sketches_GK=sketch["groups"].reshape(len(firsts_G), -1),
+        group_sketches_GK=groups_GK,
         gram=np.empty(0),
         audit=audit,
         reduced_product=float(part["product"][0]) if len(part["product"]) else math.nan,

@@ -148,12 +148,12 @@ class _Functions(NamedTuple):
     Attributes:
         measure: Adds a flat part of a gradient.
         measure_many: Adds pieces of several gradients.
-        fold: Makes narrower sketches.
+        hand_over: Gathers what is handed over of totals.
     """
 
     measure: Callable[..., None]
     measure_many: Callable[..., None]
-    fold: Callable[..., None]
+    hand_over: Callable[..., None]
 
 
 @functools.cache
@@ -173,7 +173,7 @@ def load_functions() -> _Functions:
     return _Functions(
         _typed(library.rankscope_measure, whole),
         _typed(library.rankscope_measure_many, many),
-        _typed(library.rankscope_fold, [pointer, integer, pointer, integer, pointer, pointer]),
+        _typed(library.rankscope_hand_over, [pointer] * 5),
     )
 
 

@@ -270,32 +270,59 @@ void rankscope_measure_many(const piece *pieces, int64_t number, const char *con
                           largest + p->row, nonfinite + p->row);
 }
 
-/* Neighbouring rows of sketches that are added up and, where the result is narrower, folded. */
+/* What is handed over of the totals of a gradient, and in which form. */
 typedef struct {
-    int64_t source, first, stop; /* which sketches, and which of their rows */
-    int64_t width, at;           /* numbers in the result, and where the first of them goes */
-} folded;
+    int64_t rows, wide;    /* of the totals, and numbers in each of their sketches */
+    int64_t micro;         /* numbers that stand before the largest one, left to the caller */
+    int64_t sketches, end; /* bytes before the first sketch, and in all */
+    int64_t folds;
+    const float *signs; /* +1 or -1, one for each entry of a row */
+} form;
 
-/* Makes narrower sketches: entry c, with a sign, is added to entry c mod width.
+/* A row that is added to a sketch: entry c, with its sign if the sketch is narrower than the row,
+ * to entry c mod width. */
+typedef struct {
+    int64_t reduced, row; /* whether of the reduced gradient */
+    int64_t width, at;    /* numbers in the sketch, and where the first of them goes */
+} fold;
+
+/* Hands over squared norms, the reduced gradient's likewise, what the caller fills in, the largest
+ * element, the number of those that are not finite; and behind all numbers the sketches.
  *
- * sketches: by source, rows of `wide` floats. signs: +1 or -1, one for each entry. */
-void rankscope_fold(const folded *wanted, int64_t number, const float *const *sketches,
-                    int64_t wide, const float *signs, float *into) {
-    for (const folded *f = wanted; f < wanted + number; f++) {
-        float *restrict sums = into + f->at;
-        memset(sums, 0, f->width * sizeof(float));
-        for (int64_t row = f->first; row < f->stop; row++) {
-            const float *restrict sketch = sketches[f->source] + row * wide;
-            if (f->width == wide) {
-                for (int64_t c = 0; c < wide; c++)
-                    sums[c] += sketch[c];
-                continue;
-            }
-            for (int64_t begin = 0; begin < wide; begin += f->width) {
-                int64_t columns = wide - begin < f->width ? wide - begin : f->width;
-                for (int64_t c = 0; c < columns; c++)
-                    sums[c] += sketch[begin + c] * signs[begin + c];
-            }
+ * local, reduced: totals as capture/totals.py lays them out; the latter may be null. */
+void rankscope_hand_over(const form *f, const fold *folds, const double *local,
+                         const double *reduced, double *into) {
+    const int64_t rows = f->rows, before = 2 * rows + (rows + 1) / 2;
+    const int64_t *nonfinite = (const int64_t *)(local + rows);
+    const float *largest = (const float *)(local + 2 * rows);
+    float *restrict sketches = (float *)((char *)into + f->sketches);
+    float most = 0;
+    int64_t bad = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        bad += nonfinite[row];
+        if (most == most && !(largest[row] <= most)) /* once it is NaN, it stays so */
+            most = largest[row];
+    }
+    memcpy(into, local, rows * sizeof(double));
+    if (reduced)
+        memcpy(into + rows, reduced, rows * sizeof(double));
+    double *rest = into + (reduced ? 2 : 1) * rows + f->micro;
+    rest[0] = most;
+    rest[1] = bad;
+    memset(sketches, 0, f->end - f->sketches);
+    for (const fold *d = folds; d < folds + f->folds; d++) {
+        const double *totals = d->reduced ? reduced : local;
+        const float *restrict row = (const float *)(totals + before) + d->row * f->wide;
+        float *restrict sums = sketches + d->at;
+        if (d->width == f->wide) {
+            for (int64_t c = 0; c < f->wide; c++)
+                sums[c] += row[c];
+            continue;
+        }
+        for (int64_t begin = 0; begin < f->wide; begin += d->width) {
+            int64_t columns = f->wide - begin < d->width ? f->wide - begin : d->width;
+            for (int64_t c = 0; c < columns; c++)
+                sums[c] += row[begin + c] * f->signs[begin + c];
         }
     }
 }
