@@ -213,8 +213,10 @@ class _Training:
 
         def place(gradient: Tensor) -> Tensor:
             with self.counting.within(on=False):
-                placed = torch.empty(0).set_(pieces[self._memory], 0, gradient.shape)
-                return placed.copy_(gradient)
+                placed: Tensor = torch.empty(0)
+                placed.set_(pieces[self._memory], 0, gradient.shape)  # type: ignore[call-overload]
+                placed.copy_(gradient)
+                return placed
 
         parameter.register_hook(place)  # type: ignore[no-untyped-call]
 
@@ -238,9 +240,15 @@ def _count(tensors: int, ddp: dict[str, Any]) -> Row:
         finally:
             dist.destroy_process_group()
     _, still, moved = counted
-    launches, moves = (_total(each, PER_STEP) for each in (still, moved))
+    launches, when_moved = (_total(each, PER_STEP) for each in (still, moved))
     batch = _total(still, (BATCH,))
-    return {"tensors": tensors, "launches": launches, "moved": moves, "batch": batch, "of": still}
+    return {
+        "tensors": tensors,
+        "launches": launches,
+        "moved": when_moved,
+        "batch": batch,
+        "of": still,
+    }
 
 
 def _total(counts: dict[str, dict[str, int]], areas: tuple[str, ...]) -> int:

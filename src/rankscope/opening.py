@@ -293,6 +293,9 @@ def _connect(meeting: Meeting, answer: Mapping[str, Any], begun: _Begun, intent:
     leads = rank == 0 or (own_host != answer["host"] and meeting.is_first(f"leads/{own_host}"))
     if leads:
         agent, address = _start_agent(secret, in_thread=intent.in_thread)
+        if begun.path is not None and not address:
+            with contextlib.suppress(Exception):
+                end_lost_run(begun.path, None, "none could be started")
         meeting.write(place, address.encode())
     else:
         address = meeting.read(place)[0].decode()

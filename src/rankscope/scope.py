@@ -238,8 +238,8 @@ class Scope:
             level = logging.WARNING if told else logging.INFO
             _log.log(
                 level,
-                "the monitor's agent waits for other ranks; the training does not, and the record "
-                "is closed without it",
+                "the monitor's agent still waits for other ranks or hosts; the training goes on, "
+                "and the agent closes the record by itself",
             )
 
     def _say_bye(self, *, complete: bool, why: str) -> None:

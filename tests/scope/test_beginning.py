@@ -112,3 +112,24 @@ def test_patience_ends_before_the_groups_own():
 
 def patience(rank):
     return meeting.Meeting(dist.group.WORLD).patience_seconds
+
+
+def train_without_agent(rank, folder):
+    from rankscope.agent import launch
+
+    def refuse(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    launch.start = refuse
+    loop = Loop(rank, f"{folder}/run")
+    loop.step(0)
+    loop.close()
+    return loop.warnings
+
+
+def test_a_run_without_an_agent_is_not_said_to_go_on(tmp_path):
+    first, second = run_ranks(train_without_agent, 2, str(tmp_path))
+    assert "no agent of the monitor can be started" in first[0]
+    assert all("training goes on" in warnings[-1] for warnings in (first, second))
+    run = Run.open(tmp_path / "run")
+    assert (run.status, run.info["agent"]["ended"]) == ("incomplete", "none could be started")

@@ -93,18 +93,21 @@ def start(listening: socket.socket, secret: str, *, thread: bool) -> "Started":
     Raises:
         RuntimeError: Neither a process nor a thread can be started.
     """
+    problem: OSError | None = None
     if not thread:
         try:
             return Started(process=_start_process(listening, secret))
         except OSError as error:
-            _log.warning(
-                "the monitor's agent runs in a thread of this process, since no other can be "
-                "started (%s)",
-                error.strerror or error,
-            )
+            problem = error
     from rankscope.agent.process import serve_in_thread
 
     agent, in_thread = serve_in_thread(listening, secret)
+    if problem is not None:
+        _log.warning(
+            "the monitor's agent runs in a thread of this process, since no other can be "
+            "started (%s)",
+            problem.strerror or problem,
+        )
     return Started(thread=in_thread, agent=agent)
 
 
