@@ -317,6 +317,8 @@ def _pretend(training: _Training) -> None:
     tap: Any = training.books._tap
     tap._sketcher._kernel = fused.TritonKernel(cpu, WIDTH, period_signs(0), num_processors=1)
     tap._sketcher._together.clear()
+    evidence: Any = training.books._evidence
+    evidence._state._turns.clear()  # what was learnt of them is of the host
     reader = many.DeviceReader(cpu)
     for replaced, name, value in (
         (readings, "native_sum", lambda: None),

@@ -35,7 +35,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 def break_hook(loop: Loop) -> Undo:
     sketcher = loop.scope._books._tap._sketcher
-    sketcher.measure = sketcher.measure_many = fail
+    sketcher._measure = fail
     return None
 
 
@@ -113,7 +113,7 @@ def block_agent(loop: Loop) -> Undo:
 
 
 FAULTS: dict[str, tuple[Callable[[Loop], Undo], int, tuple[int, int]]] = {
-    # What is done, on which rank, and how many warnings that rank and the others log.
+    # What is done, on which rank, and how many warnings that rank and the host's first one log.
     "hook": (break_hook, 1, (1, 1)),
     "link": (break_link, 1, (1, 1)),
     "diagnosis": (break_diagnosis, 0, (1, 1)),
@@ -171,8 +171,9 @@ class TestFaults:
         _, where, (told_there, told_elsewhere) = FAULTS[kind]
         for rank, by_kind in enumerate(trained[0]):
             warnings = by_kind[kind]["warnings"]
-            assert len(warnings) == (told_there if rank == where else told_elsewhere), warnings
-            if kind in ("hook", "link", "nonsense") and rank != where:
+            told = told_there if rank == where else told_elsewhere if rank == 0 else 0
+            assert len(warnings) == told, warnings
+            if kind in ("hook", "link", "nonsense") and rank != where and warnings:
                 assert f"rank {where} sends nothing after step" in warnings[0]
             unforeseen = kind in ("hook", "link") and rank == where
             assert all(w.endswith("[traceback]") == unforeseen for w in warnings), warnings
@@ -270,7 +271,7 @@ def watch_again_after_a_fault(rank: int, folder: str) -> int:
 
 
 def test_a_job_can_be_watched_again_after_a_fault(tmp_path):
-    assert run_ranks(watch_again_after_a_fault, 2, str(tmp_path)) == [2, 1]  # and the new directory
+    assert run_ranks(watch_again_after_a_fault, 2, str(tmp_path)) == [2, 0]  # and the new directory
     assert Run.open(tmp_path / "run").status == "incomplete"
     again = Run.open(tmp_path / "run-2")
     assert again.status == "complete"

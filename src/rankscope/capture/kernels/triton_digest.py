@@ -31,9 +31,9 @@ def _halves(address, places, left, unit):
     low = tl.zeros_like(places)
     high = tl.zeros_like(places)
     if unit == 4:
-        at = address.to(tl.pointer_type(tl.int32))
-        low = tl.load(at + 2 * places, mask=8 * places < left, other=0)
-        high = tl.load(at + 2 * places + 1, mask=8 * places + 4 < left, other=0)
+        whole = address.to(tl.pointer_type(tl.int32))
+        low = tl.load(whole + 2 * places, mask=8 * places < left, other=0)
+        high = tl.load(whole + 2 * places + 1, mask=8 * places + 4 < left, other=0)
     elif unit == 2:
         halves = address.to(tl.pointer_type(tl.int16))
         for i in tl.static_range(2):
