@@ -187,6 +187,16 @@ def test_a_link_that_closes_delivers_first(opened):
     assert root.missing(1) == [(taken.count(True), 29)]
 
 
+def test_the_root_hears_of_its_last_frames_before_a_link_closes(opened):
+    root = opened(RootLink("127.0.0.1"))
+    link = opened(HostLink(root.invitation, 1))
+    exchange(root, [link], lambda *_: bool(root.hosts))
+    assert root.send(1, b"the last word")
+    exchange(root, [link], lambda _, at_hosts: bool(at_hosts[0]))
+    assert link.close(LONG)
+    assert root.flush(LONG)
+
+
 def test_an_agent_that_was_started_again_takes_its_predecessors_place(opened):
     root = opened(RootLink("127.0.0.1"))
     first = opened(HostLink(root.invitation, 1))

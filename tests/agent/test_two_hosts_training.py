@@ -11,6 +11,7 @@ import pytest
 
 from rankscope import Run
 from rankscope.core.signals import Table
+from support.accidents import wait_until
 from support.two_hosts import TwoHosts, why_not
 
 pytestmark = [
@@ -21,9 +22,15 @@ pytestmark = [
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_shared_batches.py"
 
+FOR_GOOD = float("inf")
+
 
 def train(tmp_path, steps, *, cut_seconds=None):
-    """Train 2 ranks on each host; the agents' link is cut when a third of the steps is done."""
+    """Train 2 ranks on each host; the agents' link is cut when a third of the steps is done.
+
+    Returns:
+        The record, what the ranks found, and what they printed.
+    """
     run_dir, mark = tmp_path / "run", tmp_path / "mark"
     with TwoHosts(tmp_path / "hosts") as hosts:
         env = {
@@ -37,18 +44,21 @@ def train(tmp_path, steps, *, cut_seconds=None):
             while not mark.exists() and jobs[0].poll() is None:
                 time.sleep(0.05)
             hosts.cut()
-            time.sleep(cut_seconds)
-            hosts.mend()
+            if cut_seconds != FOR_GOOD:
+                time.sleep(cut_seconds)
+                hosts.mend()
         said = [job.communicate(timeout=240)[0] for job in jobs]
         assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
+        wait_until(lambda: Run.open(run_dir).status != "running")
     lines = [line for text in said for line in text.splitlines() if line.startswith("RESULT")]
-    return Run.open(run_dir), [json.loads(line.removeprefix("RESULT")) for line in lines]
+    results = [json.loads(line.removeprefix("RESULT")) for line in lines]
+    return Run.open(run_dir), results, "\n".join(said)
 
 
 @pytest.mark.parametrize("cut_seconds", [None, 5.0])
 def test_ranks_of_two_hosts_are_compared_as_on_one(tmp_path, cut_seconds):
     steps = 60 if cut_seconds is None else 250
-    run, results = train(tmp_path, steps, cut_seconds=cut_seconds)
+    run, results, _ = train(tmp_path, steps, cut_seconds=cut_seconds)
     assert run.status == "complete"
     assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(steps))
     assert len({entry["host"] for entry in run.info["ranks"]}) >= 1
@@ -58,3 +68,15 @@ def test_ranks_of_two_hosts_are_compared_as_on_one(tmp_path, cut_seconds):
     assert all(result["findings"] == recorded for result in results)
     told = {tuple(result["told_at"]) for result in results}
     assert len(told) == 1 or cut_seconds is not None  # all ranks heard of it in the same step
+
+
+def test_a_training_ends_as_ever_when_the_link_is_cut_for_good(tmp_path):
+    run, results, said = train(tmp_path, 400, cut_seconds=FOR_GOOD)
+    assert len(results) == 4  # all ranks have come to their end
+    assert run.status == "incomplete"
+    steps = run.columns(Table.STEPS, "step")["step"].tolist()
+    assert steps == list(range(len(steps)))
+    assert 0 < len(steps) < 400
+    endings = {ending["rank"]: ending["why"] for ending in run.info["ended"]}
+    assert endings[2] == endings[3] == "its host is out of reach"
+    assert said.count("still waits for other ranks or hosts") == 2  # once on each host

@@ -98,14 +98,17 @@ class HostLink:
     def close(self, linger_seconds: float = 0.0) -> bool:
         """Wait until the root has everything, but no longer than that, and close the sockets.
 
+        The root hears that its own last frames have arrived: it waits for that.
+
         Returns:
             Whether it has.
         """
         until = time.monotonic() + linger_seconds
-        while not self._lane.is_empty and time.monotonic() < until:
+        lane = self._lane
+        while (lane.owes_confirmation or not lane.is_empty) and time.monotonic() < until:
             self.poll(0.01)
         self._context.destroy(linger=200)
-        return self._lane.is_empty
+        return lane.is_empty
 
     def _search(self, now: float) -> None:
         """Ask at the root's addresses, one after the other, until one answers: that is chosen."""

@@ -103,6 +103,11 @@ class Lane:
         """Whether everything has arrived at the other end."""
         return not self._kept and not self._left_out
 
+    @property
+    def owes_confirmation(self) -> bool:
+        """Whether the other end does not know as yet that its last frames have arrived."""
+        return self._owed_bytes > 0
+
     # Sending ---------------------------------------------------------------------------------
 
     def put(self, payload: bytes, step: int | None = None) -> bool:
