@@ -129,6 +129,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from rankscope.capture.kernels import triton as reading, triton_combine, triton_handover
+from rankscope.capture.kernels import triton_digest
 
 pointers = dict(segments="i64", jobs="i64", addresses="i64", row_signs="fp32", period="i8",
                 sketches="fp32", norms="fp64", tops="fp32", nonfinites="i64", jobs_of="i64",
@@ -141,13 +142,19 @@ constants = {
     "combine": dict(ROWS=16, SKETCH=True, FRESH=False, WHOLE=0, **grid),
     "combine fresh": dict(ROWS=16, SKETCH=False, FRESH=True, WHOLE=4093, **grid),
     "gather": dict(WIDE=4093, REDUCED=True),
+    "digest_chunks": dict(SQUARES=True),
+    "digest_chunks alone": dict(SQUARES=False),
 }[sys.argv[3]]
 name = sys.argv[3].split()[0]
-modules = {"measure_tiles": reading, "combine": triton_combine, "gather": triton_handover}
+modules = {"measure_tiles": reading, "combine": triton_combine, "gather": triton_handover,
+           "digest_chunks": triton_digest}
 kernel = getattr(modules[name], name)
 pointers |= dict(table="i64", local="fp32", reduced="fp32", signs="fp32", squares="fp64",
                  reduced_squares="fp64", numbers="fp64")
-integers = ("num_sketches", "num_rows", "largest_at")
+integers = ("num_sketches", "num_rows", "largest_at", "length", "row", "step", "rows", "first")
+if name == "digest_chunks":
+    pointers = {each: "i64" for each in kernel.arg_names if each not in (*integers, "SQUARES")}
+    pointers |= dict(squares="fp64")
 signature = {n: "*" + pointers[n] if n in pointers else "constexpr" for n in kernel.arg_names}
 signature |= {n: "i32" for n in integers if n in signature}
 aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in pointers}
@@ -167,7 +174,10 @@ def test_it_compiles_to_aligned_vector_loads(tmp_path, dtype, capability, load):
     assert sum(load in line and "evict_first" in line for line in lines) == 8
 
 
-@pytest.mark.parametrize("kernel", ["combine", "combine fresh", "gather"])
+@pytest.mark.parametrize(
+    "kernel",
+    ["combine", "combine fresh", "gather", "digest_chunks", "digest_chunks alone"],
+)
 def test_the_other_kernels_compile(tmp_path, kernel):
     assert kernel.split()[0] in compiled(tmp_path, "fp32", "90", kernel)
 
