@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 5
 TRACED = range(2, 4)
-STRIDE = 431
+STRIDE = 211
 """A prime: lines that come again and again are not met at the same place each time."""
 
 EVIDENCE = {"state_layout", "precision", "rng_used"}
