@@ -1,21 +1,26 @@
 """Launches of the probe on an accelerator in one step, counted without one.
 
-A model with more and more parameter tensors trains under DDP; its local gradient, the reduced one
-and their handover are measured by the kernels for CUDA, which Triton's interpreter runs on the CPU.
-Every launch of such a kernel, every operation of torch that would be one, and every copy between
-host and device counts.
+A model with more and more parameter tensors trains under DDP, watched with default settings:
+gradients and evidence of every step. What the kernels for CUDA do, Triton's interpreter does on the
+CPU. Every launch of such a kernel, every operation of torch that would be one, and every copy
+between host and device counts.
+
+A caching allocator gives a training the same memory in every step. Here a hook of the training puts
+gradients where they were, or elsewhere, to count both.
 
 Run ``python benchmarks/launches.py``, or ``make bench``.
 """
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,25 +34,42 @@ Row = dict[str, Any]
 TENSORS = (10, 100, 1000)
 LAYERS = 5
 WIDTH = 61
-STEPS = 4  # two in which the tap learns what happens to gradients, one that prepares, and one
-FREE = ("view", "detach", "slice", "select", "empty", "new_empty", "alias", "lift_fresh", "reshape")
-"""Operations that start nothing on a device, by how their names begin."""
+LEARNT = 2  # steps in which the tap learns what happens to gradients
+FREE = ("view", "detach", "slice", "select", "empty", "new_empty", "alias", "lift_fresh", "reshape",
+        "as_strided", "set_", "_local_scalar_dense", "_unsafe_view", "unsqueeze", "t")  # fmt: skip
+"""Operations that start nothing on a device, by their names or how these begin."""
+
+GRADIENTS, EVIDENCE, BATCH, SHARED = "gradients", "evidence", "batch", "copy to the host"
+PER_STEP = (GRADIENTS, EVIDENCE, SHARED)
+"""What a step takes, whatever it is made of: micro-batches add what is of the batch."""
 
 
 def measure(tensors: tuple[int, ...] = TENSORS, **ddp: Any) -> list[Row]:
-    """Return a row for each number of parameter tensors: ``tensors``, ``launches``, ``of``.
+    """Return a row for each number of parameter tensors.
 
     Args:
         tensors: How many parameter tensors.
         ddp: Options of DistributedDataParallel.
+
+    Returns:
+        Rows with ``tensors``; ``launches`` of a step whose gradients lie where they lay in the step
+        before, and ``moved`` of one whose gradients do not; ``batch`` of a micro-batch's loss,
+        labels and samples; and what they are, ``of``.
     """
     return [_in_interpreter(number, ddp) for number in tensors]
 
 
 def render(rows: list[Row]) -> str:
     """Return the rows as a Markdown table."""
-    lines = ["| parameter tensors | launches and copies per step |", "|---|---|"]
-    lines += [f"| {row['tensors']} | {row['launches']} |" for row in rows]
+    lines = [
+        "| parameter tensors | launches and copies per step | where gradients have moved "
+        "| per micro-batch besides: loss, labels and samples |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['tensors']} | {row['launches']} | {row['moved']} | {row['batch']} |"
+        for row in rows
+    ]
     return "\n".join(lines)
 
 
@@ -68,9 +90,12 @@ class _Model(nn.Module):
             for _ in range(LAYERS)
         )
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return a scalar."""
-        return torch.stack([inputs @ each for each in self.parameters()]).sum()
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+    ) -> dict[str, Tensor]:
+        """Return a loss."""
+        inputs = (input_ids * attention_mask + labels).float().mean(0)
+        return {"loss": torch.stack([inputs @ each for each in self.parameters()]).sum()}
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -79,32 +104,37 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on = False
-        self.counts: Counter[str] = Counter()
+        self.area = GRADIENTS
+        self.counts: dict[str, Counter[str]] = defaultdict(Counter)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation as it is."""
         name = func.name().removeprefix("aten::")
-        if self.on and not name.startswith(FREE):
-            self.counts[name] += 1
+        if self.on and not (name.startswith(FREE[:-1]) or name == FREE[-1]):
+            self.counts[self.area][name] += 1
         return func(*args, **(kwargs or {}))
 
     def count(self, name: str) -> None:
         """Count one launch."""
-        self.counts[name] += 1
+        if self.on:
+            self.counts[self.area][name] += 1
 
     @contextmanager
-    def within(self, *, on: bool = True) -> Iterator[None]:
+    def within(self, *, on: bool = True, area: str | None = None) -> Iterator[None]:
         """Count, or do not."""
-        before, self.on = self.on, on
-        yield
-        self.on = before
+        before = self.on, self.area
+        self.on, self.area = on, area or self.area
+        try:
+            yield
+        finally:
+            self.on, self.area = before
 
-    def guarded(self, work: Callable[[], None]) -> None:
-        """Run the monitor's work, and count in it."""
-        with self.within():
-            work()
+    def take(self) -> dict[str, dict[str, int]]:
+        """Return what was counted, and count anew."""
+        counts, self.counts = self.counts, defaultdict(Counter)
+        return {area: dict(counter) for area, counter in counts.items()}
 
 
 class _Counted:
@@ -122,75 +152,182 @@ class _Counted:
         return launch
 
 
+class _Training:
+    """A model that trains, and the monitor's books, whose steps go nowhere."""
+
+    def __init__(self, tensors: int, ddp: dict[str, Any], counting: _Counting) -> None:
+        from rankscope.books import StepBooks
+        from rankscope.capture import ReadReduced
+        from rankscope.capture.guard import Guard
+        from rankscope.core.tiers import Tier
+        from rankscope.instruments import Options, choose_instruments
+        from rankscope.wrapping import find_wrapper
+
+        def fail(error: Exception) -> None:
+            raise SystemExit(f"the monitor has failed: {error!r}") from error
+
+        self.counting, self._memory = counting, 0
+        self.model = DistributedDataParallel(_Model(tensors), **ddp)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+        options = Options(Tier.SKETCH, 1, WIDTH, "blocks", ReadReduced.SKETCH, None, 0)
+        instruments = choose_instruments(find_wrapper(self.model), options)
+        self._guard = Guard(fail)
+        self.books = StepBooks(instruments, self._optimizer, self._guard, lambda step: None)
+        for parameter in self.model.parameters():
+            self._place(parameter)
+
+    def step(self, *, moves: bool = False) -> dict[str, dict[str, int]]:
+        """Train for a step; return what of it was counted.
+
+        Args:
+            moves: Whether gradients lie elsewhere than in the step before.
+        """
+        books, optimizer = self.books, self._optimizer
+        self._memory ^= moves
+        ids = torch.randint(9, (2, 5))
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        self._watched(partial(books.begin_forward, self.model, (), given))
+        self.counting.take()  # what belongs to the step before
+        output = self.model(**given)
+        self._watched(partial(books.end_forward, self.model, (), given, output))
+        output["loss"].backward()
+        self._watched(books.begin_optimizer_step)
+        optimizer.step()
+        self._watched(partial(books.count_optimizer_step, optimizer))
+        optimizer.zero_grad()
+        self._watched(books.close_step)
+        return self.counting.take()
+
+    def repeat_turn(self) -> None:
+        """Let the next step compare what the last one has compared."""
+        evidence: Any = self.books._evidence
+        length = evidence._state._plan.length
+        self.books.step = -(-self.books.step // length) * length
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        self._guard(work)
+
+    def _place(self, parameter: Tensor) -> None:
+        """Put a parameter's gradient into one of two pieces of memory."""
+        pieces = [torch.empty_like(parameter).untyped_storage() for _ in range(2)]
+
+        def place(gradient: Tensor) -> Tensor:
+            with self.counting.within(on=False):
+                placed: Tensor = torch.empty(0)
+                placed.set_(pieces[self._memory], 0, gradient.shape)  # type: ignore[call-overload]
+                placed.copy_(gradient)
+                return placed
+
+        parameter.register_hook(place)  # type: ignore[no-untyped-call]
+
+
 def _count(tensors: int, ddp: dict[str, Any]) -> Row:
     counting = _Counting()
+    _attribute(counting)
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         try:
-            _train(DistributedDataParallel(_Model(tensors), **ddp), counting)
+            with counting:
+                training = _Training(tensors, ddp, counting)
+                for _ in range(LEARNT):
+                    training.step()
+                _pretend(training)
+                counted = []
+                for moves in (False, False, True):
+                    training.repeat_turn()
+                    counted.append(training.step(moves=moves))
         finally:
             dist.destroy_process_group()
-    return {"tensors": tensors, "launches": counting.counts.total(), "of": dict(counting.counts)}
+    _, still, moved = counted
+    launches, when_moved = (_total(each, PER_STEP) for each in (still, moved))
+    batch = _total(still, (BATCH,))
+    return {
+        "tensors": tensors,
+        "launches": launches,
+        "moved": when_moved,
+        "batch": batch,
+        "of": still,
+    }
 
 
-def _train(model: DistributedDataParallel, counting: _Counting) -> None:
-    from rankscope.capture import DDPTap, ReadReduced, Sketcher
-    from rankscope.capture.folding import Folding
-    from rankscope.capture.handover import launch
+def _total(counts: dict[str, dict[str, int]], areas: tuple[str, ...]) -> int:
+    return sum(sum(counts.get(area, {}).values()) for area in areas)
+
+
+def _attribute(counting: _Counting) -> None:
+    """From now on, count all that the monitor does, and what it is for."""
+    from rankscope.capture import LossMeter, SampleMeter, host, loss
+    from rankscope.capture.guard import Guard
+    from rankscope.capture.state_meter import StateMeter
+
+    def wrap(kind: Any, names: tuple[str, ...], area: str | None) -> None:
+        for name in names:
+            setattr(kind, name, _within(counting, getattr(kind, name), area))
+
+    wrap(Guard, ("__call__",), None)
+    wrap(SampleMeter, ("see", "collect"), BATCH)
+    wrap(LossMeter, ("see", "collect"), BATCH)
+    wrap(loss._Multiplier, ("_see",), BATCH)
+    wrap(StateMeter, ("see_local", "see_locals", "see_reduced", "see_applied", "see_state"),
+         EVIDENCE)  # fmt: skip
+    wrap(host._Shared, ("begin",), SHARED)
+    begin = host.HostCopy.__init__
+
+    @functools.wraps(begin)
+    def copy(self: Any, *args: Any, **kwargs: Any) -> None:
+        counting.count("copy to the host")
+        with counting.within(on=False):
+            begin(self, *args, **kwargs)
+
+    host.HostCopy.__init__ = copy  # type: ignore[method-assign]
+
+
+def _within(counting: _Counting, function: Callable[..., Any], area: str | None) -> Any:
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with counting.within(area=area):
+            return function(*args, **kwargs)
+
+    return counted
+
+
+def _pretend(training: _Training) -> None:
+    """From now on, treat the CPU as an accelerator; the first steps would take long in this way."""
+    from rankscope.capture import handover, labels, loss, readings, samples
     from rankscope.capture.kernels import (
         fused,
+        many,
         period_signs,
         triton,
         triton_combine,
+        triton_digest,
         triton_handover,
     )
-    from rankscope.core.groups import group_parameters
-    from rankscope.core.sections import cut_sections
 
-    kernels = (triton, "measure_tiles"), (triton_combine, "combine"), (triton_handover, "gather")
-    for module, name in kernels:
-        setattr(module, name, _Counted(getattr(module, name), counting))
-    parameters = dict(model.module.named_parameters())
-    groups = group_parameters(parameters)
-    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-    sections = cut_sections(sizes, groups, max_sections=8)
+    replaced: Any
+    for replaced, name in (
+        (triton, "measure_tiles"),
+        (triton_combine, "combine"),
+        (triton_digest, "digest_chunks"),
+        (triton_handover, "gather"),
+    ):
+        setattr(replaced, name, _Counted(getattr(replaced, name), training.counting))
     cpu = torch.device("cpu")
-    sketcher = Sketcher(cpu, groups, WIDTH, sections=sections)
-    tap = DDPTap(
-        model, dict(parameters), sketcher, counting.guarded, reduced=ReadReduced.SKETCH,
-        witness=_Nobody(), shadowed=lambda: None,
-    )  # fmt: skip
-    folding = Folding(sections.counts, WIDTH, WIDTH, 13, 7, reduced=True)
-    with counting:
-        for step in range(STEPS):
-            if step == STEPS - 2:  # the interpreter is slow
-                sketcher._kernel = fused.TritonKernel(cpu, WIDTH, period_signs(0), num_processors=1)
-                sketcher._together.clear()
-            counting.counts.clear()
-            tap.begin_forward(measure=True)
-            model(torch.randn(5)).backward()
-            with counting.within():
-                measured = tap.collect()
-                assert measured is not None
-                if step >= STEPS - 2:
-                    launch(measured, folding)
-                    counting.count("copy to the host")
-            model.zero_grad()
-    tap.remove()
-
-
-class _Nobody:
-    wanted_names: tuple[str, ...] = ()
-
-    def see_local(self, name: str, gradient: Tensor) -> None:
-        """Look away."""
-
-    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Look away."""
-
-    def see_reduced(self) -> None:
-        """Look away."""
+    tap: Any = training.books._tap
+    tap._sketcher._kernel = fused.TritonKernel(cpu, WIDTH, period_signs(0), num_processors=1)
+    tap._sketcher._together.clear()
+    reader = many.DeviceReader(cpu)
+    for replaced, name, value in (
+        (readings, "native_sum", lambda: None),
+        (readings, "device_reader", lambda device: reader),
+        (handover, "_is_compiled", lambda: False),
+        (handover, "_launches_on", lambda tensor: True),
+        (loss, "_is_number_on_host", lambda value: False),
+        (labels, "count_labels", lambda *args, **options: None),
+        (samples, "_on_host", lambda tensor: False),
+    ):
+        setattr(replaced, name, value)
 
 
 def main() -> None:
@@ -201,7 +338,8 @@ def main() -> None:
         return
     rows = measure()
     Console().print(render(rows), markup=False)
-    Console().print(rows[-1]["of"])
+    for area, counts in rows[-1]["of"].items():
+        Console().print(area, counts)
 
 
 if __name__ == "__main__":

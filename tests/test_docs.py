@@ -63,12 +63,8 @@ def blocks(page, language):
 
 
 @pytest.mark.parametrize("table", Table)
-def test_every_column_of_every_table_is_documented_and_no_other(table):
-    expected = [[f"`{s.name}`", f"`{s.dtype}`", s.unit, s.meaning] for s in signals(table)]
-    rows = table_rows(section(RUNS, table))
-    assert rows == expected, "put these lines there:\n" + "\n".join(
-        f"| {' | '.join(row)} |".replace("|  |", "| |") for row in expected
-    )
+def test_every_table_has_a_section_that_the_site_fills_with_its_columns(table):
+    assert f"<!-- columns of {table} -->" in section(RUNS, table)
 
 
 def test_every_table_is_named_among_the_files():

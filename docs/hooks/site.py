@@ -3,6 +3,7 @@
 - ``causes/``: a page for every finding, cut from ``causes.md``, which stays one file to read and
   to edit. Links to its sections lead to these pages.
 - ``reference/cli.md``: the help of every command, from the command line itself.
+- The tables of columns in ``runs.md``, from the signal registry.
 - ``files/``: files outside of ``docs/`` that pages link to (tests, examples), as they are.
 - Entries of the navigation that end in a slash: all pages of that folder.
 """
@@ -18,12 +19,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from rankscope.cli.main import NAME, app
+from rankscope.core.signals import Table, signals
 from rankscope.diagnose.rules import RULES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CAUSES = "causes.md"
 CLI = "reference/cli.md"
+RUNS = "runs.md"
+COLUMNS = re.compile(r"^<!-- columns of (?P<table>\w+) -->$", re.M)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
 SECTION = re.compile(r"^## `(?P<name>[^`]+)`$\n(?P<text>.*?)(?=^## |\Z)", re.M | re.S)
 FAMILY = re.compile(r"^\*\*(?P<name>.+)\*\*$\n(?P<rows>(?:^(?:\|.*)?$\n)+)", re.M)
@@ -57,6 +61,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     if uri == CAUSES:
         markdown = markdown[: SECTION.search(markdown).start()]  # type: ignore[union-attr]
+    if uri == RUNS:
+        markdown = COLUMNS.sub(lambda found: _columns(Table(found["table"])), markdown)
     if uri.startswith("files/"):
         return markdown
     return LINK.sub(lambda link: f"]({_target(uri, link[1], link[2] or '')})", markdown)
@@ -136,6 +142,12 @@ def _cli_page() -> str:
         inner = getattr(command, "commands", {})
         commands = [(f"{name} {key}", value) for key, value in inner.items()] + commands
     return "\n".join(parts)
+
+
+def _columns(table: Table) -> str:
+    """Return the columns of a table of the record."""
+    rows = [f"| `{s.name}` | `{s.dtype}` | {s.unit} | {s.meaning} |" for s in signals(table)]
+    return "\n".join(["| column | type | unit | meaning |", "|---|---|---|---|", *rows])
 
 
 def _linked_files(uri: str, text: str | None) -> dict[str, str]:

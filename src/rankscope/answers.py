@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from rankscope.agent.frames import Frame, Kind
-from rankscope.agent.link import Link, LinkError
+from rankscope.agent.link import AgentEndedError, Link
 from rankscope.agent.processes import permit_inspection
 from rankscope.agent.reports import unpack_report
 from rankscope.books import StepBooks
@@ -178,12 +178,12 @@ class Answers:
         _log.log(level, "%s", line)
 
     def _take_off(self, frame: Frame) -> None:
-        raise LinkError(frame.payload.decode())
+        raise AgentEndedError(frame.payload.decode())
 
     def _take_done(self, frame: Frame) -> None:
         self.done = True
         if frame.payload:
-            raise LinkError(frame.payload.decode())
+            raise AgentEndedError(frame.payload.decode())
 
     def _take_invitation(self, frame: Frame) -> None:
         """Let the agents of other hosts know how the root is reached."""

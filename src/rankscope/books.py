@@ -21,6 +21,7 @@ from rankscope.canary import LiveCanary
 from rankscope.capture import GradientHandover, LossMeter, OptimizerMeter, SampleMeter
 from rankscope.capture.exact_evidence import NoEvidence
 from rankscope.capture.guard import Guard
+from rankscope.capture.host import begin_copies
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.trace import PendingTrace
 from rankscope.capture.witness import BothSee
@@ -348,6 +349,7 @@ class StepBooks:
         self._unreduced = self._updated = False
         self._last_time = now
         self._handing_over = False
+        begin_copies()
         self._send(local)
 
     def _collect_trace(self, *, comparable: bool) -> tuple[PendingTrace | None, float]:

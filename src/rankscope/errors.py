@@ -10,6 +10,7 @@
     ├── UnsupportedError           a way of training that cannot be watched (yet)
     ├── MissingExtraError          an optional dependency that is not installed
     ├── study.launch: StudyInterrupted, WorkerFailedError
+    ├── meeting: LateError (a rank that does not call ``watch``); the training goes on unwatched
     ├── capture.canary_batch: CanaryDeclined (a model or batch that no canary can run)
     ├── capture.canary_state: NotPutBackError (what a canary has changed)
     └── agent: LinkError, FrameError, MessageError, HostsError; these never leave the monitor

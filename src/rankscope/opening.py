@@ -31,14 +31,15 @@ from rankscope.agent.link import Link
 from rankscope.agent.progress import ProgressMark
 from rankscope.core.signals import schema_hash
 from rankscope.errors import RankscopeError, RunError, UsageError
-from rankscope.meeting import Meeting
-from rankscope.record.begin import begin_run, is_run
+from rankscope.meeting import LateError, Meeting
+from rankscope.record.begin import begin_run, end_lost_run, is_run
 from rankscope.record.files import RunTakenError, to_plain
 from rankscope.record.states import pack_state
 from rankscope.sinks import PlannedSink, plan_sinks
 
 _log = logging.getLogger("rankscope")
 
+_AGENT_ENDS_SECONDS = 0.2  # from the end of its sockets to that of its process
 _PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write what it knows
 
 
@@ -58,6 +59,7 @@ class Opened:
         agent: The agent, on the rank that has started it.
         info: What ``run.json`` says, on rank 0.
         local_sinks: Sinks that live in the training's process, on rank 0.
+        problem: Why nothing is watched, where some rank did not come; else empty.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class Opened:
     agent: Started | None
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     local_sinks: tuple[PlannedSink, ...] = ()
+    problem: str = ""
 
     def connect(self, reduced_copies: int, mark: ProgressMark | None) -> Link:
         """Return the way to the agent.
@@ -87,7 +90,15 @@ class Opened:
             hello[role] = {**hello[role], "layout": layout}
         frame = pack(Kind.HELLO, json.dumps(hello).encode(), rank=self.rank)
         wake = None if self.agent is None else self.agent.wake
-        return Link(partial(launch.connect, self.address), frame, wake)
+        return Link(partial(launch.connect, self.address, self.problem), frame, wake)
+
+    def note_end_of_agent(self) -> None:
+        """Say in the record that it ends here, on rank 0, if the agent's process has ended."""
+        if self.agent is None or self.run_dir is None:
+            return
+        how = self.agent.ending(_AGENT_ENDS_SECONDS)
+        if how:
+            end_lost_run(self.run_dir, self.agent.pid, how)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,6 +126,8 @@ class Intent:
 def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
     """Agree on options with all ranks, open the run's directory on rank 0, and find the agent.
 
+    Where some rank does not come, nothing is watched, and the training goes on.
+
     Args:
         group: The ranks; all of them call this at the same point of the program.
         intent: What the run is to be.
@@ -123,6 +136,24 @@ def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
         RankscopeError: Some rank cannot begin; of the same kind on all of them.
     """
     meeting = Meeting(group)
+    try:
+        return _open_run(meeting, intent)
+    except LateError as error:
+        return Opened(
+            rank=meeting.rank,
+            num_workers=meeting.num_workers,
+            first_step=0,
+            run_dir=None,
+            address="",
+            hello={"rank": meeting.rank},
+            meeting=meeting,
+            awaits_invitation=False,
+            agent=None,
+            problem=str(error),
+        )
+
+
+def _open_run(meeting: Meeting, intent: Intent) -> Opened:
     info: dict[str, Any] = {}
     problem = None
     try:
@@ -262,6 +293,9 @@ def _connect(meeting: Meeting, answer: Mapping[str, Any], begun: _Begun, intent:
     leads = rank == 0 or (own_host != answer["host"] and meeting.is_first(f"leads/{own_host}"))
     if leads:
         agent, address = _start_agent(secret, in_thread=intent.in_thread)
+        if begun.path is not None and not address:
+            with contextlib.suppress(Exception):
+                end_lost_run(begun.path, None, "none could be started")
         meeting.write(place, address.encode())
     else:
         address = meeting.read(place)[0].decode()

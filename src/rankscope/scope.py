@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rankscope.agent.frames import Kind
-from rankscope.agent.link import Traffic
+from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.progress import ProgressMark
 from rankscope.answers import Answers, OnFinding
 from rankscope.books import StepBooks
@@ -233,6 +233,14 @@ class Scope:
         while not self._answers.done and time.monotonic() < until:
             if self._answers.wait(min(until - time.monotonic(), 0.5)):
                 until = time.monotonic() + timeout  # the agent is busy with what it has
+        if not self._answers.done and not interrupted:
+            told = self._opened.agent is not None and timeout >= CLOSE_SECONDS_AFTER_ERROR
+            level = logging.WARNING if told else logging.INFO
+            _log.log(
+                level,
+                "the monitor's agent still waits for other ranks or hosts; the training goes on, "
+                "and the agent closes the record by itself",
+            )
 
     def _say_bye(self, *, complete: bool, why: str) -> None:
         said = {"complete": complete, "why": why}
@@ -326,13 +334,18 @@ class Scope:
 
     def _warn(self, error: Exception) -> None:
         foreseen = isinstance(error, RankscopeError)  # such a message says it all
-        _log.warning(
+        ended = isinstance(error, AgentEndedError)  # each host's first rank says it
+        _log.log(
+            logging.INFO if ended and self._opened.agent is None else logging.WARNING,
             "rankscope has switched itself off on rank %d after step %d; training goes on. %s",
             self._opened.rank,
             self._books.step - 1,
             error if foreseen else f"{type(error).__name__}: {error}",
             exc_info=None if foreseen else error,
         )
+        if ended:
+            with contextlib.suppress(Exception):
+                self._opened.note_end_of_agent()
 
     def _leave_to_parent(self) -> None:
         """Do nothing any more, in a process that was forked from the training's."""

@@ -294,7 +294,7 @@ def test_why_there_is_no_stack_is_said_once():
 def test_the_end_of_a_hang_closes_its_finding():
     finding = hang_finding(report((3, Fate.STOPPED), recovered=True))
     assert (finding.status, finding.severity) == ("closed", Severity.ERROR)
-    assert finding.explanation.startswith("Step 42 ended only after 130 s: rank 3 ")
+    assert finding.explanation.startswith("Step 42 ended only after 130 s: rank 3 was stopped")
 
 
 def test_a_finding_about_many_ranks_stays_short():

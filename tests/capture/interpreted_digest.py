@@ -70,7 +70,15 @@ def squares() -> list[tuple[float, float]]:
 def launches_of_a_step(num_tensors: int) -> list[int]:
     """Return how often something is launched or copied in two steps, and in their next turns."""
     _as_on_device()
+    from rankscope.capture import host
     from rankscope.capture.state_meter import StateMeter
+
+    copies = []
+
+    class Counted(host.HostCopy):
+        def __init__(self, tensor: torch.Tensor, *, own: bool = False) -> None:
+            copies.append(tensor.numel())
+            super().__init__(tensor, own=own)
 
     model = nn.ParameterList(nn.Parameter(torch.randn(2)) for _ in range(num_tensors))
     optimizer = torch.optim.AdamW(model, lr=1e-3)
@@ -79,14 +87,18 @@ def launches_of_a_step(num_tensors: int) -> list[int]:
     optimizer.step()
     meter = StateMeter(model, optimizer, replicated=True)
     counts = []
-    for step in (0, 1, 0, 1):
-        before = _reader().launches
-        meter.begin_step(step)
-        names = [name for name, _ in model.named_parameters() if name in meter.wanted_names]
-        meter.see_locals((name, model.get_parameter(name).grad) for name in names)
-        meter.see_reduced()
-        meter.see_applied()
-        meter.see_state()
-        meter.collect().read()
-        counts.append(_reader().launches - before)
+    original, host.HostCopy = host.HostCopy, Counted
+    try:
+        for step in (0, 1, 0, 1):
+            before = _reader().launches + len(copies)
+            meter.begin_step(step)
+            names = [name for name, _ in model.named_parameters() if name in meter.wanted_names]
+            meter.see_locals((name, model.get_parameter(name).grad) for name in names)
+            meter.see_reduced()
+            meter.see_applied()
+            meter.see_state()
+            meter.collect().read()
+            counts.append(_reader().launches + len(copies) - before)
+    finally:
+        host.HostCopy = original
     return counts

@@ -36,30 +36,43 @@ class Pass:
         self.witness = Witness(wants)
         self.sketcher = Sketcher(CPU, group_parameters(NAMES, lambda name: name), 61)
         self.calls = []
-        measure_many = self.sketcher.measure_many
+        measure = self.sketcher._measure
 
-        def count(gradients, into):
-            self.calls.append([name for name, *_ in gradients])
-            measure_many(gradients, into)
+        def count(names, *args, **options):
+            self.calls.append(list(names))
+            measure(names, *args, **options)
 
-        self.sketcher.measure_many = count
+        self.sketcher._measure = count
         self.reading = LocalReading(
             self.parameters, self.sketcher, self.witness, in_buckets=in_buckets
         )
 
-    def run(self, *, measure=True, synchronises=True, used=NAMES, after_hook=None, at_end=None):
-        """Return whose hooks only counted, and what was measured."""
+    def run(
+        self,
+        *,
+        measure=True,
+        synchronises=True,
+        used=NAMES,
+        after_hook=None,
+        at_end=None,
+        zero=(),
+    ):
+        """Return whose hooks only counted, and what was measured.
+
+        ``zero`` tells whose gradients are zeroed in place, for the pass to be added to.
+        """
         self.calls.clear()
         self.witness.seen.clear()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        for name, parameter in self.parameters.items():
+            parameter.grad = parameter.grad.zero_() if name in zero else None
         first, counted = True, []
         for number, name in enumerate(used):
             parameter = self.parameters[name]
-            parameter.grad = torch.full((4,), float(number + 1))
+            gradient = torch.full((4,), float(number + 1))
+            parameter.grad = parameter.grad.add_(gradient) if name in zero else gradient
             if first:
-                self.reading.begin_step()
                 self.reading.begin_pass(name, measure=measure, synchronises=synchronises)
+                self.held = self.reading.begin_step(name)
                 first = False
             if name in self.reading.late:
                 counted.append(name)
@@ -185,3 +198,29 @@ def test_a_pass_that_never_ended_leaves_nothing():
     passes.reading.forget()
     assert passes.reading.late == ()
     assert passes.run()[1] == [1.0, 2.0, 3.0]
+
+
+def test_gradients_from_before_the_step_are_told():
+    passes = Pass()
+    passes.run()
+    assert passes.held == []
+    passes.run(zero=("a.x", "b.z"))
+    assert passes.held == [passes.parameters["b.z"].grad]  # and not of the first, which is there
+
+
+@pytest.mark.parametrize("used", [NAMES, NAMES[:2]])
+def test_where_passes_make_their_gradients_one_that_adds_to_another_is_noticed(used):
+    passes = Pass()
+    passes.learn()
+    for _ in range(4):
+        passes.run()
+    for _ in range(2):  # it is taken for granted now, whether all are used or not
+        passes.run(used=used)
+        assert (passes.held, passes.reading.spoiled) == ([], False)
+    passes.run()
+    kept = passes.parameters["b.z"].grad
+    passes.run(zero=("b.z",), used=used)
+    assert passes.reading.spoiled
+    passes.run(zero=("b.z",), used=used)
+    assert (len(passes.held), passes.held[0] is kept) == (1, True)
+    assert not passes.reading.spoiled

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -302,6 +303,99 @@ def test_digests_that_a_device_still_computes_give_the_same(monkeypatch):
         scale = known_values.pop("applied_scale", 0.0)
         assert values.pop("applied_scale", 0.0) == pytest.approx(scale)
         assert values == known_values
+
+
+def _shrink(tensor):
+    tensor.untyped_storage().resize_(4)
+
+
+def _free(tensor):
+    tensor.untyped_storage().resize_(0)
+
+
+def _transpose(tensor):
+    tensor.data = tensor.data.clone().t()
+
+
+def _replace(tensor):
+    tensor.data = torch.full((3, 5), 2.0)
+
+
+def _turn_about(tensor):
+    tensor.data = tensor.data.t()
+
+
+CHANGES = {
+    "gradients anew": lambda m, o: [setattr(p, "grad", p.grad.clone()) for p in m.parameters()],
+    "gradient gone": lambda m, o: setattr(m.weight, "grad", None),
+    "gradient transposed": lambda m, o: _transpose(m.weight.grad),
+    "gradient transposed in place": lambda m, o: _turn_about(m.weight.grad),
+    "gradient sparse": lambda m, o: setattr(m.weight, "grad", m.weight.grad.to_sparse()),
+    "gradient of another size": lambda m, o: _replace(m.weight.grad),
+    "gradient freed": lambda m, o: _free(m.weight.grad),
+    "gradient cut off": lambda m, o: _shrink(m.weight.grad),
+    "parameter replaced": lambda m, o: setattr(m, "weight", nn.Parameter(torch.ones(4, 4))),
+    "parameter of another type": lambda m, o: m.double(),
+    "parameter gone": lambda m, o: setattr(m, "weight", None),
+    "state of another size": lambda m, o: _replace(o.state[m.weight]["exp_avg"]),
+    "state loaded": lambda m, o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "state forgotten": lambda m, o: o.state.clear(),
+    "state has more": lambda m, o: o.state[m.weight].update(more=torch.ones(2)),
+    "state is called otherwise": lambda m, o: o.state.update(
+        {m.weight: dict(zip("abc", o.state[m.weight].values(), strict=True))}
+    ),
+    "state is a number": lambda m, o: o.state[m.weight].update(exp_avg=3.0),
+    "state freed": lambda m, o: _free(o.state[m.weight]["exp_avg"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_between_two_steps_of_a_turn_is_read_as_it_is(change):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    meter = StateMeter(model, optimizer, replicated=True, turns=1)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    moments = ("see_locals", "see_reduced", "see_applied", "see_state")
+
+    def seen(meter, step):
+        shown = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        meter.begin_step(step)
+        for moment in moments:
+            getattr(meter, moment)(*([shown] if moment == "see_locals" else []))
+        return meter.collect().read()
+
+    seen(meter, 0)
+    seen(meter, 1)
+    with torch.no_grad():
+        change(model, optimizer)
+    for step in (2, 3):
+        (found, values), (state, expected) = (
+            seen(each, step)
+            for each in (meter, StateMeter(model, optimizer, replicated=True, turns=1))
+        )
+        assert found.names == state.names
+        np.testing.assert_array_equal(found.digests_D, state.digests_D)
+        np.testing.assert_array_equal(found.unchanged_D, state.unchanged_D)
+        assert values == expected
+
+
+def test_nothing_that_is_read_again_and_again_is_held():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    meter = StateMeter(model, optimizer, replicated=True)
+    for step in range(3):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        look(meter, step)
+    held = [model.weight, model.weight.grad, optimizer.state[model.weight]["exp_avg"]]
+    gone = [weakref.ref(tensor.untyped_storage()) for tensor in held]
+    references = [weakref.ref(tensor) for tensor in held]
+    optimizer.state.clear()
+    optimizer.param_groups.clear()
+    del held, model.weight
+    assert [reference() for reference in references] == [None] * 3
+    assert [reference() for reference in gone] == [None] * 3
 
 
 def test_the_training_keeps_all_its_bits():

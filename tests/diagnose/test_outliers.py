@@ -416,3 +416,15 @@ def test_sizes_that_one_worker_alone_has_explain_nothing():
     tokens_W[5] = 800
     told = run_with_tokens(job, detector, 100, times("grad_norm", [5], 1.3), tokens_W)
     assert {(one.severity, one.ranks) for one in told} == {(Severity.WARNING, (5,))}
+
+
+@pytest.mark.parametrize(("every", "steady"), [(1, (2,)), (5, ())])
+def test_a_worker_that_differs_in_some_steps_only_is_not_steadily_apart(every, steady):
+    job, detector = Job(num_workers=4), WorkerOutliers(4)
+
+    def sometimes(values):
+        values["grad_norm"][2] += 5.0 * (job.step % every == 0)
+
+    job.run(detector, 200, sometimes)
+    assert detector.set_apart == (2,)
+    assert detector.steadily_apart == steady

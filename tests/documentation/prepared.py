@@ -161,19 +161,11 @@ def run_page(page: str, found: list[Block]) -> dict[str, str]:
 def run_block(block: Block, names: dict[str, Any]) -> None:
     """Run one block; a scope that it leaves open then sees two steps."""
     key = (block.page, block.first)
-    tree = ast.parse(block.code)
-    parts = [tree.body]
-    if key in tables.EACH_STATEMENT_ALONE:
-        parts = [[statement] for statement in tree.body]
-    for part in parts:
-        if len(parts) > 1:
-            names |= fresh(block.page)
-        module = ast.Module(body=part, type_ignores=[])
-        exec(compile(module, f"{block.page}, line {block.line}", "exec"), names)
-        if key in tables.AFTERWARDS:
-            exec(tables.AFTERWARDS[key], names)
-        if is_open(names.get("scope")):
-            train(names, 2)
+    exec(compile(block.code, f"{block.page}, line {block.line}", "exec"), names)
+    if key in tables.AFTERWARDS:
+        exec(tables.AFTERWARDS[key], names)
+    if is_open(names.get("scope")):
+        train(names, 2)
 
 
 def takes_scope(code: str) -> bool:

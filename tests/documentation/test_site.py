@@ -1,5 +1,6 @@
 """The documentation site: builds without a warning, has all its pages, and loads nothing."""
 
+import html
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli.main import app
+from rankscope.core.signals import Table, signals
 from rankscope.diagnose.rules import RULES
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,16 @@ def test_every_command_is_in_the_reference(site):
         assert f"rankscope {command.name or command.callback.__name__.rstrip('_')}" in page
     assert "rankscope faults run" in page
     assert "--fail-on" in page
+
+
+@pytest.mark.parametrize("table", Table)
+def test_every_column_of_the_record_is_explained_and_no_other(site, table):
+    page = (site / "runs.html").read_text()
+    [text] = re.findall(rf'<h3 id="{table}">(.*?)(?=<h3|</article>)', page, re.S)
+    cells = re.findall(r"<tr>\s*<td><code>(\w+)</code></td>(.*?)</tr>", text, re.S)
+    assert [name for name, _ in cells] == [s.name for s in signals(table)]
+    for (_, cell), signal in zip(cells, signals(table), strict=True):
+        assert html.escape(signal.meaning, quote=False) in cell
 
 
 def test_the_python_reference_has_every_public_name(site):

@@ -1,10 +1,13 @@
 """What one rank alone cannot do when the watch begins: all ranks hear of it at once."""
 
+import time
+
 import pytest
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope import Run
+from rankscope import Run, meeting
 from rankscope.core.signals import Table
 from support.loops import Loop
 from support.models import make_model
@@ -58,3 +61,75 @@ def test_every_rank_hears_what_one_cannot_do(tmp_path):
     assert "expected a tokenizer" in first["usage"][1]
     assert [quiet, quiet_too] == [[], []]
     assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == 1
+
+
+def meet_in_attempts(rank):
+    """Meet as the processes of four attempts of a job would, in a store that is kept."""
+    said = []
+    for attempt in range(4):
+        meeting._meetings.clear()
+        own = meeting.Meeting(dist.group.WORLD)
+        if attempt == 2:  # in which rank 0 ends before it gets there
+            own.patience_seconds = 0.05
+            if rank == 1:
+                with pytest.raises(meeting.LateError, match="rank 0"):
+                    own.gather(b"2")
+            continue
+        if rank == 0:
+            time.sleep(0.1)
+        hellos = own.gather(str(attempt).encode())
+        if hellos is not None:
+            own.write("answer", b" ".join(hellos))
+        said.append(own.read("answer")[0])
+    return said
+
+
+def test_attempts_of_a_job_do_not_hear_each_other():
+    assert run_ranks(meet_in_attempts, 2) == [[b"0 0", b"1 1", b"3 3"]] * 2
+
+
+def train_alone(rank, folder):
+    meeting.PATIENCE_SECONDS = 0.3
+    loop = Loop(rank, f"{folder}/run" if rank == 0 else None)
+    for step in range(3):
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def test_a_rank_that_does_not_watch_holds_up_nobody_for_long(tmp_path):
+    warnings, none = run_ranks(train_alone, 2, str(tmp_path))
+    assert none == []
+    assert len(warnings) == 1
+    assert "training goes on" in warnings[0]
+    assert "hello/1 did not come to this meeting" in warnings[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_patience_ends_before_the_groups_own():
+    assert run_ranks(patience, 1) == [pytest.approx(0.8 * 1800)]
+
+
+def patience(rank):
+    return meeting.Meeting(dist.group.WORLD).patience_seconds
+
+
+def train_without_agent(rank, folder):
+    from rankscope.agent import launch
+
+    def refuse(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    launch.start = refuse
+    loop = Loop(rank, f"{folder}/run")
+    loop.step(0)
+    loop.close()
+    return loop.warnings
+
+
+def test_a_run_without_an_agent_is_not_said_to_go_on(tmp_path):
+    first, second = run_ranks(train_without_agent, 2, str(tmp_path))
+    assert "no agent of the monitor can be started" in first[0]
+    assert all("training goes on" in warnings[-1] for warnings in (first, second))
+    run = Run.open(tmp_path / "run")
+    assert (run.status, run.info["agent"]["ended"]) == ("incomplete", "none could be started")

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 5
 TRACED = range(2, 4)
-STRIDE = 211
+STRIDE = 251
 """A prime: lines that come again and again are not met at the same place each time."""
 
-EVIDENCE = {"state_layout", "precision", "rng_used"}
+EVIDENCE = {"state_layout", "precision", "rng_used", "applied_scale"}
 """Columns, beside the digests, that are left out where the optimizer had not had its turn."""
 
 

@@ -16,7 +16,7 @@ from rankscope.core.step import MISSING_INT
 from rankscope.record.rows import rows_of
 from rankscope.sinks.base import MAX_NAMED, plain_finding, step_values
 from rankscope.sinks.hub import Sinks
-from rankscope.sinks.names import WORKER_SIGNALS, documented
+from rankscope.sinks.names import STEP_SIGNALS, WORKER_SIGNALS
 from rankscope.sinks.specs import PlannedSink
 from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info
@@ -151,11 +151,13 @@ def test_a_finding_as_json_is_plain():
 
 
 def test_all_names_are_documented_and_no_other():
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `rankscope")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    expected = [[f"`{name}`", unit, meaning] for name, unit, meaning in documented()]
-    assert rows == expected, "put these lines there:\n" + "\n".join(
-        f"| {' | '.join(row)} |".replace("|  |", "| |") for row in expected
-    )
-    known = {re.sub(r"/(min|mean|max)$", "/…", name) for name in step_values(make_report(1)).flat()}
-    assert known <= {name for name, _, _ in documented()}
+    rows = re.findall(r"^\| `(rankscope[^`]*)` \| (.*) \|$", PAGE.read_text(), re.M)
+    columns = {name: re.findall(r"`(\w+)`", cell) for name, cell in rows}
+    assert columns == {
+        "rankscope/…": [s.name for s in STEP_SIGNALS],
+        "rankscope/findings_…": [str(severity) for severity in Severity],
+        "rankscope_workers/…": [s.name for s in WORKER_SIGNALS],
+    }
+    names = {name.replace("…", column) for name, cells in columns.items() for column in cells}
+    shown = step_values(make_report(1)).flat()
+    assert {re.sub(r"/(min|mean|max)$", "", name) for name in shown} <= names

@@ -38,7 +38,7 @@ class AllHosts:
         return {**others, **self._local.marks()}
 
     def ending(self, rank: int) -> str:
-        """Return how a rank's process has ended, as far as that is known."""
+        """Return what became of a rank whose connection was lost, as far as that is known."""
         return self.endings.get(rank) or self._local.ending(rank)
 
     def say(self, line: str) -> None:

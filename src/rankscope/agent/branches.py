@@ -9,6 +9,9 @@ from rankscope.agent.root_link import RootLink
 from rankscope.agent.server import Arrived
 from rankscope.core.hang import Place, ProcessState, Stack
 
+SILENT_SECONDS = 10.0
+"""After so long without a word from a host it is told that it is out of reach."""
+
 GIVE_UP_SECONDS = 120.0
 """How long a host may be out of reach before its ranks count as gone."""
 
@@ -28,6 +31,7 @@ class Branches:
         self._link = RootLink(address, master=master)
         self._host_of: dict[int, int] = {}
         self._gone: set[int] = set()
+        self._silent: set[int] = set()
         self.states: dict[int, ProcessState] = {}
         self.places: dict[int, Place] = {}
         self._stacks: dict[int, Stack] = {}
@@ -49,6 +53,12 @@ class Branches:
                     self._host_of[frame.rank] = host
                 arrived.append(Arrived(frame.rank, frame, now))
         return arrived
+
+    def newly_silent(self) -> list[list[int]]:
+        """Return the ranks of each host that is out of reach, once each time that it is."""
+        silent = {h for h in self._link.hosts if self._link.silent_seconds(h) > SILENT_SECONDS}
+        news, self._silent = sorted(silent - self._silent), silent
+        return [self._ranks_of(host) for host in news]
 
     def given_up(self, *, at_end: bool) -> list[int]:
         """Return ranks of hosts that have been out of reach for too long, each once."""

@@ -27,7 +27,7 @@ class Hosts(Protocol):
         """Return where the ranks are inside of their steps, as far as is known."""
 
     def ending(self, rank: int) -> str:
-        """Return how a rank's process has ended, as far as that is known."""
+        """Return what became of a rank whose connection was lost, as far as that is known."""
 
     def say(self, line: str) -> None:
         """Write a line where the training's warnings go, though it stands still."""

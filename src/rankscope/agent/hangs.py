@@ -198,7 +198,7 @@ def hang_finding(
     fields = {
         "Course": _course(report),
         "what": _what(report),
-        "stacks": _stack_words(shown),
+        "stacks": _stack_words(shown, over=report.recovered),
     }
     explanation, next_check = describe("time.hang", severity, fields)
     step = report.step - 1 if newest is None else newest
@@ -230,11 +230,14 @@ def _course(report: HangReport) -> str:
 
 
 def _what(report: HangReport) -> str:
+    over = report.recovered
     if not report.suspects:
-        return "all ranks are in its backward pass, where the reduction does not end"
-    told = [f"rank {one.rank} {words_of(one)}" for one in report.suspects[:_NAMED]]
+        are, does = ("were", "did") if over else ("are", "does")
+        return f"all ranks {are} in its backward pass, where the reduction {does} not end"
+    told = [f"rank {one.rank} {words_of(one, over=over)}" for one in report.suspects[:_NAMED]]
     others = [one.rank for one in report.suspects[_NAMED:]]
-    told += [f"so it is, or similar, with {name_ranks(others)}"] if others else []
+    if others:
+        told.append(f"so it {'was' if over else 'is'}, or similar, with {name_ranks(others)}")
     if report.waiting:
         one = len(report.waiting) == 1
         verb = "waited" if report.recovered else "waits" if one else "wait"
@@ -249,13 +252,13 @@ def _stacks_shown(report: HangReport, stacks: Mapping[int, Stack]) -> dict[int, 
     return {rank: stacks[rank] for rank in order[:_SHOWN_STACKS] if rank in stacks}
 
 
-def _stack_words(stacks: Mapping[int, Stack]) -> str:
+def _stack_words(stacks: Mapping[int, Stack], *, over: bool) -> str:
     """Return where the first rank is, and why others have no stack, as sentences."""
     for rank, stack in stacks.items():
         if stack["frames"]:
             first, *callers = stack["frames"][: _SHOWN_CALLERS + 1]
             by = f", called by {', '.join(callers)}" if callers else ""
-            return f" Rank {rank} is in {first}{by}."
+            return f" Rank {rank} {'was' if over else 'is'} in {first}{by}."
     reasons: Iterable[str] = dict.fromkeys(stack["missing"] for stack in stacks.values())
     return "".join(f" No Python stack: {reason}." for reason in list(reasons)[:1])
 

@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.agent.processes import ProcessWatch
+from rankscope.agent.processes import ProcessWatch, ending_of
 from rankscope.core.hang import ProcessState
 
 if TYPE_CHECKING:
@@ -61,14 +61,18 @@ def listen() -> tuple[socket.socket, str]:
     return place, address
 
 
-def connect(address: str) -> socket.socket:
+def connect(address: str, problem: str = "") -> socket.socket:
     """Return a connection to the agent at an address.
+
+    Args:
+        address: Where it listens; empty where there is none.
+        problem: Why there is none, if that is known.
 
     Raises:
         OSError: Nobody listens there.
     """
     if not address:
-        raise OSError(0, "none could be started")
+        raise OSError(0, problem or "none could be started")
     place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         place.connect(_for_system(address))
@@ -89,18 +93,21 @@ def start(listening: socket.socket, secret: str, *, thread: bool) -> "Started":
     Raises:
         RuntimeError: Neither a process nor a thread can be started.
     """
+    problem: OSError | None = None
     if not thread:
         try:
             return Started(process=_start_process(listening, secret))
         except OSError as error:
-            _log.warning(
-                "the monitor's agent runs in a thread of this process, since no other can be "
-                "started (%s)",
-                error.strerror or error,
-            )
+            problem = error
     from rankscope.agent.process import serve_in_thread
 
     agent, in_thread = serve_in_thread(listening, secret)
+    if problem is not None:
+        _log.warning(
+            "the monitor's agent runs in a thread of this process, since no other can be "
+            "started (%s)",
+            problem.strerror or problem,
+        )
     return Started(thread=in_thread, agent=agent)
 
 
@@ -138,6 +145,14 @@ class Started:
                 if watch.state() is ProcessState.STOPPED:
                     process.send_signal(signal.SIGCONT)
                 watch.close()
+
+    def ending(self, seconds: float) -> str:
+        """Return how its process has ended, waiting no longer than that; empty if it has not."""
+        if self._process is None or os.getpid() != self._pid:
+            return ""
+        self.wait(seconds)
+        code = self._process.poll()
+        return "" if code is None else ending_of(code)
 
     def wait(self, seconds: float) -> None:
         """Wait for its end, no longer than that."""

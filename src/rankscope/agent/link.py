@@ -44,6 +44,10 @@ class LinkError(RankscopeError):
     """The agent is out of reach."""
 
 
+class AgentEndedError(LinkError):
+    """The agent has ended or records nothing more, for all ranks of its host alike."""
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes that one worker has exchanged with its agent.
@@ -323,7 +327,7 @@ class Link:
 
     def _end(self, error: OSError | None) -> None:
         why = "" if error is None else f" ({error.strerror or error})"
-        raise LinkError(f"the monitor's agent has ended{why}") from error
+        raise AgentEndedError(f"the monitor's agent has ended{why}") from error
 
 
 _links: "weakref.WeakSet[Link]" = weakref.WeakSet()

@@ -49,9 +49,14 @@ class LocalRanks:
         return None if state is ProcessState.UNKNOWN else state is not ProcessState.ENDED
 
     def ending(self, rank: int) -> str:
-        """Return how a rank's process has ended, as far as that is known."""
+        """Return what became of a rank whose connection was lost, as far as that is known."""
         known = self._ranks.get(rank)
-        return "" if known is None else known.watch.ending()
+        if known is None or self.lives(rank) is None:
+            return "its connection ended"
+        if self.lives(rank):
+            return "its connection was lost, though its process lives"
+        how = known.watch.ending()
+        return f"its process ended ({how})" if how else "its process ended"
 
     def states(self) -> dict[int, ProcessState]:
         """Return how the processes are."""

@@ -19,6 +19,7 @@ from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.processes import lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
+from rankscope.diagnose.rules import name_ranks
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
@@ -200,6 +201,12 @@ class Agent:
                 self._give(rank, None, said["time"])
             else:
                 self._give(rank, frame, at)
+        for ranks in self._branches.newly_silent():
+            _log.warning(
+                "the agent of %s is out of reach; what those ranks measure is kept there, and "
+                "follows once it is back",
+                name_ranks(ranks),
+            )
         assert isinstance(self.root, Root)
         for rank in self._branches.given_up(at_end=self.root.has_closed_here):
             self._hosts.endings[rank] = "its host is out of reach"

@@ -87,9 +87,7 @@ class ProcessWatch:
         known, status = struct.unpack_from("=Q", info)[0], struct.unpack_from("=i", info, 60)[0]
         if not known & _INFO_EXIT:
             return ""
-        if os.WIFSIGNALED(status):
-            return f"killed by {_signal_name(os.WTERMSIG(status))}"
-        return f"exited with code {os.WEXITSTATUS(status)}"
+        return ending_of(os.waitstatus_to_exitcode(status))
 
     def close(self) -> None:
         """Give back the descriptor; states are unknown or by number from then on."""
@@ -163,6 +161,18 @@ def permit_inspection(agent_pid: int) -> None:
     """
     with suppress(Exception):
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0)
+
+
+def ending_of(exit_code: int) -> str:
+    """Return how a process ended, from its exit code as ``subprocess`` has it.
+
+    Example:
+        >>> ending_of(1), ending_of(-9)
+        ('exited with code 1', 'killed by SIGKILL')
+    """
+    if exit_code < 0:
+        return f"killed by {_signal_name(-exit_code)}"
+    return f"exited with code {exit_code}"
 
 
 def _signal_name(number: int) -> str:

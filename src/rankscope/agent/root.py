@@ -120,8 +120,7 @@ class Root:
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a rank, or None for the end of its connection."""
         if frame is None:
-            how = self._hosts.ending(rank)
-            self._leave(rank, f"its process ended{f' ({how})' if how else ''}", at)
+            self._leave(rank, self._hosts.ending(rank), at)
         elif frame.kind == Kind.SUMMARY:
             self._take_summary(frame.payload)
         elif frame.kind == Kind.HELLO:

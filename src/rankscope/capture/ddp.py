@@ -248,14 +248,12 @@ class DDPTap:
         self._counted.clear()
         self._calls.begin_pass()
         step.spoiled |= step.settled  # it adds to a gradient that was reduced
-        if self._due and not step.begun:
-            step.begun = True
-            self._reading.begin_step()
-            others = [p.grad for n, p in self._parameters.items() if n != name]
-            step.carried_over = self._sketcher.holds_any([g for g in others if g is not None])
         if self._alone is None:
             synchronises = step.synchronises and not self._bypassed
             self._reading.begin_pass(name, measure=self._measure, synchronises=synchronises)
+        if self._due and not step.begun:
+            step.begun = True
+            step.carried_over = self._sketcher.holds_any(self._reading.begin_step(name))
 
     def _on_ending(self) -> None:
         """Read the local gradients, and see the reduced ones take their place."""
@@ -284,6 +282,7 @@ class DDPTap:
             self._witness.see_reduced()
         unexpected = self._calls.end_pass(self._reading.read_late)
         step.spoiled |= (unexpected and self._alone is None) or self._reading.spoiled
+        together = self._reading.take_together()
         if not self._measure:
             return
         if self._alone is not None:
@@ -293,7 +292,9 @@ class DDPTap:
         if reduced and self._product is not None:
             step.reduced_product = self._product.take(self._calls.names)
         if reduced and self._reduced is not None:
-            step.reduced_known = self._measure_reduced(self._calls.names, into=self._reduced)
+            step.reduced_known = self._measure_reduced(
+                self._calls.names, into=self._reduced, together=together
+            )
 
     @property
     def _waits_by_hand(self) -> bool:

@@ -13,7 +13,9 @@ few are kept, up to some megabytes, and read together. One that lies in its buck
 it was zeroed in place, is read in its hook.
 """
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, is_
 
 from torch import Tensor
 
@@ -23,12 +25,22 @@ from rankscope.capture.totals import GradientTotals
 from rankscope.capture.witness import GradientWitness
 
 _LEARNT_IN = 2  # passes: DDP differs in its first one
+_LASTS_AFTER = 4  # steps that were alike
 _KEPT_BYTES = 32 << 20
 
 _State = tuple[int, int]
 """Address and version of a tensor: both stay while nobody changes it."""
 
 _UNKNOWN: _State = (-1, -1)
+
+Together = tuple[tuple[str, ...], list[Tensor]]
+"""Names of parameters, and their gradients."""
+
+NONE_TOGETHER: Together = ((), [])
+
+_gradient_of = attrgetter("grad")
+_version_of = attrgetter("_version")
+_is_none = partial(is_, None)
 
 
 class LocalReading:
@@ -60,7 +72,9 @@ class LocalReading:
         self.totals = sketcher.new_totals()
         self.late: Collection[str] = ()
         self.read_late: Collection[str] = ()
+        self._together: Together = NONE_TOGETHER
         self.spoiled = False
+        self._all = tuple(parameters)
         self._lasting = {True: _Lasting(), False: _Lasting()}  # with a reduction, and without
         if in_buckets:
             self._lasting[True].give_up()
@@ -70,12 +84,17 @@ class LocalReading:
         self._kept_bytes = 0
         self._seen: dict[str, _State] = {}  # read in hooks, or guards
         self._measure = self._synchronises = False
-        self._wanted: Collection[str] = ()
+        self._wanted: Sequence[str] = ()
+        self._made: list[int] = []  # versions of gradients that a step's first pass made
+        self._times_made = 0  # in a row
+        self._sees_made = self._learns_made = False  # whether this pass makes them
+        self._late: frozenset[str] = frozenset()
+        self._chosen: tuple[object, ...] = ()  # what it was made for
 
-    def begin_step(self) -> None:
-        """Begin a step, in its first pass: see which gradients are made in it."""
-        if self._in_buckets:
-            self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
+    def take_together(self) -> Together:
+        """Return what was read together in the pass, and keep it no longer."""
+        together, self._together = self._together, NONE_TOGETHER
+        return together
 
     def begin_pass(self, first: str, *, measure: bool, synchronises: bool) -> None:
         """Begin a backward pass, in the hook of its first gradient.
@@ -87,34 +106,61 @@ class LocalReading:
         """
         self.forget()
         self._measure, self._synchronises = measure, synchronises
-        wanted = self._witness.wanted_names
-        self._wanted = {name for name in self._parameters if name in wanted}
+        self._wanted = [n for n in self._witness.wanted_names if n in self._parameters]
         if measure:
             self.totals.reset()
         lasting = self._lasting[synchronises].names
-        late = set(lasting) if measure else set(self._parameters)
-        late.difference_update(name for name in self._wanted if name not in lasting)
+        read_in_hooks = frozenset(self._wanted).difference(lasting)
         # One gradient goes through take(), which tells whether this pass is like others.
-        late.discard(first if first in lasting or not lasting else min(lasting))
-        self.late = late
+        guard = first if first in lasting or not lasting else min(lasting)
+        chosen = lasting if measure else None, read_in_hooks, guard
+        if chosen != self._chosen:
+            late = lasting if measure else frozenset(self._parameters)
+            self._chosen, self._late = chosen, late - read_in_hooks - {guard}
+        self.late = self._late
+
+    def begin_step(self, first: str) -> list[Tensor]:
+        """Begin a step, in its first pass; return the gradients that were there before it.
+
+        A gradient that is made by the pass has another version than one that it is added to. Where
+        all were made in the last few steps, versions tell in the end whether they are now, and
+        nothing has to be looked at here.
+
+        Args:
+            first: Whose gradient is there already.
+        """
+        if self._in_buckets:
+            self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
+        reads_all = len(self._lasting[self._synchronises].names) == len(self._all)
+        if self._times_made >= _LASTS_AFTER and self._measure and reads_all:
+            self._sees_made = True
+            return []
+        own = self._parameters[first].grad
+        gradients = map(_gradient_of, self._parameters.values())
+        held = [g for g in gradients if g is not None and g is not own]
+        self._learns_made = not held
+        self._times_made *= not held
+        return held
 
     def forget(self) -> None:
         """Forget a pass that was never finished."""
         self.late = self.read_late = ()
-        self.spoiled = False
+        self._together = NONE_TOGETHER
+        self.spoiled = self._sees_made = self._learns_made = False
         self._seen.clear()
         self._kept.clear()
         self._kept_bytes = 0
 
     def take(self, name: str, gradient: Tensor | None) -> None:
         """Take a whole local gradient, in its hook; None where the training has taken it away."""
-        if name in self._wanted and gradient is not None:
+        lasts = name in self._lasting[self._synchronises].names
+        if not lasts and gradient is not None and name in self._wanted:
             self._witness.see_local(name, gradient)
         if not self._measure:
             return
         if gradient is None:
             self.spoiled = True
-        elif name in self._lasting[self._synchronises].names:
+        elif lasts:
             self._seen[name] = _state_of(gradient)  # the first one: read at the end
         elif self._keeps(name, gradient):
             self._kept.append(((name, gradient, 0), gradient._version))
@@ -134,8 +180,9 @@ class LocalReading:
         late, self.late = self.late, ()
         self.read_late = late if self._measure else ()
         lasting = self._lasting[self._synchronises]
-        wanted = [(n, self._parameters[n].grad) for n in self._wanted if n in late and n in called]
-        shown = [(name, gradient) for name, gradient in wanted if gradient is not None]
+        wanted = [name for name in self._wanted if name in lasting.names and name in called]
+        gradients = [(name, self._parameters[name].grad) for name in wanted]
+        shown = [(name, gradient) for name, gradient in gradients if gradient is not None]
         if shown:
             self._witness.see_locals(shown)
         if not self._measure:
@@ -143,23 +190,45 @@ class LocalReading:
         self._read_kept()
         now = {name: _state_of(self._parameters[name].grad) for name in self._seen}
         if lasting.names:
-            self._read_late([name for name in called if name in lasting.names], lasting, now)
+            self._read_late(called, lasting, now)
         else:
             same = {n for n, state in now.items() if state == self._seen[n] != _UNKNOWN}
             lasting.learn(same)
 
     def _read_late(
-        self, names: Collection[str], lasting: "_Lasting", now: Mapping[str, _State]
+        self, called: Collection[str], lasting: "_Lasting", now: Mapping[str, _State]
     ) -> None:
         """Read gradients that should be as they were in their hooks."""
-        gradients = [(name, self._parameters[name].grad, 0) for name in names]
-        there: list[Measured] = [(n, g, 0) for n, g, _ in gradients if g is not None]
-        guards = [name for name in self._seen if name in lasting.names]
-        if len(there) < len(gradients) or any(now[n] != self._seen[n] for n in guards):
+        names, parameters = self._all, list(self._parameters.values())
+        if len(called) < len(names) or len(lasting.names) < len(names):
+            names = tuple(name for name in names if name in called and name in lasting.names)
+            parameters = [self._parameters[name] for name in names]
+        gradients = list(map(_gradient_of, parameters))
+        changed = any(now[n] != seen for n, seen in self._seen.items() if n in lasting.names)
+        if changed or _lacks_any(gradients):
             self.spoiled = True
             lasting.give_up()
+        elif not self._makes(names, gradients):
+            self.spoiled = True
         else:
-            self._sketcher.measure_many(there, self.totals)
+            self._sketcher.measure_whole(names, gradients, self.totals)
+            self._together = names, gradients
+
+    def _makes(self, names: tuple[str, ...], gradients: list[Tensor]) -> bool:
+        """Return whether the pass has made its gradients, if that was taken for granted."""
+        versions = list(map(_version_of, gradients))
+        if self._learns_made and names == self._all:
+            self._times_made = self._times_made + 1 if versions == self._made else 1
+            self._made = versions
+        if not self._sees_made or versions == self._made:
+            return True
+        made = dict(zip(self._all, self._made, strict=True))
+        unused = self._parameters.keys() - set(names)
+        as_before = versions == [made[name] for name in names] and all(
+            self._parameters[name].grad is None for name in unused
+        )
+        self._times_made *= as_before
+        return as_before
 
     def _keeps(self, name: str, gradient: Tensor) -> bool:
         """Return whether a gradient outlives its hook as long as somebody holds it."""
@@ -214,6 +283,7 @@ def measure_reduced(
     read: ReadReduced,
     used: Container[str],
     into: GradientTotals,
+    together: Together = NONE_TOGETHER,
 ) -> bool:
     """Measure the reduced gradient; return whether all of it was there.
 
@@ -223,14 +293,23 @@ def measure_reduced(
         read: What to read.
         used: The parameters that have a gradient of this step.
         into: The totals; what is in them is forgotten.
+        together: What was read together before the reduction.
     """
     into.reset()
-    gradients = [(name, parameter.grad) for name, parameter in parameters.items()]
-    if any(gradient is None and name in used for name, gradient in gradients):
-        return False  # an optimizer inside the backward pass has taken it already
-    there = [(name, gradient, 0) for name, gradient in gradients if gradient is not None]
+    names, gradients = tuple(parameters), list(map(_gradient_of, parameters.values()))
+    if _lacks_any(gradients):
+        there = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
+        names, gradients = tuple(name for name, _ in there), [gradient for _, gradient in there]
+        if any(name in used for name in parameters.keys() - set(names)):
+            return False  # an optimizer inside the backward pass has taken it already
     if read is ReadReduced.NORM:
-        sketcher.measure_norms([(name, gradient) for name, gradient, _ in there], into)
+        sketcher.measure_norms(list(zip(names, gradients, strict=True)), into)
     else:
-        sketcher.measure_many(there, into)
+        before, known = together
+        again = names == before and all(map(is_, gradients, known))
+        sketcher.measure_whole(names, gradients, into, again=again)
     return True
+
+
+def _lacks_any(gradients: list[Tensor | None]) -> bool:
+    return any(map(_is_none, gradients))

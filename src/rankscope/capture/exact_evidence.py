@@ -5,7 +5,7 @@ on to those that want it, and :class:`NoEvidence` to none.
 """
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +84,7 @@ class ExactEvidence:
         self.see_applied = state.see_applied
 
     @property
-    def wanted_names(self) -> Container[str]:
+    def wanted_names(self) -> Collection[str]:
         """Names of the parameters whose local gradient is compared in this step."""
         return self._state.wanted_names
 
@@ -137,7 +137,7 @@ class ExactEvidence:
 class NoEvidence:
     """Compares nothing."""
 
-    wanted_names: Container[str] = ()
+    wanted_names: Collection[str] = ()
 
     def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Look away."""

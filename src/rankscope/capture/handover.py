@@ -4,7 +4,7 @@ import functools
 import logging
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import byref, c_char
 from itertools import accumulate
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from rankscope.agent.frames import Content
 from rankscope.capture.fold import fold_plain, fold_signs
 from rankscope.capture.folding import Folding
-from rankscope.capture.host import HostCopy
+from rankscope.capture.host import HostCopy, Share
 from rankscope.capture.kernels.build import BuildError
 from rankscope.capture.kernels.native import load_functions
 from rankscope.capture.tap import LocalGradient
@@ -31,9 +31,9 @@ class GradientHandover:
     """Starts the copy of what was measured; two vectors, small whatever the model's size.
 
     On the CPU they are there at once, by one call of a compiled function. On an accelerator with a
-    kernel of its own, it takes one launch and one copy, besides one launch for each of what is
-    known of some steps alone: norms of micro-batches, whether something was carried over, the
-    product with the reduced gradient.
+    kernel of its own, it takes one launch, besides one for each of what is known of some steps
+    alone: norms of micro-batches, whether something was carried over, the product with the reduced
+    gradient. They are copied with all else that the step measures there.
 
     Args:
         measured: The gradient's totals, on their device.
@@ -66,7 +66,7 @@ class GradientHandover:
             product=measured.reduced_product is not None,
             norm_estimated=measured.norm_estimated,
         )
-        self._copies: list[HostCopy] = []
+        self._copies: list[HostCopy | Share] = []
         self._content: bytearray | None = None
         if totals.memory.is_cpu and _is_compiled():
             self._content = self._form.gather(measured)
@@ -213,11 +213,13 @@ def _form(
     return _Form(folding, lengths, norm_estimated=norm_estimated)
 
 
-def _copies(measured: LocalGradient, folding: Folding) -> list[HostCopy]:
+def _copies(measured: LocalGradient, folding: Folding) -> list[HostCopy | Share]:
     """Start the copies from a device: of numbers and sketches together, or of each."""
     if _Launching.possible and _launches_on(measured.totals.sketches):
         try:
-            return [HostCopy(launch(measured, folding), own=True)]
+            share = Share(measured.totals.sketches.device)
+            launch(measured, folding, share.take)
+            return [share]
         except Exception as error:  # whatever it is, training goes on, a little slower
             _Launching.possible = False
             reason = str(error).strip().split("\n")[0]
@@ -238,8 +240,15 @@ class _Launching:
     possible = True
 
 
-def launch(measured: LocalGradient, folding: Folding) -> Tensor:
+def launch(
+    measured: LocalGradient, folding: Folding, take: Callable[[int], Tensor] | None = None
+) -> Tensor:
     """Gather numbers and sketches with one launch.
+
+    Args:
+        measured: The gradient.
+        folding: Which sketches are wanted.
+        take: Returns so many words of 64 bits on the device; None for new ones.
 
     Returns:
         float64 ``[n]``: the numbers, and behind them the float32 sketches.
@@ -249,7 +258,8 @@ def launch(measured: LocalGradient, folding: Folding) -> Tensor:
     given = _given(measured)
     if measured.micro_squared_norms is not None:
         given["micro"] = measured.micro_squared_norms
-    return hand_over(measured.totals, measured.reduced, folding, given)
+    take = measured.totals.squared_norms.new_empty if take is None else take
+    return hand_over(measured.totals, measured.reduced, folding, given, take)
 
 
 @functools.cache

@@ -1,5 +1,9 @@
 """Copies from an accelerator to the host that do not stall the training thread."""
 
+import contextlib
+import threading
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -68,5 +72,113 @@ class OnHost:
         """Return them."""
         return self._array
 
+
+class Share:
+    """A part of the memory that the measurements of a step fill on a device, to be copied at once.
+
+    It stands where a :class:`HostCopy` may. The copy begins when somebody asks for a part of it,
+    or for all of them: see :func:`begin_copies`.
+
+    Args:
+        device: Where the memory is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._shared: _Shared | None = None
+        self._first = self._words = 0
+
+    def take(self, words: int) -> Tensor:
+        """Return int64 ``[words]``, to be filled by what is launched now on the current stream."""
+        device = self._device
+        with _lock:
+            shared = _open.get(device)
+            if shared is not None and not shared.is_open:
+                shared = None
+            room = _rooms.get(device, _ROOM)
+            needed = words if shared is None else shared.used + words
+            if needed > room:
+                _rooms[device] = 2 * needed
+            if shared is None or needed > shared.words:
+                if shared is not None:
+                    shared.begin()
+                shared = _open[device] = _Shared(device, max(room, 2 * words))
+            self._first, self._words, self._shared = shared.used, words, shared
+            return shared.take(words)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._shared is None or self._shared.begin().ready
+
+    def numpy(self) -> NDArray[np.generic]:
+        """Wait for the copy and return this part of it, int64."""
+        if self._shared is None:
+            return np.empty(0, np.int64)
+        return self._shared.begin().numpy()[self._first : self._first + self._words]
+
+
+class _Shared:
+    """Memory on a device, and its copy.
+
+    Args:
+        device: Where it is.
+        words: Of 64 bits.
+    """
+
+    def __init__(self, device: torch.device, words: int) -> None:
+        self._memory: Tensor | None = torch.empty(words, dtype=torch.int64, device=device)
+        self._stream = _stream_of(device)
+        self._copy: HostCopy | None = None
+        self.words = words
+        self.used = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more can be taken, and filled on the stream that is current now."""
+        return self._memory is not None and self._stream == _stream_of(self._memory.device)
+
+    def take(self, words: int) -> Tensor:
+        """Return the next so many."""
+        assert self._memory is not None
+        taken = self._memory[self.used : self.used + words]
+        self.used = -(-(self.used + words) // _ALIGNED) * _ALIGNED
+        return taken
+
+    def begin(self) -> HostCopy:
+        """Begin to copy what has been taken, behind what fills it; a second call does nothing."""
+        with _lock:
+            if self._memory is not None:
+                with _on(self._stream):
+                    self._copy = HostCopy(self._memory[: self.used], own=True)
+                self._memory = None
+            assert self._copy is not None
+            return self._copy
+
+
+def begin_copies() -> None:
+    """Begin to copy all that the measurements of a step have been told to fill."""
+    with _lock:
+        for shared in _open.values():
+            shared.begin()
+        _open.clear()
+
+
+def _stream_of(device: torch.device) -> Any:
+    """Return the current stream of a device; None where the host does the work."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _on(stream: Any) -> Any:
+    """Make a stream the current one for a while."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+_ROOM = 1 << 13  # words, to begin with
+_ALIGNED = 16  # words: Triton compiles a kernel anew for addresses that are aligned otherwise
+
+_lock = threading.RLock()
+_open: dict[torch.device, _Shared] = {}
+_rooms: dict[torch.device, int] = {}
 
 Numbers = HostCopy | OnHost

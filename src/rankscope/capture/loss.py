@@ -9,9 +9,8 @@ is declined with one line in the log.
 """
 
 import logging
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -28,13 +27,13 @@ from rankscope.capture.labels import (
     own,
 )
 from rankscope.capture.loss_form import read_form
+from rankscope.capture.passes import hook_gradient
 from rankscope.errors import UsageError
 
 _log = logging.getLogger("rankscope")
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatchLoss:
+class MicroBatchLoss(NamedTuple):
     """Losses of one micro-batch ``[U]``, their weights ``[U]`` if known, and its forward pass."""
 
     values: Numbers
@@ -57,7 +56,10 @@ class _Multiplier:
     def __init__(self, loss: Tensor, unit: Tensor | None = None) -> None:
         self.value: Tensor | float | None = None
         self._unit = unit
-        loss.register_hook(self._see)  # type: ignore[no-untyped-call]
+        if loss.grad_fn is None:
+            loss.register_hook(self._see)  # type: ignore[no-untyped-call]
+        else:
+            hook_gradient(loss, self._see)
 
     def _see(self, gradient: Tensor | None) -> None:
         try:
@@ -148,14 +150,15 @@ class LossMeter:
         recorded is the mean over its own tokens. Some models ignore it and return that mean: the
         first loss tells, if autograd shows how it came about, and waits for the device.
         """
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        mapped = isinstance(output, (dict, Mapping))
+        loss = output.get("loss") if mapped else getattr(output, "loss", None)
+        if _is_number_on_host(loss) and "num_items_in_batch" not in kwargs:
+            self._see_on_host(loss, kwargs, forward)
+            return
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         if is_spread(loss):
             self._decline()
-            return
-        if _is_number_on_host(loss) and "num_items_in_batch" not in kwargs:
-            self._see_on_host(loss, kwargs, forward)
             return
         weights = count_label_tokens(kwargs, shifted=self._shifted)
         values = _in_double(loss).reshape(1)
@@ -200,7 +203,7 @@ class LossMeter:
             (self._seen, other._seen),
             (self._spare, other._spare),
         ):
-            mine += [replace(micro, forward=forward) for micro in others]
+            mine += [micro._replace(forward=forward) for micro in others]
 
     def _is_own_mean(self, loss: Tensor, own: Any, num_items: Any) -> bool:
         """Return whether the model is known to average over its own tokens; looks once."""
@@ -221,7 +224,7 @@ class LossMeter:
                 "replicated); give scope.loss() the local loss. The rest is measured as before"
             )
 
-    def collect(self, idle: Container[int] = ()) -> tuple[list[MicroBatchLoss], Numbers | None]:
+    def collect(self, idle: Collection[int] = ()) -> tuple[list[MicroBatchLoss], Numbers | None]:
         """Return what was collected since the last call, and start again.
 
         Args:
@@ -231,10 +234,13 @@ class LossMeter:
             The losses, and what each was multiplied by before backward (float64 ``[M]``); None
             when one of these factors is unknown.
         """
-        given = [micro for micro in self._given if micro.forward not in idle]
-        seen = [micro for micro in self._seen if micro.forward not in idle]
-        spare = [micro for micro in self._spare if micro.forward not in idle]
+        given, seen, spare = self._given, self._seen, self._spare
         self._given, self._seen, self._spare = [], [], []
+        if idle:
+            given, seen, spare = (
+                [micro for micro in micros if micro.forward not in idle]
+                for micros in (given, seen, spare)
+            )
         multipliers = _multipliers(given) or _multipliers(seen)
         if multipliers is None and not given:
             multipliers = _multipliers(spare)
@@ -324,12 +330,12 @@ def _taken_out(unit: Tensor, values: Tensor) -> Tensor:
 
 
 def _multipliers(collected: Sequence[MicroBatchLoss]) -> Numbers | None:
-    factors: list[Tensor | float] = [
-        micro.multiplier.value
-        for micro in collected
-        if micro.multiplier is not None and micro.multiplier.value is not None
-    ]
-    if not factors or len(factors) < len(collected):
+    factors: list[Tensor | float] = []
+    for micro in collected:
+        if micro.multiplier is None or micro.multiplier.value is None:
+            return None
+        factors.append(micro.multiplier.value)
+    if not factors:
         return None
     tensors = [factor for factor in factors if isinstance(factor, Tensor)]
     if not tensors:
@@ -347,11 +353,11 @@ def to_arrays(
     Returns:
         Losses and weights in float64, one array ``[U]`` per micro-batch; unknown weights are NaN.
     """
-    values = [micro.values.numpy().astype(np.float64) for micro in collected]
+    values = [micro.values.numpy().astype(np.float64, copy=False) for micro in collected]
     weights = [
         np.full(len(value), np.nan)
         if micro.weights is None
-        else micro.weights.numpy().astype(np.float64)
+        else micro.weights.numpy().astype(np.float64, copy=False)
         for micro, value in zip(collected, values, strict=True)
     ]
     return values, weights

@@ -1,13 +1,18 @@
 """The forward passes of a step, and which of them a backward pass trains on."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from rankscope.capture.tap import Guarded
+
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 @dataclass(slots=True)
@@ -15,6 +20,7 @@ class _Pass:
     returned: bool = False
     visible: bool = False  # gradients can be seen to arrive at what it returned
     trained: bool = False
+    backward: int = -1  # the last one that has reached it
 
     @property
     def idle(self) -> bool:
@@ -58,9 +64,7 @@ class ForwardPasses:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a hook on a parameter would stay there
                 this.visible = True
-                tensor.register_hook(  # type: ignore[no-untyped-call]
-                    partial(self._on_gradient, this)
-                )
+                hook_gradient(tensor, partial(self._on_gradient, this))
 
     def take_idle(self) -> frozenset[int]:
         """Return the numbers of the passes that took no part in the step, and begin a new step."""
@@ -69,23 +73,47 @@ class ForwardPasses:
         return idle
 
     def _on_gradient(self, this: _Pass, gradient: Tensor) -> None:
-        self._guarded(partial(self._reached, this.train))
+        backward = torch._C._current_graph_task_id()
+        if this.backward != backward:  # it may reach several outputs
+            this.backward = backward
+            self._guarded(partial(self._reached, this.train))
 
 
-def tensors_in(value: object, depth: int = 4, breadth: int = 256) -> Iterator[Tensor]:
-    """Yield the tensors in nested sequences, mappings and dataclasses, as far as is cheap."""
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Do what ``register_hook`` of a tensor with a ``grad_fn`` does, but for making a handle.
+
+    Args:
+        tensor: What the model has returned.
+        hook: Called with the gradient that arrives at it, for as long as the graph lives.
+    """
+    tensor_: Any = tensor
+    if type(tensor) is not Tensor or not hasattr(tensor_.grad_fn, "_register_hook_dict"):
+        tensor_.register_hook(hook)
+        return
+    if tensor_._backward_hooks is None:
+        tensor_._backward_hooks = OrderedDict()
+        tensor_.grad_fn._register_hook_dict(tensor)
+    tensor_._backward_hooks[object()] = hook  # handles have numbers
+
+
+def tensors_in(value: object, depth: int = 4, breadth: int = 256) -> list[Tensor]:
+    """Return the tensors in nested sequences, mappings and dataclasses, as far as is cheap."""
     if isinstance(value, Tensor):
-        yield value
-    elif depth:
-        for part in islice(_parts(value), breadth):
-            yield from tensors_in(part, depth - 1, breadth)
+        return [value]
+    found: list[Tensor] = []
+    for part in islice(_parts(value), breadth) if depth else ():
+        if type(part) is Tensor:
+            found.append(part)
+        elif type(part) not in _PLAIN:
+            found += tensors_in(part, depth - 1, breadth)
+    return found
 
 
 def _parts(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return value.values()
     if isinstance(value, (list, tuple)):
         return value
+    if isinstance(value, (dict, Mapping)):
+        return value.values()
     if is_dataclass(value):
         return [getattr(value, field.name) for field in fields(value)]
     return ()

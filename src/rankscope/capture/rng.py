@@ -94,7 +94,7 @@ class RandomMeter:
             return {}
         self._last = {bit: state for bit, state in first.items() if not used & bit}
         values = {"rng_used": used | between << BETWEEN}
-        for name, bits in _DIGESTS.items():
+        for name, bits in _DIGESTS.items() if used | between else ():
             moved = bits & (used | between)
             states = [
                 bytes([bit]) + python_bytes(state) for bit, state in first.items() if moved & bit

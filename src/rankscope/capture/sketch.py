@@ -119,6 +119,27 @@ class Sketcher:
             names, tensors, starts = zip(*gradients, strict=True)
             self._measure(names, tensors, starts, into, sketching=self.sketches)
 
+    def measure_whole(
+        self,
+        names: tuple[str, ...],
+        gradients: Sequence[Tensor],
+        into: GradientTotals,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Add the whole gradients of some parameters; see :meth:`measure_many`.
+
+        Args:
+            names: The parameters.
+            gradients: Of each.
+            into: The totals to add to.
+            again: Whether these are the very tensors of the last call with these names, by which
+                nothing but what they hold can have changed.
+        """
+        if names:
+            starts = (0,) * len(names)
+            self._measure(names, gradients, starts, into, sketching=self.sketches, again=again)
+
     def measure_norms(self, gradients: Iterable[tuple[str, Tensor]], into: GradientTotals) -> None:
         """Add squared norms, largest magnitudes and non-finite counts; no sketch.
 
@@ -153,10 +174,11 @@ class Sketcher:
         into: GradientTotals,
         *,
         sketching: bool,
+        again: bool = False,
     ) -> None:
         key = (names, starts, sketching)
         together = self._together.get(key)
-        if together is None or not together.fits(gradients):
+        if together is None or not (again or together.fits(gradients)):
             if len(self._together) >= _MOST_PREPARED:
                 self._together.clear()
             sources = [

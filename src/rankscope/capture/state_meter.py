@@ -6,14 +6,14 @@ step is read together: by one call on the host, by one launch on an accelerator.
 """
 
 import logging
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from rankscope.capture.digest import digest_bits, word_of
-from rankscope.capture.readings import PendingReading, Reading, prepare
+from rankscope.capture.readings import PendingReading, Reading, Recurring, prepare
 from rankscope.capture.state_plan import Lasting, Plan, Slice, survey
 from rankscope.capture.state_reading import optimizer_state, state_leaves
 from rankscope.capture.state_signature import signature
@@ -77,7 +77,7 @@ class StateMeter:
         prepare(torch.device("cpu") if device is None else device)
 
     @property
-    def wanted_names(self) -> Container[str]:
+    def wanted_names(self) -> Collection[str]:
         """Names of the parameters of which :meth:`see_local` wants to see the gradient."""
         return self._turn.wanted
 
@@ -106,22 +106,25 @@ class StateMeter:
             return
         for number, part in self._turn.wanted[name]:
             try:
-                digest = digest_bits(gradient, part.start, part.stop)
-                self._seen.local[number] = digest.known & _MASK
+                digest = digest_bits(gradient, part.start, part.stop).known & _MASK
             except Exception as error:  # whatever kind of tensor it is
                 self._tell(error)
-                self._seen.local[number] = _UNREADABLE
+                digest = _UNREADABLE
+            self._saw_local((number,), PendingReading([digest], [0.0]))
 
     def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take local gradients of several parameters at once, each as in :meth:`see_local`."""
-        reading, numbers = Reading(), []
-        for name, gradient in gradients:
-            for number, part in self._turn.wanted.get(name, ()):
-                numbers.append(number)
-                self._add(reading, gradient, part)
-        if numbers:
-            begun = self._begin(reading)
-            self._seen.local |= {number: (begun, i) for i, number in enumerate(numbers)}
+        shown = list(gradients)
+        local = self._turn.local_of(tuple([name for name, _ in shown]))
+        if not local.numbers:
+            return
+        tensors = [shown[source][1] for source in local.sources]
+        self._saw_local(local.numbers, self._read(local.recurring, local.slices, tensors))
+        self._seen.before = local.recurring
+
+    def _saw_local(self, numbers: tuple[int, ...], reading: PendingReading) -> None:
+        self._seen.local.pop(numbers, None)  # the last one counts
+        self._seen.local[numbers] = reading
 
     def see_reduced(self) -> None:
         """Read gradients right after the reduction."""
@@ -134,20 +137,63 @@ class StateMeter:
 
     def see_state(self) -> None:
         """Read parameters, buffers and the optimizer's state, after the step."""
-        reading = Reading()
-        for part in self._turn.read:
-            tensor = part.place.current(self._lasting)
+        turn, seen = self._turn, self._seen
+        known = turn.recurring
+        tensors = [part.place.current(self._lasting) for part in turn.read]
+        try:
+            marks = self._add_kept(tensors, turn)
+        except Exception:  # whatever an optimizer keeps: it is looked at one by one
+            marks = None
+        reading = self._begin_again(known.state, tensors) if marks == known.marks else None
+        if reading is None:
+            reading = self._read_state(turn, tensors, marks)
+        seen.state, (seen.weights, seen.starts) = reading, known.leaves
+
+    def _add_kept(self, tensors: list[Tensor | None], turn: Turn) -> list[object] | None:
+        """Add what the optimizer keeps for a turn's parameters, where that is nothing but tensors.
+
+        Args:
+            tensors: Begins with the parameters.
+            turn: The turn.
+
+        Returns:
+            What it is called; None if it is anything else.
+        """
+        states = getattr(self._optimizer, "state", None)
+        marks: list[object] = []
+        if not isinstance(states, dict):
+            return None if turn.kept_of else marks
+        for number in turn.kept_of:
+            state = states.get(tensors[number])
+            if state is None:
+                marks.append(None)
+                continue
+            if type(state) is not dict:
+                return None
+            tensors += state.values()
+            marks += (*state, len(state))
+        return marks
+
+    def _read_state(
+        self, turn: Turn, tensors: list[Tensor | None], marks: list[object] | None
+    ) -> PendingReading:
+        """Look at all of a turn's state, and learn it for the next time, if it is like others'."""
+        reading, known = Reading(), turn.recurring
+        for part, tensor in zip(turn.read, tensors, strict=False):
             if tensor is None:
                 reading.add_word(0)
             else:
                 self._add(reading, tensor, part)
         weights: list[int] = []
         starts = []
-        for part in self._turn.optimizer.slices:
+        for part in turn.optimizer.slices:
             starts.append(len(weights))
             self._add_optimizer(reading, weights, part)
-        seen = self._seen
-        seen.state, seen.weights, seen.starts = self._begin(reading), weights, starts
+        known.leaves = weights, starts
+        known.marks = marks or []
+        if marks is not None:
+            known.state.learn(reading, tensors)
+        return self._begin(reading)
 
     def collect(self) -> PendingState:
         """Return what was read since the step began, without waiting, and begin anew."""
@@ -188,16 +234,45 @@ class StateMeter:
         parameter = part.place.current(self._lasting)
         return parameter is None or self._reduces is None or self._reduces(parameter)
 
-    def _read_gradients(self, kind: StateKind, slices: Iterable[Slice]) -> None:
+    def _read_gradients(self, kind: StateKind, slices: Sequence[Slice]) -> None:
+        parameters = [part.place.current(self._lasting) for part in slices]
+        gradients = [None if p is None else p.grad for p in parameters]
+        recurring, seen = self._turn.recurring.gradients, self._seen
+        seen.gradients[kind] = self._read(recurring, slices, gradients, norm=True)
+        seen.before = recurring
+
+    def _read(
+        self,
+        recurring: Recurring,
+        slices: Sequence[Slice],
+        tensors: Sequence[Tensor | None],
+        *,
+        norm: bool = False,
+    ) -> PendingReading:
+        """Read slices of tensors; what is missing has the digest 0."""
+        again = self._begin_again(recurring, tensors, self._seen.before)
+        if again is not None:
+            return again
         reading = Reading()
-        for part in slices:
-            parameter = part.place.current(self._lasting)
-            gradient = None if parameter is None else parameter.grad
-            if gradient is None:
+        for part, tensor in zip(slices, tensors, strict=True):
+            if tensor is None:
                 reading.add_word(0)
             else:
-                self._add(reading, gradient, part, norm=True)
-        self._seen.gradients[kind] = self._begin(reading)
+                self._add(reading, tensor, part, norm=norm)
+        recurring.learn(reading, tensors)
+        return self._begin(reading)
+
+    def _begin_again(
+        self,
+        recurring: Recurring,
+        tensors: Sequence[Tensor | None],
+        before: Recurring | None = None,
+    ) -> PendingReading | None:
+        """Begin a reading that was learnt, of tensors like those; None if it cannot be."""
+        try:
+            return recurring.begin(tensors, before)
+        except Exception:  # whatever they are: they are looked at one by one
+            return None
 
     def _add_optimizer(self, reading: Reading, weights: list[int], part: Slice) -> None:
         """Add what the optimizer keeps for a slice; at least one leaf."""
@@ -250,4 +325,4 @@ class StateMeter:
 
 
 def _nothing() -> Seen:
-    return Seen(None, (), (), {}, {}, None)
+    return Seen(None, (), (), {}, None, {}, None)

@@ -1,7 +1,13 @@
 """Whether a model's parameters and buffers are the same as before: soon told, in each rotation."""
 
+from itertools import chain
+from operator import attrgetter
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+_of_tensor = attrgetter("shape", "dtype", "requires_grad")
+_held = attrgetter("_modules", "_parameters", "_buffers")
 
 
 def signature(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object] | None:
@@ -11,25 +17,22 @@ def signature(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> lis
         Equal lists for a model in which nothing of it has changed; None where that cannot be told,
         as of parameters without a shape as yet.
     """
-    marks: list[object] = []
-    seen: set[int] = set()
-    waiting = [module]
     try:
-        for group in getattr(optimizer, "param_groups", ()):
-            marks += map(id, group["params"])
-        while waiting:
-            holder = waiting.pop()
-            marks.append(id(holder))
-            if id(holder) in seen:
-                continue
-            seen.add(id(holder))
-            marks += holder._modules
-            waiting += (inner for inner in holder._modules.values() if inner is not None)
-            for tensors in (holder._parameters, holder._buffers):
-                for key, tensor in tensors.items():
-                    marks += (key, id(tensor))
-                    if tensor is not None:
-                        marks += (tensor.shape, tensor.dtype, tensor.requires_grad)
+        groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
+        holders, seen = [module], {id(module)}
+        for holder in holders:
+            for inner in holder._modules.values():
+                if inner is not None and id(inner) not in seen:
+                    seen.add(id(inner))
+                    holders.append(inner)
+        held = list(chain.from_iterable(map(_held, holders)))
+        values = list(chain.from_iterable(map(dict.values, held)))
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return [
+            [list(map(id, group)) for group in groups],
+            list(map(list, held)),
+            list(map(id, values)),
+            list(map(_of_tensor, tensors)),
+        ]
     except Exception:
         return None
-    return marks

@@ -14,6 +14,9 @@ from rankscope.capture.totals import GradientTotals
 from rankscope.errors import UnsupportedError
 
 _FLAT_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_LOW = 1 << 40
+"""Below lie the addresses in memory that was freed: they count from zero."""
+
 _look_on_host = attrgetter("dtype", "layout", "is_cpu")
 _look_on_device = attrgetter("dtype", "layout", "device")
 
@@ -80,7 +83,6 @@ class Together:
         flat = [number for number, gradient in enumerate(gradients) if _is_flat(gradient)]
         self._flat = flat
         self._others = sorted(set(range(len(gradients))) - set(flat))
-        self._pointers: list[int] = []
         pieces = [
             Piece(source, cut.low, cut.high - cut.low, gradients[number].dtype, cut.row,
                   sources[number].signs, cut.start)
@@ -101,19 +103,14 @@ class Together:
         """
         flat = [gradients[number] for number in self._flat] if self._others else gradients
         pointers = list(map(Tensor.data_ptr, flat))
-        if pointers != self._pointers:
-            self._check_memory(flat, pointers)
+        if pointers and min(pointers) < _LOW:
+            for gradient, pointer in zip(flat, pointers, strict=True):
+                if pointer < _LOW:
+                    check_memory(gradient)
         if self._prepared is not None:
             self._prepared.measure(flat, pointers, into)
         for number in self._others:
             self._measure_alone(gradients[number], self._sources[number], into)
-
-    def _check_memory(self, gradients: Sequence[Tensor], pointers: list[int]) -> None:
-        before = self._pointers or [-1] * len(pointers)
-        for gradient, pointer, last in zip(gradients, pointers, before, strict=True):
-            if pointer != last:
-                check_memory(gradient)
-        self._pointers = pointers
 
     @torch.no_grad()
     def _measure_alone(self, gradient: Tensor, source: Source, into: GradientTotals) -> None:

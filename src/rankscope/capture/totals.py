@@ -6,6 +6,8 @@ A row is a group of parameters or, where the reduction is audited, a section of 
 All of it lies in one stretch of memory, so that it is emptied and copied by one operation:
 
     squared norms [R] float64 | non-finite [R] int64 | largest [R] float32, padded | sketches [R, k]
+
+It is emptied when it is looked at. A kernel that overwrites what was there spares that.
 """
 
 import torch
@@ -26,38 +28,75 @@ class GradientTotals:
         width: Sketch width k.
 
     Attributes:
-        sketches: float32 ``[R, k]``: linear sketch of each row's gradient.
-        squared_norms: float64 ``[R]``: sum of squares; infinite or NaN where an element is.
-        largest: float32 ``[R]``: largest magnitude; infinite or NaN where an element is.
-        nonfinite: int64 ``[R]``: how many elements are infinite or NaN.
+        fresh: Whether all is still to be set to 0; whoever has overwritten all of it clears this.
     """
 
-    __slots__ = ("largest", "memory", "nonfinite", "sketches", "squared_norms")
+    __slots__ = ("_memory", "_tensors", "fresh")
 
     def __init__(self, memory: Tensor, num_rows: int, width: int) -> None:
-        self.memory = memory
+        self._memory = memory
         first = 2 * num_rows + _words(num_rows)
-        self.squared_norms = memory[:num_rows]
-        self.nonfinite = memory[num_rows : 2 * num_rows].view(torch.int64)
-        self.largest = memory[2 * num_rows : first].view(torch.float32)[:num_rows]
         floats = memory[first:].view(torch.float32)
-        self.sketches = floats[: num_rows * width].view(num_rows, width)
+        self._tensors = (
+            floats[: num_rows * width].view(num_rows, width),
+            memory[:num_rows],
+            memory[2 * num_rows : first].view(torch.float32)[:num_rows],
+            memory[num_rows : 2 * num_rows].view(torch.int64),
+        )
+        self.fresh = False
 
     @classmethod
     def zeros(cls, num_rows: int, width: int, device: torch.device) -> "GradientTotals":
         """Return the totals of nothing."""
         words = totals_words(num_rows, width)
-        memory = torch.zeros(words, device=device, dtype=torch.float64)
-        return cls(memory, num_rows, width)
+        totals = cls(torch.empty(words, device=device, dtype=torch.float64), num_rows, width)
+        totals.reset()
+        return totals
+
+    @property
+    def memory(self) -> Tensor:
+        """What holds all of it."""
+        if self.fresh:
+            self._memory.zero_()
+            self.fresh = False
+        return self._memory
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sketches, squared norms, largest and non-finite; their memory stays where it is."""
-        return self.sketches, self.squared_norms, self.largest, self.nonfinite
+        if self.fresh:
+            self._memory.zero_()
+            self.fresh = False
+        return self._tensors
+
+    @property
+    def tensors_to_fill(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same; while ``fresh``, what they hold has no meaning."""
+        return self._tensors
+
+    @property
+    def sketches(self) -> Tensor:
+        """Float32 ``[R, k]``: linear sketch of each row's gradient."""
+        return self.tensors[0]
+
+    @property
+    def squared_norms(self) -> Tensor:
+        """Float64 ``[R]``: sum of squares; infinite or NaN where an element is."""
+        return self.tensors[1]
+
+    @property
+    def largest(self) -> Tensor:
+        """Float32 ``[R]``: largest magnitude; infinite or NaN where an element is."""
+        return self.tensors[2]
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """Int64 ``[R]``: how many elements are infinite or NaN."""
+        return self.tensors[3]
 
     def reset(self) -> None:
         """Set all totals to those of nothing, in place."""
-        self.memory.zero_()
+        self.fresh = True
 
     def add(self, other: "GradientTotals") -> None:
         """Add the totals of other elements, in place."""
@@ -75,7 +114,7 @@ class GradientTotals:
 
     def clone(self) -> "GradientTotals":
         """Return a copy that later measurements leave alone."""
-        return GradientTotals(self.memory.clone(), *self.sketches.shape)
+        return GradientTotals(self.memory.clone(), *self._tensors[0].shape)
 
 
 def totals_words(num_rows: int, width: int) -> int:

@@ -1,6 +1,6 @@
 """Who else looks at gradients while a tap reads them."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -17,7 +17,7 @@ class GradientWitness(SeesReduced, Protocol):
     """Is shown gradients at two moments of a backward pass, on the training thread."""
 
     @property
-    def wanted_names(self) -> Container[str]:
+    def wanted_names(self) -> Collection[str]:
         """Canonical names of the parameters whose local gradient it wants to see in this step.
 
         To show it others as well costs time, and does nothing. Known from the step's first forward
@@ -51,7 +51,7 @@ class BothSee:
         self._witness, self._other = witness, other
 
     @property
-    def wanted_names(self) -> Container[str]:
+    def wanted_names(self) -> Collection[str]:
         """What the witness wants to see."""
         return self._witness.wanted_names
 

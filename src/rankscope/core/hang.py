@@ -154,15 +154,21 @@ class HangReport:
         return cls(**{**values, "suspects": suspects, "waiting": tuple(values["waiting"])})
 
 
-def words_of(one: Standing) -> str:
-    """Return what is the matter with a rank: ``has ended, in step 7``."""
+def words_of(one: Standing, *, over: bool = False) -> str:
+    """Return what is the matter with a rank: ``has ended, in step 7``.
+
+    Args:
+        one: The rank.
+        over: Whether the hang is over, and with it what was the matter.
+    """
+    is_ = "was" if over else "is"
     words = {
         Fate.ENDED: "has ended",
-        Fate.STOPPED: "is stopped, by SIGSTOP or a debugger",
+        Fate.STOPPED: f"{is_} stopped, by SIGSTOP or a debugger",
         Fate.LEFT: "is not watched any more",
-        Fate.MISSING: "never said anything",
-        Fate.STUCK: "is alive and behind",
-        Fate.SILENT: "is behind and out of reach",
+        Fate.MISSING: "had said nothing" if over else "never said anything",
+        Fate.STUCK: f"{is_} alive and behind",
+        Fate.SILENT: f"{is_} behind and out of reach",
     }[one.fate]
     return words if one.place is None else f"{words}, {one.place}"
 

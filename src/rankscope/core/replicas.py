@@ -10,11 +10,15 @@ import hashlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Ints
+
+if TYPE_CHECKING:
+    from array import array
 
 Bools = NDArray[np.bool_]
 
@@ -100,7 +104,7 @@ class StateDifference:
         return tuple(sorted(odd))
 
 
-def digest_of_digests(digests_D: NDArray[np.int64] | NDArray[np.uint64]) -> int:
+def digest_of_digests(digests_D: "Ints | NDArray[np.uint64] | array[int]") -> int:
     """Return one 63-bit digest of several digests of 64 bits, in order."""
     digest = hashlib.blake2b(digests_D.tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

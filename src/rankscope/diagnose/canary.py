@@ -60,12 +60,13 @@ _CHECK_HARDWARE = "Compare device model, driver, library versions and precision 
 class CanaryVerdicts(Stateful):
     """What canaries prove: data, state, hardware or non-determinism.
 
-    A canary that agrees proves that a worker's data differ only where the worker does differ;
-    otherwise it says nothing, as it should in a healthy run.
+    A canary that agrees proves that a worker's data differ only where the worker does differ, in
+    the canary's step too: of a fault that comes and goes that is not known. Otherwise it says
+    nothing, as it should in a healthy run.
 
     Args:
         num_workers: W.
-        suspected: Returns the workers that differ from the others at present.
+        suspected: Returns the workers that differ from the others at present, in most steps.
     """
 
     SETTINGS = ("_num_workers", "_suspected")

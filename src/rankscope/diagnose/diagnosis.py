@@ -86,7 +86,7 @@ class Diagnosis:
             ReductionAudit(num_workers, reduced_in, hook=comm_hook),
             EqualRandom(num_workers, plan),
             outliers,
-            CanaryVerdicts(num_workers, lambda: outliers.set_apart),
+            CanaryVerdicts(num_workers, lambda: outliers.steadily_apart),
             AlikePairs(num_workers, lambda: outliers.not_compared),
             Sampling(num_workers, lambda: outliers.set_apart),
             Stragglers(num_workers, hosts),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rankscope.core.apart import HEALED
 from rankscope.core.arrays import Floats
+from rankscope.core.bets import Kind
 from rankscope.core.budget import FAR_BELOW, OUTLIERS, alarm_level
 from rankscope.core.recent import RECENT
 from rankscope.core.state import State, StateError
@@ -84,6 +85,15 @@ class WorkerOutliers:
     def set_apart(self) -> tuple[int, ...]:
         """Workers that differ from the others at present."""
         return self._totals.test.set_apart
+
+    @property
+    def steadily_apart(self) -> tuple[int, ...]:
+        """Those of them that differ in most steps, as far as their traces tell."""
+        return tuple(
+            worker
+            for worker in self.set_apart
+            if all(trace.kind is not Kind.RARE for _, trace in self._traces(worker))
+        )
 
     @property
     def not_compared(self) -> tuple[int, ...]:

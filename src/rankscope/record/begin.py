@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import rankscope
-from rankscope.record.files import claim, create_directory, is_file, staged, to_plain
+from rankscope.record.files import claim, create_directory, is_file, replace, staged, to_plain
 from rankscope.record.states import START_FILE
 
 SCHEMA_VERSION = 1
@@ -66,6 +66,26 @@ def begin_run(path: str | Path, info: Mapping[str, Any], start: bytes = b"") -> 
             with contextlib.suppress(OSError):
                 remembered.unlink()
     return info
+
+
+def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
+    """Say in ``run.json`` that a run has ended with its agent, unless the agent has said its end.
+
+    Args:
+        path: The run's directory.
+        agent_pid: The agent's process, which must have ended.
+        how: How it ended.
+
+    Raises:
+        RunError: It cannot be written.
+        OSError: It cannot be read.
+        ValueError: It is no JSON.
+    """
+    info = json.loads((path / INFO_FILE).read_bytes())
+    agent = info.get("agent") or {"pid": agent_pid}
+    if info.get("status") == "running" and agent.get("pid") == agent_pid:
+        info |= {"status": "incomplete", "finished": now(), "agent": {**agent, "ended": how}}
+        replace(path / INFO_FILE, text_of(info))
 
 
 def text_of(info: Mapping[str, Any]) -> bytes:

@@ -44,15 +44,3 @@ def spread_name(column: str, which: str) -> str:
 def rank_name(column: str, rank: int) -> str:
     """Return the name of one worker's value."""
     return f"rankscope_ranks/{column}/{rank}"
-
-
-def documented() -> list[tuple[str, str, str]]:
-    """Return ``(name, unit, meaning)`` of all that a sink may get, one row per family."""
-    rows = [(step_name(s.name), s.unit, s.meaning) for s in STEP_SIGNALS]
-    rows += [
-        (findings_name(severity), "findings", f"open findings of severity {severity}")
-        for severity in Severity
-    ]
-    for s in WORKER_SIGNALS:
-        rows.append((spread_name(s.name, "…"), s.unit, s.meaning))
-    return rows

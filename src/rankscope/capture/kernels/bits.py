@@ -16,6 +16,7 @@ import logging
 import threading
 from array import array
 from collections.abc import Iterable
+from struct import Struct
 
 import numpy as np
 import torch
@@ -103,16 +104,16 @@ class NativeSum:
 
     def __init__(self) -> None:
         self._function = load_digest()
-        self._many, self._few = load_digests()
+        self.many, self.few = load_digests()
         first, second = _keys()
         keys = np.stack([first, (first << np.uint64(32)) + second], axis=1).reshape(-1)
         low = keys.astype(np.uint32)
-        signs = low.copy()
-        signs[::2] = 0
-        self._tables = (low, (keys >> np.uint64(32)).astype(np.uint32), signs, _multipliers())
-        *self._keys, self._multipliers = (table.ctypes.data for table in self._tables)
-        self._all = np.array([*self._keys, self._multipliers, _BLOCK_FACTOR], np.uint64)
-        self._tables_at = self._all.ctypes.data
+        odd = np.roll(low, -1)
+        moved = (keys[1::2] << np.uint64(31)).sum()
+        tables = (low, odd, (keys >> np.uint64(32)).astype(np.uint32), _multipliers())
+        addresses = [table.ctypes.data for table in tables]
+        self._tables = (*tables, np.array([*addresses, _BLOCK_FACTOR, moved], np.uint64))
+        self.tables_at: int = self._tables[-1].ctypes.data
 
     def at(self, address: int, count: int, row: int = 0) -> int:
         """Return the weighted sum, modulo 2^64, of bytes in memory, the first of which begin a row.
@@ -122,33 +123,43 @@ class NativeSum:
             count: How many there are.
             row: Number of the row that they begin.
         """
-        total = 0
-        while count:
-            block, first = divmod(row, _NUM_MULTIPLIERS)
-            taken = min(count, (_NUM_MULTIPLIERS - first) * ROW_BYTES)
-            part = self._function(address, taken, *self._keys, self._multipliers + 8 * first)
-            total += part * block_factor(block)
-            address, count, row = address + taken, count - taken, row + taken // ROW_BYTES
-        return total % _MODULUS
+        return self._function(address, count, row, self.tables_at)
 
-    def many(self, parts: list[int], total: int) -> "array[int]":
-        """Return the weighted sums of N parts of memory, and the sums of squares of some.
 
-        Args:
-            parts: For each part its address, its bytes, and what they hold, one of ``NUMBERS``, if
-                their squares are asked for, else 0.
-            total: Bytes of all parts.
+class Parts:
+    """N parts of memory that are read by one call, as often as is asked for.
 
-        Returns:
-            The parts, then their sums modulo 2^64 ``[N]``, then the bits of their sums of squares
-            ``[N]``, 0 where none were asked for.
-        """
-        number = len(parts) // 3
-        table = array("q", parts)
-        table.frombytes(bytes(16 * number))
-        function = self._few if total <= _SHORT else self._many
-        function(table.buffer_info()[0], number, self._tables_at)
-        return table
+    Args:
+        native: Adds up.
+        parts: For each part its address, its bytes, and what they hold, one of ``NUMBERS``, if
+            its squares are asked for, else 0.
+        known: What is added to each sum, below 2^64.
+    """
+
+    __slots__ = ("_arguments", "_behind", "_function", "_known", "_results", "_table")
+
+    def __init__(self, native: NativeSum, parts: list[int], known: list[int]) -> None:
+        number = len(known)
+        self._known = array("Q", known)
+        self._table = array("Q", parts)
+        self._table.extend(self._known)
+        self._table.frombytes(bytes(8 * number))
+        self._behind = slice(3 * number, 4 * number)
+        self._results = Struct(f"{number}Q{number}d")
+        self._function = native.few if sum(parts[1::3]) <= _SHORT else native.many
+        self._arguments = self._table.buffer_info()[0], number, native.tables_at
+
+    def move(self, addresses: Iterable[int]) -> None:
+        """Read other memory from now on, as many bytes of each part as before."""
+        self._table[: self._behind.start : 3] = array("Q", addresses)
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Return N sums modulo 2^64, and N sums of squares, 0 where none were asked for."""
+        self._table[self._behind] = self._known
+        self._function(*self._arguments)
+        number = len(self._known)
+        results = self._results.unpack_from(self._table, 24 * number)
+        return list(results[:number]), list(results[number:])
 
 
 def plain_sum(pieces: Iterable[Tensor], device: torch.device) -> int | Tensor:

@@ -2,62 +2,100 @@
  *
  * Every word of a row has a 64-bit key of its own, and every row an odd multiplier. A product with
  * a key is taken in two halves, so that it needs no wider multiplication than 32 by 32 bits; only
- * the lower 32 bits of the upper half count. Words at odd places count as signed.
+ * the lower 32 bits of the upper half count. Words at odd places count as signed: they are moved up
+ * by 2^31, and what this adds to a row, the same for every row, is taken away again.
  */
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-#define ROW 1024 /* words; with the keys, they fit into the first-level cache */
+#define ROW 4096 /* bytes; with the keys, they fit into the first-level cache */
 #define MULTIPLIERS 65536 /* rows; then they begin again, times another factor */
 
-typedef uint32_t __attribute__((aligned(1), may_alias)) loose; /* at any address */
+typedef uint64_t pairs __attribute__((vector_size(BYTES))); /* of words; the odd one is the upper */
 
-static uint64_t add_row(const loose *words, const uint32_t *low_keys, const uint32_t *high_keys,
-                        const uint32_t *signs) {
-    uint64_t low = 0;
-    uint32_t high = 0;
-    for (int i = 0; i < ROW; i++) {
-        uint32_t negative = (uint32_t)((int32_t)words[i] >> 31);
-        low += (uint64_t)words[i] * low_keys[i];
-        high += words[i] * high_keys[i] - (negative & signs[i]);
-    }
-    return low + ((uint64_t)high << 32);
+struct tables {
+    const char *low_keys;  /* their lower halves, ROW bytes */
+    const char *odd_keys;  /* the same of odd words, each at the place before it */
+    const char *high_keys; /* their upper halves, ROW bytes */
+    const uint64_t *multipliers;
+    uint64_t block_factor; /* of the multipliers, for each time that they begin again */
+    uint64_t moved;        /* what moving the words at odd places adds to a row */
+};
+
+/* The products of the lower halves, in 64 bits. */
+INLINE pairs products(pairs a, pairs b) {
+#if BYTES == 64
+    return (pairs)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif BYTES == 32
+    return (pairs)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (pairs)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+    return (a & 0xffffffff) * (b & 0xffffffff);
+#endif
 }
 
-/* Returns the digest of `count` bytes, padded with zeros to whole rows.
- *
- * low_keys, high_keys: halves of the keys, ROW each. signs: the lower halves at odd places, where
- * words are signed, and zeros. multipliers: one per row. */
-uint64_t rankscope_digest(const char *bytes, int64_t count, const uint32_t *low_keys,
-                          const uint32_t *high_keys, const uint32_t *signs,
-                          const uint64_t *multipliers) {
-    const int64_t size = ROW * 4, rows = count / size, rest = count % size;
-    uint64_t sum = 0;
-    for (int64_t row = 0; row < rows; row++)
-        sum += multipliers[row] *
-               add_row((const loose *)(bytes + row * size), low_keys, high_keys, signs);
-    if (rest) {
-        char padded[ROW * 4] = {0};
-        memcpy(padded, bytes + rows * size, rest);
-        sum += multipliers[rows] *
-               add_row((const loose *)padded, low_keys, high_keys, signs);
+/* The weighted sum of a row; meanwhile, the row at `next` is brought nearer. */
+INLINE uint64_t add_row(const char *row, const char *next, const struct tables *tables) {
+    pairs even = {0}, odd = {0};
+    words high = {0};
+#if !defined(__clang__)
+#pragma GCC unroll 4
+#endif
+    for (int i = 0; i < ROW; i += BYTES) {
+        pairs moved = (pairs)load(row + i) ^ (uint64_t)1 << 63;
+        if (i % 64 == 0)
+            __builtin_prefetch(next + i, 0, 3);
+        even += products(moved, (pairs)load(tables->low_keys + i));
+        odd += products(moved >> 32, (pairs)load(tables->odd_keys + i));
+        high += (words)moved * load(tables->high_keys + i);
+    }
+    uint64_t low_sum = 0;
+    uint32_t high_sum = 0;
+    even += odd;
+    for (int lane = 0; lane < LANES / 2; lane++)
+        low_sum += even[lane];
+    for (int lane = 0; lane < LANES; lane++)
+        high_sum += high[lane];
+    return low_sum + ((uint64_t)high_sum << 32) - tables->moved;
+}
+
+/* Rows from number `first` on, `count` bytes in all; after them come those at `next`. */
+static uint64_t add_rows(const char *bytes, int64_t count, int64_t first, const char *next,
+                         const struct tables *tables) {
+    uint64_t sum = 0, factor = 1;
+    for (int64_t block = first / MULTIPLIERS; block; block--)
+        factor *= tables->block_factor;
+    for (int64_t row = first % MULTIPLIERS; count > 0; row++, bytes += ROW, count -= ROW) {
+        char padded[ROW];
+        const char *from = bytes;
+        if (count < ROW) {
+            memcpy(padded, bytes, count);
+            memset(padded + count, 0, ROW - count);
+            from = padded;
+        }
+        if (row == MULTIPLIERS) {
+            factor *= tables->block_factor;
+            row = 0;
+        }
+        sum += factor * tables->multipliers[row] *
+               add_row(from, count > ROW ? bytes + ROW : next, tables);
     }
     return sum;
 }
 
-double rankscope_dot(int type, const char *one, const char *other, int64_t count);
-
-enum { BITS, FLOAT32, BFLOAT16, FLOAT16, FLOAT64 }; /* what the numbers of a part are */
-
-/* Has `count` bytes brought nearer while others are read. */
-static void fetch(const char *bytes, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64)
-        __builtin_prefetch(bytes + i, 0, 2);
+/* Returns the digest of `count` bytes, padded with zeros to whole rows, that begin row `first`. */
+uint64_t rankscope_digest(const char *bytes, int64_t count, int64_t first,
+                          const struct tables *tables) {
+    return add_rows(bytes, count, first, bytes, tables);
 }
 
+double rankscope_squares(int type, const char *near, int64_t count);
+
+enum { BITS, SINGLE, BRAIN, HALF, DOUBLE }; /* what the numbers of a part are */
+
 static double sum_of_squares(int64_t numbers, const char *bytes, int64_t count) {
-    if (numbers != FLOAT64)
-        return rankscope_dot(numbers - 1, bytes, bytes, count / (numbers == FLOAT32 ? 4 : 2));
+    if (numbers != DOUBLE)
+        return rankscope_squares(numbers - 1, bytes, count / (numbers == SINGLE ? 4 : 2));
     double sum = 0;
     for (int64_t i = 0; i < count; i += 8) {
         double value;
@@ -73,39 +111,25 @@ struct part {
     int64_t numbers; /* BITS where no squares are asked for */
 };
 
-struct tables {
-    const uint32_t *low_keys, *high_keys, *signs;
-    const uint64_t *multipliers;
-    uint64_t block_factor; /* of the multipliers, for each time that they begin again */
-};
-
-/* Writes the digest of each part and, where they are asked for, the sum of its squares; one read.
+/* Adds each part's digest to a word and, where it is asked for, finds the sum of its squares; one
+ * read.
  *
- * Behind the parts there is room for all digests, and then for all sums of squares. */
+ * Behind the parts there are all words, and then room for all sums of squares. */
 void rankscope_digests(const struct part *parts, int64_t number, const struct tables *tables) {
-    const int64_t block = (int64_t)MULTIPLIERS * ROW * 4, strip = 4 * ROW * 4;
+    const int64_t strip = 4 * ROW;
     uint64_t *sums = (uint64_t *)(parts + number);
     double *squares = (double *)(sums + number);
     for (int64_t i = 0; i < number; i++) {
         const struct part *part = &parts[i];
-        uint64_t sum = 0, factor = 1;
+        const char *after = i + 1 < number ? part[1].bytes : part->bytes;
         double square = 0;
         for (int64_t start = 0; start < part->count; start += strip) {
             const int64_t left = part->count - start, taken = left < strip ? left : strip;
-            const int64_t row = start % block / (ROW * 4);
-            if (left > strip)
-                fetch(part->bytes + start + strip, left - strip < strip ? left - strip : strip);
-            else if (i + 1 < number)
-                fetch(part[1].bytes, part[1].count < strip ? part[1].count : strip);
-            if (start && !row)
-                factor *= tables->block_factor;
-            sum += factor * rankscope_digest(part->bytes + start, taken, tables->low_keys,
-                                             tables->high_keys, tables->signs,
-                                             tables->multipliers + row);
+            const char *bytes = part->bytes + start, *next = left > strip ? bytes + strip : after;
+            sums[i] += add_rows(bytes, taken, start / ROW, next, tables);
             if (part->numbers)
-                square += sum_of_squares(part->numbers, part->bytes + start, taken);
+                square += sum_of_squares(part->numbers, bytes, taken);
         }
-        sums[i] = sum;
         memcpy(&squares[i], &square, 8);
     }
 }

@@ -10,7 +10,7 @@ INLINE doubles product(floats one, floats other) {
     return __builtin_convertvector(one, doubles) * __builtin_convertvector(other, doubles);
 }
 
-INLINE double dot(int type, const char *one, const char *other, int64_t count) {
+INLINE double dot(int type, const char *one, const char *other, int64_t count, int far) {
     const int size = size_of(type);
     const int64_t step = BYTES / size, whole = count / (CHAINS * step) * CHAINS * step;
     doubles sums[CHAINS] = {{0}};
@@ -20,8 +20,10 @@ INLINE double dot(int type, const char *one, const char *other, int64_t count) {
 #endif
         for (int chain = 0; chain < CHAINS; chain++) {
             int64_t at = (i + chain * step) * size;
-            __builtin_prefetch(one + at + AHEAD, 0, 2);
-            __builtin_prefetch(other + at + AHEAD, 0, 2);
+            if (far) {
+                __builtin_prefetch(one + at + AHEAD, 0, 2);
+                __builtin_prefetch(other + at + AHEAD, 0, 2);
+            }
             words a = load(one + at), b = load(other + at);
             if (type == FLOAT32) {
                 sums[chain] += product((floats)a, (floats)b);
@@ -48,8 +50,17 @@ INLINE double dot(int type, const char *one, const char *other, int64_t count) {
  * type: of both, 0 float32, 1 bfloat16, 2 float16. */
 double rankscope_dot(int type, const char *one, const char *other, int64_t count) {
     if (type == FLOAT32)
-        return dot(FLOAT32, one, other, count);
+        return dot(FLOAT32, one, other, count, 1);
     if (type == BFLOAT16)
-        return dot(BFLOAT16, one, other, count);
-    return dot(FLOAT16, one, other, count);
+        return dot(BFLOAT16, one, other, count, 1);
+    return dot(FLOAT16, one, other, count, 1);
+}
+
+/* Returns the inner product of elements with themselves; they have been read just now. */
+double rankscope_squares(int type, const char *near, int64_t count) {
+    if (type == FLOAT32)
+        return dot(FLOAT32, near, near, count, 0);
+    if (type == BFLOAT16)
+        return dot(BFLOAT16, near, near, count, 0);
+    return dot(FLOAT16, near, near, count, 0);
 }

@@ -144,12 +144,15 @@ class TritonPieces:
             enable_fp_fusion=True,
         )  # fmt: skip
         parts = -(-grid.width // adding.COMBINED) * sketching + 1
-        adding.combine[(tables.num_rows * parts,)](
-            tables.jobs_of, *scratch,
-            into.sketches, into.squared_norms, into.largest, into.nonfinite,
+        totals = into.tensors_to_fill
+        num_rows, whole = totals[0].shape if into.fresh else (tables.num_rows, 0)
+        adding.combine[(num_rows * parts,)](
+            tables.jobs_of, tables.num_rows, *scratch, *totals,
             WIDTH=grid.width, TILES=grid.tiles, TILE=grid.tile, ROWS=_ROWS_COMBINED,
-            SKETCH=sketching, num_warps=_WARPS, enable_fp_fusion=True,
+            SKETCH=sketching, FRESH=into.fresh, WHOLE=whole,
+            num_warps=_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
+        into.fresh = False
 
 
 def on_its_way(numbers: Sequence[int], beside: Tensor) -> Tensor:

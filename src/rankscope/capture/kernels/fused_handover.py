@@ -1,7 +1,7 @@
 """Runs the kernel that gathers what was measured on a CUDA device."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ def hand_over(
     reduced: GradientTotals | None,
     folding: Folding,
     given: Mapping[str, Tensor],
+    take: Callable[[int], Tensor],
 ) -> Tensor:
     """Gather numbers and sketches with one launch, and one for each of what is given.
 
@@ -27,6 +28,7 @@ def hand_over(
         folding: Which sketches are wanted.
         given: Float64 vectors of the numbers that are not in the totals, by their names in
             ``NUMBERS``.
+        take: Returns so many words of 64 bits on the device.
 
     Returns:
         float64 ``[n]``: the numbers in the order of ``NUMBERS``, and behind them the float32
@@ -45,7 +47,7 @@ def hand_over(
         firsts[name] = first
         first += lengths.get(name, 0)
     num_floats = sum(folding.lengths.values())
-    memory = totals.memory.new_empty(first + -(-num_floats // 2))
+    memory = take(first + -(-num_floats // 2)).view(torch.float64)
     for name, vector in given.items():
         memory[firsts[name] : firsts[name] + len(vector)] = vector
     other = totals if reduced is None else reduced

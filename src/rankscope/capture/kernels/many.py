@@ -1,4 +1,7 @@
-"""Digests of many parts of an accelerator's memory: one launch, and one copy to the host."""
+"""Digests of many parts of an accelerator's memory in one launch.
+
+What comes out is copied to the host with all else that a step measures there.
+"""
 
 import functools
 import logging
@@ -8,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankscope.capture.host import HostCopy
+from rankscope.capture.host import Share
 from rankscope.capture.kernels.bits import NUMBERS, ROW_BYTES, block_factor, plain_sum, tables_on
 
 CHUNK_BYTES = 32 * ROW_BYTES
@@ -16,6 +19,7 @@ CHUNK_BYTES = 32 * ROW_BYTES
 
 _BLOCK_BYTES = ROW_BYTES << 16
 _MOST_TABLES = 512
+_ALIGNED = 2  # words
 _MODULUS = 1 << 64
 
 _log = logging.getLogger("rankscope")
@@ -39,17 +43,18 @@ class DeviceReader:
         self._tables = tables_on(device)
         self._known: dict[tuple[int, ...], _Chunks] = {}
         self.launches = 0
-        """Launches and copies so far."""
+        """Launches, and tables copied to the device, so far."""
 
-    def launch(self, parts: tuple[int, ...]) -> "tuple[_Chunks, Tensor]":
+    def launch(self, parts: tuple[int, ...], *, squares: bool) -> "tuple[_Chunks, Share]":
         """Begin to read N parts.
 
         Args:
             parts: For each its address, its bytes and what it holds, see ``NUMBERS``.
+            squares: Whether to add up squares, too.
 
         Returns:
-            How the parts are cut, and int64 ``[2, C]`` on the device: sums, and the bits of the
-            sums of squares.
+            How the parts are cut, and on its way to the host int64 ``[2, C']``, ``C'`` >= C: sums,
+            and the bits of the sums of squares. Without these, ``[1, C']``.
         """
         chunks = self._known.pop(parts, None)
         if chunks is None:
@@ -59,15 +64,15 @@ class DeviceReader:
                 del self._known[next(iter(self._known))]  # the one whose turn was longest ago
         self._known[parts] = chunks
         number = len(chunks.owners_C)
-        results = torch.empty(2, number, dtype=torch.int64, device=self.device)
-        tables = self._tables
+        share, tables = Share(self.device), self._tables
+        results = share.take((1 + squares) * chunks.room)
         self.launches += 1
         with torch.cuda.device_of(results):  # type: ignore[no-untyped-call]
             self._kernel[(number,)](
                 chunks.table, tables.first, tables.second, tables.multipliers,
-                results[0], results[1].view(torch.float64),
+                results, results[squares * chunks.room :].view(torch.float64), SQUARES=squares,
             )  # fmt: skip
-        return chunks, results
+        return chunks, share
 
 
 class _Chunks:
@@ -76,6 +81,12 @@ class _Chunks:
     Args:
         parts: For each its address, its bytes and what it holds.
         device: Where they are.
+
+    Attributes:
+        owners_C: Which part each chunk is of.
+        factors_C: What its sum is multiplied by.
+        room: C, rounded up so that what comes behind is aligned.
+        table: What the kernel is told, on the device.
     """
 
     def __init__(self, parts: tuple[int, ...], device: torch.device) -> None:
@@ -83,6 +94,7 @@ class _Chunks:
         address_N, bytes_N, _ = parts_N.T
         counts_N = -(-bytes_N // CHUNK_BYTES)
         self.owners_C = np.repeat(np.arange(len(parts_N)), counts_N)
+        self.room = -(-len(self.owners_C) // _ALIGNED) * _ALIGNED
         first_C = np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
         start_C = (np.arange(len(self.owners_C)) - first_C) * CHUNK_BYTES
         table_C = np.empty((len(self.owners_C), 5), np.int64)
@@ -109,33 +121,36 @@ class DeviceParts:
     def __init__(self, reader: DeviceReader) -> None:
         self._reader = reader
         self._numbers: list[int] = []
+        self._norms: list[bool] = []
         self._parts: list[int] = []
 
-    def add(self, number: int, address: int, size: int, numbers: int) -> None:
+    def add(self, number: int, address: int, size: int, numbers: int, *, norm: bool) -> None:
         """Add a part.
 
         Args:
             number: Of the part in its reading.
             address: Where it begins.
             size: Bytes.
-            numbers: What it holds, where its squares are asked for, else 0.
+            numbers: What it holds, see ``NUMBERS``; 0 for anything else.
+            norm: Whether to add up its squares.
         """
         self._numbers.append(number)
+        self._norms.append(norm)
         self._parts += (address, size, numbers)
 
     def forget(self, number: int) -> None:
         """Forget the parts from a number on."""
         while self._numbers and self._numbers[-1] >= number:
             self._numbers.pop()
+            self._norms.pop()
             del self._parts[-3:]
 
     def launch(self) -> "Launched":
-        """Begin to read them, and to copy what comes out to the host."""
+        """Begin to read them."""
         if not any(self._parts[1::3]):
-            return Launched([], None, None)
-        chunks, results = self._reader.launch(tuple(self._parts))
-        self._reader.launches += 1
-        return Launched(self._numbers, chunks, HostCopy(results, own=True))
+            return Launched([], [], None, None)
+        launched = self._reader.launch(tuple(self._parts), squares=any(self._norms))
+        return Launched(self._numbers, self._norms, *launched)
 
 
 class Launched:
@@ -143,14 +158,20 @@ class Launched:
 
     Args:
         numbers: Of the parts in their reading.
+        norms: Whose squares were asked for.
         chunks: How they were cut; None where there was nothing to read.
-        results: int64 ``[2, C]``.
+        results: int64 ``[2, C']``, or ``[1, C']`` where no squares were asked for.
     """
 
     def __init__(
-        self, numbers: list[int], chunks: _Chunks | None, results: HostCopy | None
+        self,
+        numbers: list[int],
+        norms: list[bool],
+        chunks: _Chunks | None,
+        results: Share | None,
     ) -> None:
-        self._numbers, self._chunks, self._results = numbers, chunks, results
+        self._numbers, self._norms = numbers, norms
+        self._chunks, self._results = chunks, results
 
     @property
     def ready(self) -> bool:
@@ -161,16 +182,18 @@ class Launched:
         """Wait for the device and add digests and sums of squares to those of a reading."""
         if self._results is None or self._chunks is None:
             return
-        results = self._results.numpy()
         owners_C = self._chunks.owners_C
+        results = self._results.numpy().reshape(-1, self._chunks.room)[:, : len(owners_C)]
         sums_N = np.zeros(len(self._numbers), np.uint64)
-        squares_N = np.zeros(len(self._numbers))
         np.add.at(sums_N, owners_C, results[0].view(np.uint64) * self._chunks.factors_C)
-        np.add.at(squares_N, owners_C, results[1].view(np.float64))
-        added = zip(self._numbers, sums_N.tolist(), squares_N.tolist(), strict=True)
-        for number, digest, square in added:
+        for number, digest in zip(self._numbers, sums_N.tolist(), strict=True):
             digests[number] = (digests[number] + digest) % _MODULUS
-            squares[number] += square
+        if len(results) > 1:
+            squares_N = np.zeros(len(self._numbers))
+            np.add.at(squares_N, owners_C, results[1].view(np.float64))
+            asked = zip(self._numbers, self._norms, squares_N.tolist(), strict=True)
+            for number, _, square in (each for each in asked if each[1]):
+                squares[number] += square
 
 
 @functools.cache
@@ -197,16 +220,18 @@ def check_reader(reader: DeviceReader) -> None:
     waves = torch.arange(50_000, device=reader.device, dtype=torch.float32).mul_(0.7).sin_()
     samples = [waves[:40_001], *(waves.to(dtype)[3:9_008] for dtype in NUMBERS)]
     samples.append(waves.view(torch.uint8)[5:9001])
-    parts = DeviceParts(reader)
-    for number, sample in enumerate(samples):
-        parts.add(number, sample.data_ptr(), sample.nbytes, NUMBERS.get(sample.dtype, 0))
-    sums, squares = [0] * len(samples), [0.0] * len(samples)
-    parts.launch().add_to(sums, squares)
-    for sample, found, square in zip(samples, sums, squares, strict=True):
-        expected = int(plain_sum([sample], sample.device)) % _MODULUS
-        exact = _sum_of_squares(sample)
-        if found != expected or abs(square - exact) > 1e-9 * exact:
-            raise ArithmeticError(f"the digest of {sample.dtype} errs")
+    expected = [int(plain_sum([sample], sample.device)) % _MODULUS for sample in samples]
+    for norm in (False, True):
+        parts = DeviceParts(reader)
+        for number, sample in enumerate(samples):
+            kind = NUMBERS.get(sample.dtype, 0)
+            parts.add(number, sample.data_ptr(), sample.nbytes, kind, norm=norm)
+        sums, squares = [0] * len(samples), [0.0] * len(samples)
+        parts.launch().add_to(sums, squares)
+        exact = [_sum_of_squares(sample) if norm else 0.0 for sample in samples]
+        apart = (abs(a - b) > 1e-9 * b for a, b in zip(squares, exact, strict=True))
+        if sums != expected or any(apart):
+            raise ArithmeticError("digests of the accelerator's memory err")
 
 
 def _sum_of_squares(sample: Tensor) -> float:

@@ -130,10 +130,11 @@ class NativePieces:
 
 def _scalars(into: GradientTotals, group: int) -> tuple[int, int, int]:
     """Return the addresses of a row's numbers."""
+    _, squared_norms, largest, nonfinite = into.tensors
     return (
-        into.squared_norms.data_ptr() + 8 * group,
-        into.largest.data_ptr() + 4 * group,
-        into.nonfinite.data_ptr() + 8 * group,
+        squared_norms.data_ptr() + 8 * group,
+        largest.data_ptr() + 4 * group,
+        nonfinite.data_ptr() + 8 * group,
     )
 
 
@@ -191,7 +192,7 @@ def load_digest() -> Callable[..., int]:
     _check_allowed()
     function = _load_library().rankscope_digest
     pointer = ctypes.c_void_p
-    function.argtypes = [pointer, ctypes.c_int64, pointer, pointer, pointer, pointer]
+    function.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64, pointer]
     function.restype = ctypes.c_uint64
     compiled: Callable[..., int] = function
     return compiled

@@ -22,9 +22,9 @@ def larger(a, b):
 
 @triton.jit
 def combine(
-    jobs_of, sketches, norms, tops, nonfinites, sketch, squared_norm, largest, nonfinite,
+    jobs_of, num_rows, sketches, norms, tops, nonfinites, sketch, squared_norm, largest, nonfinite,
     WIDTH: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    SKETCH: tl.constexpr,
+    SKETCH: tl.constexpr, FRESH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of :func:`~rankscope.capture.kernels.triton.measure_tiles` to totals.
 
@@ -32,6 +32,7 @@ def combine(
 
     Args:
         jobs_of: The first job of each row, and the number of jobs; int64 ``[R + 1]``.
+        num_rows: R; rows behind have no jobs.
         sketches: What jobs have found.
         norms: The same of squared norms.
         tops: The same of largest magnitudes.
@@ -45,12 +46,15 @@ def combine(
         TILE: Columns in a tile.
         ROWS: Jobs read at once.
         SKETCH: Whether there are sketches.
+        FRESH: Whether to overwrite totals instead of adding to them; sketches with 0 where there
+            are none.
+        WHOLE: Columns of the totals' sketches.
     """
     blocks: tl.constexpr = (WIDTH + _COMBINED - 1) // _COMBINED if SKETCH else 0
     row = tl.program_id(0) // (blocks + 1)
     part = tl.program_id(0) % (blocks + 1)
-    first = tl.load(jobs_of + row).to(tl.int32)
-    stop = tl.load(jobs_of + row + 1).to(tl.int32)
+    first = tl.load(jobs_of + tl.minimum(row, num_rows)).to(tl.int32)
+    stop = tl.load(jobs_of + tl.minimum(row + 1, num_rows)).to(tl.int32)
     if part < blocks:
         columns = part * _COMBINED + tl.arange(0, _COMBINED)
         total = tl.zeros([_COMBINED], tl.float32)
@@ -66,7 +70,9 @@ def combine(
             total += tl.sum(tl.load(there, mask=mask & behind[None, :], other=0.0), axis=0)
         at = sketch + row.to(tl.int64) * WIDTH + columns
         mask = columns < WIDTH
-        tl.store(at, tl.load(at, mask=mask) + total, mask=mask)
+        if not FRESH:
+            total += tl.load(at, mask=mask)
+        tl.store(at, total, mask=mask)
     else:
         norm = tl.zeros([_AT_ONCE], tl.float64)
         top = tl.zeros([_AT_ONCE], tl.float32)
@@ -77,8 +83,19 @@ def combine(
             norm += tl.load(norms + at, mask=mask, other=0.0)
             top = larger(top, tl.load(tops + at, mask=mask, other=0.0))
             bad += tl.load(nonfinites + at, mask=mask, other=0)
-        tl.store(squared_norm + row, tl.load(squared_norm + row) + tl.sum(norm))
         nans = tl.sum((top != top).to(tl.int32))
         most = tl.where(nans > 0, float("nan"), tl.max(tl.where(top != top, 0.0, top)))
-        tl.store(largest + row, larger(tl.load(largest + row), most))
-        tl.store(nonfinite + row, tl.load(nonfinite + row) + tl.sum(bad))
+        squares = tl.sum(norm)
+        count = tl.sum(bad)
+        if not FRESH:
+            squares += tl.load(squared_norm + row)
+            most = larger(tl.load(largest + row), most)
+            count += tl.load(nonfinite + row)
+        elif not SKETCH:
+            for start in range(0, WHOLE, _AT_ONCE):
+                columns = start + tl.arange(0, _AT_ONCE)
+                at = sketch + row.to(tl.int64) * WHOLE + columns
+                tl.store(at, tl.zeros([_AT_ONCE], tl.float32), mask=columns < WHOLE)
+        tl.store(squared_norm + row, squares)
+        tl.store(largest + row, most)
+        tl.store(nonfinite + row, count)

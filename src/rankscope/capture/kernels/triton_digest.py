@@ -71,7 +71,9 @@ def _square_of_halves(half, numbers):
 
 
 @triton.jit
-def digest_chunks(chunks, first_keys, second_keys, multipliers, sums, squares):
+def digest_chunks(
+    chunks, first_keys, second_keys, multipliers, sums, squares, SQUARES: tl.constexpr
+):
     """Write sum and sum of squares of each chunk.
 
     Args:
@@ -80,7 +82,8 @@ def digest_chunks(chunks, first_keys, second_keys, multipliers, sums, squares):
         second_keys: int64 ``[ROW]``, of their upper halves.
         multipliers: int64, one per row.
         sums: int64 ``[C]``, modulo 2^64.
-        squares: float64 ``[C]``; 0 where they are not asked for.
+        squares: float64 ``[C]``; 0 where chunks hold no numbers.
+        SQUARES: Whether to write them.
     """
     chunk = tl.program_id(0)
     described = chunks + chunk * _COLUMNS
@@ -100,10 +103,12 @@ def digest_chunks(chunks, first_keys, second_keys, multipliers, sums, squares):
         upper = high.to(tl.int64)
         word = (low.to(tl.int64) & 0xFFFFFFFF) | (upper << 32)
         total += (word * first + upper * second) * tl.load(multipliers + first_row + row)
-        if numbers == 4:
-            value = word.to(tl.float64, bitcast=True)
-            square += value * value
-        elif numbers > 0:
-            square += _square_of_halves(low, numbers) + _square_of_halves(high, numbers)
+        if SQUARES:
+            if numbers == 4:
+                value = word.to(tl.float64, bitcast=True)
+                square += value * value
+            elif numbers > 0:
+                square += _square_of_halves(low, numbers) + _square_of_halves(high, numbers)
     tl.store(sums + chunk, tl.sum(total))
-    tl.store(squares + chunk, tl.sum(square))
+    if SQUARES:
+        tl.store(squares + chunk, tl.sum(square))
