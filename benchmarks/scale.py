@@ -87,7 +87,6 @@ def make_messages(layout: Layout, ranks: Sequence[int], step: int) -> dict[int, 
         local_GK = reduced_GK + 3 * rng.normal(size=reduced_GK.shape)
         sketches = {
             "total": rng.normal(size=layout.sketch_width) + 0.3,
-            "groups": rng.normal(size=(NUM_GROUPS, layout.group_width)) + 0.3,
             "local": local_GK,
             "reduced": reduced_GK,
         }

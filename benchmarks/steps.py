@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.agent.message import StepMessage, pack_values
+from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.signals import Table
-from rankscope.instruments import GROUP_WIDTH
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "scalars": {"tier": "scalars"},
@@ -171,7 +171,7 @@ def measure_own_cost(
 
 def bytes_of_a_message(num_groups: int) -> int:
     """Return the size of a default message of a model with so many groups."""
-    numbers, sketches = 2 * num_groups + 3, 4093 + 3 * num_groups * GROUP_WIDTH
+    numbers, sketches = 2 * num_groups + 3, 4093 + 2 * num_groups * AUDIT_WIDTH
     message = StepMessage(0, numbers=np.zeros(numbers), sketches=np.zeros(sketches, np.float32))
     message.slots = np.frombuffer(pack_values({}), np.int64)
     message.digests_D = np.zeros(32, np.int64)

@@ -173,8 +173,8 @@ def message(tier, num_workers, num_groups):
     rows = dict.fromkeys(("squares", "reduced_squares"), num_groups)
     ones = ("largest", "nonfinite") if sketches else ("largest", "nonfinite", "product")
     numbers = {**rows, **dict.fromkeys(ones, 1)}
-    parts = {"total": 4093, "groups": GROUP_WIDTH * num_groups}
-    parts |= dict.fromkeys(("local", "reduced"), AUDIT_WIDTH * num_groups)
+    assert GROUP_WIDTH == AUDIT_WIDTH  # so that a group needs no sketch of its own
+    parts = {"total": 4093, **dict.fromkeys(("local", "reduced"), AUDIT_WIDTH * num_groups)}
     widths = parts if sketches else {}
     return StepMessage(
         step=0,

@@ -173,6 +173,20 @@ def test_sections_are_handed_over_one_by_one_for_the_audit(narrow):
     )
 
 
+def test_the_sketch_of_a_group_that_is_one_section_travels_once():
+    local, reduced = (measure(make_gradient(seed)) for seed in (0, 1))
+    widths = {"sketch_width": WIDTH, "group_width": NARROW, "section_counts": (1,) * len(GROUPS)}
+    apart = GradientHandover(LocalGradient(local, reduced), **widths, audit_width=NARROW - 2)
+    whole = GradientHandover(LocalGradient(local, reduced), **widths, audit_width=NARROW)
+    lengths = [len(handover.parts()["sketches"]) // 4 for handover in (apart, whole)]
+    assert lengths == [
+        WIDTH + len(GROUPS) * (NARROW + 2 * (NARROW - 2)),
+        WIDTH + len(GROUPS) * 2 * NARROW,
+    ]
+    handed = [read(handover).gradient for handover in (apart, whole)]
+    np.testing.assert_array_equal(*(gradient.group_sketches_GK for gradient in handed))
+
+
 def test_a_reduced_gradient_that_could_not_be_read_is_unknown_to_the_audit():
     handed = hand_over(
         LocalGradient(measure(make_gradient(), sections=SECTIONS)), sections=SECTIONS, audit=NARROW
