@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rankscope.capture import LossMeter
-from rankscope.capture.loss import _Multiplier, count_label_tokens, to_arrays
+from rankscope.capture.loss import _Multiplier, count_label_tokens
 from rankscope.errors import UsageError
+from support.collected import to_arrays
 
 
 def collected(meter):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rankscope.capture import SampleMeter
-from rankscope.capture.samples import MAX_WORDS, digest_inputs, to_array
+from rankscope.capture.samples import MAX_WORDS, digest_inputs
+from support.collected import to_array
 
 
 def tokens(seed: int, length: int) -> torch.Tensor:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.capture.loss import LossMeter, shifts_labels, to_arrays
+from rankscope.capture.loss import LossMeter, shifts_labels
+from support.collected import to_arrays
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ it was zeroed in place, is read in its hook.
 
 from collections.abc import Collection, Container, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_
+from weakref import ref
 
 from torch import Tensor
 
@@ -33,8 +34,8 @@ _State = tuple[int, int]
 
 _UNKNOWN: _State = (-1, -1)
 
-Together = tuple[tuple[str, ...], list[Tensor]]
-"""Names of parameters, and their gradients."""
+Together = tuple[tuple[str, ...], list["ref[Tensor]"]]
+"""Names of parameters, and their gradients, which nobody holds: the training may free them."""
 
 NONE_TOGETHER: Together = ((), [])
 
@@ -92,7 +93,7 @@ class LocalReading:
         self._chosen: tuple[object, ...] = ()  # what it was made for
 
     def take_together(self) -> Together:
-        """Return what was read together in the pass, and keep it no longer."""
+        """Return what was read together in the pass; the next one is another."""
         together, self._together = self._together, NONE_TOGETHER
         return together
 
@@ -212,7 +213,7 @@ class LocalReading:
             self.spoiled = True
         else:
             self._sketcher.measure_whole(names, gradients, self.totals)
-            self._together = names, gradients
+            self._together = names, list(map(ref, gradients))
 
     def _makes(self, names: tuple[str, ...], gradients: list[Tensor]) -> bool:
         """Return whether the pass has made its gradients, if that was taken for granted."""
@@ -306,7 +307,7 @@ def measure_reduced(
         sketcher.measure_norms(list(zip(names, gradients, strict=True)), into)
     else:
         before, known = together
-        again = names == before and all(map(is_, gradients, known))
+        again = names == before and all(map(is_, gradients, map(call, known)))
         sketcher.measure_whole(names, gradients, into, again=again)
     return True
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rankscope.capture.host import HostCopy, Numbers, OnHost
@@ -343,21 +342,3 @@ def _multipliers(collected: Sequence[MicroBatchLoss]) -> Numbers | None:
     device = tensors[0].device
     together = [_moved(_in_double(factor).reshape(()), device) for factor in factors]
     return HostCopy(torch.stack(together), own=True)
-
-
-def to_arrays(
-    collected: Sequence[MicroBatchLoss],
-) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
-    """Bring collected losses to the host; waits for the device.
-
-    Returns:
-        Losses and weights in float64, one array ``[U]`` per micro-batch; unknown weights are NaN.
-    """
-    values = [micro.values.numpy().astype(np.float64, copy=False) for micro in collected]
-    weights = [
-        np.full(len(value), np.nan)
-        if micro.weights is None
-        else micro.weights.numpy().astype(np.float64, copy=False)
-        for micro, value in zip(collected, values, strict=True)
-    ]
-    return values, weights

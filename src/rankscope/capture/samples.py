@@ -89,16 +89,6 @@ class SampleMeter:
         return [part for forward, part in collected if forward not in idle]
 
 
-def to_array(collected: Sequence[HostCopy | NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Join what a :class:`SampleMeter` collected into one int64 array; waits for the device."""
-    arrays = [part.numpy() if isinstance(part, HostCopy) else part for part in collected]
-    if not arrays:
-        return np.empty(0, np.int64)
-    if len(arrays) == 1:
-        return arrays[0].astype(np.int64, copy=False)
-    return np.concatenate(arrays).astype(np.int64, copy=False)
-
-
 def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return one digest per sample of a batch, or None when no batch can be recognised.
 

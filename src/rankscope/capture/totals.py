@@ -56,17 +56,13 @@ class GradientTotals:
     @property
     def memory(self) -> Tensor:
         """What holds all of it."""
-        if self.fresh:
-            self._memory.zero_()
-            self.fresh = False
+        self._empty()
         return self._memory
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sketches, squared norms, largest and non-finite; their memory stays where it is."""
-        if self.fresh:
-            self._memory.zero_()
-            self.fresh = False
+        self._empty()
         return self._tensors
 
     @property
@@ -97,6 +93,11 @@ class GradientTotals:
     def reset(self) -> None:
         """Set all totals to those of nothing, in place."""
         self.fresh = True
+
+    def _empty(self) -> None:
+        if self.fresh:
+            self._memory.zero_()
+            self.fresh = False
 
     def add(self, other: "GradientTotals") -> None:
         """Add the totals of other elements, in place."""
