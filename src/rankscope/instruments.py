@@ -32,6 +32,9 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 GROUP_WIDTH = 251
 """Numbers in the sketch of a group: its cosines err by 0.06 at most."""
 
+STATE_SPACING = 4
+"""Steps from one reading of the model's state to the next, where there is a budget to keep."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -178,6 +181,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             left_out=frozenset(getattr(wrapped.wrapper, "parameters_to_ignore", ())),
             lasting=LastingParameters(wrapped.wrapper) if wrapped.kind == "FSDP2" else None,
             device=wrapped.device,
+            spacing=1 if options.overhead_budget is None else STATE_SPACING,
         )
         return ExactEvidence(
             wrapped.module,

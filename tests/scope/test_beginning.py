@@ -74,6 +74,7 @@ def meet_in_attempts(rank):
             if rank == 1:
                 with pytest.raises(meeting.LateError, match="rank 0"):
                     own.gather(b"2")
+            dist.barrier()  # the next attempt begins when this one has ended everywhere
             continue
         if rank == 0:
             time.sleep(0.1)

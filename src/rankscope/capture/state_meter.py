@@ -1,8 +1,10 @@
-"""Exact digests of a model's state, of some of it in every step.
+"""Exact digests of a model's state, of some of it at a time.
 
 Parameters, buffers, the optimizer's state and the gradients take turns, so that a step pays for a
-small part of them, and all of them are compared within one rotation. What is read at a moment of a
-step is read together: by one call on the host, by one launch on an accelerator.
+small part of them, and all of them are compared within one rotation. A run's first steps have a
+turn each, later every few steps have one, that reads so much more: what a turn costs besides its
+reads is paid less often. What is read at a moment of a step is read together: by one call on the
+host, by one launch on an accelerator.
 """
 
 import logging
@@ -23,12 +25,14 @@ from rankscope.core.replicas import StateKind
 _UNREADABLE = word_of("cannot be read")
 _MASK = (1 << 64) - 1
 _MOST_TURNS = 1024  # that are kept
+_EACH_UNTIL = 32
+"""Steps of a run that have a turn each: where its workers begin is compared at once."""
 
 _log = logging.getLogger("rankscope")
 
 
 class StateMeter:
-    """Digests some of a model's state in every step; all calls come on the training thread.
+    """Digests some of a model's state at a time; all calls come on the training thread.
 
     No call waits for the device, raises, or changes anything. What cannot be read has a digest
     of its own, and a gradient that is missing has the digest 0.
@@ -42,8 +46,9 @@ class StateMeter:
         lasting: Tells what lasts of a parameter that is replaced while the model computes, and
             which parameters each worker may have for itself; None if all that hangs in it lasts.
         device: Where the model lives.
-        max_items: Digests of a step, at most.
+        max_items: Digests, at most, for each step.
         turns: Steps within which everything has its turn.
+        spacing: Steps from turn to turn, once a run has begun.
     """
 
     def __init__(
@@ -58,16 +63,21 @@ class StateMeter:
         device: torch.device | None = None,
         max_items: int = 32,
         turns: int = 64,
+        spacing: int = 1,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
         self._reduces = reduces
         self._left_out = left_out
         self._lasting = lasting
-        called = optimizer is not None
         self._new_plan = partial(
-            Plan, replicated=replicated, called=called, turns=turns, max_items=max_items
+            Plan,
+            replicated=replicated,
+            called=optimizer is not None,
+            turns=max(turns // spacing, 1),
+            max_items=max_items * spacing,
         )
+        self._spacing = spacing
         self._plan: Plan | None = None
         self._signature: list[object] | None = None
         self._turns: dict[tuple[int, ...], Turn] = {}
@@ -84,11 +94,14 @@ class StateMeter:
     def begin_step(self, step: int) -> None:
         """Choose what to read in a step, at its first forward pass."""
         self._clear()
+        turn, between = (step, 0) if step < _EACH_UNTIL else divmod(step, self._spacing)
+        if between:
+            return
         try:
-            if self._plan is None or step % self._plan.length == 0:
+            if self._plan is None or turn % self._plan.length == 0:
                 self._make_plan()
             assert self._plan is not None
-            self._turn = self._turn_of(self._plan, step)
+            self._turn = self._turn_of(self._plan, turn)
         except Exception as error:  # a model that cannot be listed
             self._tell(error)
 
@@ -114,6 +127,8 @@ class StateMeter:
 
     def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take local gradients of several parameters at once, each as in :meth:`see_local`."""
+        if not self._turn.wanted:
+            return
         shown = list(gradients)
         local = self._turn.local_of(tuple([name for name, _ in shown]))
         if not local.numbers:
@@ -128,16 +143,21 @@ class StateMeter:
 
     def see_reduced(self) -> None:
         """Read gradients right after the reduction."""
-        self._read_gradients(StateKind.REDUCED, self._turn.reduced.slices)
+        if self._turn is not NOTHING:
+            self._read_gradients(StateKind.REDUCED, self._turn.reduced.slices)
 
     def see_applied(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; its first call counts."""
-        if self._optimizer is not None and StateKind.APPLIED not in self._seen.gradients:
+        if self._turn is NOTHING or self._optimizer is None:
+            return
+        if StateKind.APPLIED not in self._seen.gradients:
             self._read_gradients(StateKind.APPLIED, self._turn.applied.slices)
 
     def see_state(self) -> None:
         """Read parameters, buffers and the optimizer's state, after the step."""
         turn, seen = self._turn, self._seen
+        if turn is NOTHING:
+            return
         known = turn.recurring
         tensors = [part.place.current(self._lasting) for part in turn.read]
         try:
@@ -221,13 +241,13 @@ class StateMeter:
             self._turns.clear()
         self._signature = marks
 
-    def _turn_of(self, plan: Plan, step: int) -> Turn:
-        place = plan.place(step)
+    def _turn_of(self, plan: Plan, number: int) -> Turn:
+        place = plan.place(number)
         turn = self._turns.get(place)
         if turn is None:
             if len(self._turns) >= _MOST_TURNS:
                 self._turns.clear()
-            turn = self._turns[place] = Turn(plan.chosen(step))
+            turn = self._turns[place] = Turn(plan.chosen(number))
         return turn
 
     def _is_reduced(self, part: Slice) -> bool:

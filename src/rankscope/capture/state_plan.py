@@ -1,6 +1,6 @@
-"""Whose turn it is in a step: a rotation through all parameters and buffers of a model.
+"""Whose turn it is: a rotation through all parameters and buffers of a model.
 
-A plan follows from names, shapes and types alone, and the place in it from the step's number. So
+A plan follows from names, shapes and types alone, and the place in it from the turn's number. So
 workers with equal models choose the same items, whatever else happened to them.
 """
 
@@ -34,8 +34,8 @@ _SHARDED = frozenset(
         "ZeroRedundancyOptimizer",
     }
 )
-_LEAST_BYTES = 1 << 18  # of a step, so that small models are done in a few steps
-_GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a step's share, until all turns suffice
+_LEAST_BYTES = 1 << 18  # of a turn, so that small models are done in a few turns
+_GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a turn's share, until all turns suffice
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ class Plan:
         found: What the model has.
         replicated: Whether workers hold the same parameters; if not, only buffers have turns.
         called: Whether it can be seen when the optimizer is called.
-        turns: Steps that a rotation may take.
-        max_items: Digests of a step, at most.
+        turns: Turns that a rotation may take.
+        max_items: Digests of a turn, at most.
     """
 
     def __init__(
@@ -157,18 +157,17 @@ class Plan:
         rest = max_items - share if buffers else max_items
         self._rotations = (_rounds(parameters, turns, rest), _rounds(buffers, turns, share))
 
-    @property
-    def length(self) -> int:
-        """Steps of a rotation."""
-        return max(len(rounds) for rounds in self._rotations)
+        self._lengths = tuple(len(rounds) for rounds in self._rotations)
+        self.length = max(self._lengths)
+        """Turns of a rotation."""
 
-    def place(self, step: int) -> tuple[int, ...]:
-        """Return where a step stands in the rotation; steps of equal places have equal items."""
-        return tuple(step % len(rounds) for rounds in self._rotations)
+    def place(self, turn: int) -> tuple[int, ...]:
+        """Return where a turn stands in the rotation; turns of equal places have equal items."""
+        return tuple([turn % length for length in self._lengths])
 
-    def chosen(self, step: int) -> list[Item]:
-        """Return the items of a step: parameters, then buffers."""
-        return [item for rounds in self._rotations for item in rounds[step % len(rounds)]]
+    def chosen(self, turn: int) -> list[Item]:
+        """Return the items of a turn: parameters, then buffers."""
+        return [item for rounds in self._rotations for item in rounds[turn % len(rounds)]]
 
 
 def survey(
@@ -244,7 +243,7 @@ def _item(each: Found, kinds: Kinds) -> Item:
 
 
 def _rounds(whole: list[Item], turns: int, slots: int) -> list[list[Item]]:
-    """Deal items out to steps: at most ``slots`` digests in each, and about as many bytes."""
+    """Deal items out to turns: at most ``slots`` digests in each, and about as many bytes."""
     if not whole:
         return [[]]
     total = sum(item.bytes for item in whole)
