@@ -24,7 +24,7 @@ from gpu_page import DTYPES, PARTS
 from torch import Tensor
 
 from rankscope.capture import GradientTotals, Sketcher
-from rankscope.capture.digest import digest_bits
+from rankscope.capture.state.digest import digest_bits
 from rankscope.core.groups import group_parameters
 from rankscope.core.sections import Sections, cut_sections
 
@@ -221,7 +221,7 @@ def on_device(setup: Setup) -> Any:
     """Return the module of readings; in a dry run it reads the CPU as if it were a device."""
     from rankscope.capture.kernels import many
 
-    readings: Any = importlib.import_module("rankscope.capture.readings")
+    readings: Any = importlib.import_module("rankscope.capture.state.readings")
     if setup.dry:
         reader = functools.cache(many.DeviceReader)
         readings.native_sum = lambda: None
@@ -254,9 +254,9 @@ def _handed_over(setup: Setup) -> Values:
     """Compare the sketches that one launch folds with those that plain torch folds."""
     if importlib.util.find_spec("rankscope.capture.kernels.fused_handover") is None:
         raise NotPossibleError("this version has no such kernel")
-    handover: Any = importlib.import_module("rankscope.capture.handover")
+    handover: Any = importlib.import_module("rankscope.capture.transfer")
     folding_of: Any = importlib.import_module("rankscope.capture.folding").Folding
-    tap: Any = importlib.import_module("rankscope.capture.tap")
+    tap: Any = importlib.import_module("rankscope.capture.taps.tap")
     equal = []
     for rows, audit in setup.pick(((1, 0), (5, 13), (40, 251)), ((2, 13),)):
         totals, reduced = (GradientTotals.zeros(rows, 1021, setup.device) for _ in range(2))

@@ -11,7 +11,12 @@ from typing import Any
 
 _PRELOAD = [
     *("torch._dynamo", "torch.nn.parallel", "torch.distributed.fsdp", "torch.profiler", "pandas"),
-    *("pyarrow.parquet", "rankscope.start", "rankscope.agent.process", "rankscope.agent.server"),
+    *(
+        "pyarrow.parquet",
+        "rankscope.session.start",
+        "rankscope.agent.process",
+        "rankscope.agent.server",
+    ),
     *("transformers.models.llama.modeling_llama", "transformers.optimization"),
     *("transformers.models.auto.tokenization_auto", "transformers.convert_slow_tokenizer"),
     *("rankscope.study.worker", "rankscope.study.runner"),

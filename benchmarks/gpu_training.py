@@ -29,8 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.capture.canary import run_batch
-from rankscope.capture.canary_batch import CanaryDeclined, capture_batch
+from rankscope.capture.canary.batch import CanaryDeclined, capture_batch
+from rankscope.capture.canary.replay import run_batch
 from rankscope.core.batches import PlainBatch
 
 STEPS = 8

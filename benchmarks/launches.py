@@ -156,12 +156,12 @@ class _Training:
     """A model that trains, and the monitor's books, whose steps go nowhere."""
 
     def __init__(self, tensors: int, ddp: dict[str, Any], counting: _Counting) -> None:
-        from rankscope.books import StepBooks
         from rankscope.capture import ReadReduced
         from rankscope.capture.guard import Guard
         from rankscope.core.tiers import Tier
-        from rankscope.instruments import Options, choose_instruments
-        from rankscope.wrapping import find_wrapper
+        from rankscope.session.collector import StepCollector
+        from rankscope.session.instruments import Options, choose_instruments
+        from rankscope.session.wrapping import find_wrapper
 
         def fail(error: Exception) -> None:
             raise SystemExit(f"the monitor has failed: {error!r}") from error
@@ -172,7 +172,7 @@ class _Training:
         options = Options(Tier.SKETCH, 1, WIDTH, "blocks", ReadReduced.SKETCH, None, 0)
         instruments = choose_instruments(find_wrapper(self.model), options)
         self._guard = Guard(fail)
-        self.books = StepBooks(instruments, self._optimizer, self._guard, lambda step: None)
+        self.books = StepCollector(instruments, self._optimizer, self._guard, lambda step: None)
         for parameter in self.model.parameters():
             self._place(parameter)
 
@@ -259,7 +259,7 @@ def _attribute(counting: _Counting) -> None:
     """From now on, count all that the monitor does, and what it is for."""
     from rankscope.capture import LossMeter, SampleMeter, host, loss
     from rankscope.capture.guard import Guard
-    from rankscope.capture.state_meter import StateMeter
+    from rankscope.capture.state.meter import StateMeter
 
     def wrap(kind: Any, names: tuple[str, ...], area: str | None) -> None:
         for name in names:
@@ -294,7 +294,8 @@ def _within(counting: _Counting, function: Callable[..., Any], area: str | None)
 
 def _pretend(training: _Training) -> None:
     """From now on, treat the CPU as an accelerator; the first steps would take long in this way."""
-    from rankscope.capture import handover, labels, loss, readings, samples
+    from rankscope.capture import labels, loss, samples
+    from rankscope.capture import transfer as handover
     from rankscope.capture.kernels import (
         fused,
         many,
@@ -304,6 +305,7 @@ def _pretend(training: _Training) -> None:
         triton_digest,
         triton_handover,
     )
+    from rankscope.capture.state import readings
 
     replaced: Any
     for replaced, name in (

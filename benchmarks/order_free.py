@@ -30,7 +30,7 @@ import rankscope
 from rankscope.study.builtin import generate
 
 MICRO_BATCHES = 16
-_PRELOAD = ["transformers.models.llama.modeling_llama", "torch._dynamo", "rankscope.start"]
+_PRELOAD = ["transformers.models.llama.modeling_llama", "torch._dynamo", "rankscope.session.start"]
 
 
 def make_model(width: int) -> nn.Module:

@@ -26,8 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope import books, local_step
-from rankscope.books import StepBooks
 from rankscope.capture import (
     ReadReduced,
     ddp,
@@ -44,9 +42,12 @@ from rankscope.capture import (
 from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.guard import Guard
 from rankscope.core.tiers import Tier
-from rankscope.instruments import Options, choose_instruments
-from rankscope.local_step import LocalStep
-from rankscope.wrapping import find_wrapper
+from rankscope.session import collector as books
+from rankscope.session import local_step
+from rankscope.session.collector import StepCollector
+from rankscope.session.instruments import Options, choose_instruments
+from rankscope.session.local_step import LocalStep
+from rankscope.session.wrapping import find_wrapper
 
 STEPS = 150
 MODELS = {"2 layers": (64, 2), "24 layers": (64, 24)}
@@ -142,7 +143,7 @@ class Watched:
         instruments = choose_instruments(find_wrapper(self.model), options)
         self.guard = TimedGuard(_fail)
         known: set[int] = set()
-        self.books = StepBooks(
+        self.books = StepCollector(
             instruments, self.optimizer, self.guard, lambda local: _pack(local, known)
         )
         self._hook()

@@ -17,7 +17,7 @@ from rankscope.core.measured import sizes_of
 from rankscope.core.plan import Plan
 from rankscope.core.signals import Table, signals
 from rankscope.diagnose.rules import RULES
-from rankscope.instruments import GROUP_WIDTH
+from rankscope.session.instruments import GROUP_WIDTH
 from record.run_files import write
 from record.step_reports import make_report
 

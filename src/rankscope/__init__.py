@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from rankscope.record import Run as Run
     from rankscope.reduce.fixed_order import fixed_order as fixed_order
     from rankscope.reduce.order_free import order_free as order_free
-    from rankscope.scope import Scope as Scope
-    from rankscope.start import watch as watch
+    from rankscope.session.scope import Scope as Scope
+    from rankscope.session.start import watch as watch
 
 _HOMES = {
     "Finding": "rankscope.core.finding",
     "RankscopeError": "rankscope.errors",
     "Run": "rankscope.record",
-    "Scope": "rankscope.scope",
+    "Scope": "rankscope.session.scope",
     "Severity": "rankscope.core.finding",
     "StepReport": "rankscope.core.step",
     "Tier": "rankscope.core.tiers",
     "fixed_order": "rankscope.reduce.fixed_order",
     "order_free": "rankscope.reduce.order_free",
-    "watch": "rankscope.start",
+    "watch": "rankscope.session.start",
 }
 
 __all__ = [

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-import rankscope.canary
+import rankscope.session.canary
 from diagnose.streams import gathered
 from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.frames import ALL_RANKS, Frame
-from rankscope.canary import LiveCanary
-from rankscope.capture import canary_memory
-from rankscope.capture.canary_batch import CanaryDeclined
-from rankscope.capture.canary_memory import StepMemory, is_out_of_memory
+from rankscope.capture.canary import memory as canary_memory
+from rankscope.capture.canary.batch import CanaryDeclined
+from rankscope.capture.canary.memory import StepMemory, is_out_of_memory
 from rankscope.core.canary_messages import Answer
 from rankscope.core.canary_plan import Planned, first_by_default
 from rankscope.core.canary_schedule import SPACING
@@ -28,7 +27,8 @@ from rankscope.core.summarize import summarize
 from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.evidence import Observation
 from rankscope.record.bundle import find_bundles, load_bundle
-from rankscope.wrapping import Wrapped
+from rankscope.session.canary import LiveCanary
+from rankscope.session.wrapping import Wrapped
 from support.models import make_batch, make_model
 
 CPU = torch.device("cpu")
@@ -204,7 +204,7 @@ def test_the_first_canary_waits_for_no_root_that_is_still_starting():
 
 def test_those_that_follow_take_turns_within_a_share_of_the_time_and_are_not_announced(monkeypatch):
     cost = 0.05
-    monkeypatch.setattr("rankscope.capture.canary_cost.Stopwatch.seconds", cost)
+    monkeypatch.setattr("rankscope.capture.canary.cost.Stopwatch.seconds", cost)
     job = Job(2).run(3 * SPACING + 150)  # steps of 0.1 s: cost / share is 250 steps
     assert len(job.ran) == 3
     assert np.diff(job.ran).min() >= cost / 0.002 / 0.1
@@ -330,7 +330,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
 
 def test_a_batch_that_is_too_large_is_not_sent_to_all(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(rankscope.canary, "_MOST_BYTES_BY_DEFAULT", 100)
+    monkeypatch.setattr(rankscope.session.canary, "_MOST_BYTES_BY_DEFAULT", 100)
     job = Job(2).run(300)
     assert job.ran == []
     assert len([r for r in caplog.records if "larger than" in r.getMessage()]) == 2

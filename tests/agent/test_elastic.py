@@ -13,7 +13,7 @@ from rankscope.core.signals import Table
 
 JOB = """
 import os, sys, torch, torch.distributed as dist
-from rankscope import meeting
+from rankscope.session import rendezvous
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import rankscope

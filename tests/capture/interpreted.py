@@ -18,13 +18,13 @@ from torch import Tensor
 
 from capture.kernel_checks import CPU, SEED
 from rankscope.capture.folding import Folding
-from rankscope.capture.handover import launch
 from rankscope.capture.kernels import ParameterSigns, period_signs
 from rankscope.capture.kernels.choose import check_kernel
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.tap import LocalGradient
+from rankscope.capture.taps.tap import LocalGradient
 from rankscope.capture.totals import GradientTotals
+from rankscope.capture.transfer import launch
 from rankscope.core.groups import Groups
 from rankscope.core.sections import Sections
 
@@ -107,7 +107,7 @@ def _run_many(
 def launch_interpreted(
     process: ProcessPoolExecutor, measured: LocalGradient, folding: Folding
 ) -> Tensor:
-    """Gather what was measured, as :func:`rankscope.capture.handover.launch` does."""
+    """Gather what was measured, as :func:`rankscope.capture.transfer.launch` does."""
     totals = [t and (t.memory, *t.sketches.shape) for t in (measured.totals, measured.reduced)]
     others = measured.micro_squared_norms, measured.carried_over, measured.reduced_product
     gathered: Tensor

@@ -6,10 +6,10 @@ import itertools
 import torch
 from torch import nn
 
-from rankscope.capture import readings
-from rankscope.capture.digest import digest_bits
 from rankscope.capture.kernels import many
-from rankscope.capture.readings import Reading
+from rankscope.capture.state import readings
+from rankscope.capture.state.digest import digest_bits
+from rankscope.capture.state.readings import Reading
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -71,7 +71,7 @@ def launches_of_a_step(num_tensors: int) -> list[int]:
     """Return how often something is launched or copied in two steps, and in their next turns."""
     _as_on_device()
     from rankscope.capture import host
-    from rankscope.capture.state_meter import StateMeter
+    from rankscope.capture.state.meter import StateMeter
 
     copies = []
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.capture.canary import loss_of, loss_without_gradient, run_batch, state_digest
-from rankscope.capture.canary_batch import (
+from rankscope.capture.canary.batch import (
     MAX_BATCH_BYTES,
     CanaryDeclined,
     capture_batch,
     restore_batch,
     samples_of,
 )
+from rankscope.capture.canary.replay import loss_of, loss_without_gradient, run_batch, state_digest
 from rankscope.core.batches import pack_batch, unpack_batch
 from support.models import make_batch, make_model
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankscope.capture.canary import run_batch
-from rankscope.capture.canary_batch import capture_batch
+from rankscope.capture.canary.batch import capture_batch
+from rankscope.capture.canary.replay import run_batch
 from support.cut import Cut
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rankscope.capture import Sketcher
-from rankscope.capture.ddp_reading import LocalReading
+from rankscope.capture.taps.ddp_reading import LocalReading
 from rankscope.core.groups import group_parameters
 
 NAMES = ("a.x", "a.y", "b.z")
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 LEARNT_IN = 2
 
 
-class Witness:
+class Observer:
     def __init__(self, wanted_names):
         self.wanted_names = wanted_names
         self.seen = []
@@ -33,7 +33,7 @@ class Pass:
 
     def __init__(self, *, in_buckets=False, wants=()):
         self.parameters = {name: torch.zeros(4, requires_grad=True) for name in NAMES}
-        self.witness = Witness(wants)
+        self.observer = Observer(wants)
         self.sketcher = Sketcher(CPU, group_parameters(NAMES, lambda name: name), 61)
         self.calls = []
         measure = self.sketcher._measure
@@ -44,7 +44,7 @@ class Pass:
 
         self.sketcher._measure = count
         self.reading = LocalReading(
-            self.parameters, self.sketcher, self.witness, in_buckets=in_buckets
+            self.parameters, self.sketcher, self.observer, in_buckets=in_buckets
         )
 
     def run(
@@ -62,7 +62,7 @@ class Pass:
         ``zero`` tells whose gradients are zeroed in place, for the pass to be added to.
         """
         self.calls.clear()
-        self.witness.seen.clear()
+        self.observer.seen.clear()
         for name, parameter in self.parameters.items():
             parameter.grad = parameter.grad.zero_() if name in zero else None
         first, counted = True, []
@@ -112,7 +112,7 @@ def test_what_is_not_measured_is_only_counted():
     counted, _ = passes.run(measure=False)
     assert counted == ["b.z"]
     assert passes.calls == []
-    assert passes.witness.seen == [("a.y", 8.0)]
+    assert passes.observer.seen == [("a.y", 8.0)]
 
 
 @pytest.mark.parametrize(("wants", "seen"), [(("b.z",), ["b.z"]), ((), []), (NAMES, list(NAMES))])
@@ -120,8 +120,8 @@ def test_the_witness_is_shown_what_it_wants_and_no_more(wants, seen):
     passes = Pass(wants=wants)
     for _ in range(LEARNT_IN + 2):
         passes.run()
-        assert sorted(name for name, _ in passes.witness.seen) == seen
-    assert all(total == 4.0 * (1 + NAMES.index(name)) for name, total in passes.witness.seen)
+        assert sorted(name for name, _ in passes.observer.seen) == seen
+    assert all(total == 4.0 * (1 + NAMES.index(name)) for name, total in passes.observer.seen)
 
 
 def scale(name, parameter):
@@ -174,7 +174,7 @@ def test_with_bucket_views_new_gradients_are_kept_until_they_are_read_together()
 
 
 def test_no_more_than_some_megabytes_are_kept(monkeypatch):
-    monkeypatch.setattr("rankscope.capture.ddp_reading._KEPT_BYTES", 16)
+    monkeypatch.setattr("rankscope.capture.taps.ddp_reading._KEPT_BYTES", 16)
     passes = Pass(in_buckets=True)
     passes.run(after_hook=move_to_bucket)
     assert passes.calls == [["a.x"], ["a.y"], ["b.z"]]

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from rankscope.capture import ReadReduced
-from rankscope.capture.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
 from rankscope.capture.guard import Guard
 from rankscope.capture.norms import NormMeter
+from rankscope.capture.taps.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
 from rankscope.errors import UnsupportedError
 from support.deepspeed_modes import (
     Mode,

@@ -8,14 +8,14 @@ import torch
 
 from capture.kernel_checks import CPU, SEED, WIDTH, random
 from rankscope.capture import LossMeter, Sketcher, samples
-from rankscope.capture.canary_loss import _project
+from rankscope.capture.canary.loss import _project
 from rankscope.capture.fold import fold, fold_signs
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.dot import choose_dot
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.norms import NormMeter
 from rankscope.capture.sketch import DEFAULT_WIDTH
-from rankscope.capture.trace_reading import _Fold
+from rankscope.capture.state.trace_reading import _Fold
 from rankscope.core.groups import group_parameters
 from rankscope.reduce.accumulator import native_functions
 from support.collected import to_arrays

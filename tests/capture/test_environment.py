@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.capture import environment
-from rankscope.capture.environment import environment_facts, source_revision, vocabulary_digest
+from rankscope.capture.state import environment
+from rankscope.capture.state.environment import (
+    environment_facts,
+    source_revision,
+    vocabulary_digest,
+)
 from rankscope.errors import UsageError
 
 CPU = torch.device("cpu")

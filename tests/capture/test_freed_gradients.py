@@ -8,7 +8,7 @@ from torch import nn
 
 from rankscope.capture import Sketcher
 from rankscope.capture.norms import NormMeter
-from rankscope.capture.state_meter import StateMeter
+from rankscope.capture.state.meter import StateMeter
 from rankscope.core.groups import group_parameters
 from rankscope.errors import UnsupportedError
 

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.capture.fsdp2 import FSDP2Tap
-from rankscope.capture.fsdp2_model import _groups, fsdp2_parameters, is_fsdp2
 from rankscope.capture.norms import NormMeter
-from rankscope.capture.tap import ReadReduced
+from rankscope.capture.taps.fsdp2 import FSDP2Tap
+from rankscope.capture.taps.fsdp2_model import _groups, fsdp2_parameters, is_fsdp2
+from rankscope.capture.taps.tap import ReadReduced
 from rankscope.core.groups import block_of, group_parameters
 from rankscope.errors import UnsupportedError
 from support.fsdp2_modes import Block, make_batches, make_net, mode_named
@@ -183,7 +183,7 @@ def norms_alone() -> None:
         meter,
         lambda work: work(),
         reduced=ReadReduced.NORM,
-        witness=Nobody(),
+        observer=Nobody(),
     )
     exact, _ = local_gradient(session, 0)
     train_step(session, 0, tap)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from rankscope.capture.fsdp2_calls import Relay
-from rankscope.capture.fsdp2_shard import ShardPlace, measure_shards
 from rankscope.capture.names import canonical_name
 from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.fsdp2_calls import Relay
+from rankscope.capture.taps.fsdp2_shard import ShardPlace, measure_shards
 from rankscope.core.groups import group_parameters
 from rankscope.errors import UnsupportedError
 

@@ -11,7 +11,7 @@ import torch
 from capture.interpreted import interpreter, launch_interpreted
 from rankscope.agent.message import StepMessage, pack_step
 from rankscope.capture import (
-    GradientHandover,
+    GradientTransfer,
     LocalGradient,
     NormMeter,
     ReadReduced,
@@ -48,7 +48,7 @@ def measure(gradient, meter=Sketcher, sections=None):
 
 
 def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0, gram=None):
-    handover = GradientHandover(
+    handover = GradientTransfer(
         measured,
         sketch_width=sketch,
         group_width=group,
@@ -176,8 +176,8 @@ def test_sections_are_handed_over_one_by_one_for_the_audit(narrow):
 def test_the_sketch_of_a_group_that_is_one_section_travels_once():
     local, reduced = (measure(make_gradient(seed)) for seed in (0, 1))
     widths = {"sketch_width": WIDTH, "group_width": NARROW, "section_counts": (1,) * len(GROUPS)}
-    apart = GradientHandover(LocalGradient(local, reduced), **widths, audit_width=NARROW - 2)
-    whole = GradientHandover(LocalGradient(local, reduced), **widths, audit_width=NARROW)
+    apart = GradientTransfer(LocalGradient(local, reduced), **widths, audit_width=NARROW - 2)
+    whole = GradientTransfer(LocalGradient(local, reduced), **widths, audit_width=NARROW)
     lengths = [len(handover.parts()["sketches"]) // 4 for handover in (apart, whole)]
     assert lengths == [
         WIDTH + len(GROUPS) * (NARROW + 2 * (NARROW - 2)),
@@ -236,7 +236,7 @@ def test_what_is_measured_later_does_not_reach_a_handover_on_its_way():
     totals = measure(gradient)
     gram = torch.ones(3, dtype=torch.float64)
     expected = hand_over(LocalGradient(totals), gram=gram)
-    on_its_way = GradientHandover(
+    on_its_way = GradientTransfer(
         LocalGradient(totals), sketch_width=WIDTH, group_width=NARROW, gram=gram
     )
     totals.reset()

@@ -12,14 +12,14 @@ import torch
 
 from capture.kernel_checks import CPU, SEED, WIDTH, expect, measured, needs_compiler, random
 from capture.sketch_oracle import truth
-from rankscope.capture.digest import digest_bits
 from rankscope.capture.kernels import build, choose, choose_kernel, native, period_signs
 from rankscope.capture.kernels.bits import native_sum
 from rankscope.capture.kernels.build import BuildError, built_library
 from rankscope.capture.kernels.dot import choose_dot, plain_dot
 from rankscope.capture.kernels.native import NativeKernel
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.state_meter import StateMeter
+from rankscope.capture.state.digest import digest_bits
+from rankscope.capture.state.meter import StateMeter
 from rankscope.capture.totals import GradientTotals
 
 

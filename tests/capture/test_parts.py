@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from rankscope.capture.parts import GradientParts
 from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.parts import GradientParts
 from rankscope.core.groups import Groups
 
 NUM_ELEMENTS = 3000

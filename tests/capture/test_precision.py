@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rankscope.capture.environment import environment_facts
-from rankscope.capture.precision import precision_code, precision_words
+from rankscope.capture.state.environment import environment_facts
+from rankscope.capture.state.precision import precision_code, precision_words
 
 CPU = torch.device("cpu")
 

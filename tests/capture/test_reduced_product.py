@@ -8,7 +8,7 @@ from torch.autograd import Variable
 from capture.kernel_checks import needs_compiler
 from rankscope.capture.guard import Guard
 from rankscope.capture.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
-from rankscope.capture.reduced_product import ReducedProduct
+from rankscope.capture.taps.reduced_product import ReducedProduct
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.capture.fingerprint import digest_of, numpy_state, python_state, torch_state
-from rankscope.capture.rng import ACCELERATOR, NUMPY, PYTHON, TORCH, RandomMeter
+from rankscope.capture.state.fingerprint import digest_of, numpy_state, python_state, torch_state
+from rankscope.capture.state.rng import ACCELERATOR, NUMPY, PYTHON, TORCH, RandomMeter
 from support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rankscope.capture import NormMeter, Sketcher
-from rankscope.capture.fsdp2_shard import ShardPlace, measure_shards
+from rankscope.capture.taps.fsdp2_shard import ShardPlace, measure_shards
 from rankscope.core.groups import group_parameters
 from rankscope.core.sections import cut_sections
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope.capture import readings
-from rankscope.capture.digest import PendingDigest, digest_bits
 from rankscope.capture.kernels.bits import signed
-from rankscope.capture.state_meter import StateMeter
+from rankscope.capture.state import readings
+from rankscope.capture.state.digest import PendingDigest, digest_bits
+from rankscope.capture.state.meter import StateMeter
 from rankscope.core.replicas import StateKind, differences
 from support.state import KINDS, Model, look, make, of, reductions, train
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rankscope.capture.state_meter import StateMeter
-from rankscope.capture.state_plan import Plan, survey
+from rankscope.capture.state.meter import StateMeter
+from rankscope.capture.state.plan import Plan, survey
 from rankscope.core.replicas import StateKind
 from support.state import KINDS, look, make, train
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture.state_meter import StateMeter
+from rankscope.capture.state.meter import StateMeter
 from rankscope.core.replicas import StateKind, differences
 from support.ranks import run_ranks
 from support.state import KINDS, Model, of, reductions

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from capture.sketch_oracle import first_position, truth
-from rankscope.capture import trace_reading
-from rankscope.capture.digest import digest_tensor
 from rankscope.capture.sketch import DEFAULT_WIDTH
-from rankscope.capture.trace import TraceMeter
-from rankscope.capture.trace_reading import TraceReader
+from rankscope.capture.state import trace_reading
+from rankscope.capture.state.digest import digest_tensor
+from rankscope.capture.state.trace import TraceMeter
+from rankscope.capture.state.trace_reading import TraceReader
 from rankscope.core.replicas import StateKind
 from rankscope.core.trace import TRACE_WIDTH
 

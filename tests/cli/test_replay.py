@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from rankscope.capture.canary_batch import capture_batch
+from rankscope.capture.canary.batch import capture_batch
 from rankscope.cli import main
 from rankscope.cli.replay_run import replay
 from rankscope.core.canary import CanaryResults, judge

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diagnose.stepping import observe, run, words
-from rankscope.capture.environment import environment_facts
+from rankscope.capture.state.environment import environment_facts
 from rankscope.core.finding import Severity
 from rankscope.diagnose.environment import CAUSE, EnvironmentMismatch
 

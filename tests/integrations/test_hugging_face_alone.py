@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.capture.training_facts import sampler_seed
+from rankscope.capture.state.training_facts import sampler_seed
 from rankscope.errors import MissingExtraError
-from rankscope.wrapping import plain_optimizer
+from rankscope.session.wrapping import plain_optimizer
 
 
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])

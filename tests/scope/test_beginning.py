@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope import Run, meeting
+from rankscope import Run
 from rankscope.core.signals import Table
+from rankscope.session import rendezvous
 from support.loops import Loop
 from support.models import make_model
 from support.ranks import run_ranks
@@ -67,12 +68,12 @@ def meet_in_attempts(rank):
     """Meet as the processes of four attempts of a job would, in a store that is kept."""
     said = []
     for attempt in range(4):
-        meeting._meetings.clear()
-        own = meeting.Meeting(dist.group.WORLD)
+        rendezvous._meetings.clear()
+        own = rendezvous.Rendezvous(dist.group.WORLD)
         if attempt == 2:  # in which rank 0 ends before it gets there
             own.patience_seconds = 0.05
             if rank == 1:
-                with pytest.raises(meeting.LateError, match="rank 0"):
+                with pytest.raises(rendezvous.LateError, match="rank 0"):
                     own.gather(b"2")
             dist.barrier()  # the next attempt begins when this one has ended everywhere
             continue
@@ -90,7 +91,7 @@ def test_attempts_of_a_job_do_not_hear_each_other():
 
 
 def train_alone(rank, folder):
-    meeting.PATIENCE_SECONDS = 0.3
+    rendezvous.PATIENCE_SECONDS = 0.3
     loop = Loop(rank, f"{folder}/run" if rank == 0 else None)
     for step in range(3):
         loop.step(step)
@@ -112,7 +113,7 @@ def test_patience_ends_before_the_groups_own():
 
 
 def patience(rank):
-    return meeting.Meeting(dist.group.WORLD).patience_seconds
+    return rendezvous.Rendezvous(dist.group.WORLD).patience_seconds
 
 
 def train_without_agent(rank, folder):

@@ -34,7 +34,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 def break_hook(loop: Loop) -> Undo:
-    sketcher = loop.scope._books._tap._sketcher
+    sketcher = loop.scope._collector._tap._sketcher
     sketcher._measure = fail
     return None
 

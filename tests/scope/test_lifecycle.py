@@ -17,7 +17,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import UnsupportedError
-from rankscope.scope import _close_at_exit
+from rankscope.session.scope import _close_at_exit
 from support.loops import Loop
 from support.models import make_batch, make_model
 from support.ranks import RankError, run_ranks

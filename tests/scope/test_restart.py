@@ -14,9 +14,9 @@ from rankscope.core.recorded import as_recorded
 from rankscope.core.signals import Table
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.errors import RunError
-from rankscope.opening import Intent, _begin, _free_directory
 from rankscope.record import RunWriter, begin, writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
+from rankscope.session.opening import Intent, _begin, _free_directory
 from support.loops import Loop, root_of
 from support.ranks import RankError, run_ranks
 from support.same import assert_same

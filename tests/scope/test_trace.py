@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import rankscope
 from rankscope import Run
-from rankscope.capture.digest import digest_tensor
+from rankscope.capture.state.digest import digest_tensor
 from rankscope.core.signals import Table
 from rankscope.core.trace import TRACE_WIDTH
 from rankscope.errors import UnsupportedError
@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Witness:
+class Observer:
     """Digests and norms that are taken by hand, on the way."""
 
     def __init__(self, loop: Loop) -> None:
@@ -61,8 +61,8 @@ def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     """Train for some steps, in one of several ways; traced if there is a place to record."""
     traced = {"trace": True} if run_dir else {}
     loop = Loop(rank, run_dir, **WAYS[way], **traced)
-    witness = Witness(loop)
-    witness.see(-1, "parameter")
+    observer = Observer(loop)
+    observer.see(-1, "parameter")
     losses = []
     for step in range(STEPS):
         number = 1000 + step if way == "later" and step >= 2 else step
@@ -73,16 +73,16 @@ def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
         loss = loop.ddp(**make_batch(rank, number), **branch)["loss"]
         losses.append(loss.item())
         loss.backward(torch.tensor(1 + 2**-23) if way == "rounded otherwise" else None)
-        witness.see(step, "reduced")
+        observer.see(step, "reduced")
         if way == "clipped":
             torch.nn.utils.clip_grad_norm_(loop.ddp.parameters(), 0.01)
         if way != "skipped steps" or step % 2:
             loop.optimizer.step()
         loop.optimizer.zero_grad(set_to_none=way != "kept zeros")
-        witness.see(step, "parameter")
+        observer.see(step, "parameter")
     loop.close()
     assert loop.warnings == [], loop.warnings
-    return {"seen": witness.seen, "bits": loop.bits(), "losses": losses}
+    return {"seen": observer.seen, "bits": loop.bits(), "losses": losses}
 
 
 def train_all(rank: int, folder: str) -> dict[str, Any]:

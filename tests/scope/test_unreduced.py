@@ -8,8 +8,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope import Run, books
+from rankscope import Run
 from rankscope.core.signals import Table
+from rankscope.session import collector as books
 from support.loops import Loop
 from support.models import make_batch, make_model
 from support.ranks import run_ranks
@@ -144,7 +145,7 @@ def watch_without_optimizer(rank, run_dir):
         never_synchronised(loop, step)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        kept.append(len(scope._books._passes._passes))
+        kept.append(len(scope._collector._passes._passes))
     plain(loop, 18)
     scope.close()
     return kept, loop.warnings

@@ -82,7 +82,7 @@ def problems_of(rank, ddp, run_dir):
 def wait_until_served(loop, port):
     """Return what Prometheus gets once the last step has come back from the root."""
     until = time.monotonic() + 60
-    while loop.scope.latest is None or loop.scope.latest.step < loop.scope._books.step - 1:
+    while loop.scope.latest is None or loop.scope.latest.step < loop.scope._collector.step - 1:
         assert time.monotonic() < until
         time.sleep(0.01)
     while "rankscope_loss_mean" not in (text := scraped(port)):
@@ -100,7 +100,7 @@ def beside_training(rank, folder):
     options = QUIET | {"sinks": sinks if rank == 0 else "csv"}  # rank 1's do not count
     loop = Loop(rank, f"{folder}/run", **options)
     train(loop)
-    loop.scope._guard(loop.scope._books.close_step)  # deliver the last step, as close would
+    loop.scope._guard(loop.scope._collector.close_step)  # deliver the last step, as close would
     served = wait_until_served(loop, prometheus.port) if rank == 0 else ""
     loop.close()
     return problems, reference.bits() == loop.bits(), loop.warnings, served

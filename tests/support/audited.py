@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope import instruments
+from rankscope.session import instruments
 from support import deepspeed_modes
 from support.releases import SINCE_TORCH_2_15
 

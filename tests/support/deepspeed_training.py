@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.capture import GradientTotals, ReadReduced, Sketcher
-from rankscope.capture.deepspeed import DeepSpeedTap
-from rankscope.capture.tap import Guarded, LocalGradient
+from rankscope.capture.taps.deepspeed import DeepSpeedTap
+from rankscope.capture.taps.tap import Guarded, LocalGradient
 from rankscope.core.groups import group_parameters
 from support.deepspeed_modes import (
     Mode,

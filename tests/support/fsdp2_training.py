@@ -16,11 +16,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from rankscope.capture.fsdp2 import FSDP2Tap
-from rankscope.capture.fsdp2_model import fsdp2_device, fsdp2_parameters
 from rankscope.capture.names import canonical_name
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.tap import LocalGradient, ReadReduced
+from rankscope.capture.taps.fsdp2 import FSDP2Tap
+from rankscope.capture.taps.fsdp2_model import fsdp2_device, fsdp2_parameters
+from rankscope.capture.taps.tap import LocalGradient, ReadReduced
 from rankscope.core.groups import group_parameters
 from support.fsdp2_modes import Mode, make_batches, make_net, mode_named
 
@@ -86,12 +86,12 @@ def make_tap(session: Session, reduced: ReadReduced = ReadReduced.SKETCH) -> FSD
         sketcher,
         lambda work: work(),
         reduced=reduced,
-        witness=Nobody(),
+        observer=Nobody(),
     )
 
 
 class Nobody:
-    """A witness that looks away."""
+    """A observer that looks away."""
 
     def see_local(self, name, gradient):
         pass

@@ -18,7 +18,7 @@ _PRELOAD = [
     "pytest",
     "torch._functorch.aot_autograd",
     "torch._inductor.pattern_matcher",
-    "rankscope.start",
+    "rankscope.session.start",
     "rankscope.agent.process",
 ]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from rankscope.capture.state_meter import StateMeter
+from rankscope.capture.state.meter import StateMeter
 from rankscope.core.replicas import StateKind
 
 KINDS = [StateKind.PARAMETER, StateKind.OPTIMIZER, StateKind.REDUCED, StateKind.APPLIED]

@@ -64,7 +64,7 @@ class Root:
     """Assembles, judges and records the steps of one run.
 
     Args:
-        setup: What rank 0 has told, as ``rankscope.opening`` puts it together.
+        setup: What rank 0 has told, as ``rankscope.session.opening`` puts it together.
         send: Sends a frame to a rank.
         hosts: The processes of all ranks.
     """

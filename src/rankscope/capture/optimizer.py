@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankscope.capture.fingerprint import digest_of
+from rankscope.capture.state.fingerprint import digest_of
 
 _NO_SETTINGS = frozenset({"params", "param_names", "initial_lr", "lr"})
 _PARAMETERS = frozenset({"params", "param_names"})

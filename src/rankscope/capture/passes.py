@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankscope.capture.tap import Guarded
+from rankscope.capture.taps.tap import Guarded
 
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 

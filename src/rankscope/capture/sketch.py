@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rankscope.capture.kernels import PERIOD, ParameterSigns, choose_kernel, period_signs
-from rankscope.capture.together import Cut, Source, Together
+from rankscope.capture.multi_tensor import Cut, Source, Together
 from rankscope.capture.totals import GradientTotals
 from rankscope.core.groups import Groups
 from rankscope.core.sections import Range, Sections

@@ -14,8 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankscope.capture.canary import check_module, loss_without_gradient, run_batch, state_digest
-from rankscope.capture.canary_batch import CanaryDeclined, samples_of
+from rankscope.capture.canary.batch import CanaryDeclined, samples_of
+from rankscope.capture.canary.replay import (
+    check_module,
+    loss_without_gradient,
+    run_batch,
+    state_digest,
+)
 from rankscope.core.batches import PlainBatch
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict, judge
 from rankscope.core.step import MISSING_INT

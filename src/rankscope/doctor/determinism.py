@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rankscope.capture.canary import run_batch
-from rankscope.capture.canary_batch import CanaryDeclined, capture_batch
+from rankscope.capture.canary.batch import CanaryDeclined, capture_batch
+from rankscope.capture.canary.replay import run_batch
 from rankscope.core.batches import PlainBatch
 from rankscope.diagnose.rules import name_ranks
 from rankscope.doctor.repeated_operators import RepeatedOperators

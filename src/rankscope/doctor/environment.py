@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.capture.environment import environment_facts, source_revision
+from rankscope.capture.state.environment import environment_facts, source_revision
 from rankscope.core.environment import DECIDES_BITS, HARMLESS, is_compared
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.result import CheckResult, Facts, Status, unlike_most

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rankscope.capture.digest import digest_tensor
-from rankscope.capture.fingerprint import digest_of, numpy_state, python_state, torch_state
+from rankscope.capture.state.digest import digest_tensor
+from rankscope.capture.state.fingerprint import digest_of, numpy_state, python_state, torch_state
 from rankscope.doctor.result import Facts
 from rankscope.doctor.stage import Bench
 from rankscope.errors import UsageError

@@ -16,7 +16,12 @@ from typing import Any, Self
 
 from rankscope.faults.job import Trial
 
-_PRELOAD = ["torch._dynamo", "torch.nn.parallel", "rankscope.start", "rankscope.faults.injectors"]
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "rankscope.session.start",
+    "rankscope.faults.injectors",
+]
 _SECONDS_TO_END = 5.0
 
 

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rankscope import start
 from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
-from rankscope.scope import Scope
+from rankscope.session import start
+from rankscope.session.scope import Scope
 
 try:
     import accelerate as hf_accelerate  # type: ignore[import-untyped]

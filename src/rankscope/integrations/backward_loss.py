@@ -19,7 +19,7 @@ from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.passes import tensors_in
 
 if TYPE_CHECKING:
-    from rankscope.scope import Scope
+    from rankscope.session.scope import Scope
 
 _log = logging.getLogger("rankscope")
 

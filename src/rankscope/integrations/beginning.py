@@ -13,12 +13,12 @@ from rankscope.integrations.agreement import agree
 from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.job import Job
 from rankscope.integrations.live import Surroundings
-from rankscope.meeting import default_store
-from rankscope.start import watch
-from rankscope.wrapping import find_wrapper
+from rankscope.session.rendezvous import default_store
+from rankscope.session.start import watch
+from rankscope.session.wrapping import find_wrapper
 
 if TYPE_CHECKING:
-    from rankscope.scope import Scope
+    from rankscope.session.scope import Scope
 
 _log = logging.getLogger("rankscope")
 

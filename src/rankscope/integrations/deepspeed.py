@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rankscope
-from rankscope.capture.deepspeed import is_deepspeed
 from rankscope.capture.labels import count_label_tokens
 from rankscope.capture.loss import shifts_labels
+from rankscope.capture.taps.deepspeed import is_deepspeed
 from rankscope.errors import UsageError
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rankscope.scope import Scope
+    from rankscope.session.scope import Scope
 
 
 def watch(

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
-from rankscope.start import watch
+from rankscope.session.start import watch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
-    from rankscope.scope import Scope
+    from rankscope.session.scope import Scope
 else:
     try:
         if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:

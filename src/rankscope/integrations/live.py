@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from rankscope.scope import Scope
+from rankscope.session.scope import Scope
 
 _Kind = TypeVar("_Kind")
 _INNER = ("optimizer", "_optimizer")  # under which Accelerate and Lightning keep what they wrap

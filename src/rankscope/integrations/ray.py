@@ -25,7 +25,7 @@ import rankscope
 from rankscope.errors import MissingExtraError, UsageError
 
 if TYPE_CHECKING:
-    from rankscope.scope import Scope
+    from rankscope.session.scope import Scope
 
 _log = logging.getLogger("rankscope")
 

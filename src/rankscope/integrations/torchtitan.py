@@ -27,7 +27,7 @@ from rankscope.capture.labels import IGNORED_LABEL
 from rankscope.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from rankscope.scope import Scope
+    from rankscope.session.scope import Scope
 
 _SIZES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 

@@ -10,7 +10,7 @@ import torch
 from rankscope.capture.labels import count_label_tokens
 from rankscope.capture.loss import shifts_labels
 from rankscope.capture.loss_form import LossForm, read_form
-from rankscope.scope import Scope
+from rankscope.session.scope import Scope
 
 _log = logging.getLogger("rankscope")
 

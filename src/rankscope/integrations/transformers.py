@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankscope import start
 from rankscope.errors import MissingExtraError, UnsupportedError
 from rankscope.integrations.trainer_loss import TrainerLoss
+from rankscope.session import start
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from rankscope.scope import Scope
+    from rankscope.session.scope import Scope
 
 try:
     from transformers import Trainer, TrainerCallback

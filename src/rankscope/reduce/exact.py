@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture.tap import Guarded
+from rankscope.capture.taps.tap import Guarded
 from rankscope.errors import UnsupportedError
 from rankscope.reduce.bucket_means import BucketMeans, obstacle
 

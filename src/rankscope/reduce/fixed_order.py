@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture.fsdp2_model import ParameterGroup, is_fsdp2, parameter_groups
+from rankscope.capture.taps.fsdp2_model import ParameterGroup, is_fsdp2, parameter_groups
 from rankscope.errors import UnsupportedError
 from rankscope.reduce.bucket_means import BucketMeans, try_all_to_all
 from rankscope.reduce.ordered_scatter import OrderedReduceScatter

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture.alone import AloneGradients, announce_alone
-from rankscope.capture.backward import BackwardEnd
 from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.passes import tensors_in
+from rankscope.capture.taps.alone import AloneGradients, announce_alone
+from rankscope.capture.taps.backward import BackwardEnd
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.reduce.accumulator import DTYPES, Accumulator
 from rankscope.reduce.bucket_means import BucketMeans, obstacle, try_all_to_all

@@ -20,7 +20,7 @@ _PRELOADED = [
     *("torch._dynamo", "torch.nn.parallel", "torch.distributed.elastic.multiprocessing.api"),
     *("transformers.models.llama.modeling_llama", "transformers.optimization"),
     *("transformers.models.auto.tokenization_auto", "transformers.convert_slow_tokenizer"),
-    *("rankscope.start", "rankscope.study.worker"),
+    *("rankscope.session.start", "rankscope.study.worker"),
 ]
 """What every worker imports: loaded once, in the process that all of them are forked from."""
 

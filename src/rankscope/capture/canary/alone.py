@@ -1,0 +1,153 @@
+"""What surrounds a canary's run: as in training, but with no other worker and no ``.grad``."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from rankscope.capture.canary.batch import CanaryDeclined
+
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+_UNANNOUNCED = ("running_mean", "running_var")  # of batch norm, which its schema calls read-only
+
+ACCUMULATES = (
+    "a canary leaves all gradients alone, and the model adds to them by itself, in a backward pass "
+    "inside its forward or backward pass (offloaded or reentrant checkpointing, reversible layers)"
+)
+
+
+@contextmanager
+def alone(device: torch.device, before_write: Callable[[Tensor], None]) -> Iterator[None]:
+    """Keep the autocast in force without its cache, run eagerly, and forbid what reaches out.
+
+    cuDNN does not try which of its algorithms is fastest here: each worker would choose its own,
+    and healthy ones would not agree in their bits.
+
+    Inside, operations that communicate raise :class:`CanaryDeclined`, and so do backward passes
+    that accumulate into ``.grad``.
+
+    Args:
+        device: The device of the parameters.
+        before_write: Called with each tensor that an operation is about to write into.
+    """
+    autocast = torch.autocast(
+        device.type,
+        dtype=torch.get_autocast_dtype(device.type),
+        enabled=torch.is_autocast_enabled(device.type),
+        cache_enabled=False,
+    )
+    mode = _Alone(before_write)
+    with autocast, _eagerly(), _without_benchmark(), _without_accumulation(mode), mode:
+        yield
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Leave compiled code alone: another shape could make it compile anew, for later steps too."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing is compiled, and to load the compiler would take seconds
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def _without_benchmark() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = False
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that talk to other workers, which may not be there, and sees writes."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, before_write: Callable[[Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before_write = before_write
+        self._written: dict[Any, list[tuple[int, str]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass an operation on, unless it communicates."""
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") in _NAMESPACES:
+            raise CanaryDeclined(
+                "a canary runs on each worker alone, and the model's forward pass talks to the "
+                f"others ({func})"
+            )
+        if func not in self._written:
+            self._written[func] = _written_arguments(func)
+        for place, name in self._written[func]:
+            value = args[place] if place < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Tensor):
+                    self._before_write(tensor)
+        return func(*args, **kwargs)
+
+
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operation writes into."""
+    schema = getattr(func, "_schema", None)
+    return [
+        (sys.maxsize if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(() if schema is None else schema.arguments)
+        if argument.name in _UNANNOUNCED
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+
+
+@contextmanager
+def _without_accumulation(mode: TorchDispatchMode) -> Iterator[None]:
+    """Refuse backward passes that accumulate gradients, before they begin.
+
+    ``backward`` of tensors and of :mod:`torch.autograd` meet in the engine, which all threads of
+    the process share. Those of this run have its mode: autograd hands it on to the threads that it
+    works in.
+    """
+    engine: Any = Variable._execution_engine
+    try:
+        Variable._execution_engine = _Engine(engine, mode)  # type: ignore[assignment]
+        yield
+    finally:
+        Variable._execution_engine = engine
+
+
+class _Engine:
+    """Autograd's engine, but for what a canary must not do."""
+
+    def __init__(self, engine: Any, mode: TorchDispatchMode) -> None:
+        self._engine, self._mode = engine, mode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any,
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Any = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        """Run a backward pass, unless it is one inside the canary's that accumulates."""
+        inside = any(mode is self._mode for mode in _get_current_dispatch_mode_stack())
+        if inside and accumulate_grad:
+            raise CanaryDeclined(ACCUMULATES)
+        return self._engine.run_backward(
+            tensors,
+            grad_tensors,
+            keep_graph,
+            create_graph,
+            inputs,
+            allow_unreachable=allow_unreachable,
+            accumulate_grad=accumulate_grad,
+        )

@@ -1,0 +1,1 @@
+"""What should be equal on all workers, read exactly: model state, random generators, settings."""

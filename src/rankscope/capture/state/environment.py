@@ -1,0 +1,201 @@
+"""What a worker runs on: versions, device, flags, environment variables, source revision."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankscope.capture.state.fingerprint import digest_of
+from rankscope.capture.state.precision import precision_flags
+from rankscope.core.environment import PACKAGES
+from rankscope.errors import UsageError
+
+Fact = str | int | bool
+
+_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "HCCL_",
+    "CUDA_",
+    "CUBLAS_",
+    "CUDNN_",
+    "HIP_",
+    "ROCR_",
+    "HSA_",
+    "ASCEND_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "TORCHDYNAMO_",
+    "PYTORCH_",
+    "TRITON_",
+    "OMP_",
+    "MKL_",
+    "HF_",
+    "TRANSFORMERS_",
+    "ACCELERATE_",
+    "DEEPSPEED_",
+)
+_NAMES = {
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTHONHASHSEED",
+    "TOKENIZERS_PARALLELISM",
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "LOCAL_WORLD_SIZE",
+    "WORLD_SIZE",
+}
+_SECRET = re.compile(r"(TOKENS?|KEYS?|SECRETS?|PASSWORD|PASSWD|PWD|AUTH|CREDENTIALS?)(_|$)")
+_CREDENTIALS = re.compile(r"//[^/@\s]+@")
+_LONGEST_VALUE = 200
+_GIT_SECONDS = 2.0
+
+
+def environment_facts(device: torch.device) -> dict[str, Fact]:
+    """Return what this worker runs on, by name; for ``run.json`` and to compare workers.
+
+    Versions, device, torch's flags, and the source revision have names in lower case; environment
+    variables have their own names. What is not there or cannot be told is left out. Values of
+    variables whose names look like those of secrets are never read.
+
+    Args:
+        device: Where the model computes.
+    """
+    facts: dict[str, Fact] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts[package] = importlib.metadata.version(package)
+    for collect in (
+        precision_flags,
+        _device_libraries,
+        lambda: _device(device),
+        lambda: _variables(os.environ),
+        lambda: source_revision(_script_directory()),
+    ):
+        facts |= _quietly(collect)
+    return facts
+
+
+def vocabulary_digest(tokenizer: Any) -> int:
+    """Return a 63-bit digest of a vocabulary: which token has which number.
+
+    Args:
+        tokenizer: An object with ``get_vocab()``, or a mapping from token to number.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    vocabulary = get_vocab() if callable(get_vocab) else tokenizer
+    if not isinstance(vocabulary, Mapping):
+        raise UsageError(
+            "expected a tokenizer with get_vocab(), or a mapping from token to number, got "
+            f"{type(tokenizer).__name__}; pass tokenizer.get_vocab() or such a mapping"
+        )
+    lines = sorted(f"{number} {token!r}" for token, number in vocabulary.items())
+    return digest_of("\n".join(lines).encode("utf-8", "surrogatepass"))
+
+
+def source_revision(directory: Path | None, seconds: float = _GIT_SECONDS) -> dict[str, Fact]:
+    """Return the commit that a directory is at, and whether files differ from it.
+
+    Args:
+        directory: Some directory in a git repository; None when there is none.
+        seconds: Longest time that git may take.
+
+    Returns:
+        ``revision`` and ``revision_changed``; what git does not tell in time is left out.
+    """
+    if directory is None:
+        return {}
+    end = time.monotonic() + seconds
+    commit = _git(directory, end, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return {}
+    changes = _git(directory, end, "status", "--porcelain", "--untracked-files=no")
+    changed = {} if changes is None else {"revision_changed": bool(changes)}
+    return {"revision": commit, **changed}
+
+
+def _git(directory: Path, end: float, *command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *command],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=max(0.0, end - time.monotonic()),
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _script_directory() -> Path | None:
+    """Return the directory of the script that runs; None in a notebook or an interpreter."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file).resolve().parent if file else None
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, Fact]:
+    """Return the environment variables that decide how a job computes."""
+    return {
+        name: _CREDENTIALS.sub("//…@", value)[:_LONGEST_VALUE]
+        for name, value in sorted(environment.items())
+        if (name in _NAMES or name.startswith(_PREFIXES)) and not _SECRET.search(name.upper())
+    }
+
+
+def _device_libraries() -> dict[str, Fact]:
+    cudnn: Any = torch.backends.cudnn
+    nccl: Any = torch.cuda.nccl
+    versions = {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": cudnn.version(),
+        "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
+    }
+    facts: dict[str, Fact] = {name: str(version) for name, version in versions.items() if version}
+    with contextlib.suppress(OSError, AttributeError):
+        text = Path("/proc/driver/nvidia/version").read_text("utf-8", "replace")
+        found = re.search(r"\b\d{3,}(\.\d+)+\b", text)
+        if found:
+            facts["driver"] = found.group()
+    return facts
+
+
+def _device(device: torch.device) -> dict[str, Fact]:
+    if device.type == "cpu":
+        return {"device": platform.processor() or platform.machine() or "cpu"}
+    module: Any = torch.get_device_module(device)
+    facts: dict[str, Fact] = {"device": str(module.get_device_name(device))}
+    properties = _quietly(lambda: {"of": module.get_device_properties(device)}).get("of")
+    memory = getattr(properties, "total_memory", None)
+    return facts if memory is None else {**facts, "device_memory": int(memory)}
+
+
+def _quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return facts, or none where they cannot be had: a job must not fail to start for them."""
+    try:
+        return collect()
+    except Exception:
+        return {}

@@ -1,0 +1,174 @@
+"""Everything of one worker's step that is compared exactly, beside samples and settings.
+
+One place for the meters whose moments in a step differ: :class:`ExactEvidence` passes each moment
+on to those that want it, and :class:`NoEvidence` to none.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rankscope.capture.state.loader import LoaderMeter
+from rankscope.capture.state.meter import StateMeter
+from rankscope.capture.state.precision import PrecisionMeter
+from rankscope.capture.state.rng import RandomMeter
+from rankscope.capture.state.turn import PendingState, nothing_pending
+from rankscope.capture.taps.observer import GradientObserver
+
+Values = Mapping[str, float]
+
+
+class EvidenceMeter(GradientObserver, Protocol):
+    """Is told of every moment of a step, on the training thread."""
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, unless it has begun already."""
+
+    def before_forward(self, *, first: bool) -> None:
+        """A forward pass is about to run, under the training's autocast."""
+
+    def after_forward(self) -> None:
+        """A forward pass has ended."""
+
+    def see_applied(self) -> None:
+        """``optimizer.step`` is about to run."""
+
+    def see_updated(self) -> None:
+        """``optimizer.step`` has run on the reduced gradients."""
+
+    def collect(self, step: int) -> tuple[PendingState, Values]:
+        """End a step whose optimizer has run; return digests and LOCAL signals."""
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+
+    def remove(self) -> None:
+        """Take out what was put into the training's objects."""
+
+
+class ExactEvidence:
+    """Digests of state, random generators, precision and data-loader workers.
+
+    Args:
+        module: The model inside the wrapper.
+        device: Where it computes.
+        state: Digests parameters, buffers, optimizer state and gradients.
+        loader: The training's data loader; None if it was not given.
+        updates_all: Whether the model holds what a step leaves as soon as ``optimizer.step``
+            returns. Then it is read there, for what a script does to it after its last step is
+            no part of the training. Else it is read when the step is collected.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        state: StateMeter,
+        loader: Any,
+        *,
+        updates_all: bool = False,
+    ) -> None:
+        self._updates_all = updates_all
+        self._state_read = False
+        self._precisions = PrecisionMeter(module, device)
+        self._state = state
+        self._random = RandomMeter(device)
+        self._loader = LoaderMeter(loader)
+        self._precision: float = math.nan
+        self._step = -1
+        self.see_local, self.see_locals = state.see_local, state.see_locals
+        self.see_reduced = state.see_reduced
+        self.see_applied = state.see_applied
+
+    @property
+    def wanted_names(self) -> Collection[str]:
+        """Names of the parameters whose local gradient is compared in this step."""
+        return self._state.wanted_names
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, unless it has begun already."""
+        if self._step != step:
+            self._step = step
+            self._state_read = False
+            self._state.begin_step(step)
+
+    def before_forward(self, *, first: bool) -> None:
+        """Look at the first forward pass of a step: later ones are like it."""
+        if first:
+            self._precision = self._precisions.code(self._step)
+            self._random.before_forward()
+
+    def after_forward(self) -> None:
+        """See which random generators have moved."""
+        self._random.after_forward()
+
+    def see_updated(self) -> None:
+        """Read what the step has left, if it has left it by now; the last call counts."""
+        if self._updates_all:
+            self._state.see_state()
+            self._state_read = True
+
+    def collect(self, step: int) -> tuple[PendingState, Values]:
+        """Read what was not read yet, and return all without waiting for the device."""
+        self.begin_step(step)
+        if not self._state_read:
+            self._state.see_state()
+        values = {
+            **self._random.collect(),
+            **self._loader.collect(),
+            "precision": self._precision,
+        }
+        return self._state.collect(), values
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._state.collect()
+        self._random.collect()
+        self._step = -1
+
+    def remove(self) -> None:
+        """Give the data loader its own function back."""
+        self._loader.remove()
+
+
+class NoEvidence:
+    """Compares nothing."""
+
+    wanted_names: Collection[str] = ()
+
+    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Look away."""
+
+    def see_local(self, name: str, gradient: Tensor) -> None:
+        """Look away."""
+
+    def see_reduced(self) -> None:
+        """Look away."""
+
+    def begin_step(self, step: int) -> None:
+        """Look away."""
+
+    def before_forward(self, *, first: bool) -> None:
+        """Look away."""
+
+    def after_forward(self) -> None:
+        """Look away."""
+
+    def see_applied(self) -> None:
+        """Look away."""
+
+    def see_updated(self) -> None:
+        """Look away."""
+
+    def collect(self, step: int) -> tuple[PendingState, Values]:
+        """Return nothing."""
+        return nothing_pending(), {}
+
+    def abort(self) -> None:
+        """Look away."""
+
+    def remove(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,307 @@
+"""The items of one step of the rotation, laid out for reading, and what the step yields of them.
+
+Digests are sums modulo 2^64 over parts, each times an odd weight: of a tensor's slices, and of what
+an optimizer keeps for each.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from operator import mul
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rankscope.capture.state.digest import word_of
+from rankscope.capture.state.plan import Item, Slice
+from rankscope.capture.state.readings import PendingReading, Recurring
+from rankscope.core.replicas import StateDigests, StateKind, digest_of_digests
+
+_COLUMNS = {
+    StateKind.PARAMETER: "param_digest",
+    StateKind.BUFFER: "buffer_digest",
+    StateKind.OPTIMIZER: "optimizer_digest",
+    StateKind.REDUCED: "reduced_digest",
+    StateKind.APPLIED: "applied_digest",
+}
+_GRADIENTS = (StateKind.REDUCED, StateKind.APPLIED)
+
+_MASK = (1 << 64) - 1
+_MOST_LOCAL = 8  # sets of local gradients of a turn that are known
+
+
+class Rows:
+    """Which digests of a step are of one kind, and of which parts each is made.
+
+    Args:
+        kind: Their kind.
+        items: All items of the step.
+        first: Number of the first part of this kind in what is read of all.
+    """
+
+    def __init__(self, kind: StateKind, items: Sequence[Item], first: int = 0) -> None:
+        before = 0
+        self.slices: list[Slice] = []
+        self.rows: list[int] = []
+        self.ends: list[int] = []
+        for item in items:
+            if kind in item.kinds:
+                self.rows.append(before + item.kinds.index(kind))
+                self.slices += item.slices
+                self.ends.append(len(self.slices))
+            before += len(item.kinds)
+        self.kind, self.first = kind, first
+        step = self.rows[1] - self.rows[0] if len(self.rows) > 1 else 1
+        places = range(self.rows[0], self.rows[-1] + 1, step) if self.rows else range(0)
+        regular = self.rows == list(places)
+        self._places = slice(places.start, places.stop, step) if regular else None
+
+    def fill(self, digests: list[int], parts: list[int]) -> int | None:
+        """Fill in one digest per row from one per slice; a single one is the item's own.
+
+        Returns:
+            A digest of them all; None where there are no rows.
+        """
+        if len(self.rows) < len(self.slices):
+            parts = self._joined(parts)
+        self.put(digests, parts)
+        return digest_of_digests(array("Q", parts)) if parts else None
+
+    def put(self, into: Any, values: Sequence[Any]) -> None:
+        """Put one value per row into the items' values."""
+        if self._places is not None:
+            into[self._places] = values
+        else:
+            for row, value in zip(self.rows, values, strict=True):
+                into[row] = value
+
+    def _joined(self, parts: list[int]) -> list[int]:
+        joined, start = [], 0
+        for end in self.ends:
+            if end - start == 1:
+                joined.append(parts[start])
+            else:
+                pairs = zip(_weights(end - start), parts[start:end], strict=True)
+                joined.append(sum(weight * part for weight, part in pairs) & _MASK)
+            start = end
+        return joined
+
+
+class Local(NamedTuple):
+    """What is read of local gradients that are shown together.
+
+    Attributes:
+        numbers: Of the slices.
+        slices: What is read.
+        sources: Number of the gradient that each is of.
+        recurring: Their reading.
+    """
+
+    numbers: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    sources: tuple[int, ...]
+    recurring: Recurring
+
+
+class Readings:
+    """What is known of the readings of a turn's earlier steps.
+
+    Attributes:
+        state: Of parameters, buffers, and what the optimizer keeps.
+        marks: What that was called.
+        leaves: Weights of its parts, and which of them is the first of each slice.
+        gradients: Of gradients, when they have been reduced, and when they are applied.
+        local: Of those before the reduction, by the names of their parameters.
+    """
+
+    def __init__(self) -> None:
+        self.state = Recurring()
+        self.marks: list[object] = []
+        self.leaves: tuple[Sequence[int], Sequence[int]] = ((), ())
+        self.gradients = Recurring()
+        self.local: dict[tuple[str, ...], Local] = {}
+
+
+class Turn:
+    """The items that are compared in a step.
+
+    Args:
+        items: In the order in which they are told.
+    """
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.kinds = tuple(kind for item in items for kind in item.kinds)
+        self.names = tuple(item.name for item in items for _ in item.kinds)
+        parameters = Rows(StateKind.PARAMETER, items)
+        buffers = Rows(StateKind.BUFFER, items, len(parameters.slices))
+        self.tensors = (parameters, buffers)
+        self.optimizer = Rows(StateKind.OPTIMIZER, items)
+        self.reduced = Rows(StateKind.REDUCED, items)
+        self.applied = Rows(StateKind.APPLIED, items)
+        self.read = [*parameters.slices, *buffers.slices]
+        numbers = {part: number for number, part in enumerate(parameters.slices)}
+        self.kept_of = [numbers[part] for part in self.optimizer.slices]
+        """Which of the parameters it is for which the optimizer keeps something."""
+        self.recurring = Readings()
+        self.wanted: dict[str, list[tuple[int, Slice]]] = {}
+        """Slices of reduced gradients and their numbers, by the parameter's name."""
+        for number, part in enumerate(self.reduced.slices):
+            self.wanted.setdefault(part.place.name, []).append((number, part))
+
+    def local_of(self, names: tuple[str, ...]) -> Local:
+        """Return what is read of the local gradients of parameters."""
+        known = self.recurring.local
+        local = known.get(names)
+        if local is None:
+            if len(known) >= _MOST_LOCAL:
+                known.clear()
+            read = [
+                (number, part, source)
+                for source, name in enumerate(names)
+                for number, part in self.wanted.get(name, ())
+            ]
+            numbers, slices, sources = zip(*read, strict=True) if read else ((), (), ())
+            local = known[names] = Local(numbers, slices, sources, Recurring())
+        return local
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was read in one step; None what was not.
+
+    Attributes:
+        state: Parameters and buffers, then what the optimizer keeps.
+        weights: Of the leaves of what the optimizer keeps.
+        starts: Which of them is the first of each slice.
+        gradients: At the two moments at which gradients are read.
+        before: The last reading of gradients.
+        local: What was read before the reduction, by the numbers of the slices of the reduced
+            gradient; later ones count.
+        reduced: Which slices of the reduced gradient are reduced at all; None if all are.
+    """
+
+    state: PendingReading | None
+    weights: Sequence[int]
+    starts: Sequence[int]
+    gradients: dict[StateKind, PendingReading]
+    before: Recurring | None
+    local: dict[tuple[int, ...], PendingReading]
+    reduced: Sequence[bool] | None
+
+
+class PendingState:
+    """The digests of one step on their way to the host.
+
+    Args:
+        turn: What was to be read.
+        seen: What was.
+        layout: Digest of the plan; None without one.
+    """
+
+    def __init__(self, turn: Turn, seen: Seen, layout: int | None) -> None:
+        self._turn, self._seen, self._layout = turn, seen, layout
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        seen = self._seen
+        readings = [*seen.gradients.values(), *seen.local.values()]
+        if seen.state is not None:
+            readings.append(seen.state)
+        return all(reading.ready for reading in readings)
+
+    def read(self) -> tuple[StateDigests, dict[str, float | int]]:
+        """Wait for the device.
+
+        Returns:
+            The digests, and LOCAL signals: ``state_layout`` and, as far as they are known,
+            ``param_digest``, ``buffer_digest``, ``optimizer_digest``, ``reduced_digest``,
+            ``applied_digest`` and ``applied_scale``.
+        """
+        turn = self._turn
+        digests, unchanged = [0] * len(turn.kinds), bytearray(len(turn.kinds))
+        values: dict[str, float | int] = {}
+        if self._layout is not None:
+            values["state_layout"] = self._layout
+        if self._seen.state is not None:
+            self._read_state(self._seen.state, digests, values)
+        self._read_gradients(digests, unchanged, values)
+        digests_D = np.frombuffer(array("Q", digests), np.int64)
+        state = StateDigests(turn.kinds, turn.names, digests_D, np.frombuffer(unchanged, bool))
+        return (state if self._seen.state is not None else _without_state(state)), values
+
+    def _read_state(
+        self, reading: PendingReading, digests: list[int], values: dict[str, float | int]
+    ) -> None:
+        turn, seen = self._turn, self._seen
+        parts, _ = reading.read()
+        for rows in turn.tensors:
+            own = parts[rows.first : rows.first + len(rows.slices)]
+            _tell(values, rows, rows.fill(digests, own))
+        weighted = list(map(mul, seen.weights, parts[len(turn.read) :]))
+        limits = pairwise((*seen.starts, len(weighted)))
+        kept = [sum(weighted[first:last]) & _MASK for first, last in limits]
+        _tell(values, turn.optimizer, turn.optimizer.fill(digests, kept))
+
+    def _read_gradients(
+        self, digests: list[int], unchanged: bytearray, values: dict[str, float | int]
+    ) -> None:
+        squares = {}
+        for rows in (self._turn.reduced, self._turn.applied):
+            reading = self._seen.gradients.get(rows.kind)
+            if reading is None:
+                continue
+            parts, parts_squares = reading.read()
+            _tell(values, rows, rows.fill(digests, parts))
+            squares[rows.kind] = sum(parts_squares)
+            if rows.kind is StateKind.REDUCED:
+                self._tell_unchanged(unchanged, parts)
+        reduced = squares.get(StateKind.REDUCED, 0.0)
+        if StateKind.APPLIED in squares and 0 < reduced < math.inf:
+            values["applied_scale"] = math.sqrt(squares[StateKind.APPLIED] / reduced)
+
+    def _tell_unchanged(self, unchanged: bytearray, parts: list[int]) -> None:
+        """Fill in which gradients the reduction left as they were, in all their slices."""
+        seen, rows = self._seen, self._turn.reduced
+        before: dict[int, int] = {}
+        for numbers, reading in seen.local.items():
+            before.update(zip(numbers, reading.read()[0], strict=True))
+        same = [before.get(number) == part for number, part in enumerate(parts)]
+        if seen.reduced is not None:
+            same = [one or not reduced for one, reduced in zip(same, seen.reduced, strict=True)]
+        if len(rows.rows) < len(same):
+            same = [all(same[first:last]) for first, last in pairwise((0, *rows.ends))]
+        rows.put(unchanged, bytes(same))
+
+
+NOTHING = Turn(())
+
+
+def nothing_pending(layout: int | None = None) -> PendingState:
+    """Return the digests of a step of which nothing was read."""
+    return PendingState(NOTHING, Seen(None, (), (), {}, None, {}, None), layout)
+
+
+def _without_state(state: StateDigests) -> StateDigests:
+    """Return the digests of gradients alone: the step was cut short."""
+    kept = [d for d, kind in enumerate(state.kinds) if kind in _GRADIENTS]
+    return StateDigests(
+        tuple(state.kinds[d] for d in kept),
+        tuple(state.names[d] for d in kept),
+        state.digests_D[kept],
+        state.unchanged_D[kept],
+    )
+
+
+def _tell(values: dict[str, float | int], rows: Rows, digest: int | None) -> None:
+    if digest is not None:
+        values[_COLUMNS[rows.kind]] = digest
+
+
+@lru_cache(maxsize=256)
+def _weights(number: int) -> tuple[int, ...]:
+    """Return the weights of an item's slices."""
+    return tuple(word_of(f"part {i}") | 1 for i in range(number))

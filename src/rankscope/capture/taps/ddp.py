@@ -1,0 +1,301 @@
+"""The local gradient under ``DistributedDataParallel``, read before the reduction replaces it.
+
+The tap is a post-accumulate hook per parameter, most of which only count: gradients are read
+together (:mod:`rankscope.capture.taps.ddp_reading`). Unlike a communication hook it leaves DDP's
+own path alone, which keeps every bit of the training as it was (a communication hook changes bits
+at W = 3: DDP then divides at another place). It sees the accumulated local gradient with bucket
+views, ``no_sync``, static graphs, unused parameters, compiled models, activation checkpointing and
+any communication hook.
+
+Where the training itself ends the reduction (``require_manual_backward_finalization``), the reduced
+gradient is not read: it may be there before the backward pass ends, or after.
+
+Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is shown before it
+is taken away (:mod:`rankscope.capture.taps.alone`), and measured as a part of the whole.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.alone import alone_gradients
+from rankscope.capture.taps.backward import BackwardEnd
+from rankscope.capture.taps.busy import BusyClock
+from rankscope.capture.taps.ddp_reading import LocalReading, measure_reduced
+from rankscope.capture.taps.ddp_step import StepState
+from rankscope.capture.taps.hook_calls import HookCalls
+from rankscope.capture.taps.join import ShadowSteps
+from rankscope.capture.taps.micro import MicroBatches
+from rankscope.capture.taps.observer import GradientObserver
+from rankscope.capture.taps.parts_alone import PartsAlone
+from rankscope.capture.taps.reduced_product import ReducedProduct, product_is_asked_for
+from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.capture.totals import GradientTotals
+
+
+class DDPTap:
+    """A :class:`~rankscope.capture.taps.tap.GradientTap` for DDP.
+
+    Args:
+        model: The wrapped model.
+        parameters: The parameters that require a gradient, by the names that the sketcher knows.
+        sketcher: Measures the gradients.
+        guarded: Keeps the monitor's exceptions out of the backward pass.
+        reduced: What to read of the reduced gradient.
+        observer: Is shown local gradients, and told when they have been reduced.
+        shadowed: Called after each synchronising step that this rank only shadows, since it has
+            run out of data inside ``model.join()``.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        parameters: dict[str, Tensor],
+        sketcher: Sketcher,
+        guarded: Guarded,
+        *,
+        reduced: ReadReduced,
+        observer: GradientObserver,
+        shadowed: Callable[[], None],
+    ) -> None:
+        self._observer = observer
+        self._model = model
+        self._parameters = parameters
+        self._sketcher = sketcher
+        self._guarded = guarded
+        self._backward = BackwardEnd(self._on_begin, self._on_end, guarded, self._on_ending)
+        in_buckets = model.gradient_as_bucket_view
+        self._reading = LocalReading(parameters, sketcher, observer, in_buckets=in_buckets)
+        self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
+        self._product: ReducedProduct | None = None
+        if product_is_asked_for(model, sketcher, reduced):
+            self._product = ReducedProduct(parameters, sketcher.device, guarded)
+        self._measure_reduced = partial(measure_reduced, parameters, sketcher, reduced)
+        self._micro = MicroBatches()
+        self._calls = HookCalls()
+        self._counted: list[str] = []  # calls of hooks that only count, in this pass
+        self._busy = BusyClock(model, sketcher.device)
+        self._step = StepState()
+        self._first = True  # the next gradient is the first of its backward pass
+        self._fresh = False  # a forward pass waits for its backward pass
+        self._due = self._measure = self._bypassed = self._unreduced = False
+        self._announce: Callable[[], None] | None = None  # of the pass that runs
+        self._reached: list[Callable[[], None]] = []  # to be called if it trains
+        self._alone: PartsAlone | None = None
+        self._handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._on_gradient, name)
+            )
+            for name, parameter in parameters.items()
+        ]
+        self._shadow = ShadowSteps(model, shadowed)
+
+    @property
+    def reduced_copies(self) -> int:
+        """Every rank holds the whole reduced gradient."""
+        return self._model.process_group.size()
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether the gradients hold something that no reduction has seen."""
+        return self._unreduced
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training. DDP decides here whether backward synchronises.
+
+        One that goes past DDP, to the module inside, makes a step of its own that nothing reduces;
+        unless the same step goes through DDP as well, which then reduces what both have left.
+        """
+        self._step.through_ddp |= not bypassed
+        self._bypassed = not self._step.through_ddp
+        self._find_alone()
+        self._backward.begin()
+        self._reading.forget()
+        self._fresh = True
+        self._step.synchronises = self._bypassed or self._model.require_backward_grad_sync
+        # Norms do not add up over micro-batches, so without sketches the last one says it all.
+        adds_up = self._sketcher.sketches or self._alone is not None
+        self._measure = measure and (self._step.synchronises or adds_up)
+        self._due = measure
+
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached what the model returned."""
+        self._backward.notice()
+        self._reached.append(trained)
+
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
+
+        Nothing comes of it when no parameter takes part, or one that was announced does as well.
+        """
+        if not self._fresh and not self._backward.running:
+            self._announce = announce
+            Variable._execution_engine.queue_callback(self._forget_unannounced)
+
+    @property
+    def complete(self) -> bool:
+        """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
+        return self._step.synchronises and not self._fresh and not self._backward.running
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a backward pass began since then and never ended: it raised."""
+        return self._backward.running
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long this worker was busy before it began to wait for the others, or NaN."""
+        return self._busy.seconds if self.complete else math.nan
+
+    def collect(self) -> LocalGradient | None:
+        """Return what was measured, and start again; None when nothing valid was measured."""
+        gradient = None
+        step = self._step
+        valid = self.complete and step.settled and not step.spoiled
+        valid = valid and (self._calls.whole if self._alone is None else self._alone.valid)
+        if valid and self._measure:
+            gradient = self._gradient(self._reduced if step.reduced_known else None)
+        self._start_again()
+        return gradient
+
+    def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
+        if self._alone is not None:
+            return self._alone.gradient(reduced, self._step.carried_over)
+        return LocalGradient(
+            self._reading.totals,
+            reduced,
+            self._micro.squared_norms(),
+            self._step.carried_over,
+            reduced_product=self._step.reduced_product,
+        )
+
+    def _find_alone(self) -> None:
+        """See whether a reduction takes the gradients away one by one by now."""
+        found = alone_gradients(self._model)
+        if self._alone is None and found is not None:
+            self._alone = PartsAlone(found, self._sketcher)
+            names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+            def see(parameter: Tensor, gradient: Tensor) -> None:
+                name = names.get(id(parameter))
+                if name is not None:
+                    self._guarded(partial(self._see, name, gradient))
+
+            self._alone.watch(see)
+
+    def remove(self) -> None:
+        """Take all hooks out of the model."""
+        if self._alone is not None:
+            self._alone.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._shadow.remove()
+        self._busy.remove()
+
+    def _start_again(self) -> None:
+        self._busy.begin_step(reduced=self.complete)
+        self._backward.begin()
+        self._micro.reset()
+        if self._alone is not None:
+            self._alone.reset()
+        self._reading.forget()
+        self._calls.reset()
+        self._step = StepState()
+        self._bypassed = False
+
+    def _on_gradient(self, name: str, parameter: Tensor) -> None:
+        if name in self._reading.late:
+            self._counted.append(name)
+        elif self._alone is None:
+            self._guarded(partial(self._see, name, parameter.grad))
+
+    def _forget_unannounced(self) -> None:
+        self._announce = None
+
+    def _on_begin(self) -> None:
+        self._first = True
+        self._reached.clear()
+
+    def _see(self, name: str, gradient: Tensor | None) -> None:
+        announce, self._announce = self._announce, None
+        if announce is not None:
+            announce()
+        self._busy.see_gradient()
+        self._backward.notice()
+        if self._first:
+            self._first = False
+            self._begin_pass(name)
+        last = self._calls.last_of(name)
+        if self._alone is None and last:
+            self._reading.take(name, gradient)
+        elif self._alone is not None and gradient is not None:
+            if name in self._observer.wanted_names:
+                self._observer.see_local(name, gradient)
+            if self._measure:
+                self._alone.parts.measure(name, gradient)
+
+    def _begin_pass(self, name: str) -> None:
+        """Begin a backward pass whose first gradient is that of ``name``."""
+        step = self._step
+        self._fresh = False
+        self._counted.clear()
+        self._calls.begin_pass()
+        step.spoiled |= step.settled  # it adds to a gradient that was reduced
+        if self._alone is None:
+            synchronises = step.synchronises and not self._bypassed
+            self._reading.begin_pass(name, measure=self._measure, synchronises=synchronises)
+        if self._due and not step.begun:
+            step.begun = True
+            step.carried_over = self._sketcher.holds_any(self._reading.begin_step(name))
+
+    def _on_ending(self) -> None:
+        """Read the local gradients, and see the reduced ones take their place."""
+        if self._first or self._alone is not None:
+            return
+        self._busy.see_gradient()
+        self._calls.add(self._counted)
+        self._reading.end_pass(self._calls.names)
+        reduces = self._step.synchronises and not self._waits_by_hand
+        if self._product is not None and self._measure and reduces:
+            self._product.watch()
+
+    def _on_end(self) -> None:
+        """Close a backward pass, after the reduction if it has one."""
+        if self._first:
+            return  # no parameter took part: the training asked for other gradients
+        for trained in self._reached:
+            trained()
+        step = self._step
+        step.settled = step.synchronises
+        self._unreduced = self._bypassed or not step.synchronises
+        reduced = step.synchronises and not self._waits_by_hand
+        if step.synchronises:
+            self._busy.see_reduced()
+        if reduced:
+            self._observer.see_reduced()
+        unexpected = self._calls.end_pass(self._reading.read_late)
+        step.spoiled |= (unexpected and self._alone is None) or self._reading.spoiled
+        together = self._reading.take_together()
+        if not self._measure:
+            return
+        if self._alone is not None:
+            self._alone.end_pass()
+        else:
+            self._micro.add(self._reading.totals, last=step.synchronises)
+        if reduced and self._product is not None:
+            step.reduced_product = self._product.take(self._calls.names)
+        if reduced and self._reduced is not None:
+            step.reduced_known = self._measure_reduced(
+                self._calls.names, into=self._reduced, together=together
+            )
+
+    @property
+    def _waits_by_hand(self) -> bool:
+        return bool(getattr(self._model, "require_manual_backward_finalization", False))

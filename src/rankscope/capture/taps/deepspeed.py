@@ -1,0 +1,272 @@
+"""The local gradient under DeepSpeed, ZeRO stages 0 to 3.
+
+DeepSpeed's own hooks run before any that is added after ``initialize``, and move a gradient to a
+bucket, reduce or free it. Two places remain:
+
+- **Accumulated** (stage 0; stage 1 without ``overlap_comm``): the whole local gradient is in
+  memory when a backward pass has ended, until ``allreduce_gradients`` reduces it. It is read
+  there, and its norm is exact.
+- **In parts** (stage 1 with ``overlap_comm``; stages 2 and 3): only one micro-batch's gradient
+  exists at a time. A tensor hook, which runs before it is accumulated, reads each of them. With
+  more than one micro-batch, the norm of their sum is an estimate
+  (:class:`~rankscope.capture.taps.parts.GradientParts`).
+
+The gradient is that of the loss divided by the accumulation steps, times the loss scale: what
+the reduction averages, before DeepSpeed unscales and clips it in ``step``.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.deepspeed_reading import ReducedReader, choose_reader
+from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.errors import UnsupportedError
+
+_BEGIN, _END = "_backward_prologue", "_backward_epilogue"
+_REDUCE, _STEP = "allreduce_gradients", "_take_model_step"
+_ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+
+
+def is_deepspeed(model: object) -> bool:
+    """Return whether a model is a DeepSpeed engine; never imports DeepSpeed."""
+    module = sys.modules.get("deepspeed.runtime.engine")
+    engine = getattr(module, "DeepSpeedEngine", None)
+    return engine is not None and isinstance(model, engine)
+
+
+def deepspeed_process_group(engine: Any) -> dist.ProcessGroup:
+    """Return the ranks over which an engine averages gradients; each of them is a worker.
+
+    Raises:
+        UnsupportedError: The engine works in a way that cannot be watched.
+    """
+    for reason, present in _obstacles(engine):
+        if present:
+            raise UnsupportedError(
+                f"watch() expected a DeepSpeed engine with ZeRO 0 to 3, got one {reason}, which "
+                "cannot be watched"
+            )
+    group: dist.ProcessGroup = engine.data_parallel_group
+    return group
+
+
+def _obstacles(engine: Any) -> Iterator[tuple[str, bool]]:
+    for name in (_BEGIN, _END, _REDUCE, _STEP):
+        yield f"of another version than 0.19, without {name}", not hasattr(engine, name)
+    optimizer = getattr(engine, "basic_optimizer", None)
+    yield "without an optimizer", optimizer is None
+    yield f"with {type(optimizer).__name__}", type(optimizer).__name__ in _ONE_BIT
+    yield "with pipeline parallelism", engine.pipeline_parallelism
+    yield "with mixture-of-experts layers", engine.has_moe_layers
+    yield "with model parallelism", engine.mp_world_size > 1 or engine.autotp_size() > 1
+    yield "with sequence parallelism", engine.sequence_parallel_size > 1
+    yield "with DeepCompile", engine.is_deepcompile_enabled()
+    yield "with ZenFlow", engine.zenflow
+    yield "with SuperOffload", engine.super_offload()
+
+
+class DeepSpeedTap:
+    """A :class:`~rankscope.capture.taps.tap.GradientTap` for a DeepSpeed engine.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        parameters: The parameters that require a gradient, by the names that the sketcher knows.
+        sketcher: Measures the gradients.
+        guarded: Keeps the monitor's exceptions out of the training.
+        reduced: What to read of the reduced gradient. Nothing is read where it has been moved off
+            the device (ZeRO-Offload) or has become an update already (Muon).
+
+    Attributes:
+        gradient_scale: Scalar tensor: the loss scale that the gradient of the last measured step
+            carries, 1 without one; None before such a step.
+
+    Raises:
+        UnsupportedError: The engine works in a way that cannot be watched.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        parameters: dict[str, Tensor],
+        sketcher: Sketcher,
+        guarded: Guarded,
+        *,
+        reduced: ReadReduced,
+    ) -> None:
+        self._group = deepspeed_process_group(engine)
+        self._engine = engine
+        self._sketcher = sketcher
+        self._local = choose_reader(engine, parameters, sketcher, guarded)
+        self._shards = ReducedReader(engine, parameters)
+        self._read_reduced = reduced if self._shards.available else ReadReduced.OFF
+        self._reduced = sketcher.new_totals()
+        self._measure = self._running = self._ending = self._complete = False
+        self._num_backwards = 0
+        self.gradient_scale: Tensor | None = None
+        self._calls = [
+            _Intercepted(engine, _BEGIN, guarded, before=self._begin_backward),
+            _Intercepted(engine, _REDUCE, guarded, before=self._before_reduction),
+            _Intercepted(engine, _STEP, guarded, before=self._before_step),
+            _Intercepted(engine, _END, guarded, before=self._begin_end, after=self._end_backward),
+        ]
+
+    @property
+    def reduced_copies(self) -> int:
+        """How many workers hold each element of the reduced gradient: W or, of a shard, 1."""
+        return self._group.size() if self._shards.replicated else 1
+
+    @property
+    def unreduced(self) -> bool:
+        """False: the engine's own step decides what it applies."""
+        return False
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training whose backward pass will follow."""
+        self._measure = self._local.on = measure
+
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Take it for one that trains: the engine itself says when one begins."""
+        trained()
+
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Do nothing: by then the step that the pass belongs to is under way."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last backward pass of an accumulation has ended since :meth:`collect`."""
+        return self._complete
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a backward pass began since then and never ended: it raised."""
+        return self._running
+
+    @property
+    def busy_seconds(self) -> float:
+        """NaN: ZeRO waits for the others in the backward pass or in the optimizer."""
+        return math.nan
+
+    def collect(self) -> LocalGradient | None:
+        """Return what was measured, and start again; None when nothing valid was measured."""
+        gradient = None
+        if self._measure and self._complete and self._local.valid:
+            totals, micro = self._local.result()
+            off = self._read_reduced is ReadReduced.OFF
+            reduced = None if off else self._reduced.clone()
+            gradient = LocalGradient(
+                totals, reduced, micro, self._local.carried_over, self._local.estimated
+            )
+        self._local.reset()
+        self._running = self._ending = self._complete = False
+        self._num_backwards = 0
+        return gradient
+
+    def remove(self) -> None:
+        """Take all hooks out of the engine."""
+        self._local.remove()
+        for call in self._calls:
+            call.remove()
+
+    def _begin_backward(self) -> None:
+        if self._measure and not self._running:
+            self._local.begin_backward(first=self._num_backwards == 0)
+        self._running = True
+
+    def _begin_end(self) -> None:
+        self._ending = True
+
+    def _before_reduction(self) -> None:
+        if self._measure and self._ending:
+            self._local.before_reduction()
+
+    def _end_backward(self) -> None:
+        self._ending = False
+        self._num_backwards += 1
+        if self._measure:
+            self._local.end_backward()
+        engine = self._engine
+        if engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt:
+            self._finish()
+        self._running = False  # last: Ctrl-C in between leaves an aborted pass
+
+    def _before_step(self) -> None:
+        """Close a step whose backward passes could not know which of them was the last."""
+        if self._num_backwards and not self._complete:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._complete = True
+        if self._measure:
+            self.gradient_scale = _loss_scale(self._engine)
+            self._measure_reduced()
+
+    def _measure_reduced(self) -> None:
+        if self._read_reduced is ReadReduced.OFF:
+            return
+        self._reduced.reset()
+        shards = list(self._shards.shards())
+        if self._read_reduced is ReadReduced.NORM:
+            norms = [(name, shard) for name, shard, _ in shards]
+            self._sketcher.measure_norms(norms, self._reduced)
+        else:
+            self._sketcher.measure_many(shards, self._reduced)
+
+
+def _loss_scale(engine: Any) -> Tensor:
+    """Return what DeepSpeed multiplies a loss by, besides dividing it by accumulation steps."""
+    with torch.enable_grad():
+        one = torch.ones((), device=engine.device, dtype=torch.float32, requires_grad=True)
+        loss = one.clone()
+        if hasattr(engine.optimizer, "scale_if_loss"):
+            loss = engine.optimizer.scale_if_loss(loss)
+        elif engine.torch_autocast_z0_gradscaler:
+            loss = engine.torch_autocast_z0_gradscaler.scale(loss)
+    return loss.detach()
+
+
+class _Intercepted:
+    """A method of one object, with work before and after each of its calls.
+
+    Args:
+        owner: The object.
+        name: The method, looked up on the object at each call.
+        guarded: Runs the work.
+        before: What to do before each call.
+        after: What to do after each call that did not raise.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        guarded: Guarded,
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        self._owner, self._name = owner, name
+        self._before, self._after = before, after
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._before is not None:
+                guarded(self._before)
+            result = original(*args, **kwargs)
+            if self._after is not None:
+                guarded(self._after)
+            return result
+
+        self._call = vars(owner)[name] = call
+
+    def remove(self) -> None:
+        """Take the work out, and the interception too unless another one was put on top of it."""
+        self._before = self._after = None
+        if vars(self._owner).get(self._name) is self._call:
+            del vars(self._owner)[self._name]

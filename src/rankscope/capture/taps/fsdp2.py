@@ -1,0 +1,376 @@
+"""The local gradient under FSDP2 (``fully_shard``), read just before each reduction.
+
+FSDP2 accumulates gradients whole and undivided until it reduces them, and adds the result to the
+sharded ``.grad``: what is about to be reduced is this worker's gradient and nothing else, in every
+layout and precision.
+"""
+
+import math
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.fsdp2_calls import listen
+from rankscope.capture.taps.fsdp2_model import (
+    ManagedParameter,
+    ParameterGroup,
+    ends_backward,
+    fsdp2_states,
+    managed_parameters,
+    waits_by_hand,
+)
+from rankscope.capture.taps.fsdp2_shard import measure_shards
+from rankscope.capture.taps.micro import MicroBatches
+from rankscope.capture.taps.observer import GradientObserver
+from rankscope.capture.taps.parts import GradientParts
+from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.capture.totals import GradientTotals
+from rankscope.errors import UnsupportedError
+
+
+class FSDP2Tap:
+    """A :class:`~rankscope.capture.taps.tap.GradientTap` for FSDP2.
+
+    A step is a backward pass whose gradients are reduced over all workers. One that accumulates
+    none (``torch.autograd.grad`` through the model, for adversarial examples, saliency or gradient
+    penalties) does not count, even if FSDP2 reduces in it what earlier ones have accumulated; but
+    under ``set_reduce_scatter_unused_params``, and since torch 2.15 under HSDP while a part of
+    earlier gradients waits for its all-reduce, it reduces zeros as well, and it looks like a step.
+    Gradients that are reduced in parts (HSDP without its all-reduce in all micro-batches but the
+    last, a loss whose chunks each have a backward pass) add up as
+    :class:`~rankscope.capture.taps.parts.GradientParts` says: norms of such groups are estimates
+    then.
+
+    The reduced gradient is left out in steps where it cannot be told: something was in ``.grad``
+    before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 was told not to
+    wait for it.
+
+    Args:
+        model: The model, or a module around it; ``fully_shard`` was applied to it or to parts.
+        parameters: The parameters to measure, by canonical name, all of them known to the
+            sketcher: :func:`fsdp2_parameters`.
+        sketcher: Measures the gradients, on :func:`fsdp2_device`.
+        guarded: Keeps the monitor's exceptions out of the backward pass.
+        reduced: What to read of the reduced gradient.
+        observer: Is told when gradients have been reduced.
+
+    Raises:
+        UnsupportedError: Parameters differ in their workers, or this torch's FSDP2 is unknown.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, Tensor],
+        sketcher: Sketcher,
+        guarded: Guarded,
+        *,
+        reduced: ReadReduced,
+        observer: GradientObserver,
+    ) -> None:
+        self._observer = observer
+        managed = managed_parameters(model)
+        self._parameters = {parameter.inside: parameter for parameter in managed}
+        self._watched = [p for p in managed if p.name in parameters]
+        self._states = frozenset(fsdp2_states(model))
+        self._groups = list(dict.fromkeys(parameter.group for parameter in managed))
+        self._sketcher = sketcher
+        self._guarded = guarded
+        self._read_reduced = reduced
+        self._parts = GradientParts(sketcher)
+        self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
+        self._scratch: GradientTotals | None = None
+        self._micro = MicroBatches()
+        self._watched_names = frozenset(parameters)
+        self._read: set[str] = set()  # in this step
+        self._read_now: set[str] = set()  # in this backward pass
+        # Until their root's backward pass ends: whether the reduction makes it one that trains.
+        self._reduced_now: dict[ParameterGroup, bool] = {}
+        self._accumulated: dict[ManagedParameter, tuple[int, int]] = {}  # what was not reduced
+        self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
+        self._measure = False
+        self._num_forwards = self._num_backwards = 0  # in this step
+        self._running = self._open = self._complete = self._spoiled = False
+        self._fresh = self._micro_known = True
+        self._reduced_read = False
+        stop = listen(
+            backward_begins=self._on_begin,
+            before_reduce=self._on_reduce,
+            backward_ends=self._on_end,
+            finalized=self._on_finalized,
+        )
+        self._stop = weakref.finalize(self, stop)
+
+    @property
+    def reduced_copies(self) -> int:
+        """The number of replicas: 1 when parameters are sharded over all workers."""
+        return self._groups[0].num_copies
+
+    @property
+    def unreduced(self) -> bool:
+        """False: what FSDP2 has not reduced is not in ``.grad``, and reaches no optimizer."""
+        return False
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training; one that recomputes activations does not count."""
+        if _in_backward():
+            return
+        if self._open:  # a backward pass raised, and the training caught it
+            self._start_again()
+        self._running = False
+        self._measure = measure
+        if measure and not self._num_forwards:
+            accumulated = any(p.unreduced is not None for p in self._watched)
+            self._micro_known = self._sketcher.sketches and not accumulated
+        self._num_forwards += 1
+
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached what the model returned."""
+        self._begin_backward()
+        self._reached.append(trained)
+
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Do nothing: by then the step that the pass belongs to is under way."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
+        return self._complete and not self._open
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a backward pass began since then and never ended: it raised."""
+        return self._open and not _in_backward()
+
+    @property
+    def busy_seconds(self) -> float:
+        """NaN: layers gather their parameters, and so wait for all workers."""
+        return math.nan
+
+    def collect(self) -> LocalGradient | None:
+        """Return what was measured, and start again; None when nothing valid was measured."""
+        gradient = None
+        if self._measure and self.complete and not self._spoiled:
+            gradient = LocalGradient(
+                self._parts.totals(),
+                None if self._reduced is None or not self._reduced_read else self._reduced.clone(),
+                self._micro_squared_norms(),
+                norm_estimated=self._parts.count > 1,
+            )
+        self._start_again()
+        return gradient
+
+    def remove(self) -> None:
+        """Stop listening."""
+        self._stop()
+
+    def _start_again(self) -> None:
+        self._parts.reset()
+        self._micro.reset()
+        self._read.clear()
+        self._read_now.clear()
+        self._reduced_now.clear()
+        self._accumulated.clear()
+        self._running = self._open = self._complete = self._spoiled = False
+        self._fresh = self._micro_known = True
+        self._reduced_read = False
+        self._num_forwards = self._num_backwards = 0
+
+    def _micro_squared_norms(self) -> Tensor | None:
+        """Return the norms when each forward pass had one backward pass and all were seen."""
+        if not self._micro_known or self._num_forwards != self._num_backwards:
+            return None
+        if self._parts.count > 1:
+            each = self._parts.count == self._num_backwards
+            return self._parts.part_squared_norms() if each else None
+        return self._micro.squared_norms()
+
+    def _on_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args and args[0] in self._states:
+            self._begin_backward()
+            self._open = True
+
+    def _begin_backward(self) -> None:
+        if not self._running:
+            self._running = True
+            self._reached.clear()
+
+    def _on_reduce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._guarded(partial(self._see, *args, **kwargs))
+
+    def _see(
+        self, fsdp_params: list[Any], unsharded_grads: list[Tensor], *rest: Any, **options: Any
+    ) -> None:
+        """Read the gradients of a group that is about to be reduced.
+
+        On an accelerator this runs on the stream of the backward pass, on which FSDP2 itself is
+        about to copy the gradients into the buffer of the collective. So they are ready there,
+        and their memory is used again only by what that stream runs later.
+        """
+        if fsdp_params[0] not in self._parameters:
+            return
+        gradients = {
+            self._parameters[inside]: gradient
+            for inside, gradient in zip(fsdp_params, unsharded_grads, strict=True)
+        }
+        group = self._parameters[fsdp_params[0]].group
+        self._reduced_now[group] = self._reduced_now.get(group, False) or self._trains(gradients)
+        if self._measure:
+            self._measure_local(gradients)
+
+    def _trains(self, gradients: dict[ManagedParameter, Tensor]) -> bool:
+        """Return whether a reduction belongs to a step: not to a pass that has added nothing to it.
+
+        Pipeline schedules reduce by hand, after the last backward pass, what all have accumulated.
+        """
+        if not self._accumulated or not _in_backward():
+            return True
+        return any(self._accumulated.get(p) != _state_of(g) for p, g in gradients.items())
+
+    def _measure_local(self, gradients: dict[ManagedParameter, Tensor]) -> None:
+        for parameter in gradients:
+            name = parameter.name
+            if name not in self._watched_names:
+                raise UnsupportedError(
+                    f"parameter {name} has a gradient but was frozen when watch() was called; call "
+                    f"watch() after the last parameter is unfrozen"
+                )
+            if name in self._read:
+                self._spoiled |= not self._sketcher.sketches  # norms alone do not add up
+            else:
+                self._spoiled |= parameter.group.half_reduced
+                self._fresh &= parameter.tensor.grad is None
+        names = {parameter.name for parameter in gradients}
+        self._read |= names
+        self._read_now |= names
+        self._parts.measure_many([(p.name, gradient) for p, gradient in gradients.items()])
+
+    def _on_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._guarded(partial(self._close_backward, *args, **kwargs))
+
+    def _on_finalized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._guarded(partial(self._close_by_hand, *args, **kwargs))
+
+    def _close_by_hand(self, state: Any) -> None:
+        """Close the backward passes of a step whose reductions the training has waited for."""
+        if not ends_backward(state):
+            self._close_backward(state, settled=True)
+
+    def _close_backward(self, state: Any, *, settled: bool = False) -> None:
+        """Close a backward pass, after the reductions if it has any.
+
+        Args:
+            state: FSDP2's state.
+            settled: Whether the reductions are known to be over; if not, they are unless the
+                training waits for them by hand, later.
+        """
+        if state in self._states:
+            self._running = False
+            self._end_pass(state, settled=settled)
+            self._open = False  # last: Ctrl-C in between leaves an aborted pass
+
+    def _end_pass(self, state: Any, *, settled: bool) -> None:
+        groups = frozenset(group for group in self._groups if group.belongs_to(state))
+        reduced = {}
+        if settled or not waits_by_hand(state):
+            reduced = {g: self._reduced_now.pop(g) for g in groups & self._reduced_now.keys()}
+        if not self._has_accumulated(groups) and not any(reduced.values()):
+            self._close_part()
+            return  # the training asked for other gradients than those of parameters
+        for trained in self._reached:
+            trained()
+        self._num_backwards += 1
+        synchronised = any(group.synchronises for group in reduced)
+        self._complete |= synchronised
+        if synchronised:
+            self._observer.see_reduced()
+        if self._measure:
+            self._measure_pass(synchronised=synchronised)
+
+    def _measure_pass(self, *, synchronised: bool) -> None:
+        if not self._close_part() and not synchronised:
+            self._measure_unreduced()
+        if synchronised:
+            if self._num_backwards > 1:
+                self._micro.add(self._parts.totals(), last=True)
+            self._measure_reduced()
+
+    def _close_part(self) -> bool:
+        """Return whether the backward pass has reduced something that was measured."""
+        if not self._read_now:
+            return False
+        self._parts.close()
+        self._read_now.clear()
+        return True
+
+    def _has_accumulated(self, groups: frozenset[ParameterGroup]) -> bool:
+        """Return whether a backward pass has left gradients that it has not reduced."""
+        before = {p: seen for p, seen in self._accumulated.items() if p.group in groups}
+        if not before and all(group.reduces for group in groups):
+            return False
+        unreduced = [(p, p.unreduced) for p in self._watched if p.group in groups]
+        kept = {p: _state_of(gradient) for p, gradient in unreduced if gradient is not None}
+        others = {p: seen for p, seen in self._accumulated.items() if p not in before}
+        self._accumulated = others | kept
+        return any(before.get(p) != seen for p, seen in kept.items())
+
+    def _measure_unreduced(self) -> None:
+        """Measure what has been accumulated so far without any reduction, for its norm."""
+        unreduced = [p for p in self._watched if p.unreduced is not None]
+        self._micro_known &= not any(p.is_dtensor for p in unreduced)  # under TP it may be partial
+        if not self._micro_known:
+            return
+        totals = self._empty_scratch()
+        gradients = [(p.name, p.unreduced, 0) for p in unreduced]
+        self._sketcher.measure_many([(n, g, at) for n, g, at in gradients if g is not None], totals)
+        self._micro.add(totals, last=False)
+
+    def _measure_reduced(self) -> None:
+        """Measure this rank's shards, for which the current stream has been made to wait."""
+        read = [p for p in self._watched if p.name in self._read]
+        self._reduced_read = self._fresh and all(map(self._is_readable, read))
+        if self._reduced is None or not self._reduced_read:
+            return
+        self._reduced.reset()
+        for scale in {p.group.reduced_scale for p in read}:
+            totals = self._reduced if scale == 1 else self._empty_scratch()
+            self._measure_shards([p for p in read if p.group.reduced_scale == scale], totals)
+            if scale != 1:
+                totals.scale(scale)
+                self._reduced.add(totals)
+
+    def _is_readable(self, parameter: ManagedParameter) -> bool:
+        shard = parameter.reduced
+        here = shard is not None and shard.device == self._sketcher.device
+        return here and parameter.group.reduced_is_readable
+
+    def _measure_shards(self, parameters: list[ManagedParameter], into: GradientTotals) -> None:
+        shards = [(p, p.reduced) for p in parameters]
+        if self._read_reduced is ReadReduced.NORM:
+            norms = [(p.name, shard) for p, shard in shards if shard is not None]
+            self._sketcher.measure_norms(norms, into)
+            return
+        measured = [(p.name, shard, p.place) for p, shard in shards if shard is not None]
+        measure_shards(self._sketcher, measured, into)
+
+    def _empty_scratch(self) -> GradientTotals:
+        if self._scratch is None:
+            self._scratch = self._sketcher.new_totals()
+        self._scratch.reset()
+        return self._scratch
+
+
+def _state_of(gradient: Tensor) -> tuple[int, int]:
+    """Return what changes when something is accumulated into a gradient that is kept."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local.data_ptr(), local._version
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,270 @@
+"""Canaries inside a training: kept, run and handed over in the training thread, which never waits.
+
+What runs, when and of whose batch is decided elsewhere, see :mod:`rankscope.agent.canary`; its
+messages are read when a forward pass begins.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rankscope.agent.frames import Frame, Kind
+from rankscope.capture.canary.batch import CanaryDeclined, CapturedBatch, capture_batch
+from rankscope.capture.canary.buffers import BroadcastBuffers
+from rankscope.capture.canary.cost import Stopwatch
+from rankscope.capture.canary.memory import StepMemory
+from rankscope.capture.canary.replay import PendingCanary, run_batch
+from rankscope.core.batches import PlainBatch, pack_batch
+from rankscope.core.canary_messages import Answer, unpack_plan, unpack_run
+from rankscope.core.canary_plan import Planned
+from rankscope.session.wrapping import Wrapped
+
+_log = logging.getLogger("rankscope")
+
+_MOST_BYTES, _MOST_BYTES_BY_DEFAULT = 24 * 2**20, 8 * 2**20
+"""Larger batches are not kept: all workers would get them. The second is for canaries that nobody
+asked for. They must pass a link at once, see :data:`rankscope.agent.link.MOST_BYTES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    planned: Planned
+    batch: CapturedBatch
+    autocast: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    planned: Planned
+    batches: tuple[PlainBatch, PlainBatch]
+
+
+class LiveCanary:
+    """Canaries of one watched model on one worker; all calls come on the training thread.
+
+    Args:
+        wrapped: The model.
+        rank: This worker's rank in its data-parallel group.
+        send: Takes a message for the root, see :class:`rankscope.core.canary_messages.Answer`;
+            must not block.
+        first: A canary that needs no announcement.
+    """
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        rank: int,
+        send: Callable[[bytes], None],
+        *,
+        first: Planned | None = None,
+    ) -> None:
+        self._module = wrapped.module
+        self._device = wrapped.device
+        self._moves_inputs = bool(getattr(wrapped.wrapper, "device_ids", None))
+        self._rank = rank
+        self._send = send
+        self._buffers = BroadcastBuffers(wrapped.wrapper, wrapped.module, wrapped.device)
+        self._memory = StepMemory(wrapped.device)
+        self._asked = self._ended = False
+        self._planned = first
+        self._captured: _Captured | None = None
+        self._ready: _Ready | None = None
+        self._due: _Ready | None = None
+        self._pending: PendingCanary | None = None
+        self._spent = 0.0  # of the training's time on the present canary
+        self._looked_at = -1
+        self._told: set[str] = set()
+
+    # What comes in ------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """Ask for a canary; all workers do so in the same step."""
+        self._asked = True
+
+    def take(self, frame: Frame) -> None:
+        """Take what the root says of canaries.
+
+        Raises:
+            BatchError: It says nothing.
+        """
+        if frame.kind == Kind.CANARY_PLAN:
+            self.plan(unpack_plan(frame.payload))
+        elif frame.kind == Kind.CANARY_RUN:
+            self.ready(*unpack_run(frame.payload))
+
+    def plan(self, planned: Planned) -> None:
+        """Take the announcement of a canary."""
+        if self._ended:
+            return
+        self._planned, self._captured, self._ready = planned, None, None
+        self._spent = 0.0
+        self._memory.forget()
+
+    def ready(self, planned: Planned, batches: tuple[PlainBatch, PlainBatch]) -> None:
+        """Take the batches of a canary, the suspect's and the peer's."""
+        if not self._ended:
+            self._planned, self._captured = None, None
+            self._ready = _Ready(planned, batches)
+
+    # What the training does ---------------------------------------------------------------
+
+    def before_forward(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        """Keep the batch if this is the step to do so, or note that a canary is to run now.
+
+        Args:
+            step: The step that begins with this forward pass.
+            args: What enters the model by position.
+            kwargs: What enters it by name.
+
+        Returns:
+            Seconds that it took.
+        """
+        self._due = None
+        if self._planned is None and self._captured is None and self._ready is None:
+            return 0.0
+        start = time.perf_counter()
+        if step != self._looked_at:
+            self._looked_at = step
+            self._memory.see()
+        if self._planned is not None and step >= self._planned.capture_at:
+            planned, self._planned = self._planned, None
+            if self._rank in (planned.suspect, planned.peer):
+                self._capture(planned, step, args, kwargs)
+        if self._captured is not None and self._captured.batch.ready:
+            captured, self._captured = self._captured, None
+            self._send(_answer(captured))
+        if self._ready is not None and step >= self._ready.planned.run_at:
+            ready, self._ready = self._ready, None
+            self._due = ready if step == ready.planned.run_at else None
+        seconds = time.perf_counter() - start
+        self._spent += seconds
+        return seconds
+
+    @property
+    def due(self) -> bool:
+        """Whether a canary is to run before the forward pass that begins now."""
+        return self._due is not None
+
+    @property
+    def near(self) -> bool:
+        """Whether one is to run then, or some steps later."""
+        return self._due is not None or self._ready is not None
+
+    def run(self) -> float:
+        """Run the canary that is due, if one is; DDP has made the model's buffers alike by now.
+
+        Returns:
+            Seconds that it took.
+        """
+        due, self._due = self._due, None
+        return 0.0 if due is None else self._run(due)
+
+    def run_early(self, step: int) -> float:
+        """Run the canary that is due, if one is, before DDP's forward pass begins.
+
+        It is declined where DDP is about to broadcast buffers, and these have changed since the
+        step before.
+
+        Args:
+            step: The step that begins with this forward pass.
+
+        Returns:
+            Seconds that it took.
+        """
+        due, self._due = self._due, None
+        if due is not None:
+            return self._run(due, early=True)
+        if self._ready is None or step != self._ready.planned.run_at - 1:
+            return 0.0
+        start = time.perf_counter()
+        self._buffers.note(self._ready.planned)
+        return time.perf_counter() - start
+
+    def collect(self) -> PendingCanary | None:
+        """Return what the step's message says of canaries, None if nothing; start again."""
+        pending, self._pending = self._pending, None
+        asked, self._asked = self._asked, False
+        return PendingCanary(0, 0) if asked and pending is None else pending
+
+    # --------------------------------------------------------------------------------------
+
+    def _capture(
+        self, planned: Planned, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Keep the batch; say so at once where there will be none, since others wait for it."""
+        if step > planned.capture_at:
+            self._send(Answer(planned.capture_at, declined="announced too late").pack())
+            return
+        most = _MOST_BYTES_BY_DEFAULT if planned.by_default else _MOST_BYTES
+        try:
+            batch = capture_batch(args, kwargs, moves_inputs=self._moves_inputs, most_bytes=most)
+        except CanaryDeclined as reason:
+            self._say_declined(planned, reason)
+            self._send(Answer(planned.capture_at, declined=str(reason)).pack())
+            return
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else ""
+        self._captured = _Captured(planned, batch, str(autocast).removeprefix("torch."))
+
+    def _run(self, ready: _Ready, *, early: bool = False) -> float:
+        planned, (suspect, peer) = ready.planned, ready.batches
+        took = Stopwatch(self._device, self._spent)
+        try:
+            if early:
+                self._buffers.check(planned)
+            self._check_room(planned)
+            seed = planned.seed
+            first, again, against = (
+                run_batch(self._module, batch, self._device, seed=seed, backward_seed=other)
+                for batch, other in ((suspect, None), (suspect, seed + 1), (peer, None))
+            )
+        except CanaryDeclined as reason:
+            took.stop()
+            self._say_declined(planned, reason)
+            if reason.out_of_memory:
+                self._end(planned, str(reason))
+            return took.host_seconds
+        took.stop()
+        self._pending = PendingCanary(planned.suspect, planned.peer, (first, again, against), took)
+        return took.host_seconds
+
+    def _check_room(self, planned: Planned) -> None:
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        if planned.by_default and any(parameter.grad is not None for parameter in parameters):
+            raise CanaryDeclined(
+                "gradients are held when the forward pass begins, and another one beside them "
+                "would take memory (canary_every runs canaries all the same)"
+            )
+        self._memory.check(parameters)
+
+    def _end(self, planned: Planned, why: str) -> None:
+        """Run no canaries from now on."""
+        self._ended, self._ready, self._planned = True, None, None
+        self._send(Answer(planned.capture_at, declined=why, ends=True).pack())
+
+    def _say_declined(self, planned: Planned, reason: CanaryDeclined) -> None:
+        """Say why there is no canary, each reason once."""
+        why = str(reason)  # as text: its traceback holds what the run has made
+        if reason.out_of_memory:
+            why += "; no more canaries are run on this rank, and training goes on"
+        elif why in self._told:
+            return
+        self._told.add(why)
+        quiet = (planned.of_finding or planned.by_default) and not reason.out_of_memory
+        say = _log.info if quiet else _log.warning
+        say("no canary for %s at step %d: %s", planned.reason, planned.capture_at, why)
+
+
+def _answer(captured: _Captured) -> bytes:
+    """Return what to send of a batch that is there, or why there is none."""
+    capture_at = captured.planned.capture_at
+    try:
+        batch = pack_batch(captured.batch.plain())
+    except Exception as error:
+        _log.info("the batch kept at step %d is lost: %r", capture_at, error)
+        return Answer(capture_at, declined=repr(error)).pack()
+    return Answer(capture_at, batch, captured.autocast, {"torch": torch.__version__}).pack()

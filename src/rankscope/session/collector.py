@@ -1,0 +1,374 @@
+"""What one worker sees of a step, collected from its first forward pass to its last.
+
+A step ends with the backward pass that synchronises gradients, but the optimizer's call and the
+time belong to it as well. So a step is closed when the next one's first forward pass begins.
+
+A training that never leaves ``no_sync`` has no such pass. There, from the second call of the
+optimizer on, each call closes a step.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankscope.capture import GradientTransfer, LossMeter, OptimizerMeter, SampleMeter
+from rankscope.capture.guard import Guard
+from rankscope.capture.host import begin_copies
+from rankscope.capture.passes import ForwardPasses, tensors_in
+from rankscope.capture.state.exact_evidence import NoEvidence
+from rankscope.capture.state.trace import PendingTrace
+from rankscope.capture.taps.observer import BothSee
+from rankscope.core.governor import Intervals
+from rankscope.reduce.exact import pack_share
+from rankscope.session.canary import LiveCanary
+from rankscope.session.instruments import Instruments
+from rankscope.session.local_step import LocalStep
+from rankscope.session.wrapping import is_compiled, is_training
+
+_log = logging.getLogger("rankscope")
+
+_MOST_PASSES = 8192
+"""Forward passes of one step: what more of them leave would only fill the memory."""
+
+
+class StepCollector:
+    """Collects one worker's steps, one after the other; all calls come on the training thread.
+
+    Args:
+        instruments: What measures the model's gradients.
+        optimizer: The optimizer, if known.
+        guard: Keeps exceptions out of the training, and counts the time.
+        send: Takes each step that is closed.
+        first_step: Number of the first step.
+        canary: Replays batches on all workers; None without.
+    """
+
+    def __init__(
+        self,
+        instruments: Instruments,
+        optimizer: torch.optim.Optimizer | None,
+        guard: Guard,
+        send: Callable[[LocalStep], None],
+        first_step: int = 0,
+        canary: LiveCanary | None = None,
+    ) -> None:
+        self.paused = self._evaluating = False
+        self.step = first_step
+        self._new_losses = partial(LossMeter, shifted=instruments.shifted_labels)
+        self._knows_optimizer, self._warned = optimizer is not None, False
+        self.intervals = Intervals(instruments.every)
+        make_exact = instruments.make_exact
+        self._exact = None if make_exact is None else make_exact(guard)
+        self._guard = guard
+        self._send = send
+        self._canary, self._module = canary, instruments.module
+        self._losses = self._new_losses()
+        self._samples = SampleMeter()
+        self._optimizer = OptimizerMeter(optimizer)
+        self._evidence = instruments.make_evidence_meter(optimizer)
+        make_trace = instruments.make_trace_meter
+        self._trace = None if make_trace is None else make_trace(optimizer, guard.leave_out)
+        self._replica = math.nan if instruments.replica is None else instruments.replica
+        self._unreduced = self._updated = self._forgot = self._handing_over = False
+        self._updates_alone = 0  # since gradients were synchronised for the last time
+        observer = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
+        self._tap = instruments.make_tap(guard, observer, self._shadow)
+        self._passes = ForwardPasses(self._notice_backward, guard)
+        self._layout = instruments.layout
+        self._last_time = time.perf_counter()
+
+    @property
+    def reduced_copies(self) -> int:
+        """How many workers hold each element of the reduced gradient."""
+        return self._tap.reduced_copies
+
+    def give_loss(
+        self, value: Any, weight: Any, *, factor: Any = None, spare: bool = False
+    ) -> None:
+        """Take the loss of a micro-batch from the user."""
+        self._losses.give(value, weight, self._passes.current, factor=factor, spare=spare)
+
+    def give_samples(self, samples: Any) -> None:
+        """Take the identity of the next forward pass's samples from the user."""
+        self.close_step()
+        self._samples.give(samples, self._passes.current + 1)
+
+    def trains(self, model: torch.nn.Module) -> bool:
+        """Return whether a forward pass counts: in training mode, or trained without it."""
+        return is_training(model) or (self._evaluating and torch.is_grad_enabled())
+
+    def begin_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Take the inputs of a forward pass that counts, of the model that the training calls."""
+        self.begin_micro_batch(args, kwargs, training=not self._evaluating or is_training(model))
+        canary = self._canary
+        if canary is None or not canary.near:
+            return
+        if is_compiled(model) or is_compiled(self._module):  # no hook of ours runs inside
+            self._guard.leave_out(canary.run_early(self.step))
+
+    def end_forward(
+        self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        """Take what a forward pass of the model that the training calls has returned."""
+        if self.trains(model):
+            self.see_output(output, kwargs)
+        elif torch.is_grad_enabled():
+            self._see_evaluation(args, kwargs, output)
+
+    def begin_micro_batch(
+        self,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        *,
+        bypassed: bool = False,
+        training: bool = True,
+    ) -> None:
+        """Take the inputs of a forward pass in training.
+
+        Args:
+            args: Its inputs by position.
+            kwargs: Its inputs by name.
+            bypassed: Whether it goes past the wrapper, to the module inside.
+            training: Whether it runs in training mode.
+        """
+        if training:
+            self._end_evaluation()
+        self.close_step()
+        if self._canary is not None and not bypassed:
+            self._guard.leave_out(self._canary.before_forward(self.step, args, kwargs))
+        self._begin_pass(bypassed=bypassed)
+        self._passes.begin()
+        self._samples.see(args, kwargs, self._passes.current)
+        self._evidence.before_forward(first=not self._passes.current)
+
+    @property
+    def canary_due(self) -> bool:
+        """Whether a canary is to run where the forward pass enters the wrapped module."""
+        return self._canary is not None and self._canary.due
+
+    def run_canary(self, model: torch.nn.Module) -> None:
+        """Run the canary that is due there.
+
+        Args:
+            model: What the training calls.
+        """
+        if self._canary is not None and self.trains(model):
+            self._guard.leave_out(self._canary.run())
+
+    def _see_evaluation(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        """Take a forward pass in evaluation mode, which a backward pass may still follow."""
+        inputs = {id(tensor) for tensor in tensors_in([args, kwargs])}  # would keep their own hook
+        outputs = [t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in inputs]
+        if not outputs:
+            return
+        losses = self._new_losses()
+        losses.see(output, kwargs)
+        train = partial(self._train_on_evaluation, args, kwargs, losses, self._losses.num_given)
+
+        def reached(gradient: torch.Tensor) -> None:
+            self._guard(self._tap.notice_unannounced, train)
+
+        for tensor in outputs:
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+
+    def _train_on_evaluation(
+        self, args: Any, kwargs: Mapping[str, Any], losses: LossMeter, num_given: tuple[int, int]
+    ) -> None:
+        """Begin a micro-batch in its backward pass: its forward pass ran in evaluation mode.
+
+        From now on forward passes in this mode count, until one in training mode is seen.
+        """
+        self._losses.move(num_given, losses)
+        self.close_step()
+        self._evaluating = True
+        self._begin_pass()
+        self._passes.begin(reached=True)
+        self._samples.see(args, kwargs, self._passes.current)
+        self._losses.absorb(losses, self._passes.current)
+
+    def _end_evaluation(self) -> None:
+        """Forget what ran in evaluation mode without a step of the optimizer after it.
+
+        It was no training but, say, an attack on the model, which needs gradients.
+        """
+        if self._evaluating and self._tap.complete and self._knows_optimizer and not self._updated:
+            self._forget()
+        self._evaluating = False
+
+    def _begin_pass(self, *, bypassed: bool = False) -> None:
+        self._evidence.begin_step(self.step)
+        if self._trace is not None:
+            self._trace.begin_step(self.step, paused=self.paused)
+        due = self.step % self.intervals.interval_at(self.step) == 0
+        measure = due and not self.paused
+        if self._exact is not None:
+            self._exact.measure = measure
+        self._tap.begin_forward(measure=measure, bypassed=bypassed)
+
+    def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+        """Take what a forward pass in training returned."""
+        self._evidence.after_forward()
+        self._passes.end(output)
+        self._losses.see(output, kwargs, self._passes.current)
+
+    def _notice_backward(self, trained: Callable[[], None]) -> None:
+        """Take notice, from inside it, that a backward pass has reached what the model returned."""
+        self._tap.notice_backward(trained)
+
+    def begin_optimizer_step(self) -> None:
+        """Take notice that ``optimizer.step`` is about to run."""
+        self._updated = False
+        self._unreduced |= self._tap.unreduced
+        self._updates_alone += self._tap.unreduced
+        self._evidence.see_applied()
+
+    def count_optimizer_step(self, optimizer: Any) -> None:
+        """Take a call of ``optimizer.step`` that has ended."""
+        self._optimizer.count(optimizer)
+        self._updated = True
+        if self._tap.complete:
+            self._evidence.see_updated()
+
+    def close_step(self, *, interrupted: bool = False) -> None:
+        """Close a step, once its synchronising backward pass has ended.
+
+        Or once the optimizer has been called for the second time without such a pass. A single
+        call between two of them belongs to the second.
+
+        Ctrl-C may be raised in the monitor's own work. What is known of a step is not whole then,
+        and is not sent; where the training goes on all the same, the others still count the step.
+
+        Args:
+            interrupted: Whether an exception ended the training. Then what this worker holds can
+                only be held against the others when its optimizer has had its turn.
+        """
+        cut_short = self._guard.take_cut_short()
+        if self._tap.complete or self._handing_over:
+            self._updates_alone = 0
+            if cut_short:
+                self._forget()
+            if not (cut_short and interrupted):
+                comparable = not cut_short and (self._updated or not interrupted)
+                self._hand_over(comparable=comparable)
+        elif self._tap.aborted:  # the training caught what its backward pass raised
+            self._forget()
+        elif self._updated and self._updates_alone > 1:
+            self._hand_over()
+        elif self._passes.current + 1 >= _MOST_PASSES:
+            self._forget()
+            if not self._forgot:
+                self._forgot = True
+                _log.warning(
+                    "nothing is recorded of %d forward passes: none of their backward passes has "
+                    "synchronised gradients, and no optimizer that watch() knows was called",
+                    _MOST_PASSES,
+                )
+
+    def remove(self) -> None:
+        """Take all hooks out of the model."""
+        self._tap.remove()
+        self._evidence.remove()
+        if self._exact is not None:
+            self._exact.release()
+
+    def _forget(self) -> None:
+        """Begin the step anew."""
+        self._tap.collect()
+        self._evidence.abort()
+        if self._trace is not None:
+            self._trace.abort()
+        self._passes.take_idle()
+        self._losses.collect()
+        self._samples.collect()
+        self._updated = False
+
+    def _shadow(self) -> None:
+        """Take part in a step of the others, in ``join()`` after this rank's last batch.
+
+        It applies none of their gradients until ``join()`` ends, so there is nothing to compare.
+        """
+        self._guard(self.close_step)
+        self._guard(partial(self._hand_over, comparable=False))
+
+    def _hand_over(self, *, comparable: bool = True) -> None:
+        """Send what is known of a step.
+
+        Args:
+            comparable: Whether workers that agree hold the same after it.
+        """
+        self._handing_over = True
+        now = time.perf_counter()
+        if self._evaluating and not self._warned:
+            self._warned = True
+            _log.warning(
+                "rank %d trains in evaluation mode since step %d: without dropout, and with batch "
+                "statistics that stand still; call model.train(), unless it is meant",
+                dist.get_rank(),
+                self.step,
+            )
+        canary = None if self._canary is None else self._canary.collect()
+        busy = self._tap.busy_seconds if canary is None else math.nan
+        if self._trace is not None:
+            busy -= self._trace.busy_seconds
+        named = self._samples.named
+        idle = self._passes.take_idle()
+        losses, multipliers = self._losses.collect(idle)
+        if not comparable:
+            self._evidence.abort()
+        evidence = self._evidence if comparable else NoEvidence()
+        state, compared = evidence.collect(self.step)
+        trace, tracing_seconds = self._collect_trace(comparable=comparable)
+        local = LocalStep(
+            step=self.step,
+            gradient=self._collect_gradient(),
+            losses=losses,
+            multipliers=multipliers,
+            samples=self._samples.collect(idle),
+            state=state,
+            canary=canary,
+            trace=trace,
+            values={
+                **self._optimizer.collect(),
+                **compared,
+                "samples_named": named,
+                "replica": self._replica,
+                "unreduced": self._unreduced,
+                "step_seconds": now - self._last_time,
+                "busy_seconds": busy,
+                "overhead_seconds": self._guard.take_seconds(),
+            },
+        )
+        self._guard.leave_out(tracing_seconds)  # they will count with the next step's
+        self.step += 1
+        self._unreduced = self._updated = False
+        self._last_time = now
+        self._handing_over = False
+        begin_copies()
+        self._send(local)
+
+    def _collect_trace(self, *, comparable: bool) -> tuple[PendingTrace | None, float]:
+        if self._trace is None:
+            return None, 0.0
+        if not comparable:
+            self._trace.abort()
+        return self._trace.collect()
+
+    def _collect_gradient(self) -> GradientTransfer | None:
+        measured = self._tap.collect()
+        gram = None if self._exact is None else self._exact.take_gram()
+        if measured is None or (self._exact is not None and gram is None):
+            return None
+        return GradientTransfer(
+            measured,
+            sketch_width=self._layout.sketch_width,
+            group_width=self._layout.group_width,
+            section_counts=self._layout.section_counts,
+            audit_width=self._layout.audit_width,
+            gram=None if gram is None else pack_share(gram),
+        )

@@ -1,0 +1,197 @@
+"""What comes back from the agent: read between two steps, and told at the beginning of one."""
+
+import json
+import logging
+from collections.abc import Callable
+
+from rankscope.agent.frames import Frame, Kind
+from rankscope.agent.link import AgentEndedError, Link
+from rankscope.agent.processes import permit_inspection
+from rankscope.agent.reports import unpack_report
+from rankscope.core.finding import Finding
+from rankscope.core.step import StepReport
+from rankscope.session.canary import LiveCanary
+from rankscope.session.collector import StepCollector
+from rankscope.session.opening import Opened
+from rankscope.sinks import Sinks
+
+_log = logging.getLogger("rankscope")
+
+OnFinding = Callable[[Finding], None]
+
+
+class Inbox:
+    """Takes the agent's frames in the training's own thread; nothing waits for them.
+
+    Args:
+        link: The way to the agent.
+        opened: The run.
+        collector: Is told how often to measure.
+        canary: Is told of canaries; None without.
+        on_finding: Called with each finding that opens or changes.
+        sinks: Sinks that live in this process; None without.
+
+    Attributes:
+        findings: All findings by id, each in its latest state.
+        done: Whether the agent has said its last word.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        opened: Opened,
+        collector: StepCollector,
+        canary: LiveCanary | None,
+        on_finding: OnFinding | None,
+        sinks: Sinks | None,
+    ) -> None:
+        self._link, self._opened, self._collector = link, opened, collector
+        self._canary, self._on_finding, self._sinks = canary, on_finding, sinks
+        self._awaits_invitation = opened.awaits_invitation
+        self._subscribed = self._telling = False
+        self._packed: bytes | None = None
+        self._latest: StepReport | None = None
+        self._due: list[tuple[int, Finding]] = []  # to be told from a step on
+        self._news: list[Finding] = []  # not shown to this process's sinks as yet
+        self._fed = -1
+        self.findings: dict[str, Finding] = {}
+        self.done = False
+        self._takes: dict[int, Callable[[Frame], None]] = {
+            Kind.WELCOME: self._take_welcome,
+            Kind.INTERVAL: self._take_interval,
+            Kind.FINDINGS: self._take_findings,
+            Kind.LATEST: self._take_report,
+            Kind.LOG: self._take_line,
+            Kind.OFF: self._take_off,
+            Kind.INVITATION: self._take_invitation,
+            Kind.DONE: self._take_done,
+            Kind.WORKING: lambda frame: None,
+        }
+
+    @property
+    def latest(self) -> StepReport | None:
+        """The last report that has come."""
+        if self._packed is not None:
+            packed, self._packed = self._packed, None
+            self._latest = unpack_report(packed)
+        return self._latest
+
+    def read(self) -> None:
+        """Take what has come in by now.
+
+        Raises:
+            LinkError: The agent has ended, or has switched this worker off.
+        """
+        if self._awaits_invitation:
+            self._look_for_invitation()
+        self._take_all(self._link.poll())
+
+    def wait(self, seconds: float) -> bool:
+        """Take what comes in, as soon as something does; return whether something did.
+
+        Raises:
+            LinkError: The agent has ended, or has switched this worker off.
+        """
+        frames = self._link.wait(seconds)
+        self._take_all(frames)
+        return bool(frames)
+
+    def subscribe(self) -> None:
+        """Ask for the steps' reports, and take what has come in.
+
+        Raises:
+            LinkError: The agent has ended, or has switched this worker off.
+        """
+        if not self._subscribed:
+            self._subscribed = True
+            self._link.send(Kind.SUBSCRIBE, rank=self._opened.rank)
+        self.read()
+
+    def tell(self, step: int | None) -> None:
+        """Tell findings whose step has come, on every rank in the same one.
+
+        What the user's function raises to end the training, such as ``SystemExit``, is raised.
+
+        Args:
+            step: The step that begins; None to tell all.
+        """
+        if not self._due or self._telling:
+            return
+        due = [finding for at, finding in self._due if step is None or at <= step]
+        self._due = [(at, f) for at, f in self._due if step is not None and at > step]
+        self._telling = True
+        try:
+            for finding in due:
+                self._tell(finding)
+        finally:
+            self._telling = False
+
+    def close_sinks(self) -> None:
+        """Hand what was found last to the sinks of this process, and end them."""
+        if self._sinks is not None:
+            self._sinks.findings(self._news)
+            self._sinks.close()
+
+    def _tell(self, finding: Finding) -> None:
+        if self._on_finding is None:
+            return
+        try:
+            self._on_finding(finding)
+        except Exception:
+            _log.exception("on_finding raised for %s; training and monitor go on", finding.id)
+
+    def _take_all(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            take = self._takes.get(frame.kind)
+            if take is not None:
+                take(frame)
+            elif self._canary is not None:
+                self._canary.take(frame)
+
+    def _take_welcome(self, frame: Frame) -> None:
+        permit_inspection(int(frame.payload))
+
+    def _take_interval(self, frame: Frame) -> None:
+        self._collector.intervals.add(frame.step, int(frame.payload))
+
+    def _take_findings(self, frame: Frame) -> None:
+        said = json.loads(frame.payload)
+        for event in said["findings"]:
+            finding = Finding.from_json(event)
+            self.findings[finding.id] = finding
+            if said["told"]:
+                self._due.append((frame.step, finding))
+            if said["news"] and self._sinks is not None:
+                self._news.append(finding)
+
+    def _take_report(self, frame: Frame) -> None:
+        self._packed = frame.payload
+        if self._sinks is not None:
+            report = unpack_report(frame.payload)
+            if report.step > self._fed:
+                self._fed = report.step
+                news, self._news = self._news, []
+                self._sinks.step(report, news)
+
+    def _take_line(self, frame: Frame) -> None:
+        level, line = json.loads(frame.payload)
+        _log.log(level, "%s", line)
+
+    def _take_off(self, frame: Frame) -> None:
+        raise AgentEndedError(frame.payload.decode())
+
+    def _take_done(self, frame: Frame) -> None:
+        self.done = True
+        if frame.payload:
+            raise AgentEndedError(frame.payload.decode())
+
+    def _take_invitation(self, frame: Frame) -> None:
+        """Let the agents of other hosts know how the root is reached."""
+        self._opened.meeting.write("invitation", frame.payload)
+
+    def _look_for_invitation(self) -> None:
+        """Tell the agent of this host how the root is reached, once that is known."""
+        invitation = self._opened.meeting.look("invitation")
+        if invitation is not None:
+            self._awaits_invitation = False
+            self._link.send(Kind.INVITATION, invitation, rank=self._opened.rank)

@@ -1,0 +1,254 @@
+"""Which instruments measure a model: chosen once, by how it is wrapped and by what is asked."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.agent.layout import Layout
+from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
+from rankscope.capture.loss import shifts_labels
+from rankscope.capture.state.exact_evidence import EvidenceMeter, ExactEvidence, NoEvidence
+from rankscope.capture.state.meter import StateMeter
+from rankscope.capture.state.trace import TraceMeter
+from rankscope.capture.taps.fsdp2_model import LastingParameters
+from rankscope.capture.taps.observer import GradientObserver
+from rankscope.capture.taps.reduced_types import reduced_types
+from rankscope.capture.taps.tap import Guarded
+from rankscope.core.audit import AUDIT_WIDTH
+from rankscope.core.groups import Groups, GroupsOption, group_parameters
+from rankscope.core.recorded import MAX_PAIRED_WORKERS as MAX_PAIRED
+from rankscope.core.sections import SECTION_ELEMENTS, Sections, cut_sections
+from rankscope.core.tiers import Tier
+from rankscope.errors import UnsupportedError, UsageError
+from rankscope.reduce.exact import ExactGram, check_exact
+from rankscope.session.wrapping import Wrapped
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+GROUP_WIDTH = 251
+"""Numbers in the sketch of a group: its cosines err by 0.06 at most."""
+
+STATE_SPACING = 4
+"""Steps from one reading of the model's state to the next, where there is a budget to keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``watch`` was asked to measure; equal on all ranks.
+
+    Attributes:
+        tier: How much of the gradients is compared.
+        every: Gradients are measured in steps that are multiples of this.
+        sketch_width: Numbers in the sketch of the gradient, a prime.
+        groups: How parameters are grouped.
+        reduced: What is read of the reduced gradient.
+        overhead_budget: Share of the step time that the monitor may take; None for any.
+        seed: Seed of the sketch's signs.
+        evidence: Whether what should be equal on all workers is compared exactly.
+        trace: Whether rank 0 records every parameter and reduced gradient in short.
+    """
+
+    tier: Tier
+    every: int
+    sketch_width: int
+    groups: GroupsOption
+    reduced: ReadReduced
+    overhead_budget: float | None
+    seed: int
+    evidence: bool = True
+    trace: bool = False
+
+
+MakeTraceMeter = Callable[[torch.optim.Optimizer | None, Callable[[float], None]], TraceMeter]
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """What measures one model.
+
+    Attributes:
+        make_tap: Makes the tap, given a guard, a observer, and what to call after a step that this
+            rank only shadows.
+        make_evidence_meter: Makes what is told of the moments of a step, given the optimizer.
+        module: The model inside the wrapper.
+        replica: Workers with equal numbers hold the same parameters; None where each parameter has
+            one owner.
+        layout: What a step's message holds.
+        every: Gradients are measured in steps that are multiples of this.
+        groups: Names of the parameter groups, and which parameter belongs to which.
+        device: Where the gradients live.
+        shifted_labels: Whether the model predicts the next token, so that the first label of each
+            sequence is not a target.
+        make_exact: Puts the reduction that yields exact inner products into the model, in the
+            exact tier; all ranks call it at the same point.
+        make_trace_meter: Makes what traces the training, for rank 0 alone, given the optimizer and
+            what takes the seconds that it spends; None without traces.
+        reduced_in: Where the reduction is audited, for each group the type in which its gradient
+            is meant to be reduced; else None.
+    """
+
+    make_tap: Callable[[Guarded, GradientObserver, Callable[[], None]], GradientTap]
+    make_evidence_meter: Callable[[torch.optim.Optimizer | None], EvidenceMeter]
+    module: torch.nn.Module
+    replica: int | None
+    layout: Layout
+    every: int
+    groups: Groups
+    device: torch.device
+    shifted_labels: bool
+    make_exact: Callable[[Guarded], ExactGram] | None = None
+    make_trace_meter: MakeTraceMeter | None = None
+    reduced_in: Mapping[str, str] | None = None
+
+
+def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
+    """Return the member of an enumeration that a user named.
+
+    Raises:
+        UsageError: There is no such member.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(repr(str(member)) for member in kind)
+        raise UsageError(f"{name} must be one of {known}, got {value!r}") from None
+
+
+def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -> Instruments:
+    """Return what measures a model.
+
+    Args:
+        wrapped: The model as it goes data parallel.
+        options: What is asked for.
+        loader: The training's data loader; None if it was not given.
+
+    Raises:
+        UsageError: An option cannot work.
+        UnsupportedError: The tier does not fit the way the model is wrapped.
+    """
+    if options.every < 1:
+        raise UsageError(f"every must be at least 1 step, got {options.every}")
+    if not wrapped.parameters:
+        raise UsageError("watch() expected a model with parameters that require a gradient")
+    reduced = options.reduced
+    if options.tier is Tier.SCALARS and reduced is not ReadReduced.NORM:
+        raise UsageError(f"the scalars tier reads reduced='norm', got '{reduced}'")
+    if options.tier is Tier.EXACT:
+        check_exact(wrapped.wrapper)
+    if options.trace and wrapped.kind != "DDP":
+        raise UnsupportedError(
+            "trace=True expected a model under DDP, where rank 0 holds whole parameters and "
+            f"gradients, got {wrapped.kind}; leave it out"
+        )
+    groups = group_parameters(wrapped.parameters, options.groups)
+    sketches = options.tier is not Tier.SCALARS
+    meter = Sketcher if sketches else NormMeter
+    sections = _sections(wrapped, groups) if reduced is ReadReduced.SKETCH else None
+    sketcher = meter(wrapped.device, groups, options.sketch_width, options.seed, sections)
+    num_workers = wrapped.group.size()
+    if num_workers > MAX_PAIRED and options.tier is Tier.EXACT:
+        raise UsageError(
+            f"the exact tier compares up to {MAX_PAIRED} workers, got {num_workers}; use "
+            "tier='sketch'"
+        )
+    layout = Layout(
+        num_workers=num_workers,
+        sketch_width=options.sketch_width if sketches else 0,
+        groups=groups.names,
+        group_width=GROUP_WIDTH if sketches and len(groups) > 1 else 0,
+        section_counts=() if sections is None else sections.counts,
+        audit_width=0 if sections is None else min(AUDIT_WIDTH, options.sketch_width),
+        num_products=0 if sketches else 1,
+    )
+
+    def make_tap(
+        guarded: Guarded, observer: GradientObserver, shadowed: Callable[[], None]
+    ) -> GradientTap:
+        return wrapped.make_tap(sketcher, guarded, reduced, observer, shadowed)
+
+    def make_evidence_meter(optimizer: torch.optim.Optimizer | None) -> EvidenceMeter:
+        if not options.evidence:
+            return NoEvidence()
+        state = StateMeter(
+            wrapped.module,
+            None if wrapped.kind == "DeepSpeed" else optimizer,  # its state is sharded, or flat
+            replicated=wrapped.replica is not None,
+            reduces=wrapped.reduces(),
+            left_out=frozenset(getattr(wrapped.wrapper, "parameters_to_ignore", ())),
+            lasting=LastingParameters(wrapped.wrapper) if wrapped.kind == "FSDP2" else None,
+            device=wrapped.device,
+            spacing=1 if options.overhead_budget is None else STATE_SPACING,
+        )
+        return ExactEvidence(
+            wrapped.module,
+            wrapped.device,
+            state,
+            loader,
+            updates_all=_updates_all(wrapped, optimizer),
+        )
+
+    return Instruments(
+        make_tap=make_tap,
+        make_evidence_meter=make_evidence_meter,
+        module=wrapped.module,
+        replica=wrapped.replica,
+        layout=layout,
+        every=options.every,
+        groups=groups,
+        device=wrapped.device,
+        shifted_labels=shifts_labels(wrapped.module),
+        reduced_in=None if sections is None else _reduced_in(wrapped, groups),
+        make_exact=_make_exact(wrapped) if options.tier is Tier.EXACT else None,
+        make_trace_meter=_make_trace_meter(wrapped, options.every) if options.trace else None,
+    )
+
+
+def _reduced_in(wrapped: Wrapped, groups: Groups) -> dict[str, str]:
+    return reduced_types(wrapped.wrapper, wrapped.parameters, groups)
+
+
+def _sections(wrapped: Wrapped, groups: Groups) -> Sections:
+    sizes = {name: _elements(parameter) for name, parameter in wrapped.parameters.items()}
+    return cut_sections(sizes, groups, section_elements=SECTION_ELEMENTS)
+
+
+def _updates_all(wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Return whether each worker holds the new parameters as soon as ``optimizer.step`` returns.
+
+    Not where DeepSpeed gathers them afterwards, nor where the optimizer that is known holds a part
+    of them: others update the rest, perhaps on other workers.
+    """
+    if optimizer is None or wrapped.kind == "DeepSpeed":
+        return False
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return all(id(parameter) in held for parameter in wrapped.parameters.values())
+
+
+def _elements(parameter: torch.Tensor) -> int:
+    """Return how many real numbers a parameter's gradient has."""
+    count = getattr(parameter, "ds_numel", None) or parameter.numel()  # ZeRO 3 empties it
+    return int(count) * (2 if parameter.is_complex() else 1)
+
+
+def _make_exact(wrapped: Wrapped) -> Callable[[Guarded], ExactGram]:
+    def make(guarded: Guarded) -> ExactGram:
+        assert isinstance(wrapped.wrapper, DistributedDataParallel)  # check_exact said so
+        return ExactGram.register(wrapped.wrapper, guarded)
+
+    return make
+
+
+def _make_trace_meter(wrapped: Wrapped, every: int) -> MakeTraceMeter:
+    def make(
+        optimizer: torch.optim.Optimizer | None, leave_out: Callable[[float], None]
+    ) -> TraceMeter:
+        parameters, device = wrapped.parameters, wrapped.device
+        return TraceMeter(
+            wrapped.module, parameters, device, optimizer, every=every, leave_out=leave_out
+        )
+
+    return make

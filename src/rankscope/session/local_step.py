@@ -1,0 +1,137 @@
+"""One worker's step, as capture has collected it, and how it becomes a message."""
+
+import json
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.agent.frames import Content
+from rankscope.agent.message import pack_step, pack_values
+from rankscope.capture import GradientTransfer, HostCopy
+from rankscope.capture.canary.replay import PendingCanary
+from rankscope.capture.host import Numbers
+from rankscope.capture.loss import MicroBatchLoss
+from rankscope.capture.state.trace import PendingTrace
+from rankscope.capture.state.turn import PendingState
+from rankscope.core.arrays import Ints
+from rankscope.core.trace import Trace
+
+_DOUBLE = 8  # bytes
+_NAN = np.full(1, np.nan).tobytes()
+
+
+@dataclass(slots=True)
+class LocalStep:
+    """What capture collected in one step; its numbers may still be on the device.
+
+    Attributes:
+        step: Step number.
+        gradient: The measured gradient; None when no valid one was measured.
+        losses: One entry per micro-batch.
+        multipliers: What the losses were multiplied by before backward; None if unknown.
+        samples: Ids or digests, in parts.
+        values: LOCAL signals that are known already.
+        state: Digests of the training's state.
+        canary: What the step says of canaries; None if nothing.
+        trace: Its tensors, where they are traced.
+        time: Unix time at which it ended.
+    """
+
+    step: int
+    gradient: GradientTransfer | None
+    losses: Sequence[MicroBatchLoss]
+    multipliers: Numbers | None
+    samples: Sequence[HostCopy | Ints]
+    values: Mapping[str, float]
+    state: PendingState
+    canary: PendingCanary | None = None
+    trace: PendingTrace | None = None
+    time: float = field(default_factory=time.time)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of its numbers are on the host; the last to arrive are asked first."""
+        for part in (self.trace, self.gradient, self.canary, self.multipliers, self.state):
+            if part is not None and not part.ready:
+                return False
+        for samples in self.samples:
+            if not (isinstance(samples, np.ndarray) or samples.ready):
+                return False
+        for micro in self.losses:
+            if not (micro.values.ready and (micro.weights is None or micro.weights.ready)):
+                return False
+        return True
+
+    def pack(self, known_names: set[int] | None, *, gradient: bool = True) -> list[Content]:
+        """Wait for the device, and return the message's bytes, in pieces.
+
+        Args:
+            known_names: Digests of names that the agent knows already, to be completed; None on
+                workers that need not tell any.
+            gradient: Whether there is room for the gradient.
+        """
+        state, known = self.state.read()
+        values = {**self.values, **known}
+        if self.canary is not None:
+            values |= self.canary.read()
+        trace = None if self.trace is None else self.trace.read()
+        items = state.items
+        names: dict[str, Any] = {}
+        if known_names is not None and len(state.names) and items not in known_names:
+            known_names.add(items)
+            kinds = [str(kind) for kind in state.kinds]
+            names["items"] = [[items, kinds, list(state.names)]]
+        parts: dict[str, Content] = {
+            "slots": pack_values(values),
+            **_losses(self.losses),
+            "samples_B": b"".join([_packed(each, np.int64) for each in self.samples]),
+            "digests_D": state.digests_D.tobytes(),
+            "unchanged_D": state.unchanged_D.tobytes(),
+        }
+        if self.multipliers is not None:
+            parts["multipliers_M"] = _packed(self.multipliers)
+        if self.gradient is not None and gradient:
+            parts |= self.gradient.parts()
+        if trace is not None:
+            names["traced"] = _add_trace(parts, trace)
+        if names:
+            parts["names"] = json.dumps(names).encode()
+        return pack_step(self.step, self.time, items, parts)
+
+
+def _packed(numbers: Numbers | NDArray[Any], dtype: type[np.generic] = np.float64) -> bytes:
+    array = numbers if isinstance(numbers, np.ndarray) else numbers.numpy()
+    return array.astype(dtype, copy=False).tobytes()
+
+
+def _losses(collected: Sequence[MicroBatchLoss]) -> dict[str, Content]:
+    """Return losses and weights, one micro-batch after the other, and how many each has."""
+    losses = [_packed(micro.values) for micro in collected]
+    units = array("q", [len(each) // _DOUBLE for each in losses])
+    weights = [
+        _NAN * count if micro.weights is None else _packed(micro.weights)
+        for micro, count in zip(collected, units, strict=True)
+    ]
+    return {
+        "losses_U": b"".join(losses),
+        "weights_U": b"".join(weights),
+        "units_M": units.tobytes(),
+    }
+
+
+def _add_trace(message: dict[str, Content], trace: Trace) -> dict[str, Any]:
+    """Put a trace into a message; what the model held before comes first. Return the names."""
+    parts = [part for part in (trace.initial, trace) if part is not None]
+    message["traced_digests_N"] = b"".join([_packed(part.digests_N, np.int64) for part in parts])
+    message["traced_norms_N"] = b"".join([_packed(part.norms_N) for part in parts])
+    message["traced_sketches"] = b"".join([_packed(part.sketches_NK, np.float32) for part in parts])
+    return {
+        what: [[str(kind) for kind in part.kinds], list(part.names)]
+        for what, part in (("initial", trace.initial), ("own", trace))
+        if part is not None
+    }

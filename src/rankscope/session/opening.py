@@ -1,0 +1,388 @@
+"""How a run begins on all ranks or on none: what they agree on, and what rank 0 opens.
+
+What one rank alone cannot do is told to all of them. If it just raised, the others would wait for
+it, up to half an hour.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rankscope import errors
+from rankscope.agent import launch
+from rankscope.agent.frames import Kind, pack
+from rankscope.agent.launch import Started
+from rankscope.agent.layout import Layout
+from rankscope.agent.link import Link
+from rankscope.agent.progress import ProgressMark
+from rankscope.core.signals import schema_hash
+from rankscope.errors import RankscopeError, RunError, UsageError
+from rankscope.record.begin import begin_run, end_lost_run, is_run
+from rankscope.record.files import RunTakenError, to_plain
+from rankscope.record.states import pack_state
+from rankscope.session.rendezvous import LateError, Rendezvous
+from rankscope.sinks import PlannedSink, plan_sinks
+
+_log = logging.getLogger("rankscope")
+
+_AGENT_ENDS_SECONDS = 0.2  # from the end of its sockets to that of its process
+_PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write what it knows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """A run that has begun, as one rank sees it.
+
+    Attributes:
+        rank: This worker's rank in the data-parallel group.
+        num_workers: W.
+        first_step: Number of the first step.
+        run_dir: The run's directory; None on all ranks but 0.
+        address: Where the agent listens.
+        hello: What this rank tells it first.
+        meeting: Where the ranks have met.
+        awaits_invitation: Whether this rank has to tell its agent how the root is reached.
+        agent: The agent, on the rank that has started it.
+        info: What ``run.json`` says, on rank 0.
+        local_sinks: Sinks that live in the training's process, on rank 0.
+        problem: Why nothing is watched, where some rank did not come; else empty.
+    """
+
+    rank: int
+    num_workers: int
+    first_step: int
+    run_dir: Path | None
+    address: str
+    hello: Mapping[str, Any]
+    meeting: Rendezvous
+    awaits_invitation: bool
+    agent: Started | None
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    local_sinks: tuple[PlannedSink, ...] = ()
+    problem: str = ""
+
+    def connect(self, reduced_copies: int, mark: ProgressMark | None) -> Link:
+        """Return the way to the agent.
+
+        Args:
+            reduced_copies: How many workers hold each element of the reduced gradient.
+            mark: Where this rank notes how far it is; None without.
+        """
+        hello = {**self.hello, "thread": threading.get_native_id()}
+        if mark is not None:
+            hello["progress"] = mark.fileno()
+        for role in hello.keys() & {"root", "forward"}:
+            layout = {**hello[role]["layout"], "reduced_copies": reduced_copies}
+            hello[role] = {**hello[role], "layout": layout}
+        frame = pack(Kind.HELLO, json.dumps(hello).encode(), rank=self.rank)
+        wake = None if self.agent is None else self.agent.wake
+        return Link(partial(launch.connect, self.address, self.problem), frame, wake)
+
+    def note_end_of_agent(self) -> None:
+        """Say in the record that it ends here, on rank 0, if the agent's process has ended."""
+        if self.agent is None or self.run_dir is None:
+            return
+        how = self.agent.ending(_AGENT_ENDS_SECONDS)
+        if how:
+            end_lost_run(self.run_dir, self.agent.pid, how)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Intent:
+    """What a run is to be.
+
+    Attributes:
+        options: What must be equal on all ranks, as plain values.
+        describe: Returns what this rank says of itself: ``facts``, ``config``, ``training``,
+            ``sinks``, and ``run_dir``, the directory that rank 0 writes.
+        layout: How messages are to be read.
+        flush_seconds: Longest time that measured values stay in the agent's memory.
+        hang_seconds: How long a step may take; None for any time.
+        in_thread: Whether agents live in threads of the training's processes.
+    """
+
+    options: dict[str, Any]
+    describe: Callable[[], dict[str, Any]]
+    layout: Layout
+    flush_seconds: float
+    hang_seconds: float | None
+    in_thread: bool
+
+
+def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
+    """Agree on options with all ranks, open the run's directory on rank 0, and find the agent.
+
+    Where some rank does not come, nothing is watched, and the training goes on.
+
+    Args:
+        group: The ranks; all of them call this at the same point of the program.
+        intent: What the run is to be.
+
+    Raises:
+        RankscopeError: Some rank cannot begin; of the same kind on all of them.
+    """
+    meeting = Rendezvous(group)
+    try:
+        return _open_run(meeting, intent)
+    except LateError as error:
+        return Opened(
+            rank=meeting.rank,
+            num_workers=meeting.num_workers,
+            first_step=0,
+            run_dir=None,
+            address="",
+            hello={"rank": meeting.rank},
+            meeting=meeting,
+            awaits_invitation=False,
+            agent=None,
+            problem=str(error),
+        )
+
+
+def _open_run(meeting: Rendezvous, intent: Intent) -> Opened:
+    info: dict[str, Any] = {}
+    problem = None
+    try:
+        info = intent.describe()
+    except Exception as error:
+        problem = _problem_of(error, f"rank {meeting.rank} cannot begin to watch")
+    agreement = {"schema": schema_hash(), **to_plain(intent.options)}
+    hello = {"agreement": agreement, "facts": info.pop("facts", {}), "host": _host()}
+    if problem is not None:
+        hello |= {"problem": str(problem), "kind": type(problem).__name__}
+    hellos = meeting.gather(json.dumps(to_plain(hello)).encode())
+    begun = _Begun()
+    if hellos is not None:
+        answer, begun = _answer([json.loads(each) for each in hellos], info, intent)
+        ranks_of = answer.pop("ranks_of", {})
+        for host, count in ranks_of.items():
+            meeting.write(f"ranks/{host}", str(count).encode())
+        answer["hosts"] = len(ranks_of)
+        meeting.write("answer", json.dumps(answer).encode())
+    else:
+        answer = json.loads(meeting.read("answer")[0])
+    if problem is not None:
+        raise problem
+    if "problem" in answer:
+        kind = getattr(errors, answer["kind"], RunError)
+        raise begun.problem or kind.__new__(kind, answer["problem"])  # it is whole
+    return _connect(meeting, answer, begun, intent)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Begun:
+    """What rank 0 alone has of a run."""
+
+    path: Path | None = None
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sinks: tuple[str, ...] = ()
+    local_sinks: tuple[PlannedSink, ...] = ()
+    problem: RankscopeError | None = None
+
+
+def _answer(
+    hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
+) -> tuple[dict[str, Any], _Begun]:
+    """Return what rank 0 says to all ranks, and what it has begun."""
+    for hello in hellos:
+        if "problem" in hello:
+            return {"problem": hello["problem"], "kind": hello["kind"]}, _Begun()
+    try:
+        _check_agreement(hellos)
+        run_dir = Path(info.pop("run_dir"))
+        begun, first_step = _begin(run_dir, hellos, info, intent)
+    except Exception as error:
+        problem = _problem_of(error, f"rank 0 cannot begin the run in {info.get('run_dir')}")
+        return {"problem": str(problem), "kind": type(problem).__name__}, _Begun(problem=problem)
+    return {
+        "first_step": first_step,
+        "secret": secrets.token_hex(16),
+        "host": hellos[0]["host"],
+        "ranks_of": Counter(hello["host"] for hello in hellos),
+    }, begun
+
+
+def _check_agreement(hellos: list[dict[str, Any]]) -> None:
+    first = hellos[0]["agreement"]
+    for rank, hello in enumerate(hellos):
+        if hello["agreement"] != first:
+            keys = [key for key in first if hello["agreement"].get(key) != first[key]]
+            said = {key: hello["agreement"].get(key) for key in keys}
+            raise UsageError(
+                f"watch() expected the same options on every rank, got {said} on rank {rank} and "
+                f"{ {key: first[key] for key in keys} } on rank 0; pass equal options"
+            )
+
+
+def _begin(
+    run_dir: Path, hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
+) -> tuple[_Begun, int]:
+    given = info.pop("sinks")
+    planned = plan_sinks(given) if dist.get_rank() == 0 else ()
+    if given and not planned:  # one tracker, one port, one webhook for the job
+        _log.info("sinks show the data-parallel group of global rank 0; this is another")
+    info = {
+        "num_workers": len(hellos),
+        "world_size": dist.get_world_size(),
+        "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
+        "options": intent.options,
+        **info,
+    }
+    while True:
+        previous, path = _free_directory(run_dir)
+        start = _state_after(previous, info) if intent.options["resume"] else None
+        told = dict(info)
+        if previous is not None and start is not None:
+            told |= {"continues": previous.name, "first_step": start["step"] + 1}
+        try:
+            begun = begin_run(path, told, b"" if start is None else pack_state(start))
+        except RunTakenError:  # by a job that begins at the same time: the next sibling is ours
+            continue
+        return _Begun(
+            path,
+            to_plain(begun),
+            tuple(sink.spec for sink in planned if sink.spec),
+            tuple(sink for sink in planned if not sink.spec),
+        ), told.get("first_step", 0)
+
+
+def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
+    if previous is None:
+        return None
+    from rankscope.diagnose.restart import state_after  # detectors: only where a run goes on
+
+    _wait_for_agent(previous)
+    hosts = [str(rank["host"]) for rank in info["ranks"]]
+    return state_after(previous, info["num_workers"], hosts, info["options"]["groups"])
+
+
+def _wait_for_agent(previous: Path) -> None:
+    """Let the agent of a run that has just been killed write what it was sent."""
+    until = time.monotonic() + _PREVIOUS_SECONDS
+    while time.monotonic() < until:
+        try:
+            said = json.loads((previous / "run.json").read_bytes())
+        except (OSError, ValueError):
+            return
+        agent = said.get("agent") or {}
+        if said.get("status") != "running" or agent.get("host") != _host():
+            return
+        if not Path(f"/proc/{agent.get('pid')}").exists():
+            return
+        time.sleep(0.05)
+
+
+def _connect(
+    meeting: Rendezvous, answer: Mapping[str, Any], begun: _Begun, intent: Intent
+) -> Opened:
+    rank, secret, own_host = meeting.rank, answer["secret"], _host()
+    place = f"agent/{own_host}"
+    agent = None
+    leads = rank == 0 or (own_host != answer["host"] and meeting.is_first(f"leads/{own_host}"))
+    if leads:
+        agent, address = _start_agent(secret, in_thread=intent.in_thread)
+        if begun.path is not None and not address:
+            with contextlib.suppress(Exception):
+                end_lost_run(begun.path, None, "none could be started")
+        meeting.write(place, address.encode())
+    else:
+        address = meeting.read(place)[0].decode()
+    hello: dict[str, Any] = {"rank": rank, "secret": secret}
+    if leads:
+        num_local = int(meeting.read(f"ranks/{own_host}")[0])
+        layout = intent.layout.to_json()
+        hello["forward"] = {"host": rank, "num_local": num_local, "layout": layout}
+    if begun.path is not None:
+        hello["root"] = _setup(begun, answer["first_step"], intent)
+        hello["root"] |= {"hosts": answer["hosts"], "num_local": hello.pop("forward")["num_local"]}
+        hello["root"]["master"] = os.environ.get("MASTER_ADDR")
+    return Opened(
+        rank=rank,
+        num_workers=meeting.num_workers,
+        first_step=answer["first_step"],
+        run_dir=begun.path,
+        address=address,
+        hello=hello,
+        meeting=meeting,
+        awaits_invitation="forward" in hello,
+        agent=agent,
+        info=begun.info,
+        local_sinks=begun.local_sinks,
+    )
+
+
+def _start_agent(secret: str, *, in_thread: bool) -> tuple[Started | None, str]:
+    """Return this host's agent, and its address; an empty one where there can be no agent."""
+    try:
+        listening, address = launch.listen()
+        return launch.start(listening, secret, thread=in_thread), address
+    except Exception as error:  # the others wait for an answer
+        _log.warning("no agent of the monitor can be started (%s: %s)", type(error).__name__, error)
+        return None, ""
+
+
+def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:
+    """Return what the root has to know, as JSON can hold it."""
+    options = intent.options
+    return {
+        "host": _host(),
+        "run_dir": str(Path(begun.path or "").absolute()),
+        "info": begun.info,
+        "layout": intent.layout.to_json(),
+        "first_step": first_step,
+        "flush_seconds": intent.flush_seconds,
+        "hang_seconds": intent.hang_seconds,
+        "budget": options["overhead_budget"],
+        "every": options["every"],
+        "canary": options["canary"],
+        "canary_every": options["canary_every"],
+        "sinks": list(begun.sinks),
+        "relays": bool(begun.local_sinks),
+    }
+
+
+def _host() -> str:
+    """Return what two processes have in common that can open each other's sockets."""
+    parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+            parts.append(str(Path("/proc/self/ns/net").readlink()))
+    return "|".join(parts)
+
+
+def _problem_of(error: Exception, sentence: str) -> RankscopeError:
+    """Return why this rank cannot begin: an error of ours as it is, of any other a sentence."""
+    if isinstance(error, RankscopeError):
+        return error
+    problem = RunError(f"{sentence} ({type(error).__name__}: {error})")
+    problem.__cause__ = error
+    return problem
+
+
+def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
+    """Return the run before, if ``run_dir`` holds one already, and where to record this one.
+
+    Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
+    """
+    previous, candidate, number = None, run_dir, 1
+    while is_run(candidate):
+        number += 1
+        previous, candidate = candidate, run_dir.with_name(f"{run_dir.name}-{number}")
+    if previous is not None:
+        _log.warning("%s already holds a run; this one is recorded in %s", run_dir, candidate)
+    return previous, candidate

@@ -1,0 +1,53 @@
+"""Steps on their way to the agent: packed as soon as their numbers are on the host.
+
+On the CPU that is at once. On an accelerator a step's numbers have arrived by the end of the next
+step as a rule; nobody waits for them before the run is closed.
+"""
+
+from collections import deque
+
+from rankscope.agent.frames import Kind
+from rankscope.agent.link import Link
+from rankscope.session.local_step import LocalStep
+
+MOST_PENDING = 8
+"""With more steps that wait for their device, the oldest one is waited for."""
+
+
+class Outbox:
+    """Packs steps in order, and hands them over.
+
+    Args:
+        link: The way to the agent.
+        rank: This worker's rank.
+    """
+
+    def __init__(self, link: Link, rank: int) -> None:
+        self._link = link
+        self._rank = rank
+        self._pending: deque[LocalStep] = deque()
+        self._known_names: set[int] = set()
+
+    def send(self, step: LocalStep) -> None:
+        """Take the next step; hand over all that are ready.
+
+        Raises:
+            LinkError: The agent has ended, or takes nothing any more.
+        """
+        self._pending.append(step)
+        while self._pending and (self._pending[0].ready or len(self._pending) > MOST_PENDING):
+            self._hand_over(self._pending.popleft())
+
+    def flush(self) -> None:
+        """Hand everything over; waits for the device.
+
+        Raises:
+            LinkError: The agent has ended, or takes nothing any more.
+        """
+        while self._pending:
+            self._hand_over(self._pending.popleft())
+
+    def _hand_over(self, step: LocalStep) -> None:
+        known = self._known_names if self._rank == 0 else None
+        message = step.pack(known, gradient=self._link.has_room)
+        self._link.send(Kind.STEP, message, rank=self._rank, step=step.step)

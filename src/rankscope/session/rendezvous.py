@@ -1,0 +1,161 @@
+"""Where all ranks meet once, before the first step: the store of the training's process group.
+
+No process group is made for it. Each rank writes what it says; rank 0 reads it and answers all.
+"""
+
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+
+from rankscope.errors import RunError, UnsupportedError
+
+PATIENCE_SECONDS = 1800.0
+"""How long a rank waits for the others at most; they may still load their data."""
+
+PATIENCE_SHARE = 0.8
+"""Of the group's own timeout: a rank that does not watch may wait for the others in a collective,
+and is not to be ended by it."""
+
+_FIRST_SLEEP, _LONGEST_SLEEP = 0.001, 0.1
+
+_meetings: Counter[str] = Counter()
+
+
+class LateError(RunError):
+    """A rank does not come."""
+
+
+class Rendezvous:
+    """One meeting of all ranks of a data-parallel group.
+
+    Every rank constructs it at the same point of the program.
+
+    The store may hold what was said in an earlier attempt of the job: ``torchrun`` keeps it over
+    restarts, and its count of them may differ between nodes. So the keys of a meeting carry a token
+    that rank 0 draws, and each rank goes by it only once rank 0 has repeated its own token.
+
+    Args:
+        group: The data-parallel group.
+
+    Attributes:
+        patience_seconds: How long this rank waits for the others.
+
+    Raises:
+        UnsupportedError: The process group has no store that is in reach.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self.rank = ranks.index(dist.get_rank())
+        self.num_workers = len(ranks)
+        name = hashlib.blake2b(json.dumps(ranks).encode(), digest_size=8).hexdigest()
+        self._place = f"rankscope/{name}/{_meetings[name]}"
+        _meetings[name] += 1
+        self._token = secrets.token_hex(8)
+        self._name = f"{self._place}/{self._token}"
+        self._store = default_store()
+        self.patience_seconds = min(PATIENCE_SECONDS, PATIENCE_SHARE * _timeout(group))
+
+    def gather(self, content: bytes) -> list[bytes] | None:
+        """Give what this rank says; rank 0 gets what all say, in rank order.
+
+        Raises:
+            LateError: A rank does not come.
+        """
+        if self.rank:
+            self._join(content)
+            return None
+        self._store.set(self._place, self._token)
+        others = self.read(*(f"hello/{rank}" for rank in range(1, self.num_workers)))
+        said = [each.partition(b" ") for each in others]
+        for rank, (token, _, _) in enumerate(said, start=1):
+            self.write(f"seen/{rank}", token)
+        return [content, *(each for _, _, each in said)]
+
+    def _join(self, content: bytes) -> None:
+        """Say hello until the rank 0 of this attempt has heard it."""
+        own = self._token.encode()
+        joined, sleep = "", _FIRST_SLEEP
+        until = time.monotonic() + self.patience_seconds
+        while True:
+            if self._store.check([self._place]):
+                token = bytes(self._store.get(self._place)).decode()
+                self._name = f"{self._place}/{token}"
+                if token != joined:
+                    self.write(f"hello/{self.rank}", own + b" " + content)
+                    joined = token
+                if self.look(f"seen/{self.rank}") == own:
+                    return
+            if time.monotonic() > until:
+                raise self._late(["rank 0, or another rank,"])
+            time.sleep(sleep)
+            sleep = min(2 * sleep, _LONGEST_SLEEP)
+
+    def write(self, key: str, content: bytes) -> None:
+        """Write something for others to read."""
+        self._store.set(self._key(key), content)
+
+    def read(self, *keys: str) -> list[bytes]:
+        """Return what was written; waits for it.
+
+        Raises:
+            LateError: It does not come.
+        """
+        named = [self._key(key) for key in keys]
+        until, sleep = time.monotonic() + self.patience_seconds, _FIRST_SLEEP
+        while named and not self._store.check(named):
+            if time.monotonic() > until:
+                raise self._late([key for key in keys if not self._store.check([self._key(key)])])
+            time.sleep(sleep)
+            sleep = min(2 * sleep, _LONGEST_SLEEP)
+        return [bytes(value) for value in self._store.multi_get(named)] if named else []
+
+    def look(self, key: str) -> bytes | None:
+        """Return what was written, None if it was not as yet; does not wait for it."""
+        named = self._key(key)
+        return bytes(self._store.get(named)) if self._store.check([named]) else None
+
+    def is_first(self, key: str) -> bool:
+        """Return whether this rank is the first to ask this."""
+        return int(self._store.add(self._key(key), 1)) == 1
+
+    def _key(self, key: str) -> str:
+        return f"{self._name}/{key}"
+
+    def _late(self, missing: list[str]) -> LateError:
+        return LateError(
+            f"watch() expected a call on every rank, and {', '.join(missing[:8])} did not come to "
+            f"this meeting within {self.patience_seconds / 60:.3g} minutes"
+        )
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """Return the seconds after which a collective of a group fails; infinity if unknown."""
+    found = [float("inf")]
+    inner: Any = group
+    for device in getattr(inner, "_device_types", ()):
+        with contextlib.suppress(Exception):  # without a backend for this kind of device
+            found.append(inner._get_backend(device).options._timeout.total_seconds())
+    return min(found)
+
+
+def default_store() -> Any:
+    """Return the store of the training's process group.
+
+    Raises:
+        UnsupportedError: It is out of reach.
+    """
+    c10d: Any = dist.distributed_c10d
+    try:
+        return c10d._get_default_store()
+    except Exception as error:
+        raise UnsupportedError(
+            "watch() expected a process group with a store, through which the ranks find each "
+            f"other's monitor; it is out of reach ({error})"
+        ) from error

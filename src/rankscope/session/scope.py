@@ -1,0 +1,382 @@
+"""The :class:`Scope`: what a training process holds of the monitor, for one watched job.
+
+It collects this worker's steps, hands them to the agent of its host without ever waiting, and reads
+what comes back at the beginning of each step. Its rule above all others: it never raises into the
+training loop, never blocks it, and leaves every bit of the training as it was. A failure of its own
+switches it off with one warning.
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rankscope.agent.frames import Kind
+from rankscope.agent.link import AgentEndedError, Traffic
+from rankscope.agent.progress import ProgressMark
+from rankscope.capture.foreign import ForeignHook
+from rankscope.capture.guard import Guard
+from rankscope.core.finding import Finding
+from rankscope.core.step import StepReport
+from rankscope.errors import RankscopeError
+from rankscope.session.canary import LiveCanary
+from rankscope.session.collector import StepCollector
+from rankscope.session.inbox import Inbox, OnFinding
+from rankscope.session.instruments import Instruments
+from rankscope.session.local_step import LocalStep
+from rankscope.session.opening import Opened
+from rankscope.session.outbox import Outbox
+from rankscope.session.wrapping import has_closure, is_compiled, tell_if_wrapped_anew
+from rankscope.sinks import Sinks
+
+_log = logging.getLogger("rankscope")
+
+CLOSE_SECONDS = 10.0
+"""How long ``close`` waits for the other workers' last step: they close at about the same time."""
+
+CLOSE_SECONDS_AFTER_ERROR = 3.0
+"""The same when the training raised: the others may never come."""
+
+_AGENT_SECONDS = 2.0  # that an agent may take to end after its last word
+
+
+class Scope:
+    """A running monitor; made by :func:`rankscope.watch`.
+
+    Args:
+        model: What the training calls: the wrapped model, or the compiled wrapper.
+        optimizer: Its optimizer, if known.
+        instruments: What measures the model's gradients, and how.
+        opened: The run that has begun, and the way to the agent.
+        on_finding: Called with each finding that opens or changes.
+        make_canary: Returns what replays batches, given the way to the root; None without canaries.
+        sinks: Sinks that live in this process; None without.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        instruments: Instruments,
+        opened: Opened,
+        *,
+        on_finding: OnFinding | None,
+        make_canary: Callable[[Callable[[bytes], None]], LiveCanary] | None = None,
+        sinks: Sinks | None = None,
+    ) -> None:
+        self._opened = opened
+        self._off = self._closed = self._inside = self._training = self._bypassing = False
+        self._pid = os.getpid()
+        canary = None if make_canary is None else make_canary(self._send_batch)
+        self._canary = canary
+        self._guard = Guard(self._fail)
+        first, send = opened.first_step, self._send
+        self._collector = StepCollector(instruments, optimizer, self._guard, send, first, canary)
+        self._mark = _new_mark()
+        self._link = opened.connect(self._collector.reduced_copies, self._mark)
+        self._outbox = Outbox(self._link, opened.rank)
+        self._inbox = Inbox(self._link, opened, self._collector, canary, on_finding, sinks)
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
+            model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
+        ]
+        self._model, inner = model, instruments.module
+        if inner is not model and not is_compiled(model) and not is_compiled(inner):
+            hook = partial(ForeignHook, compiled=False)
+            before, after = hook(self._before_inner_forward), hook(self._after_inner_forward)
+            self._hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(inner.register_forward_hook(after, with_kwargs=True))
+        if optimizer is not None:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        _scopes.add(self)
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    # What the user calls -------------------------------------------------------------------
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run's directory; None on all ranks but 0."""
+        return self._opened.run_dir
+
+    @property
+    def latest(self) -> StepReport | None:
+        """The last step that is known of all workers; None before the first.
+
+        The first time that it is asked for, the agent is asked to send reports from then on.
+        """
+        if not self._closed and not self._off:
+            self._guard(self._inbox.subscribe)
+        return self._inbox.latest
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings so far, each in its latest state."""
+        if not self._closed and not self._off:
+            self._guard(self._inbox.read)
+        return tuple(self._inbox.findings.values())
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this worker has exchanged with its agent so far."""
+        return self._link.traffic
+
+    def loss(
+        self,
+        value: Tensor | float,
+        weight: Tensor | float | None = None,
+        *,
+        factor: Tensor | float | None = None,
+        spare: bool = False,
+    ) -> None:
+        """Give the local loss of a micro-batch, when the model's output has no ``.loss``.
+
+        Args:
+            value: The loss per label token before any averaging over workers: a scalar, or one
+                per sample ``[B]`` (which tells how much dispersion sampling alone would give).
+            weight: Number of label tokens behind it, of the same shape.
+            factor: What ``value`` is over the loss per label token, where the training has scaled
+                it already: ``W·n/N`` for a sum over n tokens that was divided by the N tokens of
+                all W workers and multiplied by W.
+            spare: Whether this loss only counts when the backward pass does not go through the
+                ``.loss`` of the model's output.
+        """
+        self._guard(partial(self._collector.give_loss, factor=factor, spare=spare), value, weight)
+
+    def batch(self, samples: Sequence[Any] | Tensor | Mapping[str, Any]) -> None:
+        """Give the identity of the local batch's samples, in place of a digest of the inputs.
+
+        Call it before the forward pass of the batch.
+
+        Args:
+            samples: One id per sample (integers, strings, or what else stands for itself: bytes,
+                tuples, UUIDs), or the tensors of the batch. What cannot be an id is declined in
+                one line of the log.
+        """
+        self._guard(self._collector.give_samples, samples)
+
+    def canary(self) -> None:
+        """Ask for a canary, on all ranks in the same step.
+
+        Some steps later all workers run the same two batches of the training, forward and
+        backward, and their results are compared. Training goes on as it would have, bit for bit.
+        """
+        if self._canary is None:
+            _log.warning("scope.canary() does nothing in this run: canaries are off, see the log")
+        else:
+            self._canary.ask()
+
+    def pause(self) -> None:
+        """Stop measuring gradients; losses and samples are still recorded."""
+        self._collector.paused = True
+
+    def resume(self) -> None:
+        """Measure gradients again, from the next step on."""
+        self._collector.paused = False
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Deliver what was measured, wait until the run is written, and take all hooks out.
+
+        Args:
+            timeout: Seconds to wait for the other workers' last step.
+        """
+        self._close(timeout)
+
+    def _close(self, timeout: float, *, interrupted: bool = False) -> None:
+        if self._closed or os.getpid() != self._pid:  # what a forked process ends is its own
+            return
+        self._guard(partial(self._collector.close_step, interrupted=interrupted))
+        self._closed = True
+        settled = self._guard.open
+        self._guard.open = False
+        try:
+            for hook in self._hooks:
+                hook.remove()
+            self._collector.remove()
+            if settled:
+                self._say_goodbye(timeout, interrupted=interrupted)
+        except RankscopeError as error:
+            self._warn(error)
+        finally:  # Ctrl-C cuts the wait short, and loses nothing that was handed over
+            self._off = True
+            self._link.close()
+            if self._mark is not None:
+                self._mark.close()
+            self._inbox.close_sinks()
+            if self._opened.agent is not None and self._inbox.done:
+                self._opened.agent.wait(_AGENT_SECONDS)
+        self._inbox.tell(None)
+
+    def _say_goodbye(self, timeout: float, *, interrupted: bool) -> None:
+        """Hand over what is left, and wait for the agent's last word.
+
+        Raises:
+            LinkError: The agent has ended.
+        """
+        self._outbox.flush()
+        why = "its training was interrupted" if interrupted else "it closed its scope"
+        self._say_bye(complete=not interrupted, why=why)
+        self._link.drain(timeout)
+        until = time.monotonic() + timeout
+        while not self._inbox.done and time.monotonic() < until:
+            if self._inbox.wait(min(until - time.monotonic(), 0.5)):
+                until = time.monotonic() + timeout  # the agent is busy with what it has
+        if not self._inbox.done and not interrupted:
+            told = self._opened.agent is not None and timeout >= CLOSE_SECONDS_AFTER_ERROR
+            level = logging.WARNING if told else logging.INFO
+            _log.log(
+                level,
+                "the monitor's agent still waits for other ranks or hosts; the training goes on, "
+                "and the agent closes the record by itself",
+            )
+
+    def _say_bye(self, *, complete: bool, why: str) -> None:
+        said = {"complete": complete, "why": why}
+        self._link.send(Kind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._close(CLOSE_SECONDS_AFTER_ERROR, interrupted=True)
+
+    # What torch calls, in the training thread ----------------------------------------------
+
+    def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        self._inside = True
+        self._training = self._collector.trains(model)
+        if self._training:
+            self._guard(self._begin_forward, model, args, kwargs)
+            self._beat("forward")
+            if not self._off:
+                self._inbox.tell(self._collector.step)
+
+    def _begin_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        self._inbox.read()
+        self._collector.begin_forward(model, args, kwargs)
+
+    def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
+        if self._inside:
+            self._bypassing = False
+            if self._collector.canary_due:
+                self._guard(self._collector.run_canary, self._model)
+            return
+        self._bypassing = model.training and torch.is_grad_enabled()
+        if self._bypassing and tell_if_wrapped_anew(model, self._model):
+            self._bypassing = False
+            self._close(CLOSE_SECONDS)
+        elif self._bypassing:
+            self._guard(partial(self._collector.begin_micro_batch, args, kwargs, bypassed=True))
+
+    def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self._bypassing:
+            self._bypassing = False
+            self._guard(self._collector.see_output, output, kwargs)
+
+    def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside = False
+        self._guard(self._collector.end_forward, model, args, kwargs, output)
+        if self._training:
+            self._beat("backward")
+
+    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not has_closure(args, kwargs):
+            self._guard(self._collector.begin_optimizer_step)
+
+    def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if has_closure(args, kwargs):
+            self._guard(self._collector.begin_optimizer_step)
+        self._guard(self._collector.count_optimizer_step, optimizer)
+        self._beat("step")
+
+    def _beat(self, phase: str) -> None:
+        """Note where the training is, in memory that the agent reads when it hangs."""
+        if self._mark is not None and self._guard.open:
+            self._mark.beat(self._collector.step, phase)
+
+    def _send(self, step: LocalStep) -> None:
+        self._outbox.send(step)
+
+    def _send_batch(self, content: bytes) -> None:
+        self._link.send(Kind.BATCH, content, rank=self._opened.rank)
+
+    # Failures ------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        if not self._off:
+            self._off = True
+            self._guard.open = False
+            self._warn(error)
+            with contextlib.suppress(Exception):  # it may be the link that has failed
+                self._say_bye(complete=False, why="its monitor has switched itself off")
+            self._link.close()
+
+    def _warn(self, error: Exception) -> None:
+        foreseen = isinstance(error, RankscopeError)  # such a message says it all
+        ended = isinstance(error, AgentEndedError)  # each host's first rank says it
+        _log.log(
+            logging.INFO if ended and self._opened.agent is None else logging.WARNING,
+            "rankscope has switched itself off on rank %d after step %d; training goes on. %s",
+            self._opened.rank,
+            self._collector.step - 1,
+            error if foreseen else f"{type(error).__name__}: {error}",
+            exc_info=None if foreseen else error,
+        )
+        if ended:
+            with contextlib.suppress(Exception):
+                self._opened.note_end_of_agent()
+
+    def _leave_to_parent(self) -> None:
+        """Do nothing any more, in a process that was forked from the training's."""
+        self._off = True
+        self._guard.open = False
+
+
+def _new_mark() -> ProgressMark | None:
+    try:
+        return ProgressMark()
+    except OSError as error:
+        _log.debug("a hang will be told without the places of the ranks: %s", error)
+        return None
+
+
+_scopes: "weakref.WeakSet[Scope]" = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for scope in tuple(_scopes):
+        scope._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
+    """Deliver what a script leaves behind that never called ``close``.
+
+    Python has noted the exception that ends a script before it comes here.
+    """
+    scope = reference()
+    if scope is not None:
+        scope._close(1.0, interrupted=getattr(sys, "last_value", None) is not None)

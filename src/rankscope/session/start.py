@@ -1,0 +1,248 @@
+"""``rankscope.watch``: what happens once, before the first step."""
+
+import dataclasses
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankscope.agent.launch import IN_THREAD
+from rankscope.capture import ReadReduced
+from rankscope.capture.state.environment import environment_facts, vocabulary_digest
+from rankscope.capture.state.replacement import draws_with_replacement
+from rankscope.capture.state.training_facts import sampler_seed, training_facts
+from rankscope.core.canary_plan import first_by_default
+from rankscope.core.groups import GroupsOption
+from rankscope.core.plan import Plan
+from rankscope.core.tiers import Tier
+from rankscope.errors import UsageError
+from rankscope.session.canary import LiveCanary
+from rankscope.session.canary_check import check_canary
+from rankscope.session.inbox import OnFinding
+from rankscope.session.instruments import Options, choice, choose_instruments
+from rankscope.session.opening import Intent, Opened, open_run
+from rankscope.session.scope import Scope
+from rankscope.session.wrapping import find_wrapper, plain_optimizer
+from rankscope.sinks import RunInfo, SinkOption, Sinks
+
+
+def watch(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    run_dir: str | Path,
+    tier: Tier | str = Tier.SKETCH,
+    every: int = 1,
+    sketch_width: int = 4093,
+    groups: GroupsOption = "blocks",
+    reduced: ReadReduced | str | None = None,
+    overhead_budget: float | None = 0.01,
+    evidence: bool = True,
+    seed: int = 0,
+    on_finding: OnFinding | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    config: Mapping[str, Any] | None = None,
+    flush_seconds: float = 10.0,
+    hang_seconds: float | None = 120.0,
+    resume: bool = True,
+    plan: Plan | Mapping[str, Any] | None = None,
+    loader: Any = None,
+    tokenizer: Any = None,
+    canary: bool = True,
+    canary_every: int | None = None,
+    trace: bool = False,
+    sinks: SinkOption = (),
+    agent: str | None = None,
+) -> Scope:
+    """Watch every worker of a data-parallel job from now on.
+
+    Every rank calls it at the same point of the program, after wrapping the model. It changes
+    neither model, nor synchronisation (but for the exact tier), nor optimizer.
+
+    Args:
+        model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, either of
+            them compiled or not, or a DeepSpeed engine.
+        optimizer: Its optimizer, for the learning rate and the count of optimizer steps. An
+            engine brings its own.
+        run_dir: Directory that rank 0 writes. When it already holds a run (a restarted job), a
+            numbered sibling is used instead, and said; with as many workers as before, step
+            numbers and detectors go on from the run before. With several data-parallel groups (a
+            mesh), each group's first rank writes one: the group of global rank 0 ``run_dir``, any
+            other its sibling ``<name>-from-rank-<first rank>``.
+        tier: ``"scalars"``, ``"sketch"`` or ``"exact"``: how much of the gradients is compared,
+            see :class:`rankscope.Tier`.
+        every: Gradients are measured in steps that are multiples of this; losses and samples in
+            all steps.
+        sketch_width: Prime width of the gradient sketch; a pairwise cosine errs by about
+            ``1/sqrt(sketch_width)`` at most.
+        groups: ``"blocks"`` (a transformer block, the embedding, the head), ``"none"``, a
+            function from parameter name to group, or a mapping from name prefix to group.
+        reduced: What is read of the reduced gradient: ``"off"``, ``"norm"`` or ``"sketch"``, which
+            audits the reduction. By default the sketch, and in the tier without sketches the norm.
+        overhead_budget: Share of the step time that the monitor may take; to stay under it,
+            gradients are measured less often, on all workers alike. None: never less often.
+        evidence: Whether what should be equal on all workers is compared exactly: parameters,
+            buffers, optimizer state, reduced gradients, random generators, precision. Samples,
+            settings and the environment always are.
+        seed: Seed of the sketch's signs. It touches no random generator of the training.
+        on_finding: Called with each finding when it opens or changes: in the training's thread, at
+            the beginning of the same step on every rank, so that it may write a checkpoint. What
+            it raises is logged; ``SystemExit`` and the like end the training.
+        process_group: The data-parallel group; by default the model's own.
+        config: Anything JSON that describes the run; stored in ``run.json``.
+        flush_seconds: Longest time that measured values stay in the agent's memory.
+        hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: a finding
+            names the ranks that the others wait for, and where they stand. None: no such finding.
+        resume: Whether a run that ``run_dir`` already holds goes on: its findings stay known, and
+            its detectors go on where they stood. False: a new attempt that begins with nothing.
+        plan: What is meant, where only intent can tell a fault: a dict with any of
+            ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
+            per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers),
+            ``repeats`` (True: samples repeat on purpose), ``local_buffers`` (True: each worker
+            keeps running statistics of its own) and ``seed`` (of every rank's sampler). See
+            :class:`rankscope.core.plan.Plan`.
+        loader: The training's ``DataLoader``: whether its worker processes draw the same random
+            numbers, its sampler's seed, and that it draws with replacement, can only be seen
+            there. Give it before it is iterated.
+        tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
+        canary: Whether all workers replay a batch when a worker differs from the others, which
+            tells its data from its parameters and its hardware. Under DDP, up to 64 workers.
+        canary_every: Steps from one such replay to the next, whatever the findings. None: one
+            within the first 50 steps, and others within 0.2 % of the training's time, where they
+            cost no memory.
+        trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
+            reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
+            Under DDP; outside of ``overhead_budget``.
+        sinks: Where the numbers go besides ``run_dir``: any of ``"tensorboard"``, ``"wandb"``,
+            ``"mlflow"``, ``"prometheus:PORT"``, ``"jsonl"``, ``"webhook:URL"`` and
+            ``"command:COMMAND"``, or objects with the methods of :class:`rankscope.sinks.Sink`.
+            Only those given on rank 0 count. One that is slow or fails never delays the training.
+        agent: Where the monitor's work is done: ``"process"``, one of its own on each host, or
+            ``"thread"`` inside of this one, where no process may be started. By default what the
+            environment variable ``RANKSCOPE_AGENT`` says, else a process.
+
+    Returns:
+        The running scope, also a context manager.
+
+    Raises:
+        UnsupportedError: The model goes data parallel in a way that cannot be watched.
+        UsageError: An option cannot work, or options differ between ranks.
+        MissingExtraError: The package of a sink is not installed.
+        RunError: Rank 0 cannot write ``run_dir``, or some rank cannot begin for another reason.
+    """
+    tier = choice(Tier, "tier", tier)
+    if reduced is None:
+        reduced = ReadReduced.NORM if tier is Tier.SCALARS else ReadReduced.SKETCH
+    options = Options(
+        tier=tier,
+        every=every,
+        sketch_width=sketch_width,
+        groups=groups,
+        reduced=choice(ReadReduced, "reduced", reduced),
+        overhead_budget=overhead_budget,
+        seed=seed,
+        evidence=bool(evidence),
+        trace=bool(trace),
+    )
+    wrapped = find_wrapper(model)
+    optimizer = plain_optimizer(optimizer) or wrapped.optimizer  # DeepSpeed's is a wrapper, too
+    instruments = choose_instruments(wrapped, options, loader)
+    intended = Plan.of(plan)
+    group = process_group or wrapped.group
+    canary = check_canary(wrapped, wanted=canary, every=canary_every)
+    described = {
+        **dataclasses.asdict(options),
+        "groups": list(instruments.groups.names),
+        "reduced_in": instruments.reduced_in,
+        "parallel": wrapped.kind,
+        "resume": resume,
+        "plan": intended.to_json(),
+        "canary": canary,
+        "canary_every": canary_every,
+    }
+
+    def describe() -> dict[str, Any]:
+        return {
+            "facts": _facts(instruments.device, tokenizer, loader),
+            "config": dict(config or {}),
+            "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
+            "sinks": sinks,
+            "run_dir": _own_directory(Path(run_dir), dist.get_process_group_ranks(group)),
+        }
+
+    in_thread = _in_thread(agent)
+    opened = open_run(
+        group,
+        Intent(
+            options=described,
+            describe=describe,
+            layout=instruments.layout,
+            flush_seconds=flush_seconds,
+            hang_seconds=hang_seconds,
+            in_thread=in_thread,
+        ),
+    )
+    if opened.rank != 0:
+        instruments = dataclasses.replace(instruments, make_trace_meter=None)
+    first = first_by_default(opened.first_step) if canary_every is None else None
+    return Scope(
+        model,
+        optimizer,
+        instruments,
+        opened,
+        on_finding=on_finding,
+        make_canary=partial(LiveCanary, wrapped, opened.rank, first=first) if canary else None,
+        sinks=_local_sinks(opened),
+    )
+
+
+def _in_thread(agent: str | None) -> bool:
+    """Return whether the agent lives in a thread of this process.
+
+    Raises:
+        UsageError: There is no such place.
+    """
+    given = agent or os.environ.get(IN_THREAD) or "process"
+    if given not in ("process", "thread"):
+        raise UsageError(f"agent must be 'process' or 'thread', got {given!r}")
+    return given == "thread"
+
+
+def _local_sinks(opened: Opened) -> Sinks | None:
+    """Start the sinks that have to live in this process: objects, and the training's trackers."""
+    if not opened.local_sinks or opened.run_dir is None:
+        return None
+    info = opened.info
+    run = RunInfo(opened.run_dir, opened.num_workers, info["config"], info["options"])
+    return Sinks(opened.local_sinks, run)
+
+
+def _own_directory(run_dir: Path, ranks: list[int]) -> Path:
+    """Return the directory of one data-parallel group, so that no two groups write the same."""
+    if 0 in ranks:
+        return run_dir
+    return run_dir.with_name(f"{run_dir.name}-from-rank-{ranks[0]}")
+
+
+def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:
+    name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
+    vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "sampler_seed": sampler_seed(loader),
+        "with_replacement": draws_with_replacement(loader),
+        "device": str(device),
+        "device_name": name or platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "seed": torch.initial_seed(),
+        "environment": {**environment_facts(device), **vocabulary},
+    }

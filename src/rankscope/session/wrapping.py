@@ -1,0 +1,231 @@
+"""How a model goes data parallel: what wraps it, which ranks are compared, which tap fits."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.capture import DDPTap, GradientTap, ReadReduced, Sketcher
+from rankscope.capture.names import canonical_name
+from rankscope.capture.taps.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
+from rankscope.capture.taps.fsdp2 import FSDP2Tap
+from rankscope.capture.taps.fsdp2_model import (
+    fsdp2_device,
+    fsdp2_parameters,
+    fsdp2_process_group,
+    fsdp2_replica,
+    is_fsdp2,
+)
+from rankscope.capture.taps.observer import GradientObserver
+from rankscope.capture.taps.tap import Guarded
+from rankscope.errors import UnsupportedError
+
+_log = logging.getLogger("rankscope")
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A data-parallel model as it was found.
+
+    Attributes:
+        kind: ``"DDP"``, ``"FSDP2"`` or ``"DeepSpeed"``.
+        wrapper: The module that reduces gradients.
+        parameters: The parameters that require a gradient, by canonical name.
+        group: The process group whose ranks are compared; each of them is a worker.
+        device: Where the gradients live.
+        optimizer: The optimizer, where the wrapper holds it.
+        replica: Workers with equal numbers hold the same parameters; None when each parameter has
+            one owner.
+    """
+
+    kind: str
+    wrapper: nn.Module
+    parameters: dict[str, Tensor]
+    group: dist.ProcessGroup
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    replica: int | None = 0
+
+    @property
+    def module(self) -> nn.Module:
+        """The model inside the wrapper; under FSDP2, where a layer may be called so, the same."""
+        if self.kind == "FSDP2":
+            return self.wrapper
+        inner = getattr(self.wrapper, "module", None)
+        return inner if isinstance(inner, nn.Module) else self.wrapper
+
+    def reduces(self) -> Callable[[Tensor], bool] | None:
+        """Return what tells whether the wrapper reduces a parameter's gradient; None if of all.
+
+        DDP reduces none of a parameter that was frozen when it was wrapped. Which those were it
+        does not keep: what is frozen now counts. One that it reduces all the same is equal on all
+        workers, and then nothing is said of it.
+        """
+        if not isinstance(self.wrapper, DistributedDataParallel):
+            return None
+        kept = self.wrapper._module_parameters
+        known = {id(parameter) for parameter in kept if parameter.requires_grad}
+        return lambda parameter: id(parameter) in known
+
+    def make_tap(
+        self,
+        sketcher: Sketcher,
+        guarded: Guarded,
+        reduced: ReadReduced,
+        observer: GradientObserver,
+        shadowed: Callable[[], None],
+    ) -> GradientTap:
+        """Return a tap that reads this model's local gradients from now on."""
+        wrapper, parameters = self.wrapper, self.parameters
+        if isinstance(wrapper, DistributedDataParallel):
+            return DDPTap(
+                wrapper,
+                parameters,
+                sketcher,
+                guarded,
+                reduced=reduced,
+                observer=observer,
+                shadowed=shadowed,
+            )
+        if is_deepspeed(wrapper):
+            return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
+        return FSDP2Tap(wrapper, parameters, sketcher, guarded, reduced=reduced, observer=observer)
+
+
+def find_wrapper(model: nn.Module) -> Wrapped:
+    """Return how a model is wrapped.
+
+    Args:
+        model: What the training calls: a DDP or FSDP2 model, compiled or not, or a DeepSpeed
+            engine.
+
+    Raises:
+        UnsupportedError: It goes data parallel in a way that cannot be watched, or not at all.
+    """
+    inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
+    if isinstance(inner, DistributedDataParallel):
+        _check_ddp(inner)
+        parameters = _trained(inner)
+        device = next(iter(parameters.values()), next(inner.parameters())).device
+        return Wrapped("DDP", inner, parameters, inner.process_group, device)
+    if isinstance(inner, FullyShardedDataParallel):
+        raise UnsupportedError(
+            "watch() expected DDP or FSDP2, got FSDP1, whose flat parameters hide the local "
+            "gradient of a layer; move to torch.distributed.fsdp.fully_shard"
+        )
+    if is_deepspeed(inner):
+        return _find_deepspeed(inner)
+    if is_fsdp2(inner):
+        parameters, group = fsdp2_parameters(inner), fsdp2_process_group(inner)
+        device, replica = fsdp2_device(inner), fsdp2_replica(inner)
+        return Wrapped("FSDP2", inner, parameters, group, device, replica=replica)
+    raise UnsupportedError(
+        "watch() expected a model wrapped in DistributedDataParallel or fully_shard, or a "
+        f"DeepSpeed engine, got {type(inner).__name__}; pass what the training calls, after "
+        "wrapping"
+    )
+
+
+def is_training(model: nn.Module) -> bool:
+    """Return whether a forward pass belongs to the training.
+
+    After an evaluation, Lightning puts the module back into training mode, but not its wrapper.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    inner = None if model.training else getattr(model, "module", None)
+    return model.training or (isinstance(inner, nn.Module) and inner.training)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a model is compiled: hooks inside it would break its graph."""
+    in_place = getattr(model, "_compiled_call_impl", None) is not None  # Module.compile
+    return in_place or hasattr(model, "_orig_mod")
+
+
+def tell_if_wrapped_anew(module: nn.Module, wrapper: nn.Module) -> bool:
+    """Return whether a forward pass that has just begun comes from a newer wrapper, and say so.
+
+    Args:
+        module: What begins, under DDP or in a DeepSpeed engine until now.
+        wrapper: What it was watched in.
+    """
+    running = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    others = () if running is None or running is wrapper else running.modules()
+    anew = isinstance(module, FSDPModule) or any(part is module for part in others)
+    if anew:
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        level = logging.WARNING if first else logging.INFO
+        _log.log(level, "the model was wrapped anew; this run ends here: watch the new wrapper")
+    return anew
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that does the steps, out of wrappers that only pass calls on.
+
+    Accelerate's wrapper is an ``Optimizer`` that was never made one: it takes no hooks. None when
+    it wraps something else, such as DeepSpeed's.
+    """
+    while isinstance(optimizer, torch.optim.Optimizer):
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+    return None
+
+
+def has_closure(args: Any, kwargs: Any) -> bool:
+    """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
+    given = (*args[1:], *kwargs.values())
+    return bool(given) and any(map(callable, given))
+
+
+def _find_deepspeed(engine: Any) -> Wrapped:
+    parameters = {
+        canonical_name(name): parameter
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+    group = deepspeed_process_group(engine)
+    optimizer = engine.basic_optimizer
+    replica = 0 if engine.zero_optimization_stage() < 3 else None
+    return Wrapped("DeepSpeed", engine, parameters, group, engine.device, optimizer, replica)
+
+
+def _check_ddp(ddp: DistributedDataParallel) -> None:
+    if ddp._use_python_reducer:
+        raise UnsupportedError(
+            "watch() expected DDP's own reducer, got optimize_ddp='python_reducer', under which "
+            "hooks see gradients that are averaged already; leave "
+            "torch._dynamo.config.optimize_ddp at its default"
+        )
+    if ddp.mixed_precision is not None:
+        raise UnsupportedError(
+            "watch() expected DDP without a precision of its own, got mixed_precision, under which "
+            "gradients change their type inside the backward pass; use torch.autocast"
+        )
+    if ddp._delay_all_reduce_params:
+        raise UnsupportedError(
+            "watch() expected all gradients in DDP's buckets, got delay_all_reduce_named_params, "
+            "which are reduced apart; leave it out"
+        )
+    devices = {parameter.device for parameter in _trained(ddp).values()}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            "watch() expected all parameters of a worker on one device, got "
+            f"{', '.join(sorted(map(str, devices)))}; a model that is split over devices cannot "
+            "be watched yet"
+        )
+
+
+def _trained(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    return {
+        canonical_name(name): parameter
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    }
