@@ -216,35 +216,35 @@ def masked(logits):
 
 
 @pytest.mark.parametrize(
-    ("make", "value", "factor"),
+    ("make", "value", "factor", "constant"),
     [
-        (mean, mean, None),
-        (lambda x: mean(x) / 4, mean, 0.25),
-        (lambda x: torch.tensor(1024.0) * (mean(x) / 3.0), mean, 1024 / 3),
-        (lambda x: (mean(x).double() * 2).view(1) * 3, mean, 6),
-        (lambda x: total(x) / 2, mean, None),
-        (lambda x: masked(x) / torch.tensor(2) / 4, mean, 0.25),
-        (lambda x: total(x) * 8 / 2, lambda x: mean(x) * 8, None),
-        (lambda x: total(x) / 2 * 8, mean, 8),
-        (lambda x: total(x) * 8, total, 8),
-        (lambda x: mean(x) + x.square().mean(), lambda x: mean(x) + x.square().mean(), None),
-        (lambda x: mean(x) * x.mean(), lambda x: mean(x) * x.mean(), None),
-        (lambda x: -mean(x), lambda x: -mean(x), None),
+        (mean, mean, None, None),
+        (lambda x: mean(x) / 4, mean, 0.25, None),
+        (lambda x: torch.tensor(1024.0) * (mean(x) / 3.0), mean, 1024 / 3, None),
+        (lambda x: (mean(x).double() * 2).view(1) * 3, mean, 6, None),
+        (lambda x: total(x) / 2, total, 0.5, 0.5),
+        (lambda x: torch.tensor(1024.0) * total(x) / 2, total, 512, 0.5),
+        (lambda x: masked(x) / torch.tensor(2) / 4, masked, 0.125, 0.125),
+        (total, total, None, 1.0),
+        (lambda x: mean(x) + x.square().mean(), lambda x: mean(x) + x.square().mean(), None, 1.0),
+        (lambda x: mean(x) * x.mean(), lambda x: mean(x) * x.mean(), None, 1.0),
+        (lambda x: -mean(x), lambda x: -mean(x), None, 1.0),
     ],
 )
-def test_what_scales_a_loss_is_undone(make, value, factor):
+def test_what_scales_a_loss_is_read_from_its_graph(make, value, factor, constant):
     logits = LOGITS.clone().requires_grad_()
-    loss, found = unscaled(make(logits), {})
+    loss, found, found_constant = unscaled(make(logits), {})
     assert (None if found is None else pytest.approx(float(found))) == factor
+    assert found_constant == constant
     expected = value(logits).detach().item()
     assert loss.detach().item() / float(found or 1) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_loss_that_the_model_returned_is_taken_as_it_is():
     loss = mean(LOGITS.clone().requires_grad_())
-    found, factor = unscaled(torch.tensor(8.0) * loss / 3, {loss.grad_fn: loss})
+    found, factor, constant = unscaled(torch.tensor(8.0) * loss / 3, {loss.grad_fn: loss})
     assert found is loss
-    assert factor is None
+    assert (factor, constant) == (None, None)
 
 
 class Wrapping(torch.optim.Optimizer):

@@ -9,6 +9,7 @@ is declined with one line in the log.
 """
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -25,7 +26,7 @@ from rankscope.capture.labels import (
     labels_in,
     own,
 )
-from rankscope.capture.loss_form import read_form
+from rankscope.capture.loss_form import is_mean, read_form
 from rankscope.capture.passes import hook_gradient
 from rankscope.errors import UsageError
 
@@ -33,12 +34,23 @@ _log = logging.getLogger("rankscope")
 
 
 class MicroBatchLoss(NamedTuple):
-    """Losses of one micro-batch ``[U]``, their weights ``[U]`` if known, and its forward pass."""
+    """Losses of one micro-batch.
+
+    Attributes:
+        values: One or more ``[U]``.
+        weights: Label tokens behind each ``[U]``, None if unknown.
+        multiplier: Sees what they are multiplied by before backward.
+        forward: Number of the forward pass.
+        constant: None where they are known to be means, or the user's own. Else the constant in
+            the multiplier of which only one over the number of micro-batches can be told from the
+            loss itself; NaN: all of the multiplier.
+    """
 
     values: Numbers
     weights: Numbers | None
     multiplier: "_Multiplier | None" = None
     forward: int = 0
+    constant: float | None = None
 
 
 class _Multiplier:
@@ -99,6 +111,7 @@ class LossMeter:
         forward: int = 0,
         *,
         factor: Tensor | float | None = None,
+        constant: float | None = None,
         spare: bool = False,
     ) -> None:
         """Take the loss of a micro-batch.
@@ -109,6 +122,7 @@ class LossMeter:
             forward: Number of the forward pass that it comes from.
             factor: What ``value`` was multiplied by already, a scalar; it is taken out of what is
                 recorded, and counts as a part of what the loss was multiplied by.
+            constant: See :class:`MicroBatchLoss`.
             spare: Whether it only counts when backward did not pass through the losses that were
                 seen in the model's outputs.
 
@@ -138,7 +152,7 @@ class LossMeter:
                     f"{values.numel()} losses"
                 )
         copy = None if weights is None else HostCopy(weights)
-        taken = MicroBatchLoss(HostCopy(values), copy, multiplier, forward)
+        taken = MicroBatchLoss(HostCopy(values), copy, multiplier, forward, constant)
         (self._spare if spare else self._given).append(taken)
 
     def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
@@ -162,13 +176,14 @@ class LossMeter:
         weights = count_label_tokens(kwargs, shifted=self._shifted)
         values = _in_double(loss).reshape(1)
         unit = _unit(kwargs.get("num_items_in_batch"), weights)
+        constant = None if unit is not None else _constant_of(loss)
         if unit is not None and self._is_own_mean(loss, weights, kwargs["num_items_in_batch"]):
             unit = None
         if unit is not None:
             values = _taken_out(unit, values)
         copy = None if weights is None else HostCopy(weights)
         multiplier = _multiplier(loss, unit)
-        self._seen.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward))
+        self._seen.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward, constant))
 
     def _see_on_host(self, loss: Tensor, kwargs: Mapping[str, Any], forward: int) -> None:
         """Take a loss that can be read at once."""
@@ -181,7 +196,8 @@ class LossMeter:
             counted = count_label_tokens(kwargs, shifted=self._shifted)
             weights = None if counted is None else HostCopy(counted, own=True)
         values, multiplier = OnHost(np.array([loss.item()])), _multiplier(loss)
-        self._seen.append(MicroBatchLoss(values, weights, multiplier, forward))
+        constant = _constant_of(loss)
+        self._seen.append(MicroBatchLoss(values, weights, multiplier, forward, constant))
 
     @property
     def num_given(self) -> tuple[int, int]:
@@ -295,6 +311,10 @@ def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
         and tensor.layout is torch.strided
         and tensor.is_floating_point()
     )
+
+
+def _constant_of(loss: Tensor) -> float | None:
+    return None if is_mean(loss) else math.nan
 
 
 def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:

@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 
 _MOST_NODES = 48
 _SAVED = ("_saved_other", "_saved_self")
+PASSING = ("ToCopyBackward", "CloneBackward", "ViewBackward", "AliasBackward", "SqueezeBackward")
+"""Operators that leave a number what it is."""
+
 _MEAN = 1  # of torch's reductions: 0 none, 1 mean, 2 sum
 
 
@@ -61,7 +64,7 @@ def read_form(
     divided = mean = workers = False
     for node in _nodes_before(loss):
         kind = type(node).__name__
-        mean |= kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+        mean |= is_mean_node(node)
         numbers = [float(n) for n in (_number(node, name) for name in _SAVED) if n is not None]
         if kind.startswith("DivBackward"):
             divided |= any(_is(number, count) for number in numbers)
@@ -70,6 +73,20 @@ def read_form(
             divided |= any(_is(number, 1 / count) for number in numbers if count)
             workers |= num_workers > 1 and any(_is(number, num_workers) for number in numbers)
     return LossForm(divided, workers) if divided or mean else None
+
+
+def is_mean(loss: Tensor) -> bool:
+    """Return whether a loss is a mean of its own terms, as far as autograd shows it."""
+    node: Any = loss.grad_fn
+    while node is not None and type(node).__name__.startswith(PASSING):
+        node = node.next_functions[0][0]
+    return is_mean_node(node)
+
+
+def is_mean_node(node: Any) -> bool:
+    """Return whether an operator takes a mean."""
+    kind = type(node).__name__
+    return kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
 
 
 def _nodes_before(loss: Tensor) -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """The loss of a script whose model does not return it: what ``backward`` is called on.
 
-Nothing of torch's is in a better place to know it. What scales a loss just before ``backward``
-(a gradient scaler, the number of micro-batches) is taken out again, as far as autograd has kept it.
+Nothing of torch's is in a better place to know it. A gradient scaler's factor is taken out again,
+one over the number of micro-batches as well, and any constant before a mean. Other constants stay:
+they may make a loss of what is a sum.
 """
 
 import logging
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.capture.foreign import ForeignHook
+from rankscope.capture.loss_form import PASSING, is_mean, is_mean_node
 from rankscope.capture.passes import tensors_in
 
 if TYPE_CHECKING:
@@ -25,8 +27,6 @@ _log = logging.getLogger("rankscope")
 
 _MOST_NODES = 1000
 _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numbers
-_PASSING = ("ToCopyBackward", "CloneBackward", "ViewBackward", "AliasBackward", "SqueezeBackward")
-_SUM = 2  # of torch's reductions: 0 none, 1 mean, 2 sum
 
 
 class BackwardLoss:
@@ -103,8 +103,8 @@ class BackwardLoss:
                 torch.stack([loss.detach().sum() for loss in losses]).sum(), spare=True
             )
             return
-        loss, factor = unscaled(losses[0], self._outputs)
-        self._scope.loss(loss, factor=factor, spare=True)
+        loss, factor, constant = unscaled(losses[0], self._outputs)
+        self._scope.loss(loss, factor=factor, constant=constant, spare=True)
 
     def _reaches_model(self, root: Tensor) -> bool:
         waiting: deque[Any] = deque([root.grad_fn])
@@ -143,43 +143,41 @@ class SeenFromBelow:
 
 def unscaled(
     root: Tensor, outputs: dict[Any, Tensor | None]
-) -> tuple[Tensor, Tensor | float | None]:
+) -> tuple[Tensor, Tensor | float | None, float | None]:
     """Return the loss behind what ``backward`` is called on.
-
-    Undone are constant factors, and divisions by a number such as that of the micro-batches, but
-    not the division that makes a sum over tokens or samples a mean.
 
     Args:
         root: What ``backward`` is called on, a scalar.
         outputs: What the model returned: scalars by the node of the graph that they come from.
 
     Returns:
-        The loss and what it was multiplied by; None if by nothing, or when the loss is at hand
-        without that.
+        The loss; what it was multiplied by, None if by nothing, or when the loss is at hand
+        without that; and the constant in this of which it is not known whether it belongs to the
+        loss, None behind a mean, NaN where only the backward pass shows it.
     """
-    factors: list[Tensor | float] = []
+    constant, scaler = 1.0, []
     node: Any = root.grad_fn
     while node is not None:
         output = outputs.get(node)
         if output is not None:
-            return output, None
+            return output, None, None if is_mean(output) else math.nan
         step = _constant(node)
         if step is None:
             break
         factor, node = step
-        factors.append(factor)
-    if node is not None and _is_sum(node):
-        divisions = [i for i, f in enumerate(factors) if isinstance(f, float) and abs(f) < 1]
-        factors = factors[: divisions[-1]] if divisions else factors
-    wanted = [factor for factor in factors if isinstance(factor, Tensor) or factor != 1]
-    return root, math.prod(wanted) if wanted else None
+        if isinstance(factor, Tensor):
+            scaler.append(factor)
+        else:
+            constant *= factor
+    whole = math.prod(scaler, start=constant) if scaler or constant != 1 else None
+    return root, whole, None if is_mean_node(node) else constant
 
 
 def _constant(node: Any) -> tuple[Tensor | float, Any] | None:
     """Return what an operator multiplies a loss by, and what comes before it; else None."""
     name = type(node).__name__
     before = [function for function, _ in node.next_functions]
-    if name.startswith(_PASSING):
+    if name.startswith(PASSING):
         return 1.0, before[0]
     if name.startswith("DivBackward") and before[1:] == [None]:
         number = _number(node._saved_other)
@@ -198,8 +196,3 @@ def _number(saved: Tensor) -> float | None:
     """Return the number that a tensor of autograd's holds, if it is one of Python's."""
     plain = saved.dim() == 0 and saved.device.type == "cpu" and saved.dtype in _NUMBERS
     return float(saved) if plain else None
-
-
-def _is_sum(node: Any) -> bool:
-    name = type(node).__name__
-    return name.startswith("SumBackward") or getattr(node, "_saved_reduction", None) == _SUM

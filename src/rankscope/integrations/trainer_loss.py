@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,7 +54,8 @@ class TrainerLoss:
     def _give(self, loss: Any, inputs: Mapping[str, Any], num_items: Any) -> None:
         try:
             weight, factor = self._weight_and_factor(loss, inputs, num_items)
-            self._scope.loss(loss, weight, factor=factor, spare=True)
+            constant = None if self._form is not None else math.nan
+            self._scope.loss(loss, weight, factor=factor, constant=constant, spare=True)
         except Exception:
             _log.debug("a loss of the trainer could not be read", exc_info=True)
 

@@ -89,10 +89,18 @@ class StepCollector:
         return self._tap.reduced_copies
 
     def give_loss(
-        self, value: Any, weight: Any, *, factor: Any = None, spare: bool = False
+        self,
+        value: Any,
+        weight: Any,
+        *,
+        factor: Any = None,
+        constant: float | None = None,
+        spare: bool = False,
     ) -> None:
         """Take the loss of a micro-batch from the user."""
-        self._losses.give(value, weight, self._passes.current, factor=factor, spare=spare)
+        self._losses.give(
+            value, weight, self._passes.current, factor=factor, constant=constant, spare=spare
+        )
 
     def give_samples(self, samples: Any) -> None:
         """Take the identity of the next forward pass's samples from the user."""

@@ -1,6 +1,7 @@
 """One worker's step, as capture has collected it, and how it becomes a message."""
 
 import json
+import math
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from rankscope.core.arrays import Ints
 from rankscope.core.trace import Trace
 
 _DOUBLE = 8  # bytes
+_LEAST_SCALER = 1024.0
 _NAN = np.full(1, np.nan).tobytes()
 
 
@@ -88,13 +90,11 @@ class LocalStep:
             names["items"] = [[items, kinds, list(state.names)]]
         parts: dict[str, Content] = {
             "slots": pack_values(values),
-            **_losses(self.losses),
+            **_losses(self.losses, self.multipliers),
             "samples_B": b"".join([_packed(each, np.int64) for each in self.samples]),
             "digests_D": state.digests_D.tobytes(),
             "unchanged_D": state.unchanged_D.tobytes(),
         }
-        if self.multipliers is not None:
-            parts["multipliers_M"] = _packed(self.multipliers)
         if self.gradient is not None and gradient:
             parts |= self.gradient.parts()
         if trace is not None:
@@ -109,9 +109,41 @@ def _packed(numbers: Numbers | NDArray[Any], dtype: type[np.generic] = np.float6
     return array.astype(dtype, copy=False).tobytes()
 
 
-def _losses(collected: Sequence[MicroBatchLoss]) -> dict[str, Content]:
+def _losses(collected: Sequence[MicroBatchLoss], multipliers: Numbers | None) -> dict[str, Content]:
     """Return losses and weights, one micro-batch after the other, and how many each has."""
-    losses = [_packed(micro.values) for micro in collected]
+    if multipliers is not None and any([micro.constant is not None for micro in collected]):
+        return _trained_losses(collected, multipliers.numpy())
+    parts = _loss_parts(collected, [_packed(micro.values) for micro in collected])
+    if multipliers is not None:
+        parts["multipliers_M"] = _packed(multipliers)
+    return parts
+
+
+def _trained_losses(
+    collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any]
+) -> dict[str, Content]:
+    """Return losses of unknown make, as backward was called on them.
+
+    One over the number of micro-batches makes their sum a mean. Any other constant may belong to
+    the loss (a sum over terms or tokens, divided by their number), or not. So it stays in: then
+    the mean over micro-batches is the sum of what backward was called on. A large factor is a
+    gradient scaler's, which is no part of it.
+    """
+    count = len(collected)
+    losses, multipliers = [], np.array(multipliers_M, np.float64)
+    for number, micro in enumerate(collected):
+        values: NDArray[Any] = micro.values.numpy()
+        constant = micro.constant
+        if constant is not None:
+            share = count * (float(multipliers[number]) if math.isnan(constant) else constant)
+            if share and abs(share) < _LEAST_SCALER and not math.isclose(share, 1, rel_tol=1e-3):
+                values = values * share
+                multipliers[number] /= share
+        losses.append(_packed(values))
+    return {**_loss_parts(collected, losses), "multipliers_M": multipliers.tobytes()}
+
+
+def _loss_parts(collected: Sequence[MicroBatchLoss], losses: list[bytes]) -> dict[str, Content]:
     units = array("q", [len(each) // _DOUBLE for each in losses])
     weights = [
         _NAN * count if micro.weights is None else _packed(micro.weights)

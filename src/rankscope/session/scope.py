@@ -139,6 +139,7 @@ class Scope:
         weight: Tensor | float | None = None,
         *,
         factor: Tensor | float | None = None,
+        constant: float | None = None,
         spare: bool = False,
     ) -> None:
         """Give the local loss of a micro-batch, when the model's output has no ``.loss``.
@@ -150,10 +151,14 @@ class Scope:
             factor: What ``value`` is over the loss per label token, where the training has scaled
                 it already: ``W·n/N`` for a sum over n tokens that was divided by the N tokens of
                 all W workers and multiplied by W.
+            constant: For a loss of unknown make, the constant in ``factor`` (NaN: all of it), which
+                is only taken out if it is one over the number of micro-batches. None: ``factor``
+                is certain.
             spare: Whether this loss only counts when the backward pass does not go through the
                 ``.loss`` of the model's output.
         """
-        self._guard(partial(self._collector.give_loss, factor=factor, spare=spare), value, weight)
+        give = partial(self._collector.give_loss, factor=factor, constant=constant, spare=spare)
+        self._guard(give, value, weight)
 
     def batch(self, samples: Sequence[Any] | Tensor | Mapping[str, Any]) -> None:
         """Give the identity of the local batch's samples, in place of a digest of the inputs.
