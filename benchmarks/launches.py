@@ -153,7 +153,7 @@ class _Counted:
 
 
 class _Training:
-    """A model that trains, and the monitor's books, whose steps go nowhere."""
+    """A model that trains, and the monitor's collector, whose steps go nowhere."""
 
     def __init__(self, tensors: int, ddp: dict[str, Any], counting: _Counting) -> None:
         from rankscope.capture import ReadReduced
@@ -172,7 +172,7 @@ class _Training:
         options = Options(Tier.SKETCH, 1, WIDTH, "blocks", ReadReduced.SKETCH, None, 0)
         instruments = choose_instruments(find_wrapper(self.model), options)
         self._guard = Guard(fail)
-        self.books = StepCollector(instruments, self._optimizer, self._guard, lambda step: None)
+        self.collector = StepCollector(instruments, self._optimizer, self._guard, lambda step: None)
         for parameter in self.model.parameters():
             self._place(parameter)
 
@@ -182,27 +182,27 @@ class _Training:
         Args:
             moves: Whether gradients lie elsewhere than in the step before.
         """
-        books, optimizer = self.books, self._optimizer
+        collector, optimizer = self.collector, self._optimizer
         self._memory ^= moves
         ids = torch.randint(9, (2, 5))
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        self._watched(partial(books.begin_forward, self.model, (), given))
+        self._watched(partial(collector.begin_forward, self.model, (), given))
         self.counting.take()  # what belongs to the step before
         output = self.model(**given)
-        self._watched(partial(books.end_forward, self.model, (), given, output))
+        self._watched(partial(collector.end_forward, self.model, (), given, output))
         output["loss"].backward()
-        self._watched(books.begin_optimizer_step)
+        self._watched(collector.begin_optimizer_step)
         optimizer.step()
-        self._watched(partial(books.count_optimizer_step, optimizer))
+        self._watched(partial(collector.count_optimizer_step, optimizer))
         optimizer.zero_grad()
-        self._watched(books.close_step)
+        self._watched(collector.close_step)
         return self.counting.take()
 
     def repeat_turn(self) -> None:
         """Let the next step compare what the last one has compared."""
-        evidence: Any = self.books._evidence
+        evidence: Any = self.collector._evidence
         length = evidence._state._plan.length
-        self.books.step = -(-self.books.step // length) * length
+        self.collector.step = -(-self.collector.step // length) * length
 
     def _watched(self, work: Callable[[], None]) -> None:
         self._guard(work)
@@ -316,10 +316,10 @@ def _pretend(training: _Training) -> None:
     ):
         setattr(replaced, name, _Counted(getattr(replaced, name), training.counting))
     cpu = torch.device("cpu")
-    tap: Any = training.books._tap
+    tap: Any = training.collector._tap
     tap._sketcher._kernel = fused.TritonKernel(cpu, WIDTH, period_signs(0), num_processors=1)
     tap._sketcher._together.clear()
-    evidence: Any = training.books._evidence
+    evidence: Any = training.collector._evidence
     evidence._state._turns.clear()  # what was learnt of them is of the host
     reader = many.DeviceReader(cpu)
     for replaced, name, value in (

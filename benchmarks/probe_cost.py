@@ -26,24 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture import (
-    ReadReduced,
-    ddp,
-    exact_evidence,
-    handover,
-    loss,
-    optimizer,
-    passes,
-    rng,
-    samples,
-    sketch,
-    state_meter,
-)  # fmt: skip
+from rankscope.capture import ReadReduced, loss, optimizer, passes, samples, sketch, transfer
 from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.guard import Guard
+from rankscope.capture.state import exact_evidence, meter, rng
+from rankscope.capture.taps import ddp
 from rankscope.core.tiers import Tier
-from rankscope.session import collector as books
-from rankscope.session import local_step
+from rankscope.session import collector, local_step
 from rankscope.session.collector import StepCollector
 from rankscope.session.instruments import Options, choose_instruments
 from rankscope.session.local_step import LocalStep
@@ -51,10 +40,10 @@ from rankscope.session.wrapping import find_wrapper
 
 STEPS = 150
 MODELS = {"2 layers": (64, 2), "24 layers": (64, 24)}
-GRADIENTS = (ddp, sketch, handover)
+GRADIENTS = (ddp, sketch, transfer)
 """Modules that read gradients, and hand over what they have read."""
 
-BESIDE = (books, local_step, exact_evidence, loss, optimizer, passes, rng, samples, state_meter)
+BESIDE = (collector, local_step, exact_evidence, loss, optimizer, passes, rng, samples, meter)
 
 
 class TimedGuard(Guard):
@@ -125,7 +114,7 @@ def llama(hidden: int, layers: int) -> nn.Module:
 
 
 class Watched:
-    """A model under DDP with its optimizer and the monitor's books, whose steps go nowhere."""
+    """A model under DDP with its optimizer and the monitor's collector, whose steps go nowhere."""
 
     def __init__(self, hidden: int, layers: int, *, evidence: bool, reduced: str) -> None:
         self.model = DistributedDataParallel(llama(hidden, layers))
@@ -143,25 +132,25 @@ class Watched:
         instruments = choose_instruments(find_wrapper(self.model), options)
         self.guard = TimedGuard(_fail)
         known: set[int] = set()
-        self.books = StepCollector(
+        self.collector = StepCollector(
             instruments, self.optimizer, self.guard, lambda local: _pack(local, known)
         )
         self._hook()
 
     def _hook(self) -> None:
-        books, guard = self.books, self.guard
+        collector, guard = self.collector, self.guard
 
         def before(model: Any, args: Any, kwargs: Any) -> None:
-            guard(books.begin_forward, model, args, kwargs)
+            guard(collector.begin_forward, model, args, kwargs)
 
         def after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
-            guard(books.end_forward, model, args, kwargs, output)
+            guard(collector.end_forward, model, args, kwargs, output)
 
         self.model.register_forward_pre_hook(ForeignHook(before), with_kwargs=True)
         self.model.register_forward_hook(ForeignHook(after), with_kwargs=True)
-        self.optimizer.register_step_pre_hook(lambda *_: guard(books.begin_optimizer_step))
+        self.optimizer.register_step_pre_hook(lambda *_: guard(collector.begin_optimizer_step))
         self.optimizer.register_step_post_hook(
-            lambda *_: guard(books.count_optimizer_step, self.optimizer)
+            lambda *_: guard(collector.count_optimizer_step, self.optimizer)
         )
 
     def step(self, ids: Tensor) -> None:

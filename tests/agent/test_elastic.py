@@ -24,7 +24,7 @@ store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
 own = dist.PrefixStore(attempt, store)  # else gloo itself may find addresses of the first attempt
 rank, first = int(os.environ["RANK"]), attempt == "0"
 dist.init_process_group("gloo", store=own, rank=rank, world_size=2)
-meeting.default_store = lambda: store  # but the monitor gets what torchrun keeps over restarts
+rendezvous.default_store = lambda: store  # but the monitor gets what torchrun keeps over restarts
 model = DistributedDataParallel(nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scope = rankscope.watch(model, optimizer, run_dir=sys.argv[1], agent="process")

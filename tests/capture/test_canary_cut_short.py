@@ -53,11 +53,11 @@ def test_all_is_put_back_wherever_it_is_interrupted():
     model(x).backward()
     batch = capture_batch((x,), {}).plain()
     before = model.state()
-    with Cut(file="canary_") as count:
+    with Cut(file="/canary/") as count:
         result = run_batch(model, batch, CPU, seed=1)
     assert count.count > 500
     for at in range(0, count.count, STRIDE):
-        with Cut(at, file="canary_"), pytest.raises(KeyboardInterrupt):
+        with Cut(at, file="/canary/"), pytest.raises(KeyboardInterrupt):
             run_batch(model, batch, CPU, seed=1)
         assert model.state() == before, at
     assert run_batch(model, batch, CPU, seed=1).read() == result.read()

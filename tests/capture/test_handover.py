@@ -16,7 +16,7 @@ from rankscope.capture import (
     NormMeter,
     ReadReduced,
     Sketcher,
-    handover,
+    transfer,
 )
 from rankscope.capture.fold import fold
 from rankscope.core.groups import group_parameters
@@ -78,10 +78,10 @@ def process():
 def way(request, monkeypatch, process):
     """Hand over as on a CPU, as on any device, and as on one with a kernel of its own."""
     if request.param != "native":
-        monkeypatch.setattr(handover, "_is_compiled", lambda: False)
+        monkeypatch.setattr(transfer, "_is_compiled", lambda: False)
     if request.param == "triton":
-        monkeypatch.setattr(handover, "_launches_on", lambda tensor: True)
-        monkeypatch.setattr(handover, "launch", partial(launch_interpreted, process))
+        monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)
+        monkeypatch.setattr(transfer, "launch", partial(launch_interpreted, process))
 
 
 def norm(*tensors):
@@ -260,10 +260,10 @@ def test_the_precision_of_the_gradient_does_not_change_what_arrives(dtype):
 
 
 def test_a_kernel_that_fails_is_replaced_by_plain_torch_and_told_of_once(monkeypatch, caplog):
-    monkeypatch.setattr(handover, "_is_compiled", lambda: False)
-    monkeypatch.setattr(handover, "_launches_on", lambda tensor: True)
-    monkeypatch.setattr(handover._Launching, "possible", True)
-    monkeypatch.setattr(handover, "launch", None)  # to call it raises
+    monkeypatch.setattr(transfer, "_is_compiled", lambda: False)
+    monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)
+    monkeypatch.setattr(transfer._Launching, "possible", True)
+    monkeypatch.setattr(transfer, "launch", None)  # to call it raises
     gradient = make_gradient()
     with caplog.at_level("INFO", logger="rankscope"):
         for _ in range(2):
