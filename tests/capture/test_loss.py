@@ -1,3 +1,4 @@
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from rankscope.capture import LossMeter
 from rankscope.capture.loss import _Multiplier, count_label_tokens
 from rankscope.errors import UsageError
+from rankscope.integrations.backward_loss import unscaled
+from rankscope.session.local_step import _losses
 from support.collected import to_arrays
 
 
@@ -364,3 +367,40 @@ def test_a_loss_that_is_spread_over_ranks_is_declined_in_one_line(mesh, caplog, 
     assert meter.collect() == ([], None)
     [record] = caplog.records
     assert "scope.loss() the local loss" in record.message
+
+
+@pytest.mark.parametrize(
+    ("make", "micro", "value", "scale"),
+    [
+        (lambda x: x.exp().mean(), 2, math.exp(1.5), 2.0),  # a mean: the divisor is missing
+        (lambda x: x.exp().sum() / 3, 1, math.exp(1.5), 1.0),
+        (lambda x: x.exp().sum() * 2 / 5, 1, 3 * math.exp(1.5) * 2 / 5, 1.0),
+        (lambda x: x.exp().sum() / 6, 2, math.exp(1.5), 1.0),
+        (lambda x: x.exp().sum() / 2 * 65536, 2, 3 * math.exp(1.5), 65536.0),
+    ],
+    ids=["mean", "sum over its terms", "sum over all tokens", "its share of all", "scaled"],
+)
+def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(make, micro, value, scale):
+    meter = LossMeter(shifted=False)
+    for forward in range(micro):
+        x = torch.full((3,), 1.5, requires_grad=True)
+        root = make(x)
+        loss, factor, constant = unscaled(root, {})
+        meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
+        root.backward()
+    parts = _losses(*meter.collect())
+    losses = np.frombuffer(parts["losses_U"])
+    assert losses.tolist() == [pytest.approx(value)] * micro
+    assert np.frombuffer(parts["multipliers_M"]).sum() == pytest.approx(scale)
+
+
+def test_what_a_model_returned_is_its_loss_only_if_it_is_a_mean():
+    for make, value, scale in ((torch.mean, 0.5, 1 / 6), (torch.sum, 1 / 6, 1.0)):
+        x = torch.full((2,), 0.5, requires_grad=True)
+        meter = LossMeter(shifted=False)
+        loss = make(x)
+        meter.see({"loss": loss}, {})
+        (loss / 6).backward()  # as over six terms
+        parts = _losses(*meter.collect())
+        assert np.frombuffer(parts["losses_U"]).tolist() == [pytest.approx(value)]
+        assert np.frombuffer(parts["multipliers_M"]).tolist() == [pytest.approx(scale)]

@@ -14,7 +14,7 @@ MICRO, OWN, ITEMS = 4, 3, 10
 class Taking:
     """A scope that keeps what it is given."""
 
-    def loss(self, value, weight=None, *, factor=None, spare=False):
+    def loss(self, value, weight=None, *, factor=None, constant=None, spare=False):
         self.weight, self.factor = weight, factor
 
 

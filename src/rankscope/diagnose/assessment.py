@@ -97,7 +97,15 @@ def measure(run: Run) -> Values:
         **_cost(run),
         "loss_first": _defined(finite_mean(measured[:_ENDS])),
         "loss_last": _defined(finite_mean(measured[-_ENDS:])),
+        "loss_per_token": _has_tokens(run),
     }
+
+
+def _has_tokens(run: Run) -> bool:
+    """Return whether label tokens were counted: other numbers than those of the samples."""
+    seen = run.overviews("loss_weight", "num_samples")
+    weights_BW, samples_BW = seen["loss_weight"].mean_BW, seen["num_samples"].mean_BW
+    return bool((np.isfinite(weights_BW) & (weights_BW != samples_BW)).any())
 
 
 def _cost(run: Run) -> Values:

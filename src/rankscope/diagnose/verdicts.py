@@ -240,8 +240,9 @@ def _say_metrics(values: Values) -> str:
         return "Dispersion and direction compare workers, so they are not defined for one."
     parts = []
     if values["loss_std"] is not None:
+        unit = " nats/token" if values.get("loss_per_token") else ""
         parts.append(
-            f"losses differ by {short(values['loss_std'])} nats/token (std over workers, "
+            f"losses differ by {short(values['loss_std'])}{unit} (std over workers, "
             f"{short(values['loss_range'])} from lowest to highest)"
         )
     if values["grad_norm_std"] is not None:

@@ -111,7 +111,7 @@ def _packed(numbers: Numbers | NDArray[Any], dtype: type[np.generic] = np.float6
 
 def _losses(collected: Sequence[MicroBatchLoss], multipliers: Numbers | None) -> dict[str, Content]:
     """Return losses and weights, one micro-batch after the other, and how many each has."""
-    if multipliers is not None and any([micro.constant is not None for micro in collected]):
+    if multipliers is not None and any(micro.constant is not None for micro in collected):
         return _trained_losses(collected, multipliers.numpy())
     parts = _loss_parts(collected, [_packed(micro.values) for micro in collected])
     if multipliers is not None:

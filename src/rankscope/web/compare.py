@@ -18,7 +18,7 @@ from rankscope.web import bins, series
 from rankscope.web.document import spec_of
 from rankscope.web.parts import Spec, Tables, Width, column, finish, rate_domain, step_axis, tip
 from rankscope.web.series import Row
-from rankscope.web.titles import TITLES
+from rankscope.web.titles import titles_of
 from rankscope.web.words import finding_view, tiles, title_of
 
 METRICS = (
@@ -73,7 +73,8 @@ class CompareView:
     @property
     def titles(self) -> Mapping[str, tuple[str, str]]:
         """Title and unit of each figure, by name."""
-        return TITLES
+        known = [side.assessment.values.get("loss_per_token") for side in self.sides]
+        return titles_of({"loss_per_token": all(known)})
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -14,7 +14,7 @@ from rankscope.record import Run
 from rankscope.web.document import render, write_text
 from rankscope.web.parts import Spec, Tables
 from rankscope.web.run_figures import MAP_FIGURES, Source, read_source, run_figures
-from rankscope.web.titles import TITLES
+from rankscope.web.titles import titles_of
 from rankscope.web.words import anchors, facts, finding_view, tiles, title_of
 
 MAX_CHIPS = 64
@@ -55,7 +55,7 @@ class RunView:
     @property
     def titles(self) -> Mapping[str, tuple[str, str]]:
         """Title and unit of each figure, by name."""
-        return TITLES
+        return titles_of(self.assessment.values)
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -13,7 +13,6 @@ from rankscope.web.document import png_of, write_bytes
 from rankscope.web.page import RunView, run_view
 from rankscope.web.parts import Spec, Tables
 from rankscope.web.timeline import ROW
-from rankscope.web.titles import TITLES
 
 WIDTH = 1090
 """Pixels of a figure as wide as its sheet; files have twice as many."""
@@ -63,7 +62,8 @@ def write_run_pictures(run: Run, assessment: Assessment, folder: Path) -> list[P
 
 def _sheet(view: RunView, specs: Mapping[str, Spec], rows: Sequence[Sequence[str]]) -> Spec:
     """Return the figures of a sheet as one specification."""
-    panels = [[_panel(specs[name], name, len(row)) for name in row] for row in rows]
+    titles = view.titles
+    panels = [[_panel(specs[name], titles[name], name, len(row)) for name in row] for row in rows]
     parameters = [one for row in panels for panel in row for one in panel.pop("params", ())]
     facts = [f"{view.severity.capitalize()} · {view.title}", *_counts(view)]
     return {
@@ -87,9 +87,9 @@ def _counts(view: RunView) -> list[str]:
     return [f"{view.num_workers:,} workers", f"{view.num_steps:,} steps"]
 
 
-def _panel(spec: Spec, name: str, in_row: int) -> Spec:
+def _panel(spec: Spec, words_of: tuple[str, str], name: str, in_row: int) -> Spec:
     """Return a figure as part of a sheet: with a width, its title, and parameters of its own."""
-    title, unit = TITLES[name]
+    title, unit = words_of
     own = _with_own_names(spec, name)
     own.pop("usermeta", None)
     if own.get("width") == "container":

@@ -18,6 +18,7 @@ from rankscope.web import bins, cost_figures, figures, groups, maps, series, wor
 from rankscope.web.parts import Spec, Tables
 from rankscope.web.series import Row
 from rankscope.web.timeline import MAX_ROWS, timeline, timeline_rows
+from rankscope.web.titles import TOKENS
 from rankscope.web.words import number, ranks_in_words
 
 WORKER_FIGURES = (
@@ -108,7 +109,7 @@ def run_figures(
     return (
         _timeline_figure(source, findings, notes)
         | _loss_figure(source)
-        | _metric_figures(source, notes)
+        | _metric_figures(source, assessment, notes)
         | _map_figures(source, notes)
         | _worker_figures(source, notes)
         | _heatmap_figure(source, notes)
@@ -144,7 +145,10 @@ def _loss_figure(source: Source) -> dict[str, Spec]:
     return {"loss": figures.averaged_loss(source.tables, mean, bins.band(view))}
 
 
-def _metric_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
+def _metric_figures(
+    source: Source, assessment: Assessment, notes: dict[str, str]
+) -> dict[str, Spec]:
+    per_token = assessment.values.get("loss_per_token")
     nulls = {
         "loss_std": _curve(source, "loss_std_expected"),
         "grad_norm_std": series.curve(*expected_norm_stds(source.run)),
@@ -157,7 +161,7 @@ def _metric_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
         points = _curve(source, name, observed=name != "loss_std")
         if not _known(points):
             continue
-        unit = "nats per token" if name == "loss_std" else ""
+        unit = TOKENS if name == "loss_std" and per_token else ""
         specs[name] = figures.metric(source.tables, points, unit, expected=nulls[name])
     return specs
 

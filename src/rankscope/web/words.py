@@ -12,6 +12,7 @@ from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.rules import RULES, count, name_ranks, page_of
 from rankscope.record import Run
+from rankscope.web.titles import TOKENS
 
 UNKNOWN = "–"
 SIGNS = {"healthy": "●", "note": "○", "warning": "▲", "error": "◆"}
@@ -88,10 +89,11 @@ def coverage_in_words(values: Values) -> str:
 def tiles(values: Values) -> list[dict[str, str]]:
     """Return the key numbers of a run: label, value, note, and the share of a full bar if any."""
     first, last = values.get("loss_first"), values.get("loss_last")
+    unit = TOKENS if values.get("loss_per_token") else "mean over the workers"
     batch: Any = values.get("effective_batch")
     batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
     cells = (
-        ("Averaged loss", f"{number(first, 2)} → {number(last, 2)}", "nats per token"),
+        ("Averaged loss", f"{number(first, 2)} → {number(last, 2)}", unit),
         ("Loss dispersion", number(values.get("loss_std")), ratio_in_words(values)),
         (
             "Gradient-norm dispersion",
