@@ -213,6 +213,10 @@ def _losses(
         own, own_weights = np.full(count, np.nan), np.full(count, np.nan)
         if count:
             whole = _loss_values(message.losses_U, message.weights_U)
+            if count > 1 and len(message.multipliers_M) == count:
+                whole["loss"], whole["loss_sem"] = weighted_mean_and_sem(
+                    message.losses_U, _trained_weights(message)
+                )
             _fill(workers, rank, whole)
             ends = np.cumsum(message.units_M)
             for micro, (begin, end) in enumerate(zip(ends - message.units_M, ends, strict=True)):
@@ -232,6 +236,21 @@ def _losses(
 def _loss_values(losses_U: Floats, weights_U: Floats) -> dict[str, float]:
     loss, sem = weighted_mean_and_sem(losses_U, weights_U)
     return {"loss": loss, "loss_sem": sem, "loss_weight": float(weights_U.sum())}
+
+
+def _trained_weights(message: StepMessage) -> Floats:
+    """Return how much each unit of a loss counts in what is trained on ``[U]``.
+
+    A micro-batch counts as much as its loss was multiplied by before backward, whatever its tokens;
+    units of one micro-batch count by their tokens.
+    """
+    micro_U = np.repeat(np.arange(len(message.units_M)), message.units_M)
+    known = np.isfinite(message.weights_U).all()
+    tokens_U = message.weights_U if known else np.ones(len(micro_U))
+    tokens_M = np.bincount(micro_U, tokens_U, len(message.units_M))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        weights_U: Floats = tokens_U * (np.abs(message.multipliers_M) / tokens_M)[micro_U]
+    return np.where(tokens_U > 0, weights_U, 0.0)
 
 
 def _beside(values_M: Floats, count: int) -> Floats:

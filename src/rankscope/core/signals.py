@@ -105,7 +105,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("step", _INT, "", _KEY, _NONE, "backward passes that synchronised gradients, from 0"),
         ("time", _FLOAT, "s", _KEY, _NONE, "Unix time at which rank 0 gathered the step"),
         ("observed", _BOOL, "", _KEY, _NONE, "whether gradients were measured in this step"),
-        ("loss_mean", _FLOAT, "nats/token", _DERIVED, _NONE, "mean of the workers' losses: what dashboards show"),
+        ("loss_mean", _FLOAT, "nats/token", _DERIVED, _NONE, "mean of the workers' losses, each weighted as in the reduction: what dashboards show"),
         ("loss_std", _FLOAT, "nats/token", _DERIVED, _BOTH, "loss dispersion: population std over workers"),
         ("loss_range", _FLOAT, "nats/token", _DERIVED, _BOTH, "largest minus smallest loss over workers"),
         ("loss_std_expected", _FLOAT, "nats/token", _DERIVED, _NONE, "loss std that sampling alone would give, from the spread within workers"),

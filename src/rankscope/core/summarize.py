@@ -22,6 +22,7 @@ from rankscope.core.dispersion import mean_and_std, value_range
 from rankscope.core.nulls import expected_std
 from rankscope.core.signals import Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.core.weighting import follow_tokens
 
 _STEPS = tuple(signal.name for signal in signals(Table.STEPS, Source.DERIVED))
 _ALL_STEPS = set(_STEPS)
@@ -68,6 +69,9 @@ def _dispersions(gathered: GatheredStep) -> dict[str, float]:
     workers = gathered.workers
     losses_W, overheads_W = workers["loss"], workers["overhead_seconds"]
     loss_mean, loss_std = mean_and_std(losses_W)
+    scales_W = workers["grad_scale"]
+    if np.isfinite(losses_W).all() and follow_tokens(scales_W, workers["loss_weight"]):
+        loss_mean = float(np.average(losses_W, weights=np.abs(scales_W)))
     norm_mean, norm_std = math.nan, math.nan
     if gathered.observed:
         norm_mean, norm_std = mean_and_std(workers["grad_norm"])
