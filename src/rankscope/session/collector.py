@@ -337,6 +337,7 @@ class StepCollector:
             gradient=self._collect_gradient(),
             losses=losses,
             multipliers=multipliers,
+            summed_workers=self._tap.summed_workers,
             samples=self._samples.collect(idle),
             state=state,
             canary=canary,

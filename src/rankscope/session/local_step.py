@@ -42,6 +42,7 @@ class LocalStep:
         canary: What the step says of canaries; None if nothing.
         trace: Its tensors, where they are traced.
         time: Unix time at which it ended.
+        summed_workers: How many workers' gradients the reduction adds up: 1 for their mean.
     """
 
     step: int
@@ -54,6 +55,7 @@ class LocalStep:
     canary: PendingCanary | None = None
     trace: PendingTrace | None = None
     time: float = field(default_factory=time.time)
+    summed_workers: float = 1.0
 
     @property
     def ready(self) -> bool:
@@ -90,7 +92,7 @@ class LocalStep:
             names["items"] = [[items, kinds, list(state.names)]]
         parts: dict[str, Content] = {
             "slots": pack_values(values),
-            **_losses(self.losses, self.multipliers),
+            **_losses(self.losses, self.multipliers, self.summed_workers),
             "samples_B": b"".join([_packed(each, np.int64) for each in self.samples]),
             "digests_D": state.digests_D.tobytes(),
             "unchanged_D": state.unchanged_D.tobytes(),
@@ -109,10 +111,12 @@ def _packed(numbers: Numbers | NDArray[Any], dtype: type[np.generic] = np.float6
     return array.astype(dtype, copy=False).tobytes()
 
 
-def _losses(collected: Sequence[MicroBatchLoss], multipliers: Numbers | None) -> dict[str, Content]:
+def _losses(
+    collected: Sequence[MicroBatchLoss], multipliers: Numbers | None, summed_workers: float = 1.0
+) -> dict[str, Content]:
     """Return losses and weights, one micro-batch after the other, and how many each has."""
     if multipliers is not None and any(micro.constant is not None for micro in collected):
-        return _trained_losses(collected, multipliers.numpy())
+        return _trained_losses(collected, multipliers.numpy(), summed_workers)
     parts = _loss_parts(collected, [_packed(micro.values) for micro in collected])
     if multipliers is not None:
         parts["multipliers_M"] = _packed(multipliers)
@@ -120,14 +124,15 @@ def _losses(collected: Sequence[MicroBatchLoss], multipliers: Numbers | None) ->
 
 
 def _trained_losses(
-    collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any]
+    collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any], summed_workers: float
 ) -> dict[str, Content]:
     """Return losses of unknown make, as backward was called on them.
 
     One over the number of micro-batches makes their sum a mean. Any other constant may belong to
     the loss (a sum over terms or tokens, divided by their number), or not. So it stays in: then
-    the mean over micro-batches is the sum of what backward was called on. A large factor is a
-    gradient scaler's, which is no part of it.
+    the mean over micro-batches is the sum of what backward was called on, and the mean over workers
+    is what they train on together, whether the reduction takes a mean or a sum. A large factor is
+    a gradient scaler's, which is no part of it.
     """
     count = len(collected)
     losses, multipliers = [], np.array(multipliers_M, np.float64)
@@ -139,6 +144,7 @@ def _trained_losses(
             if share and abs(share) < _LEAST_SCALER and not math.isclose(share, 1, rel_tol=1e-3):
                 values = values * share
                 multipliers[number] /= share
+            values = values * summed_workers
         losses.append(_packed(values))
     return {**_loss_parts(collected, losses), "multipliers_M": multipliers.tobytes()}
 

@@ -102,6 +102,11 @@ class DDPTap:
         return self._model.process_group.size()
 
     @property
+    def summed_workers(self) -> float:
+        """1: the reduction takes a mean."""
+        return 1.0
+
+    @property
     def unreduced(self) -> bool:
         """Whether the gradients hold something that no reduction has seen."""
         return self._unreduced

@@ -123,6 +123,11 @@ class DeepSpeedTap:
         return self._group.size() if self._shards.replicated else 1
 
     @property
+    def summed_workers(self) -> float:
+        """1: the reduction takes a mean."""
+        return 1.0
+
+    @property
     def unreduced(self) -> bool:
         """False: the engine's own step decides what it applies."""
         return False

@@ -113,6 +113,11 @@ class FSDP2Tap:
         return self._groups[0].num_copies
 
     @property
+    def summed_workers(self) -> float:
+        """W where a divide factor of 1 was set, as for losses over all workers' tokens."""
+        return 1 / self._groups[0].reduced_scale
+
+    @property
     def unreduced(self) -> bool:
         """False: what FSDP2 has not reduced is not in ``.grad``, and reaches no optimizer."""
         return False

@@ -65,6 +65,10 @@ class GradientTap(Protocol):
         """How many workers hold each element of the reduced gradient: W under DDP, 1 with FSDP2."""
 
     @property
+    def summed_workers(self) -> float:
+        """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+
+    @property
     def unreduced(self) -> bool:
         """Whether the gradients hold something that no reduction has seen; False if unknown."""
 
