@@ -1,0 +1,24 @@
+"""Runs a script or ``-m module`` whose loss counts eightfold on rank 1, before backward."""
+
+import os
+import runpy
+import sys
+
+import torch
+
+if os.environ["RANK"] == "1":
+    backward = torch.Tensor.backward
+
+    def eightfold(loss, *arguments, **options):
+        return backward(loss * 8, *arguments, **options)
+
+    torch.Tensor.backward = eightfold
+
+_, *words = sys.argv
+if words[0] == "-m":
+    sys.argv = words[1:]
+    runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+else:
+    sys.argv = words
+    sys.path[0] = os.path.dirname(words[0])
+    runpy.run_path(words[0], run_name="__main__")
