@@ -1,5 +1,6 @@
 """Workers that differ: blamed, described, merged, healed; and ties that nothing breaks."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -239,6 +240,10 @@ def test_of_two_workers_nobody_knows_who_is_right():
     assert told[0].cause == "inconclusive"
     assert told[0].severity is Severity.WARNING
     assert told[0].ranks == (0, 1)
+    factor = float(re.fullmatch(r"loss by a factor of (\d\.\d\d)", told[0].fields["what"])[1])
+    assert factor == pytest.approx(1.2, abs=0.1)
+    said, _ = describe(told[0].cause, told[0].severity, told[0].fields)
+    assert said.startswith("Ranks 0 and 1 differ from each other since about step")
 
 
 def test_workers_that_all_differ_take_back_what_was_said_of_one():
