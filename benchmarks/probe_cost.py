@@ -26,21 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture import (
-    ReadReduced,
-    ddp,
-    exact_evidence,
-    handover,
-    loss,
-    optimizer,
-    passes,
-    rng,
-    samples,
-    sketch,
-    state_meter,
-)  # fmt: skip
+from rankscope.capture import ReadReduced, loss, optimizer, passes, samples, sketch, transfer
 from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.guard import Guard
+from rankscope.capture.state import exact_evidence, meter, rng
+from rankscope.capture.taps import ddp
 from rankscope.core.tiers import Tier
 from rankscope.session import collector as books
 from rankscope.session import local_step
@@ -51,10 +41,10 @@ from rankscope.session.wrapping import find_wrapper
 
 STEPS = 150
 MODELS = {"2 layers": (64, 2), "24 layers": (64, 24)}
-GRADIENTS = (ddp, sketch, handover)
+GRADIENTS = (ddp, sketch, transfer)
 """Modules that read gradients, and hand over what they have read."""
 
-BESIDE = (books, local_step, exact_evidence, loss, optimizer, passes, rng, samples, state_meter)
+BESIDE = (books, local_step, exact_evidence, loss, optimizer, passes, rng, samples, meter)
 
 
 class TimedGuard(Guard):
