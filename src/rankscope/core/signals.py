@@ -156,7 +156,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("applied_digest", _INT, "", _LOCAL, _NONE, "digest of the same gradients when optimizer.step was called"),
         ("applied_scale", _FLOAT, "", _LOCAL, _BOTH, "norm of these gradients when optimizer.step was called, over their norm right after the reduction: below 1 when clipped"),
         ("precision", _INT, "", _LOCAL, _NONE, "digest of the precision of the forward pass: types of parameters, autocast, TF32, determinism"),
-        ("rng_used", _INT, "", _LOCAL, _NONE, "random generators that moved in the forward pass: a sum of 1 Python, 2 numpy, 4 torch on the CPU, 8 the accelerator's; of those that moved only since the step before, 16 times as much"),
+        ("rng_used", _INT, "", _LOCAL, _NONE, "random generators that moved in the forward pass: a sum of 1 Python, 2 numpy, 4 torch on the CPU, 8 the accelerator's; of those that moved since the passes of the step before, 16 times as much"),
         ("rng_digest", _INT, "", _LOCAL, _NONE, "digest of the states of torch's generators before the first forward pass, of those that moved; null when none did"),
         ("rng_digest_python", _INT, "", _LOCAL, _NONE, "the same of Python's generator"),
         ("rng_digest_numpy", _INT, "", _LOCAL, _NONE, "the same of numpy's global generator"),
