@@ -56,11 +56,12 @@ def judge(values: Values, findings: Sequence[Finding], course: Course = _BEGUN) 
 
 
 def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdict:
-    """Return the verdict. A single gross outlier is left out: data alone may bring one about.
+    """Return the verdict. A single gross value is left out: data alone may bring one about.
 
     Those that come again on one worker (``gross-outliers``) are not: chance is ruled out.
     """
-    told = [f for f in findings if f.cause != "time.straggler" and f.id != "gross-outlier"]
+    single = ("gross-outlier", "gross-value")
+    told = [f for f in findings if f.cause != "time.straggler" and f.id not in single]
     if not told:
         return _without_findings(values, course)
     worst = ranked(told)[0]
