@@ -83,7 +83,11 @@ class Diagnosis:
             EnvironmentMismatch(facts),
             DifferentSettings(num_workers, plan),
             PlannedSeed(plan.seed, sampler_seeds),
-            UnequalState(num_workers, local_buffers=plan.local_buffers),
+            UnequalState(
+                num_workers,
+                local_buffers=plan.local_buffers,
+                local_steps=plan.local_steps or 0,
+            ),
             ReductionChecks(num_workers),
             ReductionAudit(num_workers, reduced_in, hook=comm_hook),
             EqualRandom(num_workers, plan),
