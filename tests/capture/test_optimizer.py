@@ -22,13 +22,18 @@ def make_parameter():
     return parameter
 
 
-def settings_digest(*groups, kind=torch.optim.AdamW, **settings):
+def settings_digest(*groups, **settings):
     """Return the digest of the settings with which an optimizer is called."""
+    return collected(*groups, **settings)["settings_digest"]
+
+
+def collected(*groups, kind=torch.optim.AdamW, **settings):
+    """Return what is known of the settings with which an optimizer is called."""
     groups = groups or ({},)
     optimizer = kind([{"params": [make_parameter()], **group} for group in groups], **settings)
     meter = watched(optimizer)
     optimizer.step()
-    return meter.collect()["settings_digest"]
+    return meter.collect()
 
 
 def test_calls_are_counted_between_two_collections():
@@ -123,7 +128,6 @@ def test_an_update_that_a_gradient_scaler_skips_is_not_counted():
     [
         {"betas": (0.9, 0.98)},
         {"eps": 1e-6},
-        {"weight_decay": 0.02},
         {"amsgrad": True},
         {"maximize": True},
     ],
@@ -136,10 +140,22 @@ def test_another_setting_gives_another_digest(other):
     assert settings_digest(**{**settings, **other}) != digest
 
 
-def test_the_first_rate_is_no_part_of_the_digest_and_other_groups_rates_are():
+def test_what_has_a_column_of_its_own_is_no_part_of_the_digest():
     assert settings_digest(lr=0.5) == settings_digest(lr=0.25)
-    assert settings_digest({}, {}, lr=0.5) == settings_digest({}, {"lr": 0.5}, lr=0.5)
-    assert settings_digest({}, {}, lr=0.5) != settings_digest({}, {"lr": 0.25}, lr=0.5)
+    assert settings_digest(weight_decay=0.5) == settings_digest(weight_decay=0.25)
+    assert settings_digest({}, {}, lr=0.5) == settings_digest({}, {"lr": 0.25}, lr=0.5)
+    bounded = {"max_lr": 0.5, "min_lr": 0.1, "initial_lr": 0.2}  # as a cyclic schedule keeps them
+    assert settings_digest(bounded) == settings_digest()
+
+
+def test_rates_of_other_groups_have_a_digest():
+    def rates(*groups, **settings):
+        return collected(*groups, **settings)["rates_digest"]
+
+    assert rates({}, {}, lr=0.5) == rates({}, {"lr": 0.5}, lr=0.5)
+    assert rates({}, {}, lr=0.5) == rates({"lr": 0.25}, {}, lr=0.5)
+    assert rates({}, {}, lr=0.5) != rates({}, {"lr": 0.25}, lr=0.5)
+    assert "rates_digest" not in collected(lr=0.5)
 
 
 def test_a_setting_in_a_later_group_counts():

@@ -88,12 +88,24 @@ def test_what_moves_from_one_step_to_the_next_is_told_apart(bit):
     assert meter_of(nothing, meter=meter) == {"rng_used": 0}
 
 
-def test_what_a_forward_pass_moved_has_not_moved_between_steps():
+@pytest.mark.parametrize("bit", DRAWS)
+def test_what_a_forward_pass_moves_may_move_between_steps_as_well(bit):
     meter = RandomMeter(CPU)
-    assert meter_of(DRAWS[TORCH], meter=meter)["rng_used"] == TORCH
-    DRAWS[TORCH]()
-    DRAWS[PYTHON]()
-    assert meter_of(nothing, meter=meter)["rng_used"] == 16 * PYTHON
+    assert meter_of(DRAWS[bit], meter=meter)["rng_used"] == bit
+    assert meter_of(DRAWS[bit], meter=meter)["rng_used"] == bit
+    DRAWS[bit]()  # an augmentation
+    assert meter_of(DRAWS[bit], meter=meter)["rng_used"] == bit + 16 * bit
+    assert meter_of(DRAWS[bit], meter=meter)["rng_used"] == bit
+
+
+def test_the_last_pass_of_a_step_counts_though_only_the_first_is_announced():
+    meter, dropout = RandomMeter(CPU), DRAWS[TORCH]
+    for _ in range(3):
+        meter.before_forward()
+        for _ in range(3):  # micro-batches
+            dropout()
+            meter.after_forward()
+        assert meter.collect()["rng_used"] == TORCH
 
 
 def test_after_a_step_without_a_whole_forward_pass_nothing_is_compared():

@@ -25,6 +25,7 @@ def test_a_plan_is_taken_as_it_is():
         {"loss_weighting": "token", "random": "same", "repeats": True},
         {"learning_rate": 0.5, "random": "different"},
         {"seed": 42},
+        {"local_steps": 4},
         {"learning_rate": [0.0, 1e-4, 0.1], "loss_weighting": "worker"},
     ],
 )
@@ -48,6 +49,8 @@ def test_rates_may_be_of_any_kind_of_number():
         ({"random": True}, "'same' or 'different', got True"),
         ({"seed": "42"}, "a whole number, got '42'"),
         ({"seed": True}, "a whole number, got True"),
+        ({"local_steps": 2.5}, "local_steps must be a whole number, got 2.5"),
+        ({"local_steps": 0}, "local_steps must be at least 1, got 0"),
         ({"repeats": "yes"}, "True or False, got 'yes'"),
         ({"learning_rate": "0.1"}, "got '0.1'"),
         ({"learning_rate": []}, "got an empty list"),

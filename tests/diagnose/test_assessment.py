@@ -12,7 +12,7 @@ from rankscope.core.nulls import weighted_mean_and_sem
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
-from rankscope.diagnose.verdicts import judge
+from rankscope.diagnose.verdicts import judge, statements
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
 
@@ -144,7 +144,8 @@ def test_shards_by_different_seeds(tmp_path):
     found = assess(run)
     assert found.severity is Severity.ERROR
     assert "overlap" in found.headline
-    assert "seed" in found.recommendation
+    assert "random_split needs a generator" in found.recommendation
+    assert "DistributedSampler" not in found.recommendation
     assert 0.7 < found.values["dispersion_ratio"] < 1.4
 
 
@@ -308,6 +309,43 @@ def test_two_steps_of_equal_single_samples_are_not_called_healthy(tmp_path):
     found = assess(run)
     assert found.severity is None
     assert "No fault proven" in found.headline
+
+
+AVERAGED = "All workers report exactly the same loss although their gradients differ"
+
+
+@pytest.mark.parametrize(
+    ("norms", "cosine", "said"),
+    [(0.0, None, False), (0.3, None, True), (0.0, 0.2, True), (0.0, 1.0, False)],
+)
+def test_gradients_that_do_not_differ_are_not_said_to(tmp_path, norms, cosine, said):
+    values = assess(record(tmp_path, sharded(4096, 8, 4), steps=2)[0]).values
+    values = {**values, "loss_std": 0.0, "grad_norm_std": norms, "cosine_mean": cosine}
+    assert any(AVERAGED in text for text in statements(values, ())) is said
+
+
+@pytest.mark.parametrize(
+    ("bad", "start", "advice"),
+    [
+        (0, 0, "Start again with the fault repaired"),
+        (5, 5, "Start again with the fault repaired"),  # nothing is known of steps before
+        (6, 5, "Go back to a checkpoint before step 6"),
+    ],
+)
+def test_nobody_is_sent_to_a_checkpoint_that_there_cannot_be(tmp_path, bad, start, advice):
+    diagnosis = Diagnosis(4)
+    writer = RunWriter(tmp_path / "run", {"num_workers": 4})
+    for t in range(start, 8):
+        loss = [math.nan if t == bad else 1.0, 1.0, 1.0, 1.0]
+        columns = {"loss": loss, "nonfinite": [t == bad, False, False, False]}
+        report = summarize(gathered(t, [np.array([t, rank]) for rank in range(4)], **columns))
+        writer.add(report)
+        writer.add_findings(diagnosis.observe(report))
+    writer.add_findings(diagnosis.close())
+    writer.close()
+    [finding] = [one for one in diagnosis.findings if one.cause == "numerics.nonfinite"]
+    assert finding.next_check.startswith(advice)
+    assert assess(Run.open(tmp_path / "run")).recommendation == finding.next_check
 
 
 def test_statements_are_sentences_without_holes(tmp_path):

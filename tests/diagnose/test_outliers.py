@@ -1,5 +1,6 @@
 """Workers that differ: blamed, described, merged, healed; and ties that nothing breaks."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -239,6 +240,10 @@ def test_of_two_workers_nobody_knows_who_is_right():
     assert told[0].cause == "inconclusive"
     assert told[0].severity is Severity.WARNING
     assert told[0].ranks == (0, 1)
+    factor = float(re.fullmatch(r"loss by a factor of (\d\.\d\d)", told[0].fields["what"])[1])
+    assert factor == pytest.approx(1.2, abs=0.1)
+    said, _ = describe(told[0].cause, told[0].severity, told[0].fields)
+    assert said.startswith("Ranks 0 and 1 differ from each other since about step")
 
 
 def test_workers_that_all_differ_take_back_what_was_said_of_one():
@@ -341,6 +346,51 @@ def test_a_gradient_that_is_far_out_in_every_fifth_step_is_told_within_60_steps(
     assert note.ranks == (2,)
     assert note.step - start < 60
     assert "8 of the last 8 values that were far out belong to rank 2" in note.explanation
+
+
+@pytest.mark.parametrize(("width", "named"), [(2, (0, 1)), (3, (1,)), (4, (1,))])
+@pytest.mark.parametrize("column", ["grad_norm", "loss"])
+def test_a_value_ten_times_its_peers_is_told_in_that_step_and_once_per_episode(
+    width, named, column
+):
+    job, diagnosis, told = Job(width, seed=3), Diagnosis(width), []
+    for step in range(60):
+        bad = step < 20 and step % 5 == 4
+        told += diagnosis.observe(job.report(times(column, [1], 10.0 if bad else 1.0)))
+    notes = [one for one in told if one.id == "gross-value"]
+    assert [(note.step, note.status) for note in notes] == [
+        (4, "open"), (9, "open"), (19, "open"), (35, "closed")  # as often as its steps double
+    ]  # fmt: skip
+    assert {(note.severity, note.ranks, note.first_step) for note in notes} == {
+        (Severity.NOTE, named, 4)
+    }
+    label = {"grad_norm": "gradient norm", "loss": "loss"}[column]
+    begins = (
+        f"At step 4 ranks 0 and 1 differed in their {label} by a factor of "
+        if width == 2
+        else f"At step 4 the {label} of rank 1 was "
+    )
+    assert notes[0].explanation.startswith(begins)
+
+
+def test_workers_that_cannot_be_compared_have_no_gross_values():
+    job, detector = Job(4, seed=4), WorkerOutliers(4)
+    short = {"num_samples": [8, 1, 8, 8]}  # an epoch's last batch
+    assert job.run(detector, 5, times("grad_norm", [1], 10.0), **short) == []
+    zero = times("grad_norm", [0, 2, 3], 0.0)  # as of experts that got no tokens
+    assert job.run(detector, 5, zero) == []
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_heavy_tails_early_in_training_raise_hardly_a_note(width):
+    job, detector, told = Job(width, seed=5), WorkerOutliers(width), []
+
+    def spread(values):
+        values["grad_norm"] = np.exp(0.3 * job.rng.standard_normal(width))
+
+    for _ in range(2000):
+        told += job.run(detector, 1, spread)
+    assert [one.key for one in told if one.key == "gross-value"] == []
 
 
 def test_values_far_out_on_any_worker_are_no_sign_of_one():

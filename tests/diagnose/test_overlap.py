@@ -42,6 +42,23 @@ def test_overlaps_are_found_in_a_share_of_the_samples(name):
     assert f"among the one in {last.numbers['follows_one_sample_in']} samples" in words
 
 
+@pytest.mark.parametrize(
+    ("seeds", "advice"),
+    [
+        ((), "Check that all ranks split and shuffle the data with the same seeds"),
+        ([3, None] * 4, "Check that all ranks split and shuffle the data with the same seeds"),
+        ([3] * 8, "All samplers shuffle with seed 3, so look elsewhere: a split before them"),
+        (range(8), "The samplers shuffle with seeds 0, 1, 2, 3, 4, 5, 6, 7: give all ranks one"),
+    ],
+)
+def test_advice_fits_what_is_known_of_the_samplers(seeds, advice):
+    detector, found = OverlappingShards(W, seeds=tuple(seeds)), []
+    for report in reports(FAULTY["seeds by rank"](), 60):
+        found += detector.observe(Observation(report))
+    _, check = describe(found[-1].cause, found[-1].severity, found[-1].fields)
+    assert check.startswith(advice)
+
+
 def test_one_seed_that_differs_is_named_in_a_share_of_the_samples():
     stream = sharded(20_000, W, 4, seeds=[0, 0, 1, 0, 0, 0, 0, 0])
     last = watch(stream, 620, capacity=2048)[-1]

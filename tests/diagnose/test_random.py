@@ -24,7 +24,7 @@ def test_workers_that_share_their_random_numbers_are_told_after_three_steps():
     detector = EqualRandom(4)
     assert run(detector, 2, start=10, **SHARED) == []
     (told,) = observe(detector, 12, **SHARED)
-    assert (told.cause, told.severity, told.ranks) == (IDENTICAL, Severity.WARNING, (0, 2))
+    assert (told.cause, told.severity, told.ranks) == (IDENTICAL, Severity.NOTE, (0, 2))
     assert (told.first_step, told.last_step, told.count) == (10, 12, 3)
     text = "of ranks 0 and 2 (torch's on the CPU) started the forward pass in equal states"
     assert text in words(told)
@@ -69,6 +69,12 @@ def test_inside_and_outside_the_model_are_told_apart():
     assert told[IDENTICAL].ranks == (0, 1, 2, 3)
     assert told[BETWEEN].ranks == (0, 3)
     assert "(numpy's)" in words(told[BETWEEN])
+
+
+def test_a_generator_that_dropout_and_augmentation_share_is_a_note_and_a_warning():
+    both = {"rng_used": [4 + 64] * 4, "rng_digest": [9] * 4}
+    told = {one.key or one.cause: one.severity for one in run(EqualRandom(4), 3, **both)}
+    assert told == {IDENTICAL: Severity.NOTE, BETWEEN: Severity.WARNING}
 
 
 def test_two_groups_that_share_are_told_together():

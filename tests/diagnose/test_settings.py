@@ -42,6 +42,15 @@ def test_the_odd_learning_rate_is_named_at_once_with_its_value():
     json.dumps(told.numbers)
 
 
+def test_only_what_differs_is_named():
+    odd = {"lr": [1e-4, 1e-4, 1e-4, 3e-4], "rates_digest": [1, 1, 1, 2]}
+    (told,) = observe(DifferentSettings(4), 0, **alike(**odd))
+    assert told.fields["what"] == (
+        "the learning rate is 0.0003 on rank 3, 0.0001 on the others; "
+        "the learning rates of other parameter groups differ on rank 3"
+    )
+
+
 def test_the_smallest_difference_counts_and_shows_in_words():
     odd = float(np.nextafter(1e-4, 1))
     (told,) = observe(DifferentSettings(4), 0, **alike(lr=[odd, 1e-4, 1e-4, 1e-4]))
@@ -53,7 +62,14 @@ def test_the_smallest_difference_counts_and_shows_in_words():
     ("columns", "text"),
     [
         ({"weight_decay": [0.1, 0.1, 0.1, 0.0]}, "the weight decay is 0 on rank 3, 0.1 on"),
-        ({"settings_digest": [7, 7, 7, 8]}, "differ on rank 3"),
+        (
+            {"settings_digest": [7, 7, 7, 8]},
+            "or eps, or the weight decay of other parameter groups)",
+        ),
+        (
+            {"rates_digest": [7, 7, 7, 8]},
+            ": the learning rates of other parameter groups differ on",
+        ),
     ],
 )
 def test_every_setting_is_compared(columns, text):

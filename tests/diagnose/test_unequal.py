@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
+from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateDigests, StateKind, differences
 from rankscope.core.step import StepReport
 from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.rules import describe
-from rankscope.diagnose.unequal import HEALED_AFTER, UnequalState
+from rankscope.diagnose.unequal import AVERAGES, HEALED_AFTER, UnequalState
 
 W = 4
 ONE_SET = {"replica": np.zeros(W, np.int64)}
@@ -106,6 +107,47 @@ def test_gradients_that_the_training_reduces_itself():
     assert not watch(alike, step(1, **alone))  # a step that does not tell
     assert [found.cause for found in watch(alike, apart)] == ["sync.not_reduced"]
     assert watch(step(0, **alone))
+
+
+def in_local_steps(*digests_SW, first=0, local_steps=4, **values):
+    """Return what is told of steps with these digests of a parameter; None: it was not read."""
+    detector, told = UnequalState(W, local_steps=local_steps), []
+    for number, digests_W in enumerate(digests_SW, start=first):
+        known = {} if digests_W is None else {"param_digest": digests_W}
+        found = [] if digests_W is None or len(set(digests_W)) == 1 else digests_W
+        found = [difference("parameter", found)] if found else []
+        found.append(difference("optimizer", [1, 2, 3, 4]))
+        told += detector.observe(step(number, *found, unreduced=[True] * W, **known, **values))
+    return told
+
+
+APART, AGREED, ONE_APART = [1, 2, 3, 4], [7] * 4, [7, 7, 8, 7]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [APART, APART, APART, AGREED] * 3,
+        [AGREED, APART, APART, APART] * 3,
+        [APART, None, APART, ONE_APART] * 3,  # what was not read may have agreed
+        [APART] * 3,  # the run ends before the average
+    ],
+)
+def test_local_steps_that_a_plan_has_are_no_fault(steps):
+    assert in_local_steps(*steps) == []
+
+
+def test_of_local_steps_only_whole_rows_are_judged():
+    assert in_local_steps(APART, APART, AGREED, APART, APART, APART, first=5) == []
+
+
+def test_the_worker_that_missed_an_average_is_named_after_it():
+    healthy = [APART, APART, APART, AGREED]
+    [found] = in_local_steps(*healthy, APART, APART, APART, ONE_APART, *healthy)
+    assert (found.key, found.cause) == (AVERAGES, "state.parameters_differ")
+    assert (found.ranks, found.first_step, found.severity) == ((2,), 7, Severity.ERROR)
+    explanation, _ = describe(found.key, found.severity, found.fields)
+    assert "The parameters of rank 2 (head.weight) are not the other workers'" in explanation
 
 
 def test_models_of_another_layout():

@@ -258,6 +258,24 @@ class Wrapping(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
 
+class Container(torch.optim.Optimizer):
+    """Keeps optimizers as torchtitan's container does: their parameters are its own, too."""
+
+    def __init__(self, *inner):
+        self.optimizers = list(inner)
+        super().__init__([p for o in inner for g in o.param_groups for p in g["params"]], {})
+
+
+def test_of_a_container_of_one_optimizer_that_one_is_found():
+    model = nn.Linear(3, 3)
+    inner = torch.optim.SGD(model.parameters(), lr=1)
+    container = Container(inner)
+    assert Surroundings(model).optimizers() == [inner]
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)
+    container.optimizers.append(other)
+    assert container in Surroundings(model).optimizers()
+
+
 def test_optimizers_of_a_model_are_found():
     model, other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), nn.Linear(2, 2)
     small = torch.optim.SGD(model[1].parameters(), lr=1)

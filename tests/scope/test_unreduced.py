@@ -9,9 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
+from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
 from rankscope.session import collector as books
-from support.loops import Loop
+from support.loops import PLAN, Loop
 from support.models import make_batch, make_model
 from support.ranks import run_ranks
 
@@ -133,6 +134,96 @@ def test_what_nothing_reduced_is_named(trained, name):
     finding = found["sync.not_reduced"]
     assert (str(finding.severity), finding.ranks) == ("error", (0, 1, 2))
     assert finding.first_step <= 1
+
+
+LOCAL = 4
+
+
+def average(loop, *, take=True):
+    """Average the parameters, in place or for the others alone."""
+    for parameter in loop.ddp.parameters():
+        mean = parameter.detach().clone()
+        torch.distributed.all_reduce(mean)
+        if take:
+            parameter.data.copy_(mean / torch.distributed.get_world_size())
+
+
+def local_sgd(rank, run_dir, missed=None, synchronised=(), at=LOCAL - 1, plan=True, **options):
+    """Train in local steps with an average in every fourth one; return bits and warnings."""
+    if plan:
+        options["plan"] = {**PLAN, "local_steps": LOCAL}
+    loop = Loop(rank, run_dir, **options)
+    for step in range(50):
+        (plain if step in synchronised else never_synchronised)(loop, step)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        if step % LOCAL == at:
+            average(loop, take=not (rank == 1 and step == missed))
+    loop.close()
+    return {"bits": loop.bits(), "warnings": loop.warnings}
+
+
+LOCAL_JOBS = {
+    "healthy": {},
+    "averages first": {"at": 0},  # as torch's PeriodicModelAverager does
+    "spaced": {"overhead_budget": 0.5},
+    "late synchronisation": {"synchronised": range(9, 50, 10)},
+    "missed": {"missed": 43, "overhead_budget": 0.5},
+}
+
+
+def train_locally(rank, folder):
+    return {
+        name: (local_sgd(rank, None), local_sgd(rank, f"{folder}/{name}"))
+        if name == "healthy"
+        else local_sgd(rank, f"{folder}/{name}", **job)
+        for name, job in LOCAL_JOBS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def trained_locally(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    return run_ranks(train_locally, 2, str(folder)), folder
+
+
+def test_local_steps_keep_their_bits(trained_locally):
+    for by_name in trained_locally[0]:
+        alone, watched = by_name["healthy"]
+        assert alone["bits"] == watched["bits"]
+        assert watched["warnings"] == []
+
+
+@pytest.mark.parametrize("name", LOCAL_JOBS)
+def test_planned_local_steps_are_recorded_one_by_one(trained_locally, name):
+    run = Run.open(trained_locally[1] / name)
+    assert run.table(Table.STEPS).num_rows == 50
+    _, losses_TW = run.per_worker("loss")
+    assert (losses_TW > 0).all()
+
+
+@pytest.mark.parametrize("name", LOCAL_JOBS)
+def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name):
+    run = Run.open(trained_locally[1] / name)
+    told = {f.id: f for f in run.findings() if f.severity > Severity.NOTE}
+    assert list(told) == (["averages-differ"] if name == "missed" else [])
+    if told:
+        finding = told["averages-differ"]
+        assert (finding.cause, finding.ranks) == ("state.parameters_differ", (0, 1))
+        assert (finding.first_step, finding.last_step) == (43, 43)
+        assert "though the plan has an average every 4 steps" in finding.explanation
+
+
+def unplanned(rank, run_dir):
+    local_sgd(rank, run_dir, synchronised=range(3, 50, 4), plan=False)
+
+
+def test_only_the_first_two_of_unplanned_local_steps_merge(tmp_path):
+    run_ranks(unplanned, 2, str(tmp_path / "run"))
+    run = Run.open(tmp_path / "run")
+    assert run.table(Table.STEPS).num_rows == 49
+    [finding] = [one for one in run.findings() if one.id == "sync.not_reduced"]
+    assert "local_steps" in finding.next_check
 
 
 def watch_without_optimizer(rank, run_dir):

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from rankscope.capture.state.fingerprint import digest_of
 
-_NO_SETTINGS = frozenset({"params", "param_names", "initial_lr", "lr"})
+_NO_SETTINGS = frozenset(
+    {"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr", "base_lr"}
+)
 _PARAMETERS = frozenset({"params", "param_names"})
 _FIXED = (bool, int, float, str, type(None))
 
@@ -18,8 +20,9 @@ class OptimizerMeter:
     """Counts calls of ``optimizer.step`` and takes the settings of the last one.
 
     A gradient scaler skips some calls. The settings are the learning rate and the weight decay of
-    the first parameter group, and a digest of all others. What cannot be read (tensors on an
-    accelerator, an optimizer without parameter groups) is left out.
+    the first parameter group, a digest of the other groups' rates, and one of all other settings.
+    Bounds that a scheduler keeps in the groups (``max_lr``) are not counted. What cannot be read
+    (tensors on an accelerator, an optimizer without parameter groups) is left out.
 
     Args:
         optimizer: The optimizer; None when it is not known.
@@ -31,10 +34,10 @@ class OptimizerMeter:
         self._lr = float("nan")
         self._weight_decay = float("nan")
         self._groups: dict[int, _GroupSettings] = {}
-        self._settings: list[object] = []
+        self._texts: dict[str, str] = {}
         self._values: list[object] = []  # of all groups: while they live, their ids are theirs
         self._seen: list[int] = []
-        self._digest: int | None = None
+        self._digests: dict[str, int] = {}
         self._taken = False
 
     def begin(self, optimizer: Any) -> None:
@@ -57,7 +60,7 @@ class OptimizerMeter:
 
         Returns:
             ``lr``, ``weight_decay`` and ``optimizer_steps`` (NaN when unknown), and
-            ``settings_digest`` where there is one.
+            ``rates_digest`` and ``settings_digest`` where there are any.
         """
         steps, self._steps = self._steps, 0
         values: dict[str, float] = {
@@ -65,9 +68,7 @@ class OptimizerMeter:
             "weight_decay": self._weight_decay,
             "optimizer_steps": steps if self._known else float("nan"),
         }
-        if self._digest is not None:
-            values["settings_digest"] = self._digest
-        return values
+        return {**values, **self._digests}
 
     def _take(self, optimizer: Any) -> None:
         groups = getattr(optimizer, "param_groups", None)
@@ -79,10 +80,12 @@ class OptimizerMeter:
         self._lr = _number(first.get("lr"))
         self._weight_decay = _number(first.get("weight_decay"))
         rates = [_plain(group.get("lr")) for group in groups[1:]]  # the first has a column
-        settings = [*rates, *map(self._text_of, range(len(groups)), groups)]
-        if settings != self._settings:
-            self._settings = settings
-            self._digest = digest_of(repr(settings).encode()) if groups else None
+        texts = {"rates_digest": repr(rates)} if rates else {}
+        if groups:
+            texts["settings_digest"] = repr(list(map(self._text_of, range(len(groups)), groups)))
+        if texts != self._texts:
+            self._texts = texts
+            self._digests = {name: digest_of(text.encode()) for name, text in texts.items()}
         named = [(name, value) for group in groups for name, value in group.items()]
         self._values = [value for name, value in named if name not in _PARAMETERS]
         known = bool(groups) and all(map(_is_fixed, self._values))
@@ -97,28 +100,27 @@ class OptimizerMeter:
 
     def _text_of(self, number: int, group: Mapping[str, Any]) -> str:
         """Return the settings of one parameter group; written anew only when some have changed."""
-        values = [value for name, value in group.items() if name not in _NO_SETTINGS]
+        told = _NO_SETTINGS if number else _NO_SETTINGS | {"weight_decay"}
+        others = {name: value for name, value in group.items() if name not in told}
         known = self._groups.get(number)
-        if known is None or not known.holds(values):
-            known = self._groups[number] = _GroupSettings(group, values)
+        if known is None or not known.holds(list(others.values())):
+            known = self._groups[number] = _GroupSettings(others)
         return known.text
 
 
 class _GroupSettings:
-    """The settings of one parameter group in plain form.
+    """Settings of one parameter group in plain form.
 
     Args:
-        group: The group.
-        values: Its settings, but for the learning rate.
+        settings: Those that have no column of their own.
     """
 
-    def __init__(self, group: Mapping[str, Any], values: list[Any]) -> None:
-        names = sorted(name for name in map(str, group) if name not in _NO_SETTINGS)
-        plain = [(name, _plain(group.get(name))) for name in names]
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        plain = [(name, _plain(settings.get(name))) for name in sorted(map(str, settings))]
         self.text = repr([(name, value) for name, value in plain if value is not None])
-        self._values = values
-        self._ids = list(map(id, values))
-        self._fixed = all(map(_is_fixed, values))
+        self._values = list(settings.values())
+        self._ids = list(map(id, self._values))
+        self._fixed = all(map(_is_fixed, self._values))
 
     def holds(self, values: list[Any]) -> bool:
         """Return whether these are the same objects, and none of them can have changed inside."""

@@ -33,6 +33,9 @@ class Plan:
         repeats: Whether samples are repeated on purpose: between workers, or within an epoch.
         seed: With which every rank's sampler is meant to shuffle; it is compared where the
             training's data loader is given. None: not said.
+        local_steps: Optimizer steps from one average of the workers' parameters to the next, in
+            local SGD, DiLoCo and their like: between averages parameters are meant to differ. None:
+            every step's gradients are reduced.
     """
 
     loss_weighting: str | None = None
@@ -41,6 +44,7 @@ class Plan:
     repeats: bool = False
     local_buffers: bool = False
     seed: int | None = None
+    local_steps: int | None = None
 
     @classmethod
     def of(cls, given: "Plan | Mapping[str, Any] | None") -> "Plan":
@@ -64,14 +68,15 @@ class Plan:
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise UsageError(f"plan's {name} must be True or False, got {flag!r}")
-        seed = given.get("seed")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
-            raise UsageError(f"plan's seed must be a whole number, got {seed!r}")
+        seed, local_steps = _whole(given, "seed"), _whole(given, "local_steps")
+        if local_steps is not None and local_steps < 1:
+            raise UsageError(f"plan's local_steps must be at least 1, got {local_steps}")
         return cls(
             weighting,
             _rates(given.get("learning_rate")),
             random,
-            seed=None if seed is None else int(seed),
+            seed=seed,
+            local_steps=local_steps,
             **flags,
         )
 
@@ -81,6 +86,15 @@ class Plan:
         if isinstance(self.learning_rate, tuple):
             entries["learning_rate"] = list(self.learning_rate)
         return entries
+
+
+def _whole(given: Mapping[str, Any], name: str) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise UsageError(f"plan's {name} must be a whole number, got {value!r}")
+    return int(value)
 
 
 def _check_choice(name: str, value: object, known: Sequence[str]) -> None:

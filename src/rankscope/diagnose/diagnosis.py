@@ -23,7 +23,7 @@ from rankscope.diagnose.overlap import OverlappingShards
 from rankscope.diagnose.random import EqualRandom
 from rankscope.diagnose.reduction import ReductionChecks
 from rankscope.diagnose.resume import ResumeMismatch
-from rankscope.diagnose.rules import RULES, describe
+from rankscope.diagnose.rules import RULES, describe, go_back
 from rankscope.diagnose.sampling import Sampling
 from rankscope.diagnose.seed import PlannedSeed, seeds_of
 from rankscope.diagnose.settings import DifferentSettings
@@ -73,7 +73,9 @@ class Diagnosis:
         self._detectors: tuple[Detector, ...] = (
             NonFinite(),
             DuplicateBatches(num_workers, repeats=plan.repeats),
-            OverlappingShards(num_workers, repeats=plan.repeats or with_replacement),
+            OverlappingShards(
+                num_workers, repeats=plan.repeats or with_replacement, seeds=sampler_seeds
+            ),
             RepeatedOrder(num_workers, repeats=plan.repeats),
             ResumeMismatch(num_workers),
             TokenWeighting(num_workers, plan.loss_weighting),
@@ -81,7 +83,11 @@ class Diagnosis:
             EnvironmentMismatch(facts),
             DifferentSettings(num_workers, plan),
             PlannedSeed(plan.seed, sampler_seeds),
-            UnequalState(num_workers, local_buffers=plan.local_buffers),
+            UnequalState(
+                num_workers,
+                local_buffers=plan.local_buffers,
+                local_steps=plan.local_steps or 0,
+            ),
             ReductionChecks(num_workers),
             ReductionAudit(num_workers, reduced_in, hook=comm_hook),
             EqualRandom(num_workers, plan),
@@ -96,6 +102,7 @@ class Diagnosis:
         self._latest: dict[str, Finding] = {}
         self._told: dict[str, tuple[Finding, int]] = {}
         self._step = -1
+        self._begun_at = 0
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -174,6 +181,8 @@ class Diagnosis:
 
     def _take(self, step: Observation) -> list[Finding]:
         self._step = step.gathered.step
+        if not self._num_steps:
+            self._begun_at = self._step
         self._num_steps += 1
         return self._updates(detector.observe(step) for detector in self._detectors)
 
@@ -212,7 +221,8 @@ class Diagnosis:
 
     def _finding(self, evidence: Evidence) -> Finding:
         rule = evidence.key if evidence.key in RULES else evidence.cause
-        explanation, next_check = describe(rule, evidence.severity, evidence.fields)
+        back = go_back(evidence.first_step, self._begun_at)
+        explanation, next_check = describe(rule, evidence.severity, evidence.fields, back)
         return Finding(
             id=evidence.key or evidence.cause,
             cause=evidence.cause,

@@ -1,13 +1,17 @@
-"""Gross outliers: single values far beyond anything that the run has shown before.
+"""Gross values: single ones far beyond the other workers', or beyond anything shown before.
 
-No alarm within one step can be free of assumptions: an e-value of one step is at most W. So this is
-a note, outside of the false-alarm budget, and a rare one: each must be twice as far out as the
+No alarm within one step can be free of assumptions: an e-value of one step is at most W. So these
+are notes, outside of the false-alarm budget.
+
+A gross outlier is measured by the run's past, and is rare: each must be twice as far out as the
 last, on any worker.
 
 Gross outliers that come again and again are another note, on the worker to which most of them
 belong: were all alike, k or more of n would fall on one worker with a probability of at most
 ``W·P(Binomial(n, 1/W) >= k)``. Of four workers, eight on one are enough, long before the evidence
 within the budget, which grows by a factor W a step at most, has reached its level.
+
+A gross value needs no past: it is so many times the largest of its peers' (:class:`GrossValues`).
 """
 
 import math
@@ -16,13 +20,19 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.rules import name_ranks
+from rankscope.diagnose.lasting import Lasting
+from rankscope.diagnose.rules import count, name_ranks
 
 KEY = "gross-outlier"
 KEY_AGAIN = "gross-outliers"
+KEY_AT_ONCE = "gross-value"
+TIMES = 8.0
+"""Times the largest of its peers from which a value is gross, see :class:`GrossValues`."""
+
 FROM = 30.0
 """Robust standard deviations from which a value can be a gross outlier."""
 
@@ -137,6 +147,95 @@ class GrossOutliers(Stateful):
             },
             key=KEY,
         )
+
+
+class GrossValues(Stateful):
+    """Tells of a loss or gradient norm that is many times the largest of its peers, at once.
+
+    It is a note in the very step, whatever came before, and once per episode: until no step has
+    shown any for a while. Of two workers both are named.
+
+    What it assumes of a healthy run is that logarithms of the workers' values in a step spread like
+    normal ones with a standard deviation of at most 0.4, more than is usual even early in training
+    with small batches. Then the largest of W is 8 times the second one with a probability of 1e-6
+    a step for W = 4 or 8, 7e-6 for W = 3 and 2e-4 for W = 2. At 0.5 it is 1e-4 for W = 4. With a
+    tail like that of x to the power −a it is 8 to the power −a, whatever W is. So heavy tails show
+    now and then: that is no fault, one finding for the whole run, and never more than a note.
+    Of a signal that has been negative, as losses in reinforcement learning are, ratios say nothing.
+    A worker whose values are ten times the others' is seen through their spread: hence 8, not 10.
+
+    Args:
+        labels: Names of the signals in words ``[S]``.
+        num_workers: W.
+    """
+
+    SETTINGS = ("_labels", "_num_workers")
+
+    def __init__(self, labels: Sequence[str], num_workers: int) -> None:
+        self._labels = tuple(labels)
+        self._num_workers = num_workers
+        self._seen = Lasting()
+        self._signed: set[str] = set()
+        self._said = ""
+        self._numbers: dict[str, object] = {}
+
+    def observe(
+        self, values_SW: Sequence[Floats], left_out: Sequence[int], step: int
+    ) -> list[Evidence]:
+        """Take one step.
+
+        Args:
+            values_SW: The values; those that are not positive and finite are not compared.
+            left_out: Workers that are not compared.
+            step: Step number.
+        """
+        ranks: set[int] = set()
+        for label, values_W in zip(self._labels, values_SW, strict=True):
+            ranks |= self._compare(label, values_W, left_out, step)
+        if not self._seen.observe(step, ranks):
+            return []
+        seen = self._seen
+        return [
+            Evidence(
+                cause="inconclusive",
+                severity=Severity.NOTE,
+                ranks=tuple(sorted(seen.ranks)),
+                first_step=seen.first,
+                last_step=seen.last,
+                count=seen.count,
+                fields={"what": self._said, "steps": count(seen.count, "step")},
+                numbers={"steps": seen.count, **self._numbers},
+                key=KEY_AT_ONCE,
+                status="open" if seen.open else "closed",
+            )
+        ]
+
+    def _compare(
+        self, label: str, values_W: Floats, left_out: Sequence[int], step: int
+    ) -> set[int]:
+        if (values_W < 0).any():
+            self._signed.add(label)
+        known_W = np.isfinite(values_W) & (values_W > 0)
+        known_W[list(left_out)] = False
+        if label in self._signed or np.count_nonzero(known_W) < 2:
+            return set()
+        ranks = np.flatnonzero(known_W)
+        second, first = ranks[np.argsort(values_W[ranks])[-2:]].tolist()
+        value, peer = float(values_W[first]), float(values_W[second])
+        if value < TIMES * peer:
+            return set()
+        self._numbers = {"signal": label, "times": value / peer, "value": value, "next": peer}
+        if self._num_workers == 2:
+            self._said = (
+                f"At step {step:,} ranks 0 and 1 differed in their {label} by a factor of "
+                f"{value / peer:,.1f}: {values_W[0]:.3g} and {values_W[1]:.3g}"
+            )
+            return {0, 1}
+        self._said = (
+            f"At step {step:,} the {label} of {name_ranks([first])} was {value / peer:,.1f} times "
+            f"the largest of the other workers': {value:.3g} against {peer:.3g}"
+        )
+        return {first}
 
 
 def _at_least(count: int, total: int, share: float) -> float:

@@ -163,7 +163,7 @@ def describe_fault(
         "differ": "differs" if one else "differ",
         "stand": "stands" if one else "stand",
         "first": f"{fault.first_step:,}",
-        "what": _what(fault),
+        "what": _what(fault, num_workers),
         "where": _where(groups, fault),
         "host": _host(fault.ranks, hosts),
         "now": "" if fault.is_open else f" It was last seen at step {fault.last_step:,}.",
@@ -192,15 +192,20 @@ def _severity(fault: Fault, num_workers: int) -> Severity:
     return Severity.NOTE if harmless else Severity.WARNING
 
 
-def _what(fault: Fault) -> str:
-    """Return the strongest statement for each signal: ``loss +13 %, direction −0.18``."""
+def _what(fault: Fault, num_workers: int) -> str:
+    """Return the strongest statement for each signal: ``loss +13 %, direction −0.18``.
+
+    Of two workers neither is the odd one: ``loss by a factor of 1.30``.
+    """
+    pair = num_workers == 2
     found: dict[str, str] = {}
     for worker in sorted(fault.active or fault.ranks, key=lambda w: -_strength(fault.traces[w])):
         traces = fault.traces[worker]
         of_totals = [pair for pair in traces if not pair[0].group]
         for signal, trace in of_totals or traces[:1]:
-            whose = f" (rank {worker})" if fault.tie else ""
-            found.setdefault(signal.name, _phrase(signal, trace) + whose)
+            size = _apart(signal, trace) if pair else _size(signal, trace)
+            whose = f" (rank {worker})" if fault.tie and not pair else ""
+            found.setdefault(signal.name, _phrase(signal, trace, size) + whose)
     return ", ".join(found.values()) or "too little by now to tell"
 
 
@@ -208,14 +213,21 @@ def _strength(traces: Traces) -> float:
     return max((trace.log_evidence for _, trace in traces), default=0.0)
 
 
-def _phrase(signal: Signal, trace: Trace) -> str:
-    size = _size(signal, trace)
+def _phrase(signal: Signal, trace: Trace, size: str) -> str:
     label = f"{signal.label} of {signal.group}" if signal.group else signal.label
     if trace.kind is Kind.SPREAD:
         return f"{label} now high, now low (up to {size})"
     if trace.kind is Kind.RARE:
         return f"rare large errors of the {label} (up to {size})"
     return f"{label} {size}"
+
+
+def _apart(signal: Signal, trace: Trace) -> str:
+    """Return how far two workers lie apart; each deviates from the middle between them."""
+    deviation = abs(trace.deviation)
+    if signal.relative and trace.relative and deviation < 1:
+        return f"by a factor of {(1 + deviation) / (1 - deviation):.2f}"
+    return "different" if deviation != deviation else f"by {2 * deviation:.2g}"
 
 
 def _size(signal: Signal, trace: Trace) -> str:

@@ -20,7 +20,7 @@ from rankscope.core.recent import RECENT
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.gross import GrossOutliers
+from rankscope.diagnose.gross import GrossOutliers, GrossValues
 from rankscope.diagnose.outlier_parts import (
     TOTALS,
     Part,
@@ -55,6 +55,7 @@ class WorkerOutliers:
         self._groups: Part | None = None
         self._batches = RecentBatches(num_workers)
         self._gross = GrossOutliers([signal.label for signal in TOTALS], num_workers)
+        self._values = GrossValues([signal.label for signal in TOTALS[:2]], num_workers)
         self._outlook = Outlook(self._totals, self._batches)
         self._faults: list[Fault] = []
         self._left_out: list[int] = []
@@ -77,6 +78,7 @@ class WorkerOutliers:
         changed = [*self._judge(step.gathered), *self._follow(step.gathered.step)]
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         return [
+            *self._see_values(step),
             *gross,
             *(self._evidence(fault) for fault in {fault.key: fault for fault in changed}.values()),
         ]
@@ -100,6 +102,13 @@ class WorkerOutliers:
         """Workers that differ, or could not be compared in the last step."""
         return tuple(sorted({*self.set_apart, *self._left_out}))
 
+    def _see_values(self, step: Observation) -> list[Evidence]:
+        """Look for values that are gross at first sight, on workers that can be compared."""
+        workers, names = step.gathered.workers, [signal.name for signal in TOTALS[:2]]
+        return self._values.observe(
+            [workers[name] for name in names], self.not_compared, step.gathered.step
+        )
+
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
         z_SW, apart = self._totals.test.z_SU, list(self.set_apart)
         if apart:
@@ -120,6 +129,7 @@ class WorkerOutliers:
             "group_names": [] if groups is None else groups.group_names,
             "batches": self._batches.state(),
             "gross": self._gross.state(),
+            "values": self._values.state(),
             "faults": [fault.to_plain() for fault in self._faults],
             "steps": self._steps,
         }
@@ -138,6 +148,7 @@ class WorkerOutliers:
             self._totals.restore(state["totals"])
             self._batches.restore(state["batches"])
             self._gross.restore(state["gross"])
+            self._values.restore(state["values"])
             self._faults = [Fault.from_plain(plain) for plain in state["faults"]]
             self._steps = int(state["steps"])
         except (KeyError, TypeError, ValueError) as error:

@@ -54,12 +54,21 @@ class OverlappingShards(Stateful):
         num_workers: W.
         capacity: Different samples to remember.
         repeats: Whether workers are meant to repeat each other's samples.
+        seeds: Seed of each rank's sampler, None where it is not known; empty when nothing is.
     """
 
-    SETTINGS = ("_num_workers", "_repeats", "_ahead", "_drawn", "_remembered")
+    SETTINGS = ("_num_workers", "_repeats", "_where", "_ahead", "_drawn", "_remembered")
 
-    def __init__(self, num_workers: int, capacity: int = 1 << 20, *, repeats: bool = False) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        capacity: int = 1 << 20,
+        *,
+        repeats: bool = False,
+        seeds: Sequence[int | None] = (),
+    ) -> None:
         self._num_workers = num_workers
+        self._where = _where_to_look(seeds)
         self._repeats = repeats
         self._ahead: list[Followed] | None = None  # of the steps that are handled together
         self._drawn = self._remembered = 0  # samples up to the present step
@@ -186,6 +195,7 @@ class OverlappingShards(Stateful):
                 "overlaps": count(overlaps, "draw") + of,
                 "chance": f"{max(chance, 1e-12):.2g}",
                 "own": count(known.own, "draw"),
+                "Where": self._where,
             },
             numbers={
                 "drawn_from_others": known.cross,
@@ -352,6 +362,26 @@ class _ShareTest(Stateful):
     def log_ratio(self) -> float:
         """Logarithm of that average."""
         return float(np.logaddexp(self._log_never, self._log_half)) - math.log(2)
+
+
+def _where_to_look(seeds: Sequence[int | None]) -> str:
+    """Return what may make shards overlap, as far as the samplers' seeds leave it open."""
+    if not seeds or None in seeds:
+        return (
+            "Check that all ranks split and shuffle the data with the same seeds (random_split "
+            "needs a generator that is seeded alike, samplers one seed and one epoch), and that "
+            "each takes the share of its own rank."
+        )
+    if len(set(seeds)) > 1:
+        return (
+            f"The samplers shuffle with seeds {', '.join(map(str, dict.fromkeys(seeds)))}: give "
+            "all ranks one seed, so that their shards are disjoint."
+        )
+    return (
+        f"All samplers shuffle with seed {seeds[0]}, so look elsewhere: a split before them that "
+        "differs between ranks (random_split needs a generator that is seeded alike), num_replicas "
+        "and rank of the samplers, and the epoch in set_epoch."
+    )
 
 
 def _either(one: float, other: float) -> float:

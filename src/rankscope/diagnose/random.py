@@ -23,7 +23,7 @@ LOADERS = "loader-rng-identical"
 
 _GENERATORS = {1: "Python's", 2: "numpy's", 4: "torch's on the CPU", 8: "the accelerator's"}
 _DIGESTS = {"rng_digest": 4 | 8, "rng_digest_python": 1, "rng_digest_numpy": 2}
-_SHIFT = 4  # of generators that only moved between the forward passes of two steps
+_SHIFT = 4  # of generators that moved between the forward passes of two steps
 _OF_LOADERS = {
     "loader_rng_python": (1, "Python's"),
     "loader_rng_numpy": (2, "numpy's"),
@@ -35,8 +35,10 @@ class EqualRandom(Stateful):
     """Workers that draw the same random numbers; by plan, those that draw different ones.
 
     - Forward passes of several workers that start from equal states of a generator that they move.
-      Generators that never move are of no concern.
-    - The same of generators that only move between the forward passes of two steps.
+      That is a note: equal dropout masks on different data cost little, and many scripts seed all
+      ranks alike. Generators that never move are of no concern.
+    - The same of generators that move between the forward passes of two steps, a warning:
+      augmentation and sampling draw there.
     - Processes of data loaders that start from equal states of a generator that they use, in one
       rank or in several.
 
@@ -83,14 +85,14 @@ class EqualRandom(Stateful):
                 continue
             moved_W &= digests_W != MISSING_INT
             ranks = (_apart if self._same else _sharing)(digests_W, moved_W)
-            inside = [rank for rank in ranks if used_W[rank] & bits]
-            forward.update(inside)
-            between.update(set(ranks).difference(inside))
+            forward.update(rank for rank in ranks if used_W[rank] & bits)
+            between.update(rank for rank in ranks if used_W[rank] & bits << _SHIFT)
             for rank in ranks:
                 self._used |= int(used_W[rank]) & bits
                 self._used_between |= int(used_W[rank]) >> _SHIFT & bits
         if self._forward.observe(step, forward):
-            yield self._evidence(self._forward, self._used, "")
+            severity = Severity.WARNING if self._same else Severity.NOTE
+            yield self._evidence(self._forward, self._used, "", severity)
         if self._between.observe(step, between):
             key = DIFFERS_BETWEEN if self._same else BETWEEN
             yield self._evidence(self._between, self._used_between, key)
@@ -111,12 +113,14 @@ class EqualRandom(Stateful):
         self._inside.update(inside)
         return self._loaders.observe(step, ranks)
 
-    def _evidence(self, seen: Lasting, used: int, key: str) -> Evidence:
+    def _evidence(
+        self, seen: Lasting, used: int, key: str, severity: Severity = Severity.WARNING
+    ) -> Evidence:
         ranks = tuple(sorted(seen.ranks))
         generators = [name for bit, name in _GENERATORS.items() if used & bit]
         return Evidence(
             cause=DIFFERS if self._same else IDENTICAL,
-            severity=Severity.WARNING,
+            severity=severity,
             ranks=ranks,
             first_step=seen.first,
             last_step=seen.last,

@@ -65,14 +65,38 @@ def page_of(finding_id: str, cause: str) -> str:
     return f"docs/causes.md#{rule.replace('.', '')}"
 
 
-def describe(cause: str, severity: Severity, fields: Mapping[str, object]) -> tuple[str, str]:
+_START_AGAIN = "start again with the fault repaired"
+
+
+def describe(
+    cause: str, severity: Severity, fields: Mapping[str, object], back: str = _START_AGAIN
+) -> tuple[str, str]:
     """Return explanation and next check of a finding, with the fields filled in.
+
+    Args:
+        cause: Name of the rule.
+        severity: How bad it is.
+        fields: What the detector fills in.
+        back: How to undo what the fault has done, see :func:`go_back`.
 
     Raises:
         KeyError: The table has no such cause or severity, or a field is missing.
     """
     advice = RULES[cause].advice[severity]
+    fields = {**fields, "back": back, "Back": back.capitalize()}
     return advice.explanation.format_map(fields), advice.next_check.format_map(fields)
+
+
+def go_back(first_step: int, begun_at: int) -> str:
+    """Return how to undo what a fault has done: by a checkpoint, where the run may have one.
+
+    Args:
+        first_step: The first step that shows the fault.
+        begun_at: The first step of the run.
+    """
+    if first_step <= begun_at:
+        return _START_AGAIN
+    return f"go back to a checkpoint before step {first_step:,}"
 
 
 def name_ranks(ranks: Iterable[int], *, limit: int = 6) -> str:

@@ -24,7 +24,11 @@ _NOBODY = np.empty(0, bool)
 _RELATIVE = 1e-6
 _OF_PEAK = 1e-9
 _NAMES = {"lr": "the learning rate", "weight_decay": "the weight decay"}
-_OTHERS = "other settings (such as momentum, betas or eps, or the rates of other groups)"
+_DIGESTS = {
+    "rates_digest": "the learning rates of other parameter groups",
+    "settings_digest": "other settings (such as momentum, betas or eps, or the weight decay of "
+    "other parameter groups)",
+}
 
 
 class DifferentSettings(Stateful):
@@ -105,16 +109,17 @@ class DifferentSettings(Stateful):
             values = _values(values_W, known_W)
             ranks.update(self._odd(values))
             parts.append(f"{words} is {name_values(values, _speller(values))}")
-        digests_W = gathered.workers["settings_digest"]
-        if step.alike("settings_digest"):
-            known |= several and step.some_known("settings_digest")
-        else:
+        for name, words in _DIGESTS.items():
+            if step.alike(name):
+                known |= several and step.some_known(name)
+                continue
+            digests_W = gathered.workers[name]
             known_W = active_W & (digests_W != MISSING_INT)
             known |= int(np.count_nonzero(known_W)) > 1
             if not _alike(digests_W, known_W):
                 odd = self._odd(_values(digests_W, known_W))
                 ranks.update(odd)
-                parts.append(f"{_OTHERS} differ on {name_ranks(odd)}")
+                parts.append(f"{words} differ on {name_ranks(odd)}")
         self._what = "; ".join(parts) or self._what
         if known and self._settings.observe(gathered.step, ranks):
             yield self._settings_evidence()

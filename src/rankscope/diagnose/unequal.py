@@ -23,6 +23,8 @@ from rankscope.diagnose.rules import count, name_ranks
 HEALED_AFTER = 128
 """Steps without a difference, after which a fault is over: twice the turn of all tensors."""
 
+AVERAGES = "averages-differ"
+
 _SCALED = 1e-3
 _SAME_NORM = 1e-4
 _NORM_DIFFERS = 1e-6
@@ -51,13 +53,20 @@ class UnequalState(Stateful):
     Args:
         num_workers: W.
         local_buffers: Whether workers are meant to keep buffers of their own.
+        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
+            step's gradients are reduced. With local steps, gradients and optimizer state are not
+            compared, and parameters have to agree after one step in each so many.
     """
 
-    SETTINGS = ("_num_workers", "_local_buffers")
+    SETTINGS = ("_num_workers", "_local_buffers", "_local_steps")
 
-    def __init__(self, num_workers: int, *, local_buffers: bool = False) -> None:
+    def __init__(
+        self, num_workers: int, *, local_buffers: bool = False, local_steps: int = 0
+    ) -> None:
         self._num_workers = num_workers
-        self._local_buffers = local_buffers
+        self._local_buffers = local_buffers or local_steps > 0
+        self._local_steps = local_steps
+        self._between = _Between(-1)
         self._faults: dict[str, _Fault] = {}
         self._applied_alike = (
             False  # in the last step with gradients that nothing was seen to reduce
@@ -94,7 +103,9 @@ class UnequalState(Stateful):
         """Yield all that differs in a step."""
         gathered, workers = step.gathered, step.gathered.workers
         replicas_W = workers["replica"]
-        if step.some_true("unreduced") and not self._reduced_elsewhere(workers["applied_digest"]):
+        alone = self._local_steps > 0 and step.all_true("unreduced")
+        reduced_elsewhere = self._reduced_elsewhere(workers["applied_digest"])
+        if step.some_true("unreduced") and not (alone or reduced_elsewhere):
             unreduced = np.flatnonzero(workers["unreduced"]).tolist()
             words = "the optimizer was called with gradients that no reduction had seen"
             yield _Seen("sync.not_reduced", unreduced, words=words)
@@ -103,6 +114,9 @@ class UnequalState(Stateful):
         if odd:
             words = "names, shapes or types"
             yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
+        if self._local_steps:
+            yield from self._after_averages(step)
+            return
         if not gathered.differences and (not gathered.observed or step.alike("reduced_norm")):
             return
         yield from self._gradients(gathered, replicas_W)
@@ -110,6 +124,26 @@ class UnequalState(Stateful):
             found = [d for d in gathered.differences if d.kind is kind]
             if found:
                 yield _Seen(_CAUSES[kind], _odd(found, replicas_W), _names(found))
+
+    def _after_averages(self, step: Observation) -> Iterable["_Seen"]:
+        """Yield what differs after the average that a number of local steps has to contain."""
+        gathered, replicas_W = step.gathered, step.gathered.workers["replica"]
+        number, local_steps = gathered.step, self._local_steps
+        buffers = [d for d in gathered.differences if d.kind is StateKind.BUFFER]
+        if buffers:
+            cause = _CAUSES[StateKind.BUFFER]
+            yield _Seen(cause, _odd(buffers, replicas_W), _names(buffers))
+        if self._between.number != number // local_steps:
+            self._between = _Between(number // local_steps)
+        if not step.all_known("param_digest"):
+            return
+        found = [d for d in gathered.differences if d.kind is StateKind.PARAMETER]
+        between = self._between
+        between.add(_odd(found, replicas_W), _names(found))
+        if between.steps == local_steps and between.ranks:
+            words = f"the plan has an average every {count(local_steps, 'step')}"
+            cause = _CAUSES[StateKind.PARAMETER]
+            yield _Seen(cause, between.ranks, between.names, words, own_key=AVERAGES)
 
     def _reduced_elsewhere(self, applied_W: Ints) -> bool:
         """Return whether all optimizers get the same bits: then the training itself reduces them.
@@ -150,6 +184,31 @@ class UnequalState(Stateful):
         ]
         if applied and norms is None:
             yield _changed_later(gathered, applied, _odd(applied, replicas_W))
+
+
+class _Between(Stateful):
+    """As many steps in a row as lie between two averages: one of them has the workers agree.
+
+    Args:
+        number: Which of these rows of steps it is.
+
+    Attributes:
+        steps: How many of them have been compared.
+        ranks: The workers that differ in the step in which fewest do.
+        names: What differs there, by its name in the model.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.steps = 0
+        self.ranks: list[int] = []
+        self.names: list[str] = []
+
+    def add(self, ranks: list[int], names: list[str]) -> None:
+        """Take one step in which parameters were compared."""
+        if not self.steps or len(ranks) < len(self.ranks):
+            self.ranks, self.names = ranks, names
+        self.steps += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,12 @@ def judge(values: Values, findings: Sequence[Finding], course: Course = _BEGUN) 
 
 
 def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdict:
-    """Return the verdict. A single gross outlier is left out: data alone may bring one about.
+    """Return the verdict. A single gross value is left out: data alone may bring one about.
 
     Those that come again on one worker (``gross-outliers``) are not: chance is ruled out.
     """
-    told = [f for f in findings if f.cause != "time.straggler" and f.id != "gross-outlier"]
+    single = ("gross-outlier", "gross-value")
+    told = [f for f in findings if f.cause != "time.straggler" and f.id not in single]
     if not told:
         return _without_findings(values, course)
     worst = ranked(told)[0]
@@ -110,8 +111,7 @@ def _nonfinite(values: Values, finding: Finding) -> Verdict:
         )
     return Verdict(
         f"{ranks.capitalize()} produced infinities or NaN, first at step {finding.first_step}.",
-        f"Go back to a checkpoint before step {finding.first_step}, and look at the batch, the "
-        f"learning rate and the precision of {ranks} there.",
+        finding.next_check,
     )
 
 
@@ -128,14 +128,11 @@ def _duplicates(values: Values, finding: Finding) -> Verdict:
 
 
 def _overlap(values: Values, finding: Finding) -> Verdict:
-    advice = (
-        "Use one DistributedSampler seed on all workers, and the same epoch in set_epoch, so that "
-        "their shards are disjoint."
-    )
     if finding.severity is Severity.NOTE:
         return Verdict(
             "Workers draw samples again within an epoch, as in sampling with replacement.",
-            f"Nothing to change if that is intended. Otherwise: {advice[0].lower()}{advice[1:]}",
+            "Nothing to change if that is intended. Otherwise: split and shuffle the data with the "
+            "same seeds on all ranks, so that their shards are disjoint.",
         )
     adverb = "" if finding.severity is Severity.ERROR else "probably "
     if len(finding.ranks) == 1:
@@ -144,7 +141,9 @@ def _overlap(values: Values, finding: Finding) -> Verdict:
     else:
         who = f"The workers' shards {adverb}overlap"
     draws = _number(finding, "drawn_from_others") + _number(finding, "shared_inside_steps")
-    return Verdict(f"{who}: {count(draws, 'draw')} repeated a sample of another worker.", advice)
+    return Verdict(
+        f"{who}: {count(draws, 'draw')} repeated a sample of another worker.", finding.next_check
+    )
 
 
 _NOTHING_YET = Verdict(
@@ -281,7 +280,7 @@ def _say_limits(values: Values, causes: set[str]) -> str:
             "None of the three metrics shows this: they look as they do with disjoint shards. "
             "Only the identity of the samples tells."
         )
-    if values["loss_std"] == 0 and not _all_alike(values):
+    if values["loss_std"] == 0 and _gradients_differ(values):
         return (
             "All workers report exactly the same loss although their gradients differ: the loss "
             "was probably averaged before it was recorded."
@@ -332,6 +331,13 @@ def _all_alike(values: Values) -> bool:
     if cosine is None or spread is None or loss is None or _number(values, "steps") < _FEW_STEPS:
         return False
     return cosine >= _ALIKE_COSINE and spread <= _ALIKE_LOSS * max(1.0, abs(loss))
+
+
+def _gradients_differ(values: Values) -> bool:
+    """Return whether norms or directions of the workers' gradients differ by more than rounding."""
+    spread, cosine = values["grad_norm_std"], values["cosine_mean"]
+    apart = cosine is not None and cosine < _ALIKE_COSINE
+    return apart or (spread is not None and spread > _ALIKE_LOSS)
 
 
 def _number(source: Values | Finding, name: str) -> int:

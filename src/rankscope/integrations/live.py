@@ -5,7 +5,7 @@ Both are found among the objects that Python's garbage collector knows, once.
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,6 +17,7 @@ from rankscope.session.scope import Scope
 
 _Kind = TypeVar("_Kind")
 _INNER = ("optimizer", "_optimizer")  # under which Accelerate and Lightning keep what they wrap
+_CONTAINED = ("optimizers", "_optimizers")  # under which torchtitan and its like keep several
 
 
 def live_objects(*kinds: type) -> dict[type, list[Any]]:
@@ -86,9 +87,17 @@ class Surroundings:
 
 
 def _without_wrappers(optimizers: Sequence[Optimizer]) -> Iterable[Optimizer]:
-    """Leave out optimizers that only pass calls on to another one of them."""
+    """Leave out optimizers that only pass calls on to another one of them.
+
+    A container of several is one of its own.
+    """
     known = {id(optimizer) for optimizer in optimizers}
     for optimizer in optimizers:
         inner = [vars(optimizer).get(name) for name in _INNER]
+        for name in _CONTAINED:
+            several = vars(optimizer).get(name)
+            several = several.values() if isinstance(several, dict) else several
+            if isinstance(several, Collection) and len(several) == 1:
+                inner += several
         if not any(id(thing) in known for thing in inner if thing is not optimizer):
             yield optimizer

@@ -4,7 +4,7 @@ A step ends with the backward pass that synchronises gradients, but the optimize
 time belong to it as well. So a step is closed when the next one's first forward pass begins.
 
 A training that never leaves ``no_sync`` has no such pass. There, from the second call of the
-optimizer on, each call closes a step.
+optimizer on, each call closes a step; from the first one on, where the plan has local steps.
 """
 
 import logging
@@ -77,6 +77,7 @@ class StepCollector:
         self._replica = math.nan if instruments.replica is None else instruments.replica
         self._unreduced = self._updated = self._forgot = self._handing_over = False
         self._updates_alone = 0  # since gradients were synchronised for the last time
+        self._local = instruments.local_steps > 0  # updates alone are steps of their own
         observer = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
         self._tap = instruments.make_tap(guard, observer, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
@@ -247,7 +248,8 @@ class StepCollector:
         """Close a step, once its synchronising backward pass has ended.
 
         Or once the optimizer has been called for the second time without such a pass. A single
-        call between two of them belongs to the second.
+        call between two of them belongs to the second, unless the plan has local steps, or two
+        calls without a pass between them have shown that the training takes some.
 
         Ctrl-C may be raised in the monitor's own work. What is known of a step is not whole then,
         and is not sent; where the training goes on all the same, the others still count the step.
@@ -266,7 +268,8 @@ class StepCollector:
                 self._hand_over(comparable=comparable)
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._forget()
-        elif self._updated and self._updates_alone > 1:
+        elif self._updated and (self._local or self._updates_alone > 1):
+            self._local = True
             self._hand_over()
         elif self._passes.current + 1 >= _MOST_PASSES:
             self._forget()

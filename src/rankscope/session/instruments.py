@@ -50,6 +50,8 @@ class Options:
         seed: Seed of the sketch's signs.
         evidence: Whether what should be equal on all workers is compared exactly.
         trace: Whether rank 0 records every parameter and reduced gradient in short.
+        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
+            step's gradients are reduced.
     """
 
     tier: Tier
@@ -61,6 +63,7 @@ class Options:
     seed: int
     evidence: bool = True
     trace: bool = False
+    local_steps: int = 0
 
 
 MakeTraceMeter = Callable[[torch.optim.Optimizer | None, Callable[[float], None]], TraceMeter]
@@ -89,6 +92,7 @@ class Instruments:
             what takes the seconds that it spends; None without traces.
         reduced_in: Where the reduction is audited, for each group the type in which its gradient
             is meant to be reduced; else None.
+        local_steps: As in :class:`Options`.
     """
 
     make_tap: Callable[[Guarded, GradientObserver, Callable[[], None]], GradientTap]
@@ -103,6 +107,7 @@ class Instruments:
     make_exact: Callable[[Guarded], ExactGram] | None = None
     make_trace_meter: MakeTraceMeter | None = None
     reduced_in: Mapping[str, str] | None = None
+    local_steps: int = 0
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
@@ -182,13 +187,14 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             lasting=LastingParameters(wrapped.wrapper) if wrapped.kind == "FSDP2" else None,
             device=wrapped.device,
             spacing=1 if options.overhead_budget is None else STATE_SPACING,
+            local_steps=options.local_steps,
         )
         return ExactEvidence(
             wrapped.module,
             wrapped.device,
             state,
             loader,
-            updates_all=_updates_all(wrapped, optimizer),
+            updates_all=not options.local_steps and _updates_all(wrapped, optimizer),
         )
 
     return Instruments(
@@ -204,6 +210,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         reduced_in=None if sections is None else _reduced_in(wrapped, groups),
         make_exact=_make_exact(wrapped) if options.tier is Tier.EXACT else None,
         make_trace_meter=_make_trace_meter(wrapped, options.every) if options.trace else None,
+        local_steps=options.local_steps,
     )
 
 

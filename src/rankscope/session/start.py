@@ -105,8 +105,9 @@ def watch(
             ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
             per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers),
             ``repeats`` (True: samples repeat on purpose), ``local_buffers`` (True: each worker
-            keeps running statistics of its own) and ``seed`` (of every rank's sampler). See
-            :class:`rankscope.core.plan.Plan`.
+            keeps running statistics of its own), ``seed`` (of every rank's sampler) and
+            ``local_steps`` (optimizer steps from one average of the workers' parameters to the
+            next). See :class:`rankscope.core.plan.Plan`.
         loader: The training's ``DataLoader``: whether its worker processes draw the same random
             numbers, its sampler's seed, and that it draws with replacement, can only be seen
             there. Give it before it is iterated.
@@ -139,6 +140,7 @@ def watch(
     tier = choice(Tier, "tier", tier)
     if reduced is None:
         reduced = ReadReduced.NORM if tier is Tier.SCALARS else ReadReduced.SKETCH
+    intended = Plan.of(plan)
     options = Options(
         tier=tier,
         every=every,
@@ -149,13 +151,14 @@ def watch(
         seed=seed,
         evidence=bool(evidence),
         trace=bool(trace),
+        local_steps=intended.local_steps or 0,
     )
     wrapped = find_wrapper(model)
     optimizer = plain_optimizer(optimizer) or wrapped.optimizer  # DeepSpeed's is a wrapper, too
     instruments = choose_instruments(wrapped, options, loader)
-    intended = Plan.of(plan)
     group = process_group or wrapped.group
-    canary = check_canary(wrapped, wanted=canary, every=canary_every)
+    alike = intended.local_steps is None  # else parameters differ, and with them every result
+    canary = check_canary(wrapped, wanted=canary and alike, every=canary_every)
     described = {
         **dataclasses.asdict(options),
         "groups": list(instruments.groups.names),

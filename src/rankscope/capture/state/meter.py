@@ -49,6 +49,8 @@ class StateMeter:
         max_items: Digests, at most, for each step.
         turns: Steps within which everything has its turn.
         spacing: Steps from turn to turn, once a run has begun.
+        local_steps: So many steps in a row share a turn and have no spacing, so that what has a
+            turn is read after an average of the workers' parameters; 0 for steps of their own.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class StateMeter:
         max_items: int = 32,
         turns: int = 64,
         spacing: int = 1,
+        local_steps: int = 0,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
@@ -77,7 +80,7 @@ class StateMeter:
             turns=max(turns // spacing, 1),
             max_items=max_items * spacing,
         )
-        self._spacing = spacing
+        self._spacing, self._local_steps = spacing, local_steps
         self._plan: Plan | None = None
         self._signature: list[object] | None = None
         self._turns: dict[tuple[int, ...], Turn] = {}
@@ -95,6 +98,8 @@ class StateMeter:
         """Choose what to read in a step, at its first forward pass."""
         self._clear()
         turn, between = (step, 0) if step < _EACH_UNTIL else divmod(step, self._spacing)
+        if self._local_steps:
+            turn, between = step // self._local_steps, 0
         if between:
             return
         try:

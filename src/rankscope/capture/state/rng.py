@@ -2,8 +2,8 @@
 
 Two workers whose generators stand at the same place draw the same dropout masks and the same
 noise. That matters only where a generator moves: equal seeds without randomness are usual and
-harmless. So a generator counts as used when a forward pass has moved it (dropout), or else when it
-moves from one step to the next (noise and augmentation outside the model).
+harmless. So a generator counts as used when a forward pass has moved it (dropout), and when it has
+moved from one step's passes to the next one's (noise and augmentation outside the model).
 """
 
 from collections.abc import Callable
@@ -53,7 +53,8 @@ class RandomMeter:
         if device.type != "cpu":
             self._readers[ACCELERATOR] = _reader_of(device)
         self._first: dict[int, Snapshot] = {}
-        self._last: dict[int, Snapshot] = {}  # of those that the step before did not move
+        self._last: dict[int, Snapshot] = {}  # where the passes of the step before left them
+        self._after: dict[int, Snapshot] = {}  # of those that this step's passes have moved
         self._before: dict[int, Snapshot] | None = None
         self._used: int | None = None
         self._between = 0
@@ -69,15 +70,19 @@ class RandomMeter:
         if not self._first:
             self._first = states
             self._between = sum(bit for bit in self._last if self._last[bit] != states[bit])
+            self._after = {}
         self._before = states
 
     def after_forward(self) -> None:
-        """Take the end of a forward pass; without effect unless its beginning was announced."""
-        if self._before is None:
+        """Take the end of a forward pass, announced or not: where it leaves what the step moves."""
+        before, self._before = self._before or {}, None
+        if not (before or self._used):
             return
-        moved = [bit for bit, state in self._before.items() if self._readers[bit]() != state]
-        self._used = (self._used or 0) | sum(moved)
-        self._before = None
+        used = self._used or 0
+        after = {bit: self._readers[bit]() for bit in (*before, *self._after)}
+        moved = {bit for bit, state in before.items() if after[bit] != state}
+        self._used = used | sum(moved)
+        self._after = {bit: after[bit] for bit in (*moved, *self._after)}
 
     def collect(self) -> dict[str, int]:
         """Return which generators have moved and where they stood, and begin a new step.
@@ -92,7 +97,7 @@ class RandomMeter:
         if used is None:
             self._last = {}
             return {}
-        self._last = {bit: state for bit, state in first.items() if not used & bit}
+        self._last = {**first, **self._after}
         values = {"rng_used": used | between << BETWEEN}
         for name, bits in _DIGESTS.items() if used | between else ():
             moved = bits & (used | between)

@@ -18,7 +18,7 @@ RANDOM = (
     *("rng_digest", "rng_digest_python", "rng_digest_numpy"),
     *("loader_rng_torch", "loader_rng_python", "loader_rng_numpy"),
 )
-SETTINGS = ("lr", "weight_decay", "settings_digest", "optimizer_steps")
+SETTINGS = ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps")
 BEFORE = ("parameter", "optimizer", "buffer")
 AFTER = ("applied_digest", "param_digest", "optimizer_digest", "buffer_digest")
 _NEED_LAYOUT = {"reduced_digest", *AFTER}
