@@ -68,11 +68,11 @@ class BackwardLoss:
             autograd._make_grads = self._seen.function
 
     def _before_forward(self, model: Any, args: Any) -> None:
-        if model.training and torch.is_grad_enabled():
+        if self._scope.training:  # its own hook ran before
             self._outputs.clear()
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
-        if not self._works or not (model.training and torch.is_grad_enabled()):
+        if not (self._works and self._scope.training):
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:

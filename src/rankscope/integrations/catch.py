@@ -46,7 +46,8 @@ class Catch:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._hooks: list[CallHook] = []
-        self._done = False
+        self._done = self._trained = False
+        self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
         self._ending = Ending()
         wanted: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(_WRAPPERS, self._hook)
         wanted[_COLLECTIVES] = self._mind_the_end
@@ -76,10 +77,11 @@ class Catch:
     def _before_call(self, model: Any) -> None:
         """See a forward pass that is about to begin; watch from here on if it is a training's."""
         try:
-            if self._done or not _trains(model):
+            if self._done or not _may_train(model) or not self._trains(model):
                 return
             self._done = True
             self._imports.remove()
+            self._stop_waiting()
             for hook in self._hooks:
                 hook.remove()
             self._begin(model)
@@ -87,6 +89,28 @@ class Catch:
             self._done = True
             self._job.tell()
             _say_why_not(error)
+
+    def _trains(self, model: Any) -> bool:
+        """Return whether a forward pass trains; one in evaluation mode once a backward pass did."""
+        from rankscope.session.wrapping import in_training_mode
+
+        if self._trained or in_training_mode(model):
+            return True
+        if not self._waiting:
+            self._waiting = [
+                parameter.register_post_accumulate_grad_hook(self._note_trained)
+                for parameter in model.parameters()
+                if parameter.requires_grad and parameter.is_leaf
+            ]
+        return False
+
+    def _note_trained(self, parameter: Any) -> None:
+        self._trained = True
+
+    def _stop_waiting(self) -> None:
+        for hook in self._waiting:
+            hook.remove()
+        self._waiting.clear()
 
     def _begin(self, model: Any) -> None:
         from rankscope.integrations.beginning import begin
@@ -132,12 +156,12 @@ class CallHook:
             self._holder.__call__ = self._own
 
 
-def _trains(model: Any) -> bool:
-    """Return whether a call of a model is a forward pass of a data-parallel training."""
+def _may_train(model: Any) -> bool:
+    """Return whether a backward pass can follow a call of a model that goes data parallel."""
     import torch
     import torch.distributed as dist
 
-    if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     if not (dist.is_available() and dist.is_initialized()):
         return False

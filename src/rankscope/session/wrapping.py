@@ -133,14 +133,24 @@ def find_wrapper(model: nn.Module) -> Wrapped:
 
 
 def is_training(model: nn.Module) -> bool:
-    """Return whether a forward pass belongs to the training.
+    """Return whether a forward pass that begins now is one of a training, as far as its mode tells.
 
-    After an evaluation, Lightning puts the module back into training mode, but not its wrapper.
+    The mode is that of the modules inside, never of a wrapper: after an evaluation, Lightning puts
+    the module back into training mode, but not its wrapper.
     """
-    if not torch.is_grad_enabled():
-        return False
-    inner = None if model.training else getattr(model, "module", None)
-    return model.training or (isinstance(inner, nn.Module) and inner.training)
+    return torch.is_grad_enabled() and in_training_mode(model)
+
+
+def in_training_mode(model: nn.Module) -> bool:
+    """Return whether a model trains dropout and the like, or a part of it does.
+
+    Args:
+        model: What the training calls: its own flag counts only if it wraps nothing.
+    """
+    wrapper = getattr(model, "_orig_mod", model)
+    wraps = isinstance(wrapper, DistributedDataParallel) or is_deepspeed(wrapper)
+    inner: nn.Module = wrapper.module if wraps else wrapper
+    return inner.training or any(module.training for module in inner.modules())
 
 
 def is_compiled(model: nn.Module) -> bool:

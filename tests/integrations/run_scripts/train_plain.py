@@ -18,6 +18,7 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, optimizer = build(kind)
+    model.train(end != "in evaluation mode")
     train(rank, model, optimizer)
     told = {"argv": sys.argv[1:], "path": sys.path, "digest": digest(model)}
     told["hooked"] = [
