@@ -26,6 +26,10 @@ pytestmark = [
 ]
 
 
+OWN_LINES = [f"root: rank {rank} has trained" for rank in range(2)]
+"""What ``train_plain.py`` logs to its standard output, sorted."""
+
+
 def neighbour():
     """Import what the scripts import; on ranks only."""
     sys.path.insert(0, str(SCRIPTS))
@@ -113,7 +117,7 @@ def test_a_ddp_script_under_torchrun(folder, digests):
     run_dir = folder / "watched ddp"
     ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == ""
+    assert sorted(ended.stdout.splitlines()) == OWN_LINES
     assert ended.stderr.count("rankscope: the run is recorded in") == 1
     for rank in range(2):
         seen = told(folder, "a b", rank)
@@ -241,6 +245,9 @@ def test_a_script_that_trains_in_evaluation_mode_is_watched_after_its_first_back
     ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words, "in evaluation mode")
     assert ended.returncode == plain.returncode == 0, ended.stderr
     assert [told(tmp_path, "e", rank)["digest"] for rank in range(2)] == bits
+    told_of = [line for line in ended.stderr.splitlines() if "trains in evaluation mode" in line]
+    assert len(told_of) == 2
+    assert sorted(ended.stdout.splitlines()) == OWN_LINES, "where the root logger writes to"
     run = Run.open(run_dir)
     assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(6))
     assert np.isfinite(run.per_worker("loss")[1][1:]).all()

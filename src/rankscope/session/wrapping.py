@@ -149,8 +149,8 @@ def in_training_mode(model: nn.Module) -> bool:
     """
     wrapper = getattr(model, "_orig_mod", model)
     wraps = isinstance(wrapper, DistributedDataParallel) or is_deepspeed(wrapper)
-    inner: nn.Module = wrapper.module if wraps else wrapper
-    return inner.training or any(module.training for module in inner.modules())
+    inner: Any = wrapper.module if wraps else wrapper
+    return any(module.training for module in inner.modules())
 
 
 def is_compiled(model: nn.Module) -> bool:
