@@ -284,6 +284,7 @@ class Scope:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
         if self._inside:
             self._bypassing = False
+            self._guard(self._collector.enter_module)
             if self._collector.canary_due:
                 self._guard(self._collector.run_canary, self._model)
             return

@@ -73,6 +73,19 @@ class Wrapped:
         known = {id(parameter) for parameter in kept if parameter.requires_grad}
         return lambda parameter: id(parameter) in known
 
+    def broadcasts(self) -> Callable[[], bool] | None:
+        """Return what tells whether DDP broadcasts buffers before a forward pass; None if never.
+
+        Where a hook of the user's does it, it is not known when.
+        """
+        ddp = self.wrapper
+        if not isinstance(ddp, DistributedDataParallel):
+            return None
+        asked = getattr(ddp, "forward_sync_buffers", None)  # its later name
+        if not (ddp.broadcast_buffers if asked is None else asked):
+            return None
+        return None if hasattr(ddp, "buffer_hook") else ddp.will_sync_module_buffers
+
     def make_tap(
         self,
         sketcher: Sketcher,
