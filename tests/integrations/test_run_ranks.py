@@ -254,6 +254,42 @@ def test_a_script_that_trains_in_evaluation_mode_is_watched_after_its_first_back
     assert loud(run) == []
 
 
+ALONE = """
+import sys
+import torch
+from torch import nn
+
+model = nn.Linear(3, 1)
+x = torch.ones(2, 3, requires_grad=True)
+x.square().sum().backward()  # trains nothing
+before = torch.autograd._make_grads
+if "train" in sys.argv:
+    for _ in range(3):
+        model(x).sum().backward()
+    assert torch.autograd._make_grads is not before, "left behind"
+if "late" in sys.argv:
+    torch.distributed.init_process_group("gloo")
+"""
+
+
+@pytest.mark.parametrize("launched_by", ["torchrun", "rankscope run"])
+def test_processes_that_train_without_a_process_group_are_told_so_by_name(tmp_path, launched_by):
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    run_dir = ["--run-dir", str(tmp_path / "run")]
+    inside, outside = [*LAUNCHED, *run_dir], [*RUN, *run_dir, "--", *TORCHRUN]
+    command = inside if launched_by == "torchrun" else outside
+    for words, line in {
+        ("train",): "nothing was watched: each of 2 processes (WORLD_SIZE) trained a model of its",
+        (): "nothing was watched: the script trained no model wrapped in",
+        ("train", "late"): "nothing was watched: the script trained no model wrapped in",
+    }.items():
+        ended = start(*command, str(script), *words)
+        assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+        assert ended.stderr.count("rankscope: ") == 1, ended.stderr
+        assert f"rankscope: {line}" in ended.stderr
+
+
 def test_a_script_that_raises_in_torch_has_the_same_traceback(tmp_path):
     script = str(SCRIPTS / "train_and_fail.py")
     plain = start(sys.executable, script, str(tmp_path / "one"))

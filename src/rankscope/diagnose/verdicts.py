@@ -280,7 +280,7 @@ def _say_limits(values: Values, causes: set[str]) -> str:
             "None of the three metrics shows this: they look as they do with disjoint shards. "
             "Only the identity of the samples tells."
         )
-    if values["loss_std"] == 0 and not _all_alike(values):
+    if values["loss_std"] == 0 and not _all_alike(values) and "loss.no_gradient" not in causes:
         return (
             "All workers report exactly the same loss although their gradients differ: the loss "
             "was probably averaged before it was recorded."

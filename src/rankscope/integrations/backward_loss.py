@@ -6,9 +6,7 @@ Nothing of torch's is in a better place to know it. What scales a loss just befo
 
 import logging
 import math
-import sys
 from collections import deque
-from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.passes import tensors_in
+from rankscope.integrations.catch import SeenFromBelow
 
 if TYPE_CHECKING:
     from rankscope.session.scope import Scope
@@ -118,27 +117,6 @@ class BackwardLoss:
             seen.add(node)
             waiting.extend(before for before, _ in node.next_functions)
         return False
-
-
-class SeenFromBelow:
-    """A function that lets someone look at its caller first, and is never on the stack itself.
-
-    Python asks for its ``__call__``, which is the function, and calls that.
-
-    Args:
-        function: The function.
-        see: Called with the frame of whoever is about to call it; must not raise.
-    """
-
-    def __init__(self, function: Callable[..., Any], see: Callable[[FrameType], None]) -> None:
-        self.function = function
-        self._see = see
-
-    @property
-    def __call__(self) -> Callable[..., Any]:
-        """The function; whoever asks for it is about to call it."""
-        self._see(sys._getframe(1))
-        return self.function
 
 
 def unscaled(
