@@ -127,7 +127,9 @@ class Outcome:
     errors: str
 
 
-def run(script: Script, folder: Path, run_dir: Path | None = None, *, fault: bool = False) -> Outcome:
+def run(
+    script: Script, folder: Path, run_dir: Path | None = None, *, fault: bool = False
+) -> Outcome:
     """Run a script on two ranks, watched if it gets a run directory."""
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
@@ -191,7 +193,7 @@ def is_good(row: dict[str, object]) -> bool:
 def _apart(logged: str, recorded: float) -> float:
     """Return how far a recorded loss is from a logged one, in half units of its last digit."""
     digits = len(logged.partition(".")[2].partition("e")[0])
-    unit = 10.0 ** -digits * 10.0 ** float(logged.partition("e")[2] or 0)
+    unit = 10.0**-digits * 10.0 ** float(logged.partition("e")[2] or 0)
     return abs(float(logged) - recorded) / (0.5 * unit + 2e-6 * abs(recorded))
 
 
@@ -225,7 +227,25 @@ def make_assets(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = "a worker reads its shard and sums the loss of each token before ranks agree on it".split()
+    words = [
+        "a",
+        "worker",
+        "reads",
+        "its",
+        "shard",
+        "and",
+        "sums",
+        "the",
+        "loss",
+        "of",
+        "each",
+        "token",
+        "before",
+        "ranks",
+        "agree",
+        "on",
+        "it",
+    ]
     draw = random.Random(0)
 
     def sentence(shortest: int, longest: int) -> str:
@@ -292,7 +312,9 @@ def table_of(rows: list[dict[str, object]]) -> str:
     for row in rows:
         same = "same" if row["same_output"] and len(set(row["exit_code"])) == 1 else "**differ**"  # type: ignore[call-overload]
         if "steps" not in row:
-            lines.append(f"| {row['script']} | {row['package']} | **nothing** | – | {same} | – | – |")
+            lines.append(
+                f"| {row['script']} | {row['package']} | **nothing** | – | {same} | – | – |"
+            )
             continue
         logged, recorded = row["steps"]  # type: ignore[misc]
         apart = "less than it shows" if row["apart"] <= 1 else f"**{row['apart']:.1f} half digits**"  # type: ignore[operator]
@@ -305,7 +327,10 @@ def table_of(rows: list[dict[str, object]]) -> str:
 
 def _listed(findings: list[str]) -> str:
     kinds = dict.fromkeys(finding.rpartition(" [")[0] for finding in findings)
-    return ", ".join(f"`{kind.partition(': ')[2]}` ({kind.partition(': ')[0]})" for kind in kinds) or "none"
+    return (
+        ", ".join(f"`{kind.partition(': ')[2]}` ({kind.partition(': ')[0]})" for kind in kinds)
+        or "none"
+    )
 
 
 def write_page(rows: list[dict[str, object]]) -> None:
@@ -317,7 +342,9 @@ def write_page(rows: list[dict[str, object]]) -> None:
 
 def main() -> int:
     """Run the scripts that were asked for; return how many do not keep their promises."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", default="", help="scripts whose name holds this")
     parser.add_argument("--write", action="store_true", help="write docs/field.md")
     asked = parser.parse_args()

@@ -315,6 +315,36 @@ def steps_with(rows):
     return live, {finding.id: finding for finding in diagnosis.findings}, events
 
 
+NO_GRADIENT = "loss.no_gradient"
+
+
+def with_norms(norms_TW):
+    """Return events and findings of steps whose gradients have these norms; None: not measured."""
+    diagnosis, events = Diagnosis(2), []
+    for t, norms_W in enumerate(norms_TW):
+        columns = {} if norms_W is None else {"grad_norm": norms_W}
+        step = gathered(t, [[2 * t], [2 * t + 1]], loss=[1.0, 2.0], **columns)
+        events += [(t, e) for e in diagnosis.observe(summarize(step)) if e.cause == NO_GRADIENT]
+    return events, [e for e in diagnosis.findings if e.cause == NO_GRADIENT]
+
+
+def test_gradients_that_are_zero_everywhere_are_a_warning_from_the_eighth_step_on():
+    zero, some = [0.0, 0.0], [0.0, 1e-30]
+    events, findings = with_norms([some, zero, None, *[zero] * 7, *[some] * 16])
+    ((opened, first), (closed, last)) = events
+    assert (opened, first.id, first.severity) == (9, NO_GRADIENT, Severity.WARNING)
+    assert (first.first_step, first.last_step, first.ranks) == (1, 9, (0, 1))
+    assert "exactly zero in 8 steps since step 1" in first.explanation
+    assert (closed, last.status) == (25, "closed")
+    assert findings == [last]
+
+
+@pytest.mark.parametrize("between", [[0.0, 1e-30], [np.inf, 0.0]])
+def test_a_gradient_that_is_zero_now_and_then_or_unknown_is_none(between):
+    assert with_norms([*[[0.0, 0.0]] * 7, between] * 3) == ([], [])
+    assert with_norms([[0.0, np.nan]] * 30) == ([], [])
+
+
 FINE = ([False, False], [1.0, 2.0], [1, 1])
 
 

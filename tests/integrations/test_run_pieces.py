@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from rankscope.errors import UsageError
 from rankscope.integrations.agreement import agree
-from rankscope.integrations.backward_loss import SeenFromBelow, unscaled
-from rankscope.integrations.catch import CallHook
+from rankscope.integrations.backward_loss import unscaled
+from rankscope.integrations.catch import CallHook, SeenFromBelow
 from rankscope.integrations.imports import AfterImport
 from rankscope.integrations.job import PID_VARIABLE, STARTUP, VARIABLE, Job
 from rankscope.integrations.live import Surroundings

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from integrations.adapter_runs import assert_same_metrics, metrics
+from integrations.adapter_runs import assert_same_metrics, loud, metrics
 from integrations.run_commands import LAUNCHED, RUN, SCRIPTS, TORCHRUN, start, watch
 from rankscope import Run
 from rankscope.core.signals import Table
@@ -24,6 +24,10 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
 ]
+
+
+OWN_LINES = [f"root: rank {rank} has trained" for rank in range(2)]
+"""What ``train_plain.py`` logs to its standard output, sorted."""
 
 
 def neighbour():
@@ -113,7 +117,7 @@ def test_a_ddp_script_under_torchrun(folder, digests):
     run_dir = folder / "watched ddp"
     ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == ""
+    assert sorted(ended.stdout.splitlines()) == OWN_LINES
     assert ended.stderr.count("rankscope: the run is recorded in") == 1
     for rank in range(2):
         seen = told(folder, "a b", rank)
@@ -211,6 +215,79 @@ def test_a_lightning_script_that_starts_its_own_ranks(folder, digests):
             *("cosine_rest", "grad_scale", "optimizer_steps", "lr"),
         },
     )
+
+
+def test_a_lightning_script_that_validates_is_watched_in_all_its_epochs(tmp_path):
+    run_dir, script = tmp_path / "run", str(SCRIPTS / "train_lightning.py")
+    plain = start(sys.executable, script, str(tmp_path / "plain"), "validated")
+    words = [str(tmp_path / "watched"), "validated"]
+    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words)
+    assert (ended.returncode, ended.stdout) == (plain.returncode, plain.stdout) == (0, "")
+    assert ended.stderr.count("rankscope: ") == 1
+    run = Run.open(run_dir)
+    losses_WM = [told(tmp_path, "watched", rank) for rank in range(2)]
+    assert losses_WM == [told(tmp_path, "plain", rank) for rank in range(2)]
+    micro = run.columns(Table.MICRO, "step", "rank", "micro", "loss")
+    for rank, losses_M in enumerate(losses_WM):
+        assert len(losses_M) == 16
+        mine = micro["rank"] == rank
+        assert micro["step"][mine].tolist() == [step for step in range(8) for _ in range(2)]
+        np.testing.assert_allclose(micro["loss"][mine], losses_M, rtol=1e-6)
+    assert run.columns(Table.STEPS, "observed")["observed"].all()
+    assert loud(run) == []
+
+
+def test_a_script_that_trains_in_evaluation_mode_is_watched_after_its_first_backward(tmp_path):
+    script, words = str(SCRIPTS / "train_plain.py"), ["ddp", str(tmp_path / "e")]
+    plain = start(*TORCHRUN, script, *words, "in evaluation mode")
+    bits = [told(tmp_path, "e", rank)["digest"] for rank in range(2)]
+    run_dir = tmp_path / "run"
+    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words, "in evaluation mode")
+    assert ended.returncode == plain.returncode == 0, ended.stderr
+    assert [told(tmp_path, "e", rank)["digest"] for rank in range(2)] == bits
+    told_of = [line for line in ended.stderr.splitlines() if "trains in evaluation mode" in line]
+    assert len(told_of) == 2
+    assert sorted(ended.stdout.splitlines()) == OWN_LINES, "where the root logger writes to"
+    run = Run.open(run_dir)
+    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(6))
+    assert np.isfinite(run.per_worker("loss")[1][1:]).all()
+    assert loud(run) == []
+
+
+ALONE = """
+import sys
+import torch
+from torch import nn
+
+model = nn.Linear(3, 1)
+x = torch.ones(2, 3, requires_grad=True)
+x.square().sum().backward()  # trains nothing
+before = torch.autograd._make_grads
+if "train" in sys.argv:
+    for _ in range(3):
+        model(x).sum().backward()
+    assert torch.autograd._make_grads is not before, "left behind"
+if "late" in sys.argv:
+    torch.distributed.init_process_group("gloo")
+"""
+
+
+@pytest.mark.parametrize("launched_by", ["torchrun", "rankscope run"])
+def test_processes_that_train_without_a_process_group_are_told_so_by_name(tmp_path, launched_by):
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    run_dir = ["--run-dir", str(tmp_path / "run")]
+    inside, outside = [*LAUNCHED, *run_dir], [*RUN, *run_dir, "--", *TORCHRUN]
+    command = inside if launched_by == "torchrun" else outside
+    for words, line in {
+        ("train",): "nothing was watched: each of 2 processes (WORLD_SIZE) trained a model of its",
+        (): "nothing was watched: the script trained no model wrapped in",
+        ("train", "late"): "nothing was watched: the script trained no model wrapped in",
+    }.items():
+        ended = start(*command, str(script), *words)
+        assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+        assert ended.stderr.count("rankscope: ") == 1, ended.stderr
+        assert f"rankscope: {line}" in ended.stderr
 
 
 def test_a_script_that_raises_in_torch_has_the_same_traceback(tmp_path):

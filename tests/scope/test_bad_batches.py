@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope import Run
+from rankscope import Run, Severity
 from rankscope.core.signals import Table
 from support.ranks import run_ranks
 
@@ -133,3 +133,20 @@ def test_training_goes_on_with_batches_of_any_structure(kind):
     for _, (_, said) in results:
         spoken = [line for line in said if "one id per sample" in line]
         assert len(spoken) == (kind in DECLINED)
+
+
+def train_on_nothing(rank: int, run_dir: str) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.watch(model, optimizer, run_dir=run_dir, overhead_budget=None):
+        for step in range(10):
+            (0 * model(numbers(rank, step)).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_loss_that_is_multiplied_by_zero_is_found(tmp_path):
+    run_ranks(train_on_nothing, 2, str(tmp_path / "run"))
+    [found] = [f for f in Run.open(tmp_path / "run").findings() if f.severity > Severity.NOTE]
+    assert (found.cause, found.severity) == ("loss.no_gradient", Severity.WARNING)
+    assert (found.ranks, found.first_step) == ((0, 1), 0)

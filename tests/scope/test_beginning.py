@@ -1,5 +1,7 @@
 """What one rank alone cannot do when the watch begins: all ranks hear of it at once."""
 
+import io
+import logging
 import time
 
 import pytest
@@ -10,11 +12,49 @@ import rankscope
 from rankscope import Run
 from rankscope.core.signals import Table
 from rankscope.session import rendezvous
+from rankscope.session.start import speak_on_stderr
 from support.loops import Loop
 from support.models import make_model
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Return what the root logger writes, as a script has configured it; ours is as imported."""
+    logger, root = logging.getLogger("rankscope"), logging.getLogger()
+    for name, value in (("handlers", []), ("propagate", True), ("level", logging.WARNING)):
+        monkeypatch.setattr(logger, name, value)
+    written = io.StringIO()
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(written)])
+    return written
+
+
+def test_the_monitor_speaks_on_stderr_wherever_the_root_logger_writes(written, capsys):
+    speak_on_stderr()
+    speak_on_stderr()
+    logging.getLogger("rankscope").warning("heard")
+    assert (written.getvalue(), *capsys.readouterr()) == ("", "", "heard\n")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_logger_that_is_configured_by_name_is_the_users(written, capsys, when):
+    own, logger = io.StringIO(), logging.getLogger("rankscope")
+    if when == "after":
+        speak_on_stderr()
+    logger.addHandler(logging.StreamHandler(own))
+    speak_on_stderr()
+    logger.warning("heard")
+    assert (own.getvalue(), *capsys.readouterr()) == ("heard\n", "", "")
+    assert written.getvalue() == ("heard\n" if when == "before" else "")
+
+
+def test_a_logger_that_propagates_again_is_heard_once(written, capsys):
+    speak_on_stderr()
+    logging.getLogger("rankscope").propagate = True
+    logging.getLogger("rankscope").warning("heard")
+    assert (written.getvalue(), *capsys.readouterr()) == ("heard\n", "", "")
 
 
 class NoTokenizer:

@@ -14,15 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Ints
-from rankscope.core.replicas import StateKind
+from rankscope.core.replicas import RUNNING_STATISTICS, StateKind
 from rankscope.core.step import MISSING_INT, GatheredStep
 
 ROUNDING = 1e-4
 """Relative difference of losses and gradient norms up to which rounding explains it."""
 
 Bools = NDArray[np.bool_]
-
-_RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 class Verdict(StrEnum):
@@ -124,7 +122,7 @@ def differing_state(step: GatheredStep) -> tuple[int, ...]:
     """
     odd: set[int] = set()
     for difference in step.differences:
-        counts = difference.name.rpartition(".")[2] not in _RUNNING_STATISTICS
+        counts = difference.name.rpartition(".")[2] not in RUNNING_STATISTICS
         if difference.kind in (StateKind.PARAMETER, StateKind.BUFFER) and counts:
             odd.update(difference.odd_ones_out(step.workers["replica"]))
     return tuple(sorted(odd))

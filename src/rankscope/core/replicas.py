@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Bools = NDArray[np.bool_]
 
+RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+"""What torch calls the buffers of a normalisation over batches."""
+
 MAX_TOLD = 4
 """Differences of one kind that are told of a step: one is enough to prove the fault."""
 
@@ -37,6 +40,10 @@ class StateKind(StrEnum):
     """The gradient right after the reduction."""
     APPLIED = "applied"
     """The gradient when ``optimizer.step`` was called."""
+    STATISTICS = "statistics"
+    """Running statistics after a step, until DDP broadcasts rank 0's before the next one."""
+    BROADCAST = "broadcast"
+    """The same right after it has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Detectors of exact evidence: identical batches, and values that are not finite.
+"""Detectors of exact evidence: identical batches, values that are not finite, and no gradient.
 
 Each detector watches one cause in the stream of steps and says what it has found so far.
 """
@@ -13,9 +13,11 @@ from rankscope.core.sorted_map import in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.lasting import Lasting
 from rankscope.diagnose.rules import count, name_ranks
 
 _SKIPS_IN_A_ROW = 20
+_ZERO_IN_A_ROW = 8
 
 
 class DuplicateBatches(Stateful):
@@ -152,6 +154,50 @@ class NonFinite(Stateful):
                 "applied": ", and the optimizer went on" if self._applied else "",
             },
             numbers={"steps": self._count, "in": what},
+        )
+
+
+class NoGradient(Stateful):
+    """Local gradients that are zero in every element, on all workers, in eight steps in a row.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._zero = Lasting(_ZERO_IN_A_ROW, in_a_row=True)
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks of one without a gradient, and when there is one again."""
+        ends = step.ends("grad_norm")
+        if np.isnan(ends).any():
+            return ()
+        ranks = range(self._num_workers) if ends == (0, 0) else ()
+        return (self._evidence(),) if self._zero.observe(step.gathered.step, ranks) else ()
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()
+
+    def _evidence(self) -> Evidence:
+        zero = self._zero
+        return Evidence(
+            cause="loss.no_gradient",
+            severity=Severity.WARNING,
+            ranks=tuple(sorted(zero.ranks)),
+            first_step=zero.first,
+            last_step=zero.last,
+            count=zero.count,
+            status="open" if zero.open else "closed",
+            fields={
+                "steps": count(zero.count, "step"),
+                "first": zero.first,
+                "over": "" if zero.open else " It is over now.",
+            },
+            numbers={"steps": zero.count},
         )
 
 

@@ -13,7 +13,7 @@ from rankscope.core.step import StepReport
 from rankscope.diagnose.alike import AlikePairs
 from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.canary import CanaryVerdicts
-from rankscope.diagnose.detectors import DuplicateBatches, NonFinite
+from rankscope.diagnose.detectors import DuplicateBatches, NoGradient, NonFinite
 from rankscope.diagnose.environment import EnvironmentMismatch
 from rankscope.diagnose.epochs import RepeatedOrder
 from rankscope.diagnose.evidence import Detector, Evidence, Observation, observations
@@ -72,6 +72,7 @@ class Diagnosis:
         outliers = WorkerOutliers(num_workers, hosts)
         self._detectors: tuple[Detector, ...] = (
             NonFinite(),
+            NoGradient(num_workers),
             DuplicateBatches(num_workers, repeats=plan.repeats),
             OverlappingShards(
                 num_workers, repeats=plan.repeats or with_replacement, seeds=sampler_seeds

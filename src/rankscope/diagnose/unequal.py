@@ -33,16 +33,27 @@ _MAX_NAMES = 64
 _CAUSES = {
     StateKind.PARAMETER: "state.parameters_differ",
     StateKind.BUFFER: "state.buffers_differ",
+    StateKind.BROADCAST: "state.buffers_differ",
+    StateKind.STATISTICS: "state.buffers_differ",
     StateKind.OPTIMIZER: "state.optimizer_differs",
     StateKind.REDUCED: "sync.gradients_differ",
     StateKind.APPLIED: "sync.gradients_differ",
 }
+_STATE = (
+    StateKind.PARAMETER,
+    StateKind.BUFFER,
+    StateKind.BROADCAST,
+    StateKind.STATISTICS,
+    StateKind.OPTIMIZER,
+)
+_DRIFTING = "running-statistics"
 
 
 class UnequalState(Stateful):
     """Parameters, buffers, optimizer state and reduced gradients that differ between workers.
 
-    - A parameter, buffer or optimizer state whose digests differ.
+    - A parameter, buffer or optimizer state whose digests differ. Running statistics that DDP
+      broadcasts before each step are buffers right after that; until then, they may differ.
     - A reduced gradient that differs: not reduced, if the reduction left the local bits as they
       were, or if the norms of what should be reduced are those of the local gradients.
     - A gradient that was equal after the reduction and differs when the optimizer is called:
@@ -95,7 +106,7 @@ class UnequalState(Stateful):
         return ()
 
     def _evidence(self, key: str, fault: "_Fault") -> Evidence:
-        meant = self._local_buffers and key == "state.buffers_differ"
+        meant = key == _DRIFTING or (self._local_buffers and key == "state.buffers_differ")
         severity = Severity.NOTE if meant else Severity.ERROR
         return fault.evidence(key, severity, self._num_workers)
 
@@ -120,10 +131,12 @@ class UnequalState(Stateful):
         if not gathered.differences and (not gathered.observed or step.alike("reduced_norm")):
             return
         yield from self._gradients(gathered, replicas_W)
-        for kind in (StateKind.PARAMETER, StateKind.BUFFER, StateKind.OPTIMIZER):
+        for kind in _STATE:
             found = [d for d in gathered.differences if d.kind is kind]
             if found:
-                yield _Seen(_CAUSES[kind], _odd(found, replicas_W), _names(found))
+                own_key = _DRIFTING if kind is StateKind.STATISTICS else ""
+                odd = _odd(found, replicas_W)
+                yield _Seen(_CAUSES[kind], odd, _names(found), own_key=own_key)
 
     def _after_averages(self, step: Observation) -> Iterable["_Seen"]:
         """Yield what differs after the average that a number of local steps has to contain."""

@@ -7,9 +7,7 @@ they may make a loss of what is a sum.
 
 import logging
 import math
-import sys
 from collections import deque
-from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.loss_form import PASSING, is_mean, is_mean_node
 from rankscope.capture.passes import tensors_in
+from rankscope.integrations.catch import SeenFromBelow
 
 if TYPE_CHECKING:
     from rankscope.session.scope import Scope
@@ -68,11 +67,11 @@ class BackwardLoss:
             autograd._make_grads = self._seen.function
 
     def _before_forward(self, model: Any, args: Any) -> None:
-        if model.training and torch.is_grad_enabled():
+        if self._scope.training:  # its own hook ran before
             self._outputs.clear()
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
-        if not self._works or not (model.training and torch.is_grad_enabled()):
+        if not (self._works and self._scope.training):
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -118,27 +117,6 @@ class BackwardLoss:
             seen.add(node)
             waiting.extend(before for before, _ in node.next_functions)
         return False
-
-
-class SeenFromBelow:
-    """A function that lets someone look at its caller first, and is never on the stack itself.
-
-    Python asks for its ``__call__``, which is the function, and calls that.
-
-    Args:
-        function: The function.
-        see: Called with the frame of whoever is about to call it; must not raise.
-    """
-
-    def __init__(self, function: Callable[..., Any], see: Callable[[FrameType], None]) -> None:
-        self.function = function
-        self._see = see
-
-    @property
-    def __call__(self) -> Callable[..., Any]:
-        """The function; whoever asks for it is about to call it."""
-        self._see(sys._getframe(1))
-        return self.function
 
 
 def unscaled(

@@ -14,7 +14,7 @@ from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.job import Job
 from rankscope.integrations.live import Surroundings
 from rankscope.session.rendezvous import default_store
-from rankscope.session.start import watch
+from rankscope.session.start import speak_on_stderr, watch
 from rankscope.session.wrapping import find_wrapper
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def begin(model: nn.Module, job: Job) -> Watching | None:
     Raises:
         RankscopeError: It cannot be watched; the same on all ranks.
     """
+    speak_on_stderr()
     wrapped = find_wrapper(model)
     around = Surroundings(model)
     problem = _agree(wrapped.group, _WATCHED_ALREADY if around.is_watched else "")

@@ -11,11 +11,14 @@ traceback shows it.
 
 import functools
 import logging
-from collections.abc import Callable
-from types import ModuleType
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import FrameType, ModuleType
 from typing import Any
 
-from rankscope.integrations.ending import Ending, say
+from rankscope.integrations.ending import Ending, say, tell_of_lone_training
 from rankscope.integrations.imports import AfterImport
 from rankscope.integrations.job import Job
 
@@ -29,6 +32,8 @@ _WRAPPERS = {
     "deepspeed.runtime.engine": "DeepSpeedEngine",
 }
 _COLLECTIVES = "torch.distributed.distributed_c10d"
+_AUTOGRAD = "torch.autograd"
+_MOST_NODES = 1000
 
 
 def prepare() -> None:
@@ -46,10 +51,13 @@ class Catch:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._hooks: list[CallHook] = []
-        self._done = False
+        self._done = self._trained = False
+        self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
         self._ending = Ending()
         wanted: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(_WRAPPERS, self._hook)
         wanted[_COLLECTIVES] = self._mind_the_end
+        if os.environ.get("WORLD_SIZE", "1") not in ("0", "1"):
+            wanted[_AUTOGRAD] = LoneTraining(job).install
         self._imports = AfterImport(wanted)
 
     def install(self) -> None:
@@ -76,10 +84,11 @@ class Catch:
     def _before_call(self, model: Any) -> None:
         """See a forward pass that is about to begin; watch from here on if it is a training's."""
         try:
-            if self._done or not _trains(model):
+            if self._done or not _may_train(model) or not self._trains(model):
                 return
             self._done = True
             self._imports.remove()
+            self._stop_waiting()
             for hook in self._hooks:
                 hook.remove()
             self._begin(model)
@@ -87,6 +96,28 @@ class Catch:
             self._done = True
             self._job.tell()
             _say_why_not(error)
+
+    def _trains(self, model: Any) -> bool:
+        """Return whether a forward pass trains; one in evaluation mode once a backward pass did."""
+        from rankscope.session.wrapping import in_training_mode
+
+        if self._trained or in_training_mode(model):
+            return True
+        if not self._waiting:
+            self._waiting = [
+                parameter.register_post_accumulate_grad_hook(self._note_trained)
+                for parameter in model.parameters()
+                if parameter.requires_grad and parameter.is_leaf
+            ]
+        return False
+
+    def _note_trained(self, parameter: Any) -> None:
+        self._trained = True
+
+    def _stop_waiting(self) -> None:
+        for hook in self._waiting:
+            hook.remove()
+        self._waiting.clear()
 
     def _begin(self, model: Any) -> None:
         from rankscope.integrations.beginning import begin
@@ -132,12 +163,94 @@ class CallHook:
             self._holder.__call__ = self._own
 
 
-def _trains(model: Any) -> bool:
-    """Return whether a call of a model is a forward pass of a data-parallel training."""
+class SeenFromBelow:
+    """A function that lets someone look at its caller first, and is never on the stack itself.
+
+    Python asks for its ``__call__``, which is the function, and calls that.
+
+    Args:
+        function: The function.
+        see: Called with the frame of whoever is about to call it; must not raise.
+    """
+
+    def __init__(self, function: Callable[..., Any], see: Callable[[FrameType], None]) -> None:
+        self.function = function
+        self._see = see
+
+    @property
+    def __call__(self) -> Callable[..., Any]:
+        """The function; whoever asks for it is about to call it."""
+        self._see(sys._getframe(1))
+        return self.function
+
+
+class LoneTraining:
+    """Notices that one of several processes trains without a process group, and says so at its end.
+
+    Until the first backward pass that reaches a parameter, or that finds a process group.
+
+    Args:
+        job: What was asked for.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._autograd: Any = None
+        self._seen: SeenFromBelow | None = None
+
+    def install(self, autograd: Any) -> None:
+        """See every call of ``backward`` from now on."""
+        self._autograd = autograd
+        self._seen = autograd._make_grads = SeenFromBelow(autograd._make_grads, self._see)
+
+    def _see(self, caller: FrameType) -> None:
+        try:
+            grouped = _has_group()
+            if not grouped:
+                ours = caller.f_globals is vars(self._autograd)
+                if not (ours and caller.f_code.co_name == "backward"):
+                    return
+                if not _reach_parameter(caller.f_locals["tensors"]):
+                    return
+                tell_of_lone_training(self._job, _has_group)
+        except Exception:
+            _log.debug("what a backward pass trains is unknown", exc_info=True)
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._seen is not None and self._autograd._make_grads is self._seen:
+            self._autograd._make_grads = self._seen.function
+
+
+def _has_group() -> bool:
+    """Return whether this process has a process group now."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+
+
+def _reach_parameter(roots: Iterable[Any]) -> bool:
+    """Return whether a backward pass from ``roots`` reaches a parameter of a module."""
+    from torch.nn import Parameter
+
+    waiting: deque[Any] = deque(root.grad_fn for root in roots)
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        if isinstance(getattr(node, "variable", None), Parameter):
+            return True
+        seen.add(node)
+        waiting.extend(before for before, _ in node.next_functions)
+    return False
+
+
+def _may_train(model: Any) -> bool:
+    """Return whether a backward pass can follow a call of a model that goes data parallel."""
     import torch
     import torch.distributed as dist
 
-    if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     if not (dist.is_available() and dist.is_initialized()):
         return False

@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 NOTHING = (
     "nothing was watched: the script trained no model wrapped in DistributedDataParallel or "
     "fully_shard, and no DeepSpeed engine"
+)
+
+
+ALONE = (
+    "nothing was watched: each of {processes} processes (WORLD_SIZE) trained a model of its own, "
+    "for torch.distributed was never initialised; call torch.distributed.init_process_group and "
+    "wrap the model in DistributedDataParallel"
 )
 
 
@@ -114,6 +122,25 @@ def tell_if_nothing_was_watched() -> None:
     files = [path / "run.json", *path.parent.glob(f"{path.name}-*/run.json")]
     if not any(file.exists() and file.stat().st_mtime >= job.started - 2 for file in files):
         say(NOTHING)
+
+
+def tell_of_lone_training(job: Job, has_group: Callable[[], bool]) -> None:
+    """Say at the end of this process that it has trained by itself, one of several; on rank 0.
+
+    Args:
+        job: What was asked for.
+        has_group: Returns whether there is a process group after all.
+    """
+    pid = os.getpid()
+
+    def tell() -> None:
+        if pid != os.getpid() or has_group():
+            return
+        job.tell()
+        if os.environ.get("RANK", "0") == "0":
+            say(ALONE.format(processes=os.environ["WORLD_SIZE"]))
+
+    atexit.register(tell)
 
 
 def say(message: str) -> None:

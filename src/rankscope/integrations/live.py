@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankscope.session.scope import Scope
+from rankscope.session.wrapping import in_training_mode
 
 _Kind = TypeVar("_Kind")
 _INNER = ("optimizer", "_optimizer")  # under which Accelerate and Lightning keep what they wrap
@@ -78,7 +79,7 @@ class Surroundings:
         others = [
             wrapper
             for wrapper in self._wrappers
-            if wrapper.training
+            if in_training_mode(wrapper)
             and any(p.requires_grad and id(p) not in known for p in wrapper.parameters())
             and not any(id(p) in known for p in wrapper.parameters())
         ]

@@ -156,6 +156,10 @@ class StepCollector:
         self._samples.see(args, kwargs, self._passes.current)
         self._evidence.before_forward(first=not self._passes.current)
 
+    def enter_module(self) -> None:
+        """Take notice that a forward pass is about to enter the wrapped module."""
+        self._evidence.enter_module()
+
     @property
     def canary_due(self) -> bool:
         """Whether a canary is to run where the forward pass enters the wrapped module."""

@@ -183,6 +183,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             None if wrapped.kind == "DeepSpeed" else optimizer,  # its state is sharded, or flat
             replicated=wrapped.replica is not None,
             reduces=wrapped.reduces(),
+            broadcasts=wrapped.broadcasts(),
             left_out=frozenset(getattr(wrapped.wrapper, "parameters_to_ignore", ())),
             lasting=LastingParameters(wrapped.wrapper) if wrapped.kind == "FSDP2" else None,
             device=wrapped.device,

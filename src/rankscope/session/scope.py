@@ -38,7 +38,7 @@ from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
 from rankscope.session.opening import Opened
 from rankscope.session.outbox import Outbox
-from rankscope.session.wrapping import has_closure, is_compiled, tell_if_wrapped_anew
+from rankscope.session.wrapping import has_closure, is_compiled, is_training, tell_if_wrapped_anew
 from rankscope.sinks import Sinks
 
 _log = logging.getLogger("rankscope")
@@ -127,6 +127,11 @@ class Scope:
         if not self._closed and not self._off:
             self._guard(self._inbox.read)
         return tuple(self._inbox.findings.values())
+
+    @property
+    def training(self) -> bool:
+        """Whether the last forward pass of the model that began counts as one of the training."""
+        return self._training
 
     @property
     def traffic(self) -> Traffic:
@@ -284,10 +289,11 @@ class Scope:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
         if self._inside:
             self._bypassing = False
+            self._guard(self._collector.enter_module)
             if self._collector.canary_due:
                 self._guard(self._collector.run_canary, self._model)
             return
-        self._bypassing = model.training and torch.is_grad_enabled()
+        self._bypassing = is_training(model)
         if self._bypassing and tell_if_wrapped_anew(model, self._model):
             self._bypassing = False
             self._close(CLOSE_SECONDS)

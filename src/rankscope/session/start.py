@@ -1,9 +1,11 @@
 """``rankscope.watch``: what happens once, before the first step."""
 
 import dataclasses
+import logging
 import os
 import platform
 import socket
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,8 @@ from rankscope.session.opening import Intent, Opened, open_run
 from rankscope.session.scope import Scope
 from rankscope.session.wrapping import find_wrapper, plain_optimizer
 from rankscope.sinks import RunInfo, SinkOption, Sinks
+
+_log = logging.getLogger("rankscope")
 
 
 def watch(
@@ -137,6 +141,7 @@ def watch(
         MissingExtraError: The package of a sink is not installed.
         RunError: Rank 0 cannot write ``run_dir``, or some rank cannot begin for another reason.
     """
+    speak_on_stderr()
     tier = choice(Tier, "tier", tier)
     if reduced is None:
         reduced = ReadReduced.NORM if tier is Tier.SCALARS else ReadReduced.SKETCH
@@ -203,6 +208,33 @@ def watch(
         make_canary=partial(LiveCanary, wrapped, opened.rank, first=first) if canary else None,
         sinks=_local_sinks(opened),
     )
+
+
+def speak_on_stderr() -> None:
+    """Let the logger ``rankscope`` write to the error stream, not where the root logger writes.
+
+    That may be the script's output, which belongs to the script. A logger that was configured by
+    its name (a handler of its own, or ``propagate`` switched off) is left as it is.
+    """
+    if not _log.handlers and _log.propagate:
+        _log.addHandler(_OnStderr())
+        _log.propagate = False
+
+
+class _OnStderr(logging.Handler):
+    """Writes to what is the error stream then, until the logger is configured by its name."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether nobody else writes the line."""
+        others = any(handler is not self for handler in _log.handlers)
+        return not others and not (_log.propagate and logging.getLogger().handlers)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
 
 
 def _in_thread(agent: str | None) -> bool:

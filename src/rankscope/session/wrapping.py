@@ -73,6 +73,19 @@ class Wrapped:
         known = {id(parameter) for parameter in kept if parameter.requires_grad}
         return lambda parameter: id(parameter) in known
 
+    def broadcasts(self) -> Callable[[], bool] | None:
+        """Return what tells whether DDP broadcasts buffers before a forward pass; None if never.
+
+        Where a hook of the user's does it, it is not known when.
+        """
+        ddp = self.wrapper
+        if not isinstance(ddp, DistributedDataParallel):
+            return None
+        asked = getattr(ddp, "forward_sync_buffers", None)  # its later name
+        if not (ddp.broadcast_buffers if asked is None else asked):
+            return None
+        return None if hasattr(ddp, "buffer_hook") else ddp.will_sync_module_buffers
+
     def make_tap(
         self,
         sketcher: Sketcher,
@@ -133,14 +146,24 @@ def find_wrapper(model: nn.Module) -> Wrapped:
 
 
 def is_training(model: nn.Module) -> bool:
-    """Return whether a forward pass belongs to the training.
+    """Return whether a forward pass that begins now is one of a training, as far as its mode tells.
 
-    After an evaluation, Lightning puts the module back into training mode, but not its wrapper.
+    The mode is that of the modules inside, never of a wrapper: after an evaluation, Lightning puts
+    the module back into training mode, but not its wrapper.
     """
-    if not torch.is_grad_enabled():
-        return False
-    inner = None if model.training else getattr(model, "module", None)
-    return model.training or (isinstance(inner, nn.Module) and inner.training)
+    return torch.is_grad_enabled() and in_training_mode(model)
+
+
+def in_training_mode(model: nn.Module) -> bool:
+    """Return whether a model trains dropout and the like, or a part of it does.
+
+    Args:
+        model: What the training calls: its own flag counts only if it wraps nothing.
+    """
+    wrapper = getattr(model, "_orig_mod", model)
+    wraps = isinstance(wrapper, DistributedDataParallel) or is_deepspeed(wrapper)
+    inner: Any = wrapper.module if wraps else wrapper
+    return any(module.training for module in inner.modules())
 
 
 def is_compiled(model: nn.Module) -> bool:

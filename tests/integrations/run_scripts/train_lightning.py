@@ -1,5 +1,9 @@
-"""An ordinary Lightning script, started without a launcher: Lightning starts its second rank."""
+"""An ordinary Lightning script, started without a launcher: Lightning starts its second rank.
 
+Told to, it validates before the training and after each of two epochs, and writes its losses down.
+"""
+
+import json
 import sys
 from pathlib import Path
 
@@ -33,10 +37,17 @@ class Module(lightning.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = Net()
+        self.losses = []
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        return F.cross_entropy(self.net(x), y)
+        loss = F.cross_entropy(self.net(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("validation loss", F.cross_entropy(self.net(x), y), sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -48,27 +59,29 @@ class Module(lightning.LightningModule):
         torch.manual_seed(self.trainer.global_rank)
 
 
-def fit(callbacks=(), strategy="ddp"):
+def fit(*, validated=False):
     """Train on two ranks and return the module."""
     module = Module()
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy,
-        max_epochs=1,
+        strategy="ddp",
+        max_epochs=2 if validated else 1,
         accumulate_grad_batches=MICRO,
         use_distributed_sampler=False,
         logger=False,
-        callbacks=list(callbacks),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module)
+    loader = DataLoader(Batches(2), batch_size=None) if validated else None
+    trainer.fit(module, val_dataloaders=loader)
     return module
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    module = fit()
-    Path(f"{sys.argv[1]}.{module.global_rank}").write_text(digest(module))
+    validated = sys.argv[2:] == ["validated"]
+    module = fit(validated=validated)
+    told = json.dumps(module.losses) if validated else digest(module)
+    Path(f"{sys.argv[1]}.{module.global_rank}").write_text(told)

@@ -30,6 +30,9 @@ class EvidenceMeter(GradientObserver, Protocol):
     def before_forward(self, *, first: bool) -> None:
         """A forward pass is about to run, under the training's autocast."""
 
+    def enter_module(self) -> None:
+        """A forward pass is about to enter the module, after what its wrapper does before."""
+
     def after_forward(self) -> None:
         """A forward pass has ended."""
 
@@ -82,6 +85,7 @@ class ExactEvidence:
         self.see_local, self.see_locals = state.see_local, state.see_locals
         self.see_reduced = state.see_reduced
         self.see_applied = state.see_applied
+        self.enter_module = state.enter_module
 
     @property
     def wanted_names(self) -> Collection[str]:
@@ -100,6 +104,7 @@ class ExactEvidence:
         if first:
             self._precision = self._precisions.code(self._step)
             self._random.before_forward()
+            self._state.before_forward()
 
     def after_forward(self) -> None:
         """See which random generators have moved."""
@@ -152,6 +157,9 @@ class NoEvidence:
         """Look away."""
 
     def before_forward(self, *, first: bool) -> None:
+        """Look away."""
+
+    def enter_module(self) -> None:
         """Look away."""
 
     def after_forward(self) -> None:

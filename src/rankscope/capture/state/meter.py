@@ -27,6 +27,9 @@ _MASK = (1 << 64) - 1
 _MOST_TURNS = 1024  # that are kept
 _EACH_UNTIL = 32
 """Steps of a run that have a turn each: where its workers begin is compared at once."""
+_MOST_UNSENT = 8
+"""Steps without a broadcast of DDP's after which none is expected. One step has none after an
+evaluation, whose own broadcast was before."""
 
 _log = logging.getLogger("rankscope")
 
@@ -43,6 +46,8 @@ class StateMeter:
         replicated: Whether workers hold the same parameters; if not, only buffers are compared.
         reduces: Tells whether the gradient of a parameter is reduced at all; None if all are.
         left_out: Names of parameters and buffers that each worker may have for itself.
+        broadcasts: Tells whether DDP has broadcast buffers before the forward pass that is about to
+            enter the module; None where it never does.
         lasting: Tells what lasts of a parameter that is replaced while the model computes, and
             which parameters each worker may have for itself; None if all that hangs in it lasts.
         device: Where the model lives.
@@ -61,6 +66,7 @@ class StateMeter:
         replicated: bool,
         reduces: Callable[[Tensor], bool] | None = None,
         left_out: Container[str] = (),
+        broadcasts: Callable[[], bool] | None = None,
         lasting: Lasting | None = None,
         device: torch.device | None = None,
         max_items: int = 32,
@@ -72,6 +78,7 @@ class StateMeter:
         self._optimizer = optimizer
         self._reduces = reduces
         self._left_out = left_out
+        self._broadcasts = broadcasts
         self._lasting = lasting
         self._new_plan = partial(
             Plan,
@@ -85,6 +92,7 @@ class StateMeter:
         self._signature: list[object] | None = None
         self._turns: dict[tuple[int, ...], Turn] = {}
         self._told = False
+        self._unsent = 0
         self._turn = NOTHING
         self._seen = _nothing()
         prepare(torch.device("cpu") if device is None else device)
@@ -109,6 +117,24 @@ class StateMeter:
             self._turn = self._turn_of(self._plan, turn)
         except Exception as error:  # a model that cannot be listed
             self._tell(error)
+
+    def before_forward(self) -> None:
+        """Count the steps in which DDP broadcasts no buffers: the first pass is about to begin."""
+        if self._broadcasts is not None:
+            self._unsent = 0 if self._broadcasts() else self._unsent + 1
+
+    def enter_module(self) -> None:
+        """Read running statistics if DDP has just broadcast them; the first time in a step counts.
+
+        A forward pass after an evaluation finds them broadcast already, and reads nothing.
+        """
+        rows, seen = self._turn.broadcast, self._seen
+        if self._broadcasts is None or not self._broadcasts():
+            return
+        self._unsent = 0
+        if rows.slices and seen.broadcast is None:
+            tensors = [part.place.current() for part in rows.slices]
+            seen.broadcast = self._read(self._turn.recurring.broadcast, rows.slices, tensors)
 
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, before the reduction; the last one counts.
@@ -229,7 +255,7 @@ class StateMeter:
         else:
             if self._reduces is not None:
                 seen.reduced = [self._is_reduced(part) for part in turn.reduced.slices]
-            pending = PendingState(turn, seen, layout)
+            pending = PendingState(turn, seen, layout, sent=self._unsent <= _MOST_UNSENT)
         self._clear()
         return pending
 
@@ -240,7 +266,13 @@ class StateMeter:
         marks = signature(self._module, self._optimizer)
         if self._plan is not None and marks is not None and marks == self._signature:
             return
-        found = survey(self._module, self._optimizer, self._left_out, self._lasting)
+        found = survey(
+            self._module,
+            self._optimizer,
+            self._left_out,
+            self._lasting,
+            broadcast=self._broadcasts is not None,
+        )
         if self._plan is None or found != self._plan.found:
             self._plan = self._new_plan(found)
             self._turns.clear()

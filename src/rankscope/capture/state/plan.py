@@ -13,13 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from rankscope.capture.names import canonical_name
 from rankscope.capture.state.digest import known_shape, word_of
-from rankscope.core.replicas import StateKind
+from rankscope.core.replicas import RUNNING_STATISTICS, StateKind
 
 Kinds = tuple[StateKind, ...]
+_BROADCAST = (StateKind.STATISTICS, StateKind.BROADCAST)
 Lasting = Callable[[nn.Module, str], Tensor | None]
 """Returns what lasts of a module's parameter, where it is replaced while the model computes; None
 for a parameter that each worker may have for itself."""
@@ -76,6 +78,7 @@ class Found(NamedTuple):
         dtype: Its dtype.
         trained: Whether it requires a gradient.
         owned: Whether the optimizer updates it, and keeps all its state on every worker.
+        broadcast: Whether it is a running statistic that DDP broadcasts before each step.
     """
 
     holder: nn.Module
@@ -87,6 +90,7 @@ class Found(NamedTuple):
     dtype: torch.dtype
     trained: bool
     owned: bool
+    broadcast: bool = False
 
     @property
     def name(self) -> str:
@@ -150,7 +154,11 @@ class Plan:
         words = [f"{each.name} {each[3:5]} {each[6:asked]}" for each in found]
         self.layout = word_of(f"{replicated} {called} " + "\n".join(words)) >> 1
         parameters = [_item(each, _kinds(each, called)) for each in found if not each.is_buffer]
-        buffers = [_item(each, (StateKind.BUFFER,)) for each in found if each.is_buffer]
+        buffers = [
+            _item(each, _BROADCAST if each.broadcast else (StateKind.BUFFER,))
+            for each in found
+            if each.is_buffer
+        ]
         if not replicated:
             parameters = []
         share = max(1, max_items // 8) if parameters else max_items
@@ -175,6 +183,8 @@ def survey(
     optimizer: torch.optim.Optimizer | None,
     left_out: Container[str] = (),
     lasting: Lasting | None = None,
+    *,
+    broadcast: bool = False,
 ) -> list[Found]:
     """Return what a model holds now, each tensor once, in the order of its modules.
 
@@ -183,6 +193,7 @@ def survey(
         optimizer: The optimizer; None if it is not known.
         left_out: Names of parameters and buffers that each worker may have for itself.
         lasting: Tells what lasts of a parameter; None if all that hangs in the model does.
+        broadcast: Whether DDP broadcasts buffers.
     """
     groups = () if _is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
     owned = {id(parameter) for group in groups for parameter in group["params"]}
@@ -198,10 +209,19 @@ def survey(
                 seen.add(id(tensor))
                 shape, length = _size(tensor)
                 asked = (tensor.requires_grad, id(tensor) in owned)
-                found.append(
-                    Found(holder, prefix, key, is_buffer, shape, length, tensor.dtype, *asked)
-                )
+                apart = broadcast and is_buffer and _drifts_apart(holder, key)
+                each = Found(holder, prefix, key, is_buffer, shape, length, tensor.dtype, *asked)
+                found.append(each._replace(broadcast=apart))
     return found
+
+
+def _drifts_apart(holder: nn.Module, key: str) -> bool:
+    """Return whether a forward pass in training changes a buffer on each worker for itself."""
+    return (
+        key in RUNNING_STATISTICS
+        and isinstance(holder, _NormBase)
+        and not isinstance(holder, nn.SyncBatchNorm)
+    )
 
 
 def _is_sharded(optimizer: object) -> bool:

@@ -6,8 +6,8 @@ an optimizer keeps for each.
 
 import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from operator import mul
@@ -23,11 +23,13 @@ from rankscope.core.replicas import StateDigests, StateKind, digest_of_digests
 _COLUMNS = {
     StateKind.PARAMETER: "param_digest",
     StateKind.BUFFER: "buffer_digest",
+    StateKind.STATISTICS: "buffer_digest",
     StateKind.OPTIMIZER: "optimizer_digest",
     StateKind.REDUCED: "reduced_digest",
     StateKind.APPLIED: "applied_digest",
 }
 _GRADIENTS = (StateKind.REDUCED, StateKind.APPLIED)
+_ALWAYS = frozenset(StateKind) - {StateKind.BROADCAST}
 
 _MASK = (1 << 64) - 1
 _MOST_LOCAL = 8  # sets of local gradients of a turn that are known
@@ -114,6 +116,7 @@ class Readings:
         marks: What that was called.
         leaves: Weights of its parts, and which of them is the first of each slice.
         gradients: Of gradients, when they have been reduced, and when they are applied.
+        broadcast: Of running statistics, when they have been broadcast.
         local: Of those before the reduction, by the names of their parameters.
     """
 
@@ -122,6 +125,7 @@ class Readings:
         self.marks: list[object] = []
         self.leaves: tuple[Sequence[int], Sequence[int]] = ((), ())
         self.gradients = Recurring()
+        self.broadcast = Recurring()
         self.local: dict[tuple[str, ...], Local] = {}
 
 
@@ -137,11 +141,14 @@ class Turn:
         self.names = tuple(item.name for item in items for _ in item.kinds)
         parameters = Rows(StateKind.PARAMETER, items)
         buffers = Rows(StateKind.BUFFER, items, len(parameters.slices))
-        self.tensors = (parameters, buffers)
+        before = len(parameters.slices) + len(buffers.slices)
+        statistics = Rows(StateKind.STATISTICS, items, before)
+        self.tensors = (parameters, buffers, statistics)
+        self.broadcast = Rows(StateKind.BROADCAST, items)
         self.optimizer = Rows(StateKind.OPTIMIZER, items)
         self.reduced = Rows(StateKind.REDUCED, items)
         self.applied = Rows(StateKind.APPLIED, items)
-        self.read = [*parameters.slices, *buffers.slices]
+        self.read = [*parameters.slices, *buffers.slices, *statistics.slices]
         numbers = {part: number for number, part in enumerate(parameters.slices)}
         self.kept_of = [numbers[part] for part in self.optimizer.slices]
         """Which of the parameters it is for which the optimizer keeps something."""
@@ -181,6 +188,7 @@ class Seen:
         local: What was read before the reduction, by the numbers of the slices of the reduced
             gradient; later ones count.
         reduced: Which slices of the reduced gradient are reduced at all; None if all are.
+        broadcast: Running statistics right after DDP has broadcast them.
     """
 
     state: PendingReading | None
@@ -190,6 +198,7 @@ class Seen:
     before: Recurring | None
     local: dict[tuple[int, ...], PendingReading]
     reduced: Sequence[bool] | None
+    broadcast: PendingReading | None = None
 
 
 class PendingState:
@@ -199,18 +208,18 @@ class PendingState:
         turn: What was to be read.
         seen: What was.
         layout: Digest of the plan; None without one.
+        sent: Whether DDP broadcasts running statistics; else they are buffers like others.
     """
 
-    def __init__(self, turn: Turn, seen: Seen, layout: int | None) -> None:
-        self._turn, self._seen, self._layout = turn, seen, layout
+    def __init__(self, turn: Turn, seen: Seen, layout: int | None, *, sent: bool = True) -> None:
+        self._turn, self._seen, self._layout, self._sent = turn, seen, layout, sent
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`read` would not wait."""
         seen = self._seen
         readings = [*seen.gradients.values(), *seen.local.values()]
-        if seen.state is not None:
-            readings.append(seen.state)
+        readings += [one for one in (seen.state, seen.broadcast) if one is not None]
         return all(reading.ready for reading in readings)
 
     def read(self) -> tuple[StateDigests, dict[str, float | int]]:
@@ -231,7 +240,11 @@ class PendingState:
         self._read_gradients(digests, unchanged, values)
         digests_D = np.frombuffer(array("Q", digests), np.int64)
         state = StateDigests(turn.kinds, turn.names, digests_D, np.frombuffer(unchanged, bool))
-        return (state if self._seen.state is not None else _without_state(state)), values
+        if self._seen.state is None:
+            return _only(state, _GRADIENTS), values
+        if self._seen.broadcast is None and turn.broadcast.slices:
+            state = _only(state, _ALWAYS)
+        return (state if self._sent else _with_statistics_as_buffers(state)), values
 
     def _read_state(
         self, reading: PendingReading, digests: list[int], values: dict[str, float | int]
@@ -241,6 +254,8 @@ class PendingState:
         for rows in turn.tensors:
             own = parts[rows.first : rows.first + len(rows.slices)]
             _tell(values, rows, rows.fill(digests, own))
+        if seen.broadcast is not None:
+            turn.broadcast.fill(digests, seen.broadcast.read()[0])
         weighted = list(map(mul, seen.weights, parts[len(turn.read) :]))
         limits = pairwise((*seen.starts, len(weighted)))
         kept = [sum(weighted[first:last]) & _MASK for first, last in limits]
@@ -285,9 +300,9 @@ def nothing_pending(layout: int | None = None) -> PendingState:
     return PendingState(NOTHING, Seen(None, (), (), {}, None, {}, None), layout)
 
 
-def _without_state(state: StateDigests) -> StateDigests:
-    """Return the digests of gradients alone: the step was cut short."""
-    kept = [d for d, kind in enumerate(state.kinds) if kind in _GRADIENTS]
+def _only(state: StateDigests, kinds: Collection[StateKind]) -> StateDigests:
+    """Return the digests of some kinds; those of others were not read in this step."""
+    kept = [d for d, kind in enumerate(state.kinds) if kind in kinds]
     return StateDigests(
         tuple(state.kinds[d] for d in kept),
         tuple(state.names[d] for d in kept),
@@ -296,9 +311,18 @@ def _without_state(state: StateDigests) -> StateDigests:
     )
 
 
+def _with_statistics_as_buffers(state: StateDigests) -> StateDigests:
+    buffer = {StateKind.STATISTICS: StateKind.BUFFER}
+    return replace(state, kinds=tuple(buffer.get(kind, kind) for kind in state.kinds))
+
+
 def _tell(values: dict[str, float | int], rows: Rows, digest: int | None) -> None:
-    if digest is not None:
-        values[_COLUMNS[rows.kind]] = digest
+    if digest is None:
+        return
+    column = _COLUMNS[rows.kind]
+    if column in values:  # of buffers of another kind
+        digest = digest_of_digests(np.array([values[column], digest], np.int64))
+    values[column] = digest
 
 
 @lru_cache(maxsize=256)
