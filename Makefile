@@ -12,7 +12,7 @@ DEMO_OUTPUT ?= demo
 # Packages are compiled as they are imported; with this set, anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check bench gpu docs packaging format clean
+.PHONY: demo test check bench field gpu docs packaging format clean
 
 demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes on 2 cores
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
@@ -28,6 +28,10 @@ check: $(VENV)/.dev ## format, lint, strict types, import contract
 
 bench: $(VENV)/.dev ## ratios measured side by side in one run
 	$(BIN)/python benchmarks/bench.py
+
+field: $(VENV)/.dev ## scripts of other packages, plain and watched: half an hour
+	$(PIP_INSTALL) peft sentence-transformers
+	$(BIN)/python benchmarks/field.py --write
 
 gpu: ## what only a machine with an accelerator can tell; GPU_FLAGS=--dry-run tries it without
 	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_FLAGS)

@@ -5,11 +5,12 @@ recorded loss equal to the logged one to print precision, no finding above a not
 1's loss counts eightfold before backward) that is found. Models are tiny and made here, and so are
 the data. ``make field`` installs the packages and runs all, which takes half an hour;
 ``python benchmarks/field.py --only sft`` runs those whose name holds a word. Writes
-``docs/field.md``.
+``docs/field.md`` if asked with ``--write``.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -18,9 +19,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from rankscope import Run, Severity
 from rankscope.core.signals import Table
@@ -152,58 +155,85 @@ def run(
     return Outcome(ended.returncode, ended.stdout, ended.stderr)
 
 
-def check(script: Script, folder: Path) -> dict[str, object]:
+@dataclass(frozen=True)
+class Row:
+    """What came of a script.
+
+    Attributes:
+        script: Its name.
+        package: Whose it is, with the version.
+        exit_codes: Plain, and watched.
+        same_output: Whether standard output holds the same lines.
+        steps: How many losses it logged, and how many steps were recorded; None without a run.
+        apart: How far a loss is from its log at most, in half units of the log's last digit.
+        findings: Of the healthy run.
+        found: Above a note, of the run with the fault.
+    """
+
+    script: str
+    package: str
+    exit_codes: tuple[int, int]
+    same_output: bool
+    steps: tuple[int, int] | None = None
+    apart: float = math.inf
+    findings: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether the script did what it does unwatched."""
+        return self.same_output and self.exit_codes[0] == self.exit_codes[1]
+
+    @property
+    def good(self) -> bool:
+        """Whether every promise is kept."""
+        whole = self.steps is not None and self.steps[0] == self.steps[1] > 0
+        quiet = all(finding.startswith("note") for finding in self.findings)
+        return self.same and whole and self.apart <= 1 and quiet and bool(self.found)
+
+
+def check(script: Script, folder: Path) -> Row:
     """Run a script plain, watched, and with a fault; return its row."""
     plain = run(script, folder)
     watched_dir, faulty_dir = folder / f"{script.name}-run", folder / f"{script.name}-fault"
     watched = run(script, folder, watched_dir)
-    row: dict[str, object] = {
-        "script": script.name,
-        "package": f"{script.package} {_version(script.package)}",
-        "exit_code": [plain.exit_code, watched.exit_code],
-        "same_output": _lines(plain) == _lines(watched),
-    }
+    row = Row(
+        script.name,
+        f"{script.package} {_version(script.package)}",
+        (plain.exit_code, watched.exit_code),
+        _lines(plain) == _lines(watched),
+    )
     if not watched_dir.is_dir():
-        return {**row, "problem": (watched.errors or watched.output)[-2000:]}
-    losses = script.logged.findall(watched.output) or script.logged.findall(watched.errors)
-    recorded = Run.open(watched_dir).columns(Table.STEPS, "loss_mean")["loss_mean"].tolist()
-    row |= {
-        "steps": [len(losses), len(recorded)],
-        "apart": max(map(_apart, losses, recorded), default=float("inf")),
-        "findings": _findings(watched_dir, Severity.NOTE),
-    }
+        print(watched.errors[:4000], file=sys.stderr)
+        return row
+    row = with_record(row, script, watched, watched_dir)
     run(script, folder, faulty_dir, fault=True)
-    found = _findings(faulty_dir, Severity.WARNING) if faulty_dir.is_dir() else []
-    return {**row, "found": found}
+    found = _findings(faulty_dir, Severity.WARNING) if faulty_dir.is_dir() else ()
+    return replace(row, found=found)
 
 
-def is_good(row: dict[str, object]) -> bool:
-    """Return whether a row keeps every promise."""
-    return (
-        row["exit_code"] == [0, 0]
-        and row["same_output"] is True
-        and "steps" in row
-        and len(set(row["steps"])) == 1  # type: ignore[call-overload]
-        and row["apart"] <= 1  # type: ignore[operator]
-        and not any("note" not in finding for finding in row["findings"])  # type: ignore[attr-defined]
-        and bool(row["found"])
+def with_record(row: Row, script: Script, watched: Outcome, run_dir: Path) -> Row:
+    """Return a row with what a watched run has logged and recorded."""
+    losses = script.logged.findall(watched.output) or script.logged.findall(watched.errors)
+    recorded = Run.open(run_dir).columns(Table.STEPS, "loss_mean")["loss_mean"].tolist()
+    return replace(
+        row,
+        steps=(len(losses), len(recorded)),
+        apart=max(map(_apart, losses, recorded), default=math.inf),
+        findings=_findings(run_dir, Severity.NOTE),
     )
 
 
 def _apart(logged: str, recorded: float) -> float:
     """Return how far a recorded loss is from a logged one, in half units of its last digit."""
     digits = len(logged.partition(".")[2].partition("e")[0])
-    unit = 10.0**-digits * 10.0 ** float(logged.partition("e")[2] or 0)
+    unit: float = 10.0**-digits * 10.0 ** float(logged.partition("e")[2] or 0)
     return abs(float(logged) - recorded) / (0.5 * unit + 2e-6 * abs(recorded))
 
 
-def _findings(run_dir: Path, least: Severity) -> list[str]:
-    found = Run.open(run_dir).findings()
-    return [
-        f"{finding.severity}: {finding.id} {list(finding.ranks)}"
-        for finding in found
-        if finding.severity >= least
-    ]
+def _findings(run_dir: Path, least: Severity) -> tuple[str, ...]:
+    found = [finding for finding in Run.open(run_dir).findings() if finding.severity >= least]
+    return tuple(dict.fromkeys(f"{finding.severity}: {finding.cause}" for finding in found))
 
 
 def _lines(outcome: Outcome) -> Counter[str]:
@@ -228,23 +258,20 @@ def make_assets(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = [
-        "a",
-        "worker",
-        "reads",
-        "its",
-        "shard",
+        "ranks",
+        "read",
+        "their",
+        "shards",
         "and",
-        "sums",
+        "sum",
         "the",
         "loss",
-        "of",
-        "each",
-        "token",
         "before",
-        "ranks",
+        "they",
         "agree",
         "on",
-        "it",
+        "one",
+        "gradient",
     ]
     draw = random.Random(0)
 
@@ -262,7 +289,8 @@ def make_assets(folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    fast = make(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<s>",
@@ -302,38 +330,26 @@ def make_assets(folder: Path) -> None:
 # The page ------------------------------------------------------------------------------------
 
 
-def table_of(rows: list[dict[str, object]]) -> str:
+def table_of(rows: Sequence[Row]) -> str:
     """Return the rows as a Markdown table."""
-    lines = [
-        "| script | package | steps logged, recorded | loss apart from its log | output, exit code "
-        "| healthy run | rank 1's loss × 8 |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ("script", "package", "steps logged, recorded", "loss against its log")
+    more = ("output, exit code", "healthy run", "rank 1's loss × 8")
+    lines = ["| " + " | ".join((*heads, *more)) + " |", "|---" * 7 + "|"]
     for row in rows:
-        same = "same" if row["same_output"] and len(set(row["exit_code"])) == 1 else "**differ**"  # type: ignore[call-overload]
-        if "steps" not in row:
-            lines.append(
-                f"| {row['script']} | {row['package']} | **nothing** | – | {same} | – | – |"
-            )
-            continue
-        logged, recorded = row["steps"]  # type: ignore[misc]
-        apart = "less than it shows" if row["apart"] <= 1 else f"**{row['apart']:.1f} half digits**"  # type: ignore[operator]
-        lines.append(
-            f"| {row['script']} | {row['package']} | {logged}, {recorded} | {apart} | {same} "
-            f"| {_listed(row['findings'])} | {_listed(row['found'])} |"  # type: ignore[arg-type]
-        )
+        same = "same" if row.same else "**differ**"
+        steps = "**nothing**" if row.steps is None else f"{row.steps[0]}, {row.steps[1]}"
+        apart = "equal as printed" if row.apart <= 1 else f"**{row.apart:.1f} half digits apart**"
+        cells = (row.script, row.package, steps, apart, same, _in_words(row.findings))
+        lines.append("| " + " | ".join((*cells, _in_words(row.found))) + " |")
     return "\n".join(lines)
 
 
-def _listed(findings: list[str]) -> str:
-    kinds = dict.fromkeys(finding.rpartition(" [")[0] for finding in findings)
-    return (
-        ", ".join(f"`{kind.partition(': ')[2]}` ({kind.partition(': ')[0]})" for kind in kinds)
-        or "none"
-    )
+def _in_words(findings: Sequence[str]) -> str:
+    split = [finding.partition(": ") for finding in findings]
+    return ", ".join(f"`{cause}` ({severity})" for severity, _, cause in split) or "no finding"
 
 
-def write_page(rows: list[dict[str, object]]) -> None:
+def write_page(rows: Sequence[Row]) -> None:
     """Put the table into the page, in place of the one that is there."""
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
@@ -342,9 +358,7 @@ def write_page(rows: list[dict[str, object]]) -> None:
 
 def main() -> int:
     """Run the scripts that were asked for; return how many do not keep their promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="scripts whose name holds this")
     parser.add_argument("--write", action="store_true", help="write docs/field.md")
     asked = parser.parse_args()
@@ -353,12 +367,11 @@ def main() -> int:
         make_assets(Path(folder))
         for script in ALL:
             if asked.only in script.name:
-                row = check(script, Path(folder))
-                rows.append(row)
-                print("good" if is_good(row) else "BAD ", json.dumps(row), flush=True)
+                rows.append(check(script, Path(folder)))
+                print("good" if rows[-1].good else "BAD ", rows[-1], flush=True)
     if asked.write:
         write_page(rows)
-    return sum(not is_good(row) for row in rows)
+    return sum(not row.good for row in rows)
 
 
 if __name__ == "__main__":

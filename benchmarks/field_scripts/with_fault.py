@@ -3,6 +3,7 @@
 import os
 import runpy
 import sys
+from pathlib import Path
 
 import torch
 
@@ -20,5 +21,5 @@ if words[0] == "-m":
     runpy.run_module(words[1], run_name="__main__", alter_sys=True)
 else:
     sys.argv = words
-    sys.path[0] = os.path.dirname(words[0])
+    sys.path[0] = str(Path(words[0]).parent)
     runpy.run_path(words[0], run_name="__main__")

@@ -1,0 +1,39 @@
+"""Scripts of others under ``rankscope run``; the quick half of ``make field``."""
+
+import pytest
+
+from rankscope import Severity
+from support.benchmarks import load_benchmark
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+QUICK = ("trl sft, 2 micro-batches", "trl sft --packing", "dino_loop", "resnet_loop")
+
+
+@pytest.fixture(scope="module")
+def field():
+    return load_benchmark("field")
+
+
+@pytest.fixture(scope="module")
+def assets(field, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+    field.make_assets(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_is_recorded_is_what_the_script_logs(field, assets, tmp_path, name):
+    (script,) = (one for one in field.ALL if one.name == name)
+    watched = field.run(script, assets, tmp_path / "run")
+    assert watched.exit_code == 0, watched.errors
+    row = field.Row(name, script.package, (0, watched.exit_code), same_output=True)
+    row = field.with_record(row, script, watched, tmp_path / "run")
+    assert row.steps[0] == row.steps[1] >= field.STEPS
+    assert row.apart <= 1
+    assert [found for found in row.findings if not found.startswith(str(Severity.NOTE))] == []
+
+
+def test_a_loss_is_held_against_the_digits_that_its_log_prints(field):
+    assert field._apart("5.85", 5.8549) < 1 < field._apart("5.85", 5.8552)
+    assert field._apart("1e-05", 1.4e-05) < 1 < field._apart("1e-05", 1.6e-05)
