@@ -115,6 +115,7 @@ ALL = (
     _own("lightning_validation.py", package="lightning"),
     _own("sentences.py", package="sentence-transformers", logged=_TRAINER),
     _own("nanogpt_loop.py", package="torch"),
+    _own("titan_loop.py", package="torch"),
     _own("dino_loop.py", package="torch"),
     _own("resnet_loop.py", package="torch"),
 )
