@@ -49,7 +49,7 @@ NOT_RUN = {
     (
         "CONTRIBUTING.md",
         "errors → core → record, sinks → diagnose → agent → capture → reduce, numerics → "
-        "wrapping → instruments",
+        "session → web",
     ): "a picture of the layers",
     (
         "docs/canary.md",

@@ -252,7 +252,7 @@ def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def local_gradient(rank: int, mode: Mode, step: int, model: nn.Module) -> tuple[Tensor, float]:
-    """Return this rank's own gradient ``[P]`` in float64 and its loss per token."""
+    """Return this rank's own gradient ``[P]`` in float64 and its loss as it trains on it."""
     truth = _compute(rank, mode, step, model, lambda model, batch: model(**batch)["loss"])
     return torch.from_numpy(np.concatenate(list(truth.gradient.values()))), truth.loss
 
@@ -263,7 +263,7 @@ class Truth:
 
     Attributes:
         gradient: Float64 vector by parameter, averaged over micro-batches.
-        loss: Per token.
+        loss: Mean over micro-batches, which count alike whatever their tokens.
         tokens: Label tokens in all micro-batches.
         micro_norms: Norm of each micro-batch's own gradient.
     """
@@ -301,7 +301,7 @@ def _compute(
             alone.zero_grad()
     mean = {name: np.mean([g[name] for g in gradients], axis=0) for name in gradients[0]}
     norms = [float(np.linalg.norm(np.concatenate(list(g.values())))) for g in gradients]
-    return Truth(mean, float(np.average(losses, weights=tokens)), sum(tokens), norms)
+    return Truth(mean, float(np.mean(losses)), sum(tokens), norms)
 
 
 def _gradient_by_name(model: nn.Module) -> dict[str, np.ndarray]:

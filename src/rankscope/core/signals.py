@@ -126,7 +126,7 @@ SIGNALS: tuple[Signal, ...] = (
         Table.WORKERS,
         ("step", _INT, "", _KEY, _NONE, "as in steps"),
         ("rank", _INT, "", _KEY, _NONE, "rank of the worker in its data-parallel group"),
-        ("loss", _FLOAT, "nats/token", _LOCAL, _BOTH, "local loss per label token, before averaging"),
+        ("loss", _FLOAT, "nats/token", _LOCAL, _BOTH, "local loss per label token, before averaging; micro-batches count as they do in the gradient"),
         ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given"),
         ("loss_sem", _FLOAT, "nats/token", _LOCAL, _NONE, "standard error of the local loss, from its micro-batches or samples"),
         ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction"),
