@@ -39,6 +39,7 @@ from rankscope.session.local_step import LocalStep
 from rankscope.session.wrapping import find_wrapper
 
 STEPS = 150
+WARM_UP = 40  # by then, the first looks at all state are over
 MODELS = {"2 layers": (64, 2), "24 layers": (64, 24)}
 GRADIENTS = (ddp, sketch, transfer)
 """Modules that read gradients, and hand over what they have read."""
@@ -125,7 +126,7 @@ class Watched:
             sketch_width=4093,
             groups="blocks",
             reduced=ReadReduced(reduced),
-            overhead_budget=None,
+            overhead_budget=0.01,
             seed=0,
             evidence=evidence,
         )
@@ -163,10 +164,10 @@ class Watched:
 def measured(watched: Watched, steps: int) -> Iterator[float]:
     """Yield milliseconds of thread time in the monitor of each step, after some to warm up."""
     generator = torch.Generator().manual_seed(1)
-    for step in range(steps + 8):
+    for step in range(steps + WARM_UP):
         before = watched.guard.nanoseconds
         watched.step(torch.randint(4096, (2, 64), generator=generator))
-        if step >= 8:
+        if step >= WARM_UP:
             yield (watched.guard.nanoseconds - before) / 1e6
 
 

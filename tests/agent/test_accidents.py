@@ -111,7 +111,7 @@ def accidents(rank, folder):
             loop.step(step)
         loop.close()
         if started is not None and name != "killed":
-            wait_until(lambda pid=started.pid: state_of(pid) in ("", "Z"), 10)
+            wait_until(lambda pid=started.pid: state_of(pid) in ("", "Z"), 60)
         found[name] = loop.bits(), loop.warnings
         for limit, value in defaults.items():
             setattr(link, limit, value)

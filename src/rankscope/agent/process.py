@@ -83,6 +83,8 @@ class Agent:
         """Serve until the run is closed, or until nobody is left."""
         began = time.monotonic()
         self._server.start()
+        if not self._in_thread:
+            lower_priority()  # of this thread: the one that reads must keep up with the training
         try:
             while self.root is None or not self.root.finished:
                 self._turn()
@@ -285,6 +287,5 @@ def serve_in_thread(listening: socket.socket, secret: str) -> tuple[Agent, threa
 
 def main() -> None:
     """Serve as the environment says; for ``python -m rankscope.agent``."""
-    lower_priority()
     descriptor, parent = map(int, sys.argv[1:])
     serve(descriptor, sys.stdin.readline().strip(), parent)

@@ -126,7 +126,7 @@ class ProcessWatch:
 def lower_priority() -> None:
     """Let this thread, and threads that it starts later, give way to the training.
 
-    For the agent's process as it starts. What the system refuses is left as it is.
+    For the agent, which a training must not feel. What the system refuses is left as it is.
     """
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
