@@ -213,7 +213,7 @@ def _losses(
         own, own_weights = np.full(count, np.nan), np.full(count, np.nan)
         if count:
             whole = _loss_values(message.losses_U, message.weights_U)
-            if count > 1 and len(message.multipliers_M) == count:
+            if count > 1 and _says_what_counts(message):
                 whole["loss"], whole["loss_sem"] = weighted_mean_and_sem(
                     message.losses_U, _trained_weights(message)
                 )
@@ -236,6 +236,13 @@ def _losses(
 def _loss_values(losses_U: Floats, weights_U: Floats) -> dict[str, float]:
     loss, sem = weighted_mean_and_sem(losses_U, weights_U)
     return {"loss": loss, "loss_sem": sem, "loss_weight": float(weights_U.sum())}
+
+
+def _says_what_counts(message: StepMessage) -> bool:
+    """Return whether it is known what each micro-batch was multiplied by, and some count."""
+    multipliers_M = message.multipliers_M
+    known = len(multipliers_M) == len(message.units_M) and np.isfinite(multipliers_M).all()
+    return bool(known and multipliers_M.any())
 
 
 def _trained_weights(message: StepMessage) -> Floats:

@@ -1,0 +1,45 @@
+"""A worker's loss of a step, from those of its micro-batches."""
+
+import numpy as np
+import pytest
+
+from rankscope.agent.assembly import Assembly
+from rankscope.agent.layout import Layout
+from rankscope.agent.message import StepMessage, pack_values
+
+LOSSES_M, TOKENS_M = np.array([1.0, 3.0]), np.array([10.0, 30.0])
+BY_TOKENS, ALIKE = 2.5, 2.0
+
+
+def loss_of(multipliers_M):
+    """Return the recorded loss and weight of a worker with two micro-batches."""
+    message = StepMessage(
+        step=0,
+        slots=np.frombuffer(pack_values({}), np.int64),
+        losses_U=LOSSES_M,
+        weights_U=TOKENS_M,
+        units_M=np.array([1, 1]),
+        multipliers_M=np.array(multipliers_M, np.float64),
+    )
+    assembly = Assembly(Layout(num_workers=1), 0)
+    workers = assembly.step_of([message], 1).workers
+    return workers["loss"][0], workers["loss_weight"][0]
+
+
+@pytest.mark.parametrize(
+    ("multipliers_M", "loss"),
+    [
+        ((0.5, 0.5), ALIKE),
+        ((1024.0, 1024.0), ALIKE),
+        ((0.25, 0.75), BY_TOKENS),
+        ((0.0, 1.0), 3.0),
+        ((-1.0, -1.0), ALIKE),
+    ],
+)
+def test_micro_batches_count_as_they_do_in_the_gradient(multipliers_M, loss):
+    assert loss_of(multipliers_M) == pytest.approx((loss, TOKENS_M.sum()))
+
+
+@pytest.mark.parametrize("multipliers_M", [(), (0.0, 0.0), (np.inf, np.inf), (np.nan, 1.0)])
+def test_where_that_is_not_known_tokens_count(multipliers_M):
+    assert loss_of(multipliers_M) == pytest.approx((BY_TOKENS, TOKENS_M.sum()))
