@@ -178,9 +178,10 @@ def test_nobody_waits_for_long(monkeypatch, empty_cache):
 @needs_compiler
 def test_a_kernel_that_errs_is_not_used(caplog, monkeypatch):
     class Wrong(NativeKernel):
-        def measure_norm(self, flat, into, group):
-            super().measure_norm(flat, into, group)
-            into.squared_norms[group] *= 1 + 1e-5
+        def measure(self, flat, signs, start, into, group):
+            super().measure(flat, signs, start, into, group)
+            if signs is None:
+                into.squared_norms[group] *= 1 + 1e-5
 
     monkeypatch.setattr(choose, "NativeKernel", Wrong)
     assert chosen(caplog) == "torch"
@@ -194,8 +195,6 @@ def test_a_kernel_that_fails_later_is_replaced_once(caplog):
         def measure(self, *args):
             raise RuntimeError("out of registers\nand more")
 
-        measure_norm = measure
-
     broken = Broken(CPU, WIDTH, period_signs(SEED))
     gradient = random(3 * WIDTH)
     with caplog.at_level(logging.INFO, logger="rankscope"):
@@ -203,11 +202,11 @@ def test_a_kernel_that_fails_later_is_replaced_once(caplog):
         expect(measured(safe, gradient, gradient), truth("weight", SEED, gradient.repeat(2), WIDTH))
         safe = choose.SafeKernel(broken, plain)
         totals = GradientTotals.zeros(1, WIDTH, CPU)
-        safe.measure_norm(gradient, totals, 0)
+        safe.measure(gradient, None, 0, totals, 0)
     assert float(totals.squared_norms) == pytest.approx(float(gradient.double().square().sum()))
     assert [record.message.count("out of registers") for record in caplog.records] == [1, 1]
     with pytest.raises(TypeError):  # nothing is hidden once it is plain torch that fails
-        safe.measure_norm(None, totals, 0)
+        safe.measure(None, None, 0, totals, 0)
 
 
 def test_other_devices_run_plain_torch():

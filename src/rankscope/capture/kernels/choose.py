@@ -7,11 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.interface import Kernel
+from rankscope.capture.kernels.interface import Kernel, ParameterSigns, Piece, Prepared
 from rankscope.capture.kernels.native import NativeKernel
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.kernels.prepared import Piece, Prepared
-from rankscope.capture.kernels.signs import ParameterSigns
 from rankscope.capture.totals import GradientTotals
 
 _log = logging.getLogger("rankscope")
@@ -59,7 +57,12 @@ class SafeKernel:
         return self._kernel.name
 
     def measure(
-        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
+        self,
+        flat: Tensor,
+        signs: ParameterSigns | None,
+        start: int,
+        into: GradientTotals,
+        group: int,
     ) -> None:
         """Add a flat part of a gradient to one group's totals."""
         try:
@@ -67,14 +70,6 @@ class SafeKernel:
         except Exception as error:
             self._take_over(error)
             self._plain.measure(flat, signs, start, into, group)
-
-    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
-        """Add the squared norm, largest magnitude and non-finite count alone."""
-        try:
-            self._kernel.measure_norm(flat, into, group)
-        except Exception as error:
-            self._take_over(error)
-            self._plain.measure_norm(flat, into, group)
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
         """Prepare to measure several gradients at once."""
@@ -150,7 +145,7 @@ def check_kernel(kernel: Kernel, plain: Kernel, device: torch.device, width: int
             expected, totals = (GradientTotals.zeros(2, width, device) for _ in range(2))
             for each, into in ((plain, expected), (kernel, totals)):
                 each.measure(gradient, signs, 17, into, 1)
-                each.measure_norm(gradient, into, 0)
+                each.measure(gradient, None, 0, into, 0)
             if not _agree(totals, expected):
                 raise ArithmeticError(f"the {kernel.name} kernel errs on {dtype}")
 

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from rankscope.capture.kernels import triton as kernels
 from rankscope.capture.kernels import triton_combine as adding
+from rankscope.capture.kernels.interface import PERIOD, ParameterSigns, Piece, extend
 from rankscope.capture.kernels.jobs import ALIGNED, Grid, Tables, share_out
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.kernels.prepared import Piece
-from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
 from rankscope.capture.totals import GradientTotals
 
 _ROWS = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}  # of a tile, read at once
@@ -52,38 +51,31 @@ class TritonKernel:
         self.period = _shifted_copies(period, self._sketch_grid.reach).to(device)
         self._floats = torch.empty(0, device=device, dtype=torch.float32)
         self._numbers: tuple[Tensor, ...] = (self._floats,) * 3
-        self._alone: dict[object, TritonPieces] = {}
+        self._alone: dict[Piece, TritonPieces] = {}
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "TritonPieces":
         """Prepare to measure several gradients with two launches for each type of element."""
         return TritonPieces(self, pieces, self._sketch_grid if sketching else self._norm_grid)
 
     def measure(
-        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
+        self,
+        flat: Tensor,
+        signs: ParameterSigns | None,
+        start: int,
+        into: GradientTotals,
+        group: int,
     ) -> None:
         """Add a flat part of a gradient to one group's totals; see :class:`PlainKernel`."""
         if flat.dtype not in _ROWS:
             self._plain.measure(flat, signs, start, into, group)
             return
-        piece = Piece(0, 0, len(flat), flat.dtype, group, signs, start)
-        self._measure_alone(piece, flat, into, sketching=True)
-
-    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
-        """Add the squared norm, largest magnitude and non-finite count alone."""
-        if flat.dtype not in _ROWS:
-            self._plain.measure_norm(flat, into, group)
-            return
-        piece = Piece(0, 0, len(flat), flat.dtype, group, None, 0)
-        self._measure_alone(piece, flat, into, sketching=False)
-
-    def _measure_alone(
-        self, piece: Piece, flat: Tensor, into: GradientTotals, *, sketching: bool
-    ) -> None:
-        prepared = self._alone.get((piece, sketching))
+        sketching = signs is not None
+        piece = Piece(0, 0, len(flat), flat.dtype, group, signs, start if sketching else 0)
+        prepared = self._alone.get(piece)
         if prepared is None:
             if len(self._alone) >= _MOST_ALONE:
                 self._alone.clear()
-            prepared = self._alone[piece, sketching] = self.prepare([piece], sketching=sketching)
+            prepared = self._alone[piece] = self.prepare([piece], sketching=sketching)
         prepared.measure([flat], [flat.data_ptr()], into)
 
     def scratch(self, num_programs: int, tile: int) -> tuple[Tensor, ...]:
@@ -123,7 +115,7 @@ class TritonPieces:
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
     ) -> None:
-        """Add gradients to totals; see :class:`~rankscope.capture.kernels.prepared.Prepared`."""
+        """Add gradients to totals; see :class:`~rankscope.capture.kernels.interface.Prepared`."""
         if pointers != self._pointers:
             self._addresses.copy_(on_its_way(pointers, self._addresses), non_blocking=True)
             self._pointers = list(pointers)

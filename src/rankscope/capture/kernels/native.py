@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from rankscope.capture.kernels.build import BuildError, built_library
+from rankscope.capture.kernels.interface import PERIOD, ParameterSigns, Piece, extend
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.kernels.prepared import Piece
-from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
 from rankscope.capture.totals import GradientTotals
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -48,31 +47,30 @@ class NativeKernel:
         self._period = (words, halves, halves)
 
     def measure(
-        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
+        self,
+        flat: Tensor,
+        signs: ParameterSigns | None,
+        start: int,
+        into: GradientTotals,
+        group: int,
     ) -> None:
         """Add a flat part of a gradient to one group's totals; see :class:`PlainKernel`."""
         kind = TYPES.get(flat.dtype)
         if kind is None:
             self._plain.measure(flat, signs, start, into, group)
             return
-        count, width = flat.numel(), self._width
+        count, width, scalars = flat.numel(), self._width, _scalars(into, group)
+        if signs is None:
+            self._functions.measure(
+                kind, flat.data_ptr(), count, 0, _NORM_ROW, None, 0, None, None, *scalars
+            )
+            return
         first = start // width
         rows = signs.rows((start + count - 1) // width + 1)
         self._functions.measure(
             kind, flat.data_ptr(), count, start, width,
             self._period[kind].data_ptr(), signs.shift, rows.data_ptr() + 4 * first,
-            into.sketches.data_ptr() + 4 * width * group, *_scalars(into, group),
-        )  # fmt: skip
-
-    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
-        """Add the squared norm, largest magnitude and non-finite count alone."""
-        kind = TYPES.get(flat.dtype)
-        if kind is None:
-            self._plain.measure_norm(flat, into, group)
-            return
-        self._functions.measure(
-            kind, flat.data_ptr(), flat.numel(), 0, _NORM_ROW,
-            None, 0, None, None, *_scalars(into, group),
+            into.sketches.data_ptr() + 4 * width * group, *scalars,
         )  # fmt: skip
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "NativePieces":
@@ -119,7 +117,7 @@ class NativePieces:
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
     ) -> None:
-        """Add gradients to totals; see :class:`~rankscope.capture.kernels.prepared.Prepared`."""
+        """Add gradients to totals; see :class:`~rankscope.capture.kernels.interface.Prepared`."""
         begins = array("q", pointers)
         sketches = into.sketches.data_ptr() if self._sketching else None
         self._measure(

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.prepared import Piece
-from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
+from rankscope.capture.kernels.interface import PERIOD, ParameterSigns, Piece, extend
 from rankscope.capture.totals import GradientTotals
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18}  # a megabyte in fp32: stays near the core
@@ -41,34 +40,31 @@ class PlainKernel:
         self._sums: type[_HostSums | _DeviceSums] = _HostSums if waits else _DeviceSums
 
     def measure(
-        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
+        self,
+        flat: Tensor,
+        signs: ParameterSigns | None,
+        start: int,
+        into: GradientTotals,
+        group: int,
     ) -> None:
         """Add a flat part of a gradient to one group's totals.
 
         Args:
             flat: ``[n]``, contiguous, any floating dtype.
-            signs: The parameter's signs.
+            signs: The parameter's signs; None to add the squared norm, largest magnitude and
+                non-finite count alone.
             start: Position of the first element in the whole flat parameter.
             into: The totals to add to.
             group: Which row of them.
         """
         self._reserve()
-        sketch = into.sketches[group]
         sums = self._sums()
-        for position, chunk in self._chunks(flat, start):
-            signed = self._sign(chunk, position + signs.shift)
-            row, column = divmod(position, self._width)
-            rows = signs.rows(row + -(-len(chunk) // self._width))[row:]
-            self._add_rows(signed, rows, column, sketch)
-            sums.add(signed, chunk)
-        sums.store(into, group)
-
-    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
-        """Add the squared norm, largest magnitude and non-finite count alone."""
-        self._reserve()
-        sums = self._sums()
-        for _, chunk in self._chunks(flat, 0):
-            sums.add(self._scratch[: len(chunk)].copy_(chunk), chunk)
+        for position, chunk in self._chunks(flat, start if signs else 0):
+            if signs is None:
+                values = self._scratch[: len(chunk)].copy_(chunk)
+            else:
+                values = self._sketch(chunk, signs, position, into.sketches[group])
+            sums.add(values, chunk)
         sums.store(into, group)
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "PlainPieces":
@@ -81,6 +77,16 @@ class PlainKernel:
             device = self._scratch.device
             self._scratch = torch.empty(self._size, device=device, dtype=torch.float32)
             self._period = extend(self._one_period, PERIOD + self._size).to(device)
+
+    def _sketch(
+        self, chunk: Tensor, signs: ParameterSigns, position: int, sketch: Tensor
+    ) -> Tensor:
+        """Add a chunk to a sketch; return it with its signs of prime period."""
+        signed = self._sign(chunk, position + signs.shift)
+        row, column = divmod(position, self._width)
+        rows = signs.rows(row + -(-len(chunk) // self._width))[row:]
+        self._add_rows(signed, rows, column, sketch)
+        return signed
 
     def _sign(self, chunk: Tensor, position: int) -> Tensor:
         signed = self._scratch[: len(chunk)]
@@ -124,14 +130,11 @@ class PlainPieces:
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
     ) -> None:
-        """Add gradients to totals; see :class:`~rankscope.capture.kernels.prepared.Prepared`."""
+        """Add gradients to totals; see :class:`~rankscope.capture.kernels.interface.Prepared`."""
         for piece in self._pieces:
             flat = gradients[piece.source].detach().view(-1)
             flat = flat[piece.offset : piece.offset + piece.count]
-            if piece.signs is not None:
-                self._kernel.measure(flat, piece.signs, piece.start, into, piece.row)
-            else:
-                self._kernel.measure_norm(flat, into, piece.row)
+            self._kernel.measure(flat, piece.signs, piece.start, into, piece.row)
 
 
 class _HostSums:
