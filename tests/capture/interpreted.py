@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from capture.kernel_checks import CPU, SEED
-from rankscope.capture.folding import Folding
+from rankscope.capture.fold import Folding
 from rankscope.capture.kernels import ParameterSigns, period_signs
 from rankscope.capture.kernels.choose import check_kernel
 from rankscope.capture.kernels.plain import PlainKernel

@@ -15,7 +15,6 @@ from rankscope.capture.kernels.dot import choose_dot
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.norms import NormMeter
 from rankscope.capture.sketch import DEFAULT_WIDTH
-from rankscope.capture.state.trace_reading import _Fold
 from rankscope.core.groups import group_parameters
 from rankscope.reduce.accumulator import native_functions
 from support.collected import to_arrays
@@ -70,7 +69,7 @@ def other_numbers():
         cached.cache_clear()
     wide = GRADIENT[None, :DEFAULT_WIDTH]
     yield "samples", samples.digest_inputs((BATCH,), {}), samples._weights(CPU)
-    yield "sketches", fold(wide), _Fold(CPU)(wide)
+    yield "sketches", fold(wide), fold(wide.double())
     yield "output", _project(GRADIENT)
 
 

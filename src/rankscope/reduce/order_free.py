@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture.foreign import ForeignHook
+from rankscope.capture.guard import ForeignHook
 from rankscope.capture.passes import tensors_in
 from rankscope.capture.taps.alone import AloneGradients, announce_alone
 from rankscope.capture.taps.backward import BackwardEnd

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rankscope.capture.canary.batch import CanaryDeclined
+from rankscope.capture.fold import fold_signs
 from rankscope.capture.passes import tensors_in
 
 _PERIOD = 8191  # of the signs that project outputs
@@ -38,13 +39,8 @@ def loss_of(output: Any) -> Tensor:
 def _project(output: Tensor) -> Tensor:
     """Return the sum of a tensor times a fixed pattern of signs, over the root of its size."""
     flat = output.reshape(-1).float()
-    rows, signs = flat.numel() // _PERIOD, _signs(_PERIOD, 1).to(flat.device)
+    rows, signs = flat.numel() // _PERIOD, fold_signs(_PERIOD, 1, flat.device)
     body, tail = flat[: rows * _PERIOD], flat[rows * _PERIOD :]
-    row_signs = _signs(rows, 2).to(flat.device)
+    row_signs = fold_signs(rows, 2, flat.device)
     total = ((body.reshape(rows, _PERIOD) * signs).sum(1) * row_signs).sum()
     return (total + (tail * signs[: len(tail)]).sum()) / math.sqrt(max(flat.numel(), 1))
-
-
-def _signs(count: int, seed: int) -> Tensor:
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    return torch.randint(2, (count,), generator=generator, device="cpu").float() * 2 - 1

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.capture.canary.alone import ACCUMULATES, alone
 from rankscope.capture.canary.batch import CanaryDeclined, restore_batch
-from rankscope.capture.canary.cost import Stopwatch
+from rankscope.capture.canary.cost import Stopwatch, check_gradient_room, is_out_of_memory
 from rankscope.capture.canary.loss import loss_of
-from rankscope.capture.canary.memory import check_gradient_room, is_out_of_memory
 from rankscope.capture.canary.state import NotPutBackError, kept
 from rankscope.capture.host import HostCopy
 from rankscope.capture.state.digest import digest_tensor

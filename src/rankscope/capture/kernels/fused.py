@@ -1,16 +1,19 @@
-"""Runs the fused Triton kernel on a CUDA device."""
+"""Runs the Triton kernels that measure gradients, and that gather what was measured, on CUDA."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from rankscope.capture.fold import Folding, fold_signs
 from rankscope.capture.kernels import triton as kernels
-from rankscope.capture.kernels import triton_combine as adding
+from rankscope.capture.kernels import triton_handover as gathering
 from rankscope.capture.kernels.interface import PERIOD, ParameterSigns, Piece, extend
 from rankscope.capture.kernels.jobs import ALIGNED, Grid, Tables, share_out
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.totals import GradientTotals
+from rankscope.core.measured import NUMBERS
 
 _ROWS = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}  # of a tile, read at once
 _WARPS = 4
@@ -135,10 +138,10 @@ class TritonPieces:
             TYPE=kernels.ELEMENTS[str(dtype)], SIZE=dtype.itemsize, num_warps=_WARPS,
             enable_fp_fusion=True,
         )  # fmt: skip
-        parts = -(-grid.width // adding.COMBINED) * sketching + 1
+        parts = -(-grid.width // kernels.COMBINED) * sketching + 1
         totals = into.tensors_to_fill
         num_rows, whole = totals[0].shape if into.fresh else (tables.num_rows, 0)
-        adding.combine[(num_rows * parts,)](
+        kernels.combine[(num_rows * parts,)](
             tables.jobs_of, tables.num_rows, *scratch, *totals,
             WIDTH=grid.width, TILES=grid.tiles, TILE=grid.tile, ROWS=_ROWS_COMBINED,
             SKETCH=sketching, FRESH=into.fresh, WHOLE=whole,
@@ -159,3 +162,65 @@ def _shifted_copies(period: Tensor, reach: int) -> Tensor:
     bits = (extend(period, length) < 0).to(torch.int8) * -128
     shifts = range(-ALIGNED, 0)  # columns left of a row have signs of no meaning
     return torch.stack([bits.roll(-shift) for shift in shifts])
+
+
+def hand_over(
+    totals: GradientTotals,
+    reduced: GradientTotals | None,
+    folding: Folding,
+    given: Mapping[str, Tensor],
+    take: Callable[[int], Tensor],
+) -> Tensor:
+    """Gather numbers and sketches with one launch, and one for each of what is given.
+
+    Args:
+        totals: Of the local gradient.
+        reduced: Of the reduced one.
+        folding: Which sketches are wanted.
+        given: Float64 vectors of the numbers that are not in the totals, by their names in
+            ``NUMBERS``.
+        take: Returns so many words of 64 bits on the device.
+
+    Returns:
+        float64 ``[n]``: the numbers in the order of ``NUMBERS``, and behind them the float32
+        sketches, padded.
+    """
+    num_rows = folding.num_rows
+    lengths = {
+        "squares": num_rows,
+        "reduced_squares": num_rows * folding.reduced,
+        "largest": 1,
+        "nonfinite": 1,
+        **{name: len(vector) for name, vector in given.items()},
+    }
+    firsts, first = {}, 0
+    for name in NUMBERS:
+        firsts[name] = first
+        first += lengths.get(name, 0)
+    num_floats = sum(folding.lengths.values())
+    memory = take(first + -(-num_floats // 2)).view(torch.float64)
+    for name, vector in given.items():
+        memory[firsts[name] : firsts[name] + len(vector)] = vector
+    other = totals if reduced is None else reduced
+    device = memory.device
+    table = _table(folding, device)
+    with torch.cuda.device_of(memory):  # type: ignore[no-untyped-call]
+        gathering.gather[(len(table) + 1,)](
+            table, totals.sketches, other.sketches, fold_signs(folding.wide, 0, device),
+            memory[first:].view(torch.float32), totals.squared_norms, other.squared_norms,
+            totals.largest, totals.nonfinite, memory, len(table), num_rows, firsts["largest"],
+            WIDE=folding.wide, REDUCED=reduced is not None,
+        )  # fmt: skip
+    return memory
+
+
+@functools.lru_cache(maxsize=16)
+def _table(folding: Folding, device: torch.device) -> Tensor:
+    """Return what each program makes."""
+    programs = [
+        (*sketch, column)
+        for sketch in folding.wanted
+        for column in range(0, sketch[3], gathering.COLUMNS)
+    ]
+    table = torch.tensor(programs, dtype=torch.int64, device="cpu").reshape(-1, gathering.FIELDS)
+    return table.to(device)

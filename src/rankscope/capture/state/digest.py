@@ -22,7 +22,9 @@ from rankscope.capture.kernels.flat import has_memory
 
 _CPU_ELEMENTS = 1 << 16  # of a tensor that is not contiguous, copied at once
 _ACCELERATOR_ELEMENTS = 1 << 20
-_ORDINARY = (Tensor, torch.nn.Parameter)
+ORDINARY = frozenset({Tensor, torch.nn.Parameter})
+"""Types of tensors whose methods are torch's own."""
+
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
@@ -81,7 +83,7 @@ def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) ->
 def digest_bits(tensor: Tensor, start: int = 0, stop: int | None = None) -> PendingDigest:
     """Return what :func:`digest_tensor` does, as far as it is known without waiting."""
     native = native_sum()
-    if native is None or type(tensor) not in _ORDINARY or not _lies_on_host(tensor):
+    if native is None or not (tensor.is_cpu and lies_in_memory(tensor)):
         return _digest_any(tensor, start, stop)
     length, address, size = tensor.numel(), tensor.data_ptr(), tensor.itemsize
     if start or stop is not None:
@@ -185,14 +187,15 @@ def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
     return [("outer", outer), ("inner", inner), ("values", tensor.values())]
 
 
-def _lies_on_host(tensor: Tensor) -> bool:
-    """Return whether an ordinary tensor is one piece of the host's memory, all of it there."""
+def lies_in_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is an ordinary one in one piece of memory, all of it there."""
     return (
-        tensor.is_cpu
+        type(tensor) in ORDINARY
         and tensor.layout is torch.strided
-        and not tensor.is_quantized
         and _is_flat(tensor)
+        and (tensor.is_cpu or not tensor.is_meta)
         and has_memory(tensor)
+        and not tensor.is_quantized
     )
 
 

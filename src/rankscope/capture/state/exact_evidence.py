@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rankscope.capture.state.loader import LoaderMeter
 from rankscope.capture.state.meter import StateMeter
 from rankscope.capture.state.precision import PrecisionMeter
-from rankscope.capture.state.rng import RandomMeter
+from rankscope.capture.state.rng import LoaderMeter, RandomMeter
 from rankscope.capture.state.turn import PendingState, nothing_pending
-from rankscope.capture.taps.observer import GradientObserver
+from rankscope.capture.taps.tap import GradientObserver
 
 Values = Mapping[str, float]
 

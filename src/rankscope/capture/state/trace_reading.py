@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from rankscope.capture.fold import fold
 from rankscope.capture.host import HostCopy
 from rankscope.capture.kernels import ParameterSigns, choose_kernel, period_signs
 from rankscope.capture.kernels.bits import signed
-from rankscope.capture.kernels.flat import flat_parts
+from rankscope.capture.kernels.flat import flat_parts, has_memory
 from rankscope.capture.sketch import DEFAULT_WIDTH
 from rankscope.capture.state.digest import PendingDigest, digest_bits, word_of
 from rankscope.capture.totals import GradientTotals
@@ -62,7 +63,6 @@ class TraceReader:
         self._kernel = choose_kernel(device, DEFAULT_WIDTH, period_signs(_SEED))
         self._signs: dict[str, ParameterSigns] = {}
         self._scratch = GradientTotals.zeros(_ROWS, DEFAULT_WIDTH, device)
-        self._fold = _Fold(device)
         self._piece = _PIECE.get(device.type, _PIECE_ACCELERATOR)
         self._told = False
 
@@ -141,7 +141,7 @@ class TraceReader:
 
     def _empty(self, used: int, folded: list[Tensor], squares: list[Tensor]) -> None:
         """Fold what lies in the first rows of the scratch space, and clear it."""
-        folded.append(self._fold(self._scratch.sketches[:used]))
+        folded.append(fold(self._scratch.sketches[:used].double(), TRACE_WIDTH, _SEED))
         squares.append(self._scratch.squared_norms[:used].clone())
         self._scratch.reset()
 
@@ -210,37 +210,8 @@ class PendingRows:
         )
 
 
-class _Fold:
-    """Makes narrow sketches from wide ones: entry c, with a random sign, is added to c mod k.
-
-    It adds up in float64, in space of its own.
-
-    Args:
-        device: Where the sketches live.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        generator = torch.Generator(device="cpu").manual_seed(_SEED)
-        bits = torch.randint(2, (DEFAULT_WIDTH,), generator=generator, device="cpu")
-        self._signs = bits.mul_(2).sub_(1).to(device, torch.float64)
-        width = -(-DEFAULT_WIDTH // TRACE_WIDTH) * TRACE_WIDTH
-        self._room = torch.zeros(_ROWS, width, dtype=torch.float64, device=device)
-
-    def __call__(self, sketches: Tensor) -> Tensor:
-        """Return float64 ``[P, k]`` of float32 ``[P, wide]``, for up to ``_ROWS`` of them."""
-        used = len(sketches)
-        room = self._room[:used]
-        torch.mul(sketches, self._signs, out=room[:, :DEFAULT_WIDTH])
-        return room.view(used, self._room.shape[1] // TRACE_WIDTH, TRACE_WIDTH).sum(1)
-
-
 def _lies_in_memory(tensor: Tensor, device: torch.device) -> bool:
     """Return whether the elements of a tensor can be read at its address on a device."""
     if type(tensor) not in _ORDINARY or tensor.device != device or is_lazy(tensor):
         return False
-    if tensor.layout != torch.strided:
-        return True  # its parts are copied
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    length = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-    needed = (tensor.storage_offset() + length) * tensor.itemsize
-    return not length or tensor.untyped_storage().nbytes() >= needed
+    return tensor.layout != torch.strided or has_memory(tensor)  # else its parts are copied

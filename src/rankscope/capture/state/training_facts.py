@@ -1,12 +1,14 @@
 """What a training is made of, in plain values: so that two runs can be told apart by name.
 
+And what a data loader says of itself: its seed, and whether it draws with replacement.
+
 Taken once, when the watch begins, on rank 0. Nothing here may keep a job from starting: what cannot
 be told is left out.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -165,7 +167,7 @@ def _settings(owner: object, names: Iterable[str]) -> Facts:
     return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str)}
 
 
-def _quietly_of(owner: object, name: str) -> object:
+def _quietly_of(owner: object, name: str) -> Any:
     try:
         return getattr(owner, name, None)
     except Exception:  # a property may do anything
@@ -212,3 +214,53 @@ def _quietly(collect: Callable[[], Facts]) -> Facts:
         return collect()
     except Exception:
         return {}
+
+
+_PARTS = (
+    "base_dataloader",  # accelerate's wrapper
+    "batch_sampler",
+    "sampler",
+    "dataset",
+    "source",
+)
+_LISTS_OF_PARTS = (
+    "datasets",  # torch's ConcatDataset and ChainDataset
+    "pipeline",  # webdataset's stages, its loader's included
+)
+_MAX_VISITED = 64
+
+
+def draws_with_replacement(loader: Any) -> bool:
+    """Return whether a data loader says that it draws samples, or whole shards, with replacement.
+
+    So say torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
+    (``WebDataset(resampled=True)``) or a class of that name. Nothing is read or called.
+
+    Args:
+        loader: A data loader, or whatever the training reads its batches from; None if unknown.
+    """
+    waiting, visited = deque([loader]), 0
+    while waiting and visited < _MAX_VISITED:
+        part = waiting.popleft()
+        visited += 1
+        if _replaces(part):
+            return True
+        waiting.extend(_parts_of(part))
+    return False
+
+
+def _replaces(part: Any) -> bool:
+    if any(kind.__name__.startswith("ResampledShards") for kind in type(part).__mro__):
+        return True
+    return _quietly_of(part, "replacement") is True
+
+
+def _parts_of(part: Any) -> Iterator[Any]:
+    for name in _PARTS:
+        value = _quietly_of(part, name)
+        if value is not None:  # a list is the data themselves, and has no parts
+            yield value
+    for name in _LISTS_OF_PARTS:
+        value = _quietly_of(part, name)
+        if isinstance(value, list | tuple):
+            yield from value

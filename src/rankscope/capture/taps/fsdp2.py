@@ -26,10 +26,8 @@ from rankscope.capture.taps.fsdp2_model import (
     waits_by_hand,
 )
 from rankscope.capture.taps.fsdp2_shard import measure_shards
-from rankscope.capture.taps.micro import MicroBatches
-from rankscope.capture.taps.observer import GradientObserver
-from rankscope.capture.taps.parts import GradientParts
-from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.capture.taps.parts import GradientParts, MicroBatches
+from rankscope.capture.taps.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
 from rankscope.errors import UnsupportedError
 
