@@ -29,18 +29,14 @@ Using Rounding to Odd" (2008).
 Legend of shapes: N elements, P accumulators added together, 2 digits (high, low).
 """
 
-import ctypes
 import functools
 import logging
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.build import BuildError, built_library
+from rankscope.capture.kernels.native import load_library, typed
 
 QUANTUM = 2.0**-68
 LARGEST = 2.0**40
@@ -268,22 +264,9 @@ class _Native:
     """
 
     def __init__(self) -> None:
-        if os.environ.get("RANKSCOPE_NATIVE") == "0":
-            raise BuildError("RANKSCOPE_NATIVE=0")
-        path = built_library((Path(__file__).with_name("accumulator.c"),), ())
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise BuildError(f"the compiled functions cannot be loaded: {error}") from error
-        pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        self._deposit = _function(
-            library.rankscope_deposit,
-            [ctypes.c_int, pointer, integer, pointer, ctypes.c_int, pointer],
-        )
-        self._convert = _function(
-            library.rankscope_convert,
-            [pointer, integer, integer, integer, ctypes.c_double, ctypes.c_int, pointer],
-        )
+        library = load_library((Path(__file__).with_name("accumulator.c"),), ())
+        self._deposit = typed(library, "deposit", "", "ipqpip")
+        self._convert = typed(library, "convert", "", "pqqqdip")
 
     def deposit(self, values_N: Tensor, digits_N2: Tensor, bounds: Tensor, fresh: bool) -> None:
         kind = (torch.float32, torch.bfloat16, torch.float16, torch.float64).index(values_N.dtype)
@@ -298,12 +281,6 @@ class _Native:
         self._convert(
             digits_PN2.data_ptr(), parts, stride, into.numel(), divisor, odd, into.data_ptr()
         )
-
-
-def _function(function: Any, arguments: list[Any]) -> Callable[..., None]:
-    function.argtypes, function.restype = arguments, None
-    compiled: Callable[..., None] = function
-    return compiled
 
 
 def _check(native: _Native) -> None:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.capture.kernels.native import load_digest, load_digests
+from rankscope.capture.kernels.native import compiled
 
 ROW = 512
 """Words of 64 bits in a row; with its keys, it fits into the first-level cache."""
@@ -103,8 +103,9 @@ class NativeSum:
     """
 
     def __init__(self) -> None:
-        self._function = load_digest()
-        self.many, self.few = load_digests()
+        self._function = compiled("digest")
+        self.many = compiled("digests")
+        self.few = compiled("digests", holding_lock=True)
         first, second = _keys()
         keys = np.stack([first, (first << np.uint64(32)) + second], axis=1).reshape(-1)
         low = keys.astype(np.uint32)
@@ -123,7 +124,8 @@ class NativeSum:
             count: How many there are.
             row: Number of the row that they begin.
         """
-        return self._function(address, count, row, self.tables_at)
+        total: int = self._function(address, count, row, self.tables_at)
+        return total
 
 
 class Parts:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.native import TYPES, load_dot
+from rankscope.capture.kernels.native import TYPES, compiled
 
 Dot = Callable[[Tensor, Tensor], float | Tensor]
 """Takes two tensors of one shape; on an accelerator returns a float64 scalar, without waiting."""
@@ -60,7 +60,7 @@ class NativeDot:
     """
 
     def __init__(self) -> None:
-        self._function = load_dot()
+        self._function = compiled("dot")
 
     def __call__(self, one: Tensor, other: Tensor) -> float | Tensor:
         """Return the inner product; see :func:`plain_dot`."""
@@ -68,7 +68,8 @@ class NativeDot:
         alike = one.dtype == other.dtype and one.stride() == other.stride()
         if kind is None or not alike or not (one.is_cpu and other.is_cpu) or not _is_dense(one):
             return plain_dot(one, other)
-        return self._function(kind, one.data_ptr(), other.data_ptr(), one.numel())
+        product: float = self._function(kind, one.data_ptr(), other.data_ptr(), one.numel())
+        return product
 
 
 def check_dot(dot: Dot) -> None:
