@@ -15,9 +15,8 @@ in a second, tiny all-gather.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ Look = Callable[[Tensor], None]
 """Is shown values of all workers side by side, ``[W, any number]``; each element is shown once, on
 one of the workers. It must not keep them, since their memory is used again."""
 
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Values that are added up and shown at a time, by device type: on a CPU what its cache holds."""
@@ -73,21 +72,17 @@ def add_up(values_WN: Tensor, into: Tensor, divisor: float, look: Look = look_aw
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A buffer under way: all workers' values of this worker's piece are being collected.
+    """A buffer under way.
 
     Attributes:
-        buffer: ``[n]``: this worker's values, and in the end the mean.
-        pieces_WN: All workers' values of this worker's piece.
-        ends_WE: All workers' last n mod W values.
-        works: The communication that fills these.
-        mean: Completes with the buffer, once it holds the mean.
+        buffer: ``[n]``: in the end the result.
+        works: The communication that collects what the result is made of.
+        result: Completes with the buffer, once it holds the result.
     """
 
     buffer: Tensor
-    pieces_WN: Tensor
-    ends_WE: Tensor
     works: list[dist.Work]
-    mean: Future[Tensor]
+    result: Future[Tensor]
 
     def abandon(self) -> None:
         """Wait until no communication touches the memory of an exchange that is not finished."""
@@ -95,13 +90,25 @@ class Exchange:
             with contextlib.suppress(RuntimeError):
                 work.wait()
 
+    def complete(self, gathered: Future[Any]) -> None:
+        """Hand the buffer over, now that all workers' pieces of the result have arrived."""
+        try:
+            arrived = gathered.value()
+            for each in arrived if isinstance(arrived, list) else ():
+                if isinstance(each, torch._C.Future):  # of collect_all
+                    each.value()
+        except Exception as error:
+            self.result.set_exception(error)  # type: ignore[arg-type]
+        else:
+            self.result.set_result(self.buffer)
 
-class OrderedMean:
-    """Averages buffers over a process group, in place, one after the other.
 
-    Every worker calls :meth:`start` and :meth:`finish` in the same order with equal sizes, and
-    finishes (or abandons) an exchange before it starts the next. The memory that is kept is that
-    of the largest buffer since :meth:`trim`.
+class Reduction:
+    """Reduces buffers over a process group, one after the other, in memory that is used again.
+
+    Every worker starts and finishes exchanges in the same order with equal sizes, and finishes (or
+    abandons) one before it starts the next. The memory that is kept is that of the largest buffer
+    since :meth:`trim`.
 
     Args:
         group: The workers.
@@ -111,23 +118,86 @@ class OrderedMean:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._num_workers = group.size()
-        self.divisor = float(self._num_workers)
-        """What sums are divided by."""
         self._rank = group.rank()
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-        self._by_broadcast = device.type == "cpu"  # gloo's all-gather copies the whole buffer
+        self._on_cpu = device.type == "cpu"
+        self._stream = None if self._on_cpu else torch.Stream(device)
         self._largest = 0
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def start(self, buffer: Tensor) -> Exchange:
+    def trim(self) -> None:
+        """Free memory that nothing needed since the last call; between exchanges only.
+
+        DDP makes other buckets after its first step, often smaller ones.
+        """
+        if self._memory.numel() > self._largest:
+            self._memory = self._memory.new_empty(0)
+        self._largest = 0
+
+    def _borrow(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for so many numbers, until the exchange is finished."""
+        num_bytes = count * dtype.itemsize
+        self._largest = max(self._largest, num_bytes)
+        if self._memory.numel() < num_bytes:
+            self._memory = self._memory.new_empty(num_bytes)
+            if self._stream is not None:
+                self._memory.record_stream(self._stream)
+        # No exchange may still use this memory, and none does: this worker's own communication
+        # keeps its order, so that the next begins when the sums of the last are on their way.
+        return self._memory[:num_bytes].view(dtype)
+
+    def _broadcast(self, pieces: Iterable[Tensor]) -> Future[Any]:
+        """Send each worker's piece to all others, in place: gloo's all-gather copies the whole."""
+        works = [
+            dist.broadcast(piece, group=self._group, group_src=worker, async_op=True)
+            for worker, piece in enumerate(pieces)
+            if piece.numel()
+        ]
+        return collect_all([work.get_future() for work in works])
+
+    def _new_future(self, device: torch.device) -> Future[Tensor]:
+        return Future() if self._stream is None else Future(devices=[device])
+
+    def _launch(self, collective: Callable[..., Any], output: Tensor, values: Tensor) -> dist.Work:
+        work: dist.Work = collective(output, values, group=self._group, async_op=True)
+        return work
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedExchange(Exchange):
+    """A buffer whose values of all workers are being collected; in the end, their mean.
+
+    Attributes:
+        pieces_WN: All workers' values of this worker's piece.
+        ends_WE: All workers' last n mod W values.
+    """
+
+    pieces_WN: Tensor
+    ends_WE: Tensor
+
+
+class OrderedMean(Reduction):
+    """Averages buffers over a process group, in place, one after the other.
+
+    Args:
+        group: The workers.
+        device: Where the buffers are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.divisor = float(self._num_workers)
+        """What sums are divided by."""
+
+    def start(self, buffer: Tensor) -> OrderedExchange:
         """Begin to average a buffer; returns at once.
 
         Args:
             buffer: ``[n]``, contiguous, of a real floating-point dtype. It must not be touched
-                before ``mean`` of the returned exchange completes.
+                before ``result`` of the returned exchange completes.
         """
-        pieces_WN = self._borrow(buffer.numel() // self._num_workers, buffer.dtype)
         whole, end = self._split(buffer)
+        length = whole.numel() // self._num_workers
+        pieces_WN = self._borrow(whole.numel(), buffer.dtype).view(self._num_workers, length)
         ends_WE = buffer.new_empty(self._num_workers, end.numel())
         if self._stream is not None:
             ends_WE.record_stream(self._stream)
@@ -135,11 +205,12 @@ class OrderedMean:
         if whole.numel():
             works.append(self._launch(dist.all_to_all_single, pieces_WN.view(-1), whole))
         if end.numel():
-            works.append(self._launch(_all_gather_single, ends_WE.view(-1), end))
-        return Exchange(buffer, pieces_WN, ends_WE, works, self._new_future(buffer.device))
+            works.append(self._launch(all_gather_single, ends_WE.view(-1), end))
+        future = self._new_future(buffer.device)
+        return OrderedExchange(buffer, works, future, pieces_WN, ends_WE)
 
     @torch.no_grad()
-    def finish(self, exchange: Exchange, look: Look = look_away) -> None:
+    def finish(self, exchange: OrderedExchange, look: Look = look_away) -> None:
         """Add up what was collected, and begin to send the mean to all workers.
 
         On a CPU this waits for the communication that :meth:`start` began; elsewhere only a
@@ -156,60 +227,20 @@ class OrderedMean:
             shown = look if self._rank == 0 else look_away
             add_up(exchange.ends_WE, end, self.divisor, shown)
             if not whole.numel():
-                exchange.mean.set_result(exchange.buffer)
+                exchange.result.set_result(exchange.buffer)
                 return
             own = whole.view(self._num_workers, -1)[self._rank]
             add_up(exchange.pieces_WN, own, self.divisor, look)
-            self._gather(whole).then(partial(_complete, exchange))
-
-    def trim(self) -> None:
-        """Free memory that nothing needed since the last call; between exchanges only.
-
-        DDP makes other buckets after its first step, often smaller ones.
-        """
-        if self._memory.numel() > self._largest:
-            self._memory = self._memory.new_empty(0)
-        self._largest = 0
+            self._gather(whole).then(exchange.complete)
 
     def _split(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """Return what falls into W equal pieces, and the rest."""
         border = buffer.numel() // self._num_workers * self._num_workers
         return buffer[:border], buffer[border:]
 
-    def _borrow(self, length: int, dtype: torch.dtype) -> Tensor:
-        num_bytes = self._num_workers * length * dtype.itemsize
-        self._largest = max(self._largest, num_bytes)
-        if self._memory.numel() < num_bytes:
-            self._memory = self._memory.new_empty(num_bytes)
-            if self._stream is not None:
-                self._memory.record_stream(self._stream)
-        # No exchange may still use this memory, and none does: this worker's own communication
-        # keeps its order, so that the next begins when the sums of the last are on their way.
-        return self._memory[:num_bytes].view(dtype).view(self._num_workers, length)
-
     def _gather(self, whole: Tensor) -> Future[Any]:
         """Send each worker's piece of a buffer to all others, in place."""
         pieces_WN = whole.view(self._num_workers, -1)
-        if not self._by_broadcast:
-            return self._launch(_all_gather_single, whole, pieces_WN[self._rank]).get_future()
-        works = [
-            dist.broadcast(piece, group=self._group, group_src=worker, async_op=True)
-            for worker, piece in enumerate(pieces_WN)
-        ]
-        return collect_all([work.get_future() for work in works])
-
-    def _new_future(self, device: torch.device) -> Future[Tensor]:
-        return Future() if self._stream is None else Future(devices=[device])
-
-    def _launch(self, collective: Callable[..., Any], output: Tensor, values: Tensor) -> dist.Work:
-        work: dist.Work = collective(output, values, group=self._group, async_op=True)
-        return work
-
-
-def _complete(exchange: Exchange, gathered: Future[Any]) -> None:
-    try:
-        gathered.value()
-    except Exception as error:
-        exchange.mean.set_exception(error)  # type: ignore[arg-type]
-    else:
-        exchange.mean.set_result(exchange.buffer)
+        if self._on_cpu:
+            return self._broadcast(pieces_WN)
+        return self._launch(all_gather_single, whole, pieces_WN[self._rank]).get_future()

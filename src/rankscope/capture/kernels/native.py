@@ -155,7 +155,7 @@ class _Functions(NamedTuple):
     hand_over: Callable[..., None]
 
 
-_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "Q": ctypes.c_uint64,
+_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "Q": ctypes.c_uint64,
           "d": ctypes.c_double, "": None}  # fmt: skip
 
 _FUNCTIONS = {
