@@ -155,8 +155,14 @@ class _Functions(NamedTuple):
     hand_over: Callable[..., None]
 
 
-_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "Q": ctypes.c_uint64,
-          "d": ctypes.c_double, "": None}  # fmt: skip
+_KINDS: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "q": ctypes.c_int64,
+    "Q": ctypes.c_uint64,
+    "d": ctypes.c_double,
+    "": None,
+}
 
 _FUNCTIONS = {
     "measure": ("", "ipqqqpqppppp"),

@@ -5,11 +5,11 @@ on to those that want it, and :class:`NoEvidence` to none.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankscope.capture.state.meter import StateMeter
 from rankscope.capture.state.precision import PrecisionMeter
@@ -143,39 +143,12 @@ class NoEvidence:
 
     wanted_names: Collection[str] = ()
 
-    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+    def see_local(self, *args: Any, **kwargs: Any) -> None:
         """Look away."""
 
-    def see_local(self, name: str, gradient: Tensor) -> None:
-        """Look away."""
-
-    def see_reduced(self) -> None:
-        """Look away."""
-
-    def begin_step(self, step: int) -> None:
-        """Look away."""
-
-    def before_forward(self, *, first: bool) -> None:
-        """Look away."""
-
-    def enter_module(self) -> None:
-        """Look away."""
-
-    def after_forward(self) -> None:
-        """Look away."""
-
-    def see_applied(self) -> None:
-        """Look away."""
-
-    def see_updated(self) -> None:
-        """Look away."""
+    see_locals = see_reduced = begin_step = before_forward = enter_module = see_local
+    after_forward = see_applied = see_updated = abort = remove = see_local
 
     def collect(self, step: int) -> tuple[PendingState, Values]:
         """Return nothing."""
         return nothing_pending(), {}
-
-    def abort(self) -> None:
-        """Look away."""
-
-    def remove(self) -> None:
-        """Do nothing."""

@@ -92,6 +92,12 @@ class Reading:
         self._lying.append(len(self._known))
         self._known.append(known)
 
+    def add_digest(self, digest: PendingDigest) -> None:
+        """Add a digest that is known, or computed already."""
+        if digest.pending:
+            self._odd.append((len(self._known), digest))
+        self.add_word(digest.known & _MASK)
+
     def add_word(self, word: int) -> None:
         """Add a digest that is known."""
         self._known.append(word)
@@ -135,9 +141,7 @@ class Reading:
         if norm:
             squares = list(_squares(tensor, start, stop))
             self._squares += [(number, square) for square in squares]
-        if digest.pending:
-            self._odd.append((number, digest))
-        self.add_word(digest.known & _MASK)
+        self.add_digest(digest)
 
 
 class Recurring:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rankscope.capture.names import canonical_name
 from rankscope.capture.state.leaves import digest_optimizer
 from rankscope.capture.state.plan import Place, Slice
-from rankscope.capture.state.trace_reading import UNREADABLE, PendingRow, PendingRows, TraceReader
+from rankscope.capture.state.trace_reading import UNREADABLE, DigestRow, PendingRows, TraceReader
 from rankscope.core.replicas import StateKind
 from rankscope.core.trace import TRACE_WIDTH, Trace
 
@@ -139,7 +139,7 @@ class TraceMeter:
         for name, buffer in self._module.named_buffers():
             yield StateKind.BUFFER, canonical_name(name), buffer
 
-    def _remembered(self) -> Iterator[PendingRow]:
+    def _remembered(self) -> Iterator[DigestRow]:
         """Yield digests of what the optimizer knows of each parameter, where it knows anything."""
         for name, parameter in self._parameters.items():
             whole = Slice(Place(name, self._module, "", is_buffer=False), parameter.numel())
@@ -148,7 +148,7 @@ class TraceMeter:
             except Exception:  # whatever an optimizer keeps
                 digest = UNREADABLE
             if digest.known or digest.pending:
-                yield PendingRow(StateKind.OPTIMIZER, name, digest)
+                yield StateKind.OPTIMIZER, name, digest
 
 
 def _joined(traces: list[Trace]) -> Trace:

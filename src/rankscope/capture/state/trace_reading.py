@@ -9,7 +9,6 @@ tensor's norm, however large it is.
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,15 +20,18 @@ from torch.nn.parameter import is_lazy
 from rankscope.capture.fold import fold
 from rankscope.capture.host import HostCopy
 from rankscope.capture.kernels import ParameterSigns, choose_kernel, period_signs
-from rankscope.capture.kernels.bits import signed
 from rankscope.capture.kernels.flat import flat_parts, has_memory
 from rankscope.capture.sketch import DEFAULT_WIDTH
-from rankscope.capture.state.digest import PendingDigest, digest_bits, word_of
+from rankscope.capture.state.digest import PendingDigest, word_of
+from rankscope.capture.state.readings import PendingReading, Reading
 from rankscope.capture.totals import GradientTotals
 from rankscope.core.replicas import StateKind
 from rankscope.core.trace import TRACE_WIDTH, Trace
 
 UNREADABLE = PendingDigest(word_of("cannot be read"))
+
+DigestRow = tuple[StateKind, str, PendingDigest]
+"""What a tensor is, its name, and its digest, which may still be computed."""
 
 _SEED = 0  # of the signs, whatever the seed of the run
 _ROWS = 64  # pieces that are folded at once
@@ -38,15 +40,6 @@ _PIECE_ACCELERATOR = 1 << 26  # its kernel adds up in many short sums, and start
 _ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
 
 _log = logging.getLogger("rankscope")
-
-
-@dataclass(frozen=True, slots=True)
-class PendingRow:
-    """A tensor whose digest may still be computed: what it is, its name, the digest."""
-
-    kind: StateKind
-    name: str
-    digest: PendingDigest
 
 
 class TraceReader:
@@ -68,7 +61,7 @@ class TraceReader:
 
     @torch.no_grad()
     def read(
-        self, tensors: Iterable[tuple[StateKind, str, Tensor]], digests: Iterable[PendingRow] = ()
+        self, tensors: Iterable[tuple[StateKind, str, Tensor]], digests: Iterable[DigestRow] = ()
     ) -> "PendingRows":
         """Start to read tensors; whatever happens to them later is not seen.
 
@@ -79,7 +72,8 @@ class TraceReader:
         Returns:
             One row per tensor, in order, then those of ``digests``.
         """
-        rows: list[PendingRow] = []
+        rows: list[tuple[StateKind, str]] = []
+        reading = Reading()
         owners: list[int] = []
         folded: list[Tensor] = []
         squares: list[Tensor] = []
@@ -87,7 +81,8 @@ class TraceReader:
         used = 0
         for kind, name, tensor in tensors:
             number = len(rows)
-            rows.append(PendingRow(kind, name, self._digest(tensor)))
+            rows.append((kind, name))
+            self._add_digest(tensor, reading)
             for position, piece in self._pieces(tensor):
                 if used == _ROWS:
                     self._empty(used, folded, squares)
@@ -96,9 +91,14 @@ class TraceReader:
                 owners.append(number)
                 used += 1
         self._empty(used, folded, squares)
+        num_read = len(rows)
+        for kind, name, digest in digests:
+            rows.append((kind, name))
+            reading.add_digest(digest)
         return PendingRows(
-            [*rows, *digests],
-            len(rows),
+            rows,
+            num_read,
+            reading.begin(),
             np.array(owners, np.int64),
             HostCopy(torch.cat(folded)),
             HostCopy(torch.cat(squares)),
@@ -132,12 +132,12 @@ class TraceReader:
             self._tell(error)
         self._scratch.squared_norms[row] = math.nan
 
-    def _digest(self, tensor: Tensor) -> PendingDigest:
+    def _add_digest(self, tensor: Tensor, reading: Reading) -> None:
         try:
-            return digest_bits(tensor)
+            reading.add(tensor)
         except Exception as error:  # whatever kind of tensor it is
             self._tell(error)
-            return UNREADABLE
+            reading.add_digest(UNREADABLE)
 
     def _empty(self, used: int, folded: list[Tensor], squares: list[Tensor]) -> None:
         """Fold what lies in the first rows of the scratch space, and clear it."""
@@ -155,8 +155,9 @@ class PendingRows:
     """Rows of a trace on their way to the host. P pieces of the tensors.
 
     Args:
-        rows: All rows.
+        rows: What each tensor is, and its name.
         num_read: How many of them were read in pieces; of the others only a digest is known.
+        digests: Of all.
         owners_P: The row to which each piece belongs.
         sketches: float64 ``[P, k]``.
         squared_norms: float64 ``[P]``.
@@ -164,28 +165,23 @@ class PendingRows:
 
     def __init__(
         self,
-        rows: list[PendingRow],
+        rows: list[tuple[StateKind, str]],
         num_read: int,
+        digests: PendingReading,
         owners_P: NDArray[np.int64],
         sketches: HostCopy,
         squared_norms: HostCopy,
     ) -> None:
         self._rows = rows
         self._num_read = num_read
+        self._digests = digests
         self._owners_P = owners_P
         self._sketches, self._squared_norms = sketches, squared_norms
-        pending = [tensor for row in rows for _, tensor in row.digest.pending]
-        devices = dict.fromkeys(tensor.device for tensor in pending)
-        self._digests = {
-            device: HostCopy(torch.stack([t for t in pending if t.device == device]))
-            for device in devices
-        }
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`read` would not wait."""
-        copies = (self._sketches, self._squared_norms, *self._digests.values())
-        return all(copy.ready for copy in copies)
+        return self._sketches.ready and self._squared_norms.ready and self._digests.ready
 
     def read(self) -> Trace:
         """Wait for the device."""
@@ -194,17 +190,13 @@ class PendingRows:
         np.add.at(sketches_NK, self._owners_P, self._sketches.numpy())
         np.add.at(squares_N, self._owners_P, self._squared_norms.numpy())
         squares_N[self._num_read :] = math.nan
-        arrived = {device: iter(copy.numpy()) for device, copy in self._digests.items()}
-        digests = []
-        for row in self._rows:
-            parts = (factor * int(next(arrived[t.device])) for factor, t in row.digest.pending)
-            digests.append(signed(row.digest.known + sum(parts)))
+        digests, _ = self._digests.read()
         with np.errstate(over="ignore", invalid="ignore"):  # of a gradient that has overflown
             narrow_NK = sketches_NK.astype(np.float32)
         return Trace(
-            tuple(row.kind for row in self._rows),
-            tuple(row.name for row in self._rows),
-            np.array(digests, np.int64),
+            tuple(kind for kind, _ in self._rows),
+            tuple(name for _, name in self._rows),
+            np.array(digests, np.uint64).view(np.int64),
             np.sqrt(squares_N),
             narrow_NK,
         )

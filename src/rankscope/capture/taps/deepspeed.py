@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.calls import Relay
 from rankscope.capture.taps.deepspeed_reading import ReducedReader, choose_reader
-from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced, guarded
 from rankscope.errors import UnsupportedError
 
 _BEGIN, _END = "_backward_prologue", "_backward_epilogue"
@@ -110,11 +111,12 @@ class DeepSpeedTap:
         self._measure = self._running = self._ending = self._complete = False
         self._num_backwards = 0
         self.gradient_scale: Tensor | None = None
-        self._calls = [
-            _Intercepted(engine, _BEGIN, guarded, before=self._begin_backward),
-            _Intercepted(engine, _REDUCE, guarded, before=self._before_reduction),
-            _Intercepted(engine, _STEP, guarded, before=self._before_step),
-            _Intercepted(engine, _END, guarded, before=self._begin_end, after=self._end_backward),
+        self._guarded = guarded
+        self._stops = [
+            Relay(engine, _BEGIN).tell(before=self._begin_backward),
+            Relay(engine, _REDUCE).tell(before=self._before_reduction),
+            Relay(engine, _STEP).tell(before=self._before_step),
+            Relay(engine, _END).tell(before=self._begin_end, after=self._end_backward),
         ]
 
     @property
@@ -176,22 +178,26 @@ class DeepSpeedTap:
     def remove(self) -> None:
         """Take all hooks out of the engine."""
         self._local.remove()
-        for call in self._calls:
-            call.remove()
+        for stop in self._stops:
+            stop()
 
-    def _begin_backward(self) -> None:
+    @guarded
+    def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
         if self._measure and not self._running:
             self._local.begin_backward(first=self._num_backwards == 0)
         self._running = True
 
-    def _begin_end(self) -> None:
+    @guarded
+    def _begin_end(self, *args: Any, **kwargs: Any) -> None:
         self._ending = True
 
-    def _before_reduction(self) -> None:
+    @guarded
+    def _before_reduction(self, *args: Any, **kwargs: Any) -> None:
         if self._measure and self._ending:
             self._local.before_reduction()
 
-    def _end_backward(self) -> None:
+    @guarded
+    def _end_backward(self, *args: Any, **kwargs: Any) -> None:
         self._ending = False
         self._num_backwards += 1
         if self._measure:
@@ -201,7 +207,8 @@ class DeepSpeedTap:
             self._finish()
         self._running = False  # last: Ctrl-C in between leaves an aborted pass
 
-    def _before_step(self) -> None:
+    @guarded
+    def _before_step(self, *args: Any, **kwargs: Any) -> None:
         """Close a step whose backward passes could not know which of them was the last."""
         if self._num_backwards and not self._complete:
             self._finish()
@@ -234,44 +241,3 @@ def _loss_scale(engine: Any) -> Tensor:
         elif engine.torch_autocast_z0_gradscaler:
             loss = engine.torch_autocast_z0_gradscaler.scale(loss)
     return loss.detach()
-
-
-class _Intercepted:
-    """A method of one object, with work before and after each of its calls.
-
-    Args:
-        owner: The object.
-        name: The method, looked up on the object at each call.
-        guarded: Runs the work.
-        before: What to do before each call.
-        after: What to do after each call that did not raise.
-    """
-
-    def __init__(
-        self,
-        owner: Any,
-        name: str,
-        guarded: Guarded,
-        *,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        self._owner, self._name = owner, name
-        self._before, self._after = before, after
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._before is not None:
-                guarded(self._before)
-            result = original(*args, **kwargs)
-            if self._after is not None:
-                guarded(self._after)
-            return result
-
-        self._call = vars(owner)[name] = call
-
-    def remove(self) -> None:
-        """Take the work out, and the interception too unless another one was put on top of it."""
-        self._before = self._after = None
-        if vars(self._owner).get(self._name) is self._call:
-            del vars(self._owner)[self._name]

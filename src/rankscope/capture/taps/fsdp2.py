@@ -6,9 +6,7 @@ layout and precision.
 """
 
 import math
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +14,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.fsdp2_calls import listen
 from rankscope.capture.taps.fsdp2_model import (
     ManagedParameter,
     ParameterGroup,
     ends_backward,
     fsdp2_states,
+    listen,
     managed_parameters,
     waits_by_hand,
 )
 from rankscope.capture.taps.fsdp2_shard import measure_shards
 from rankscope.capture.taps.parts import GradientParts, MicroBatches
-from rankscope.capture.taps.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+from rankscope.capture.taps.tap import (
+    GradientObserver,
+    Guarded,
+    LocalGradient,
+    ReadReduced,
+    guarded,
+)
 from rankscope.capture.totals import GradientTotals
 from rankscope.errors import UnsupportedError
 
@@ -86,24 +90,15 @@ class FSDP2Tap:
         self._scratch: GradientTotals | None = None
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
-        self._read: set[str] = set()  # in this step
-        self._read_now: set[str] = set()  # in this backward pass
-        # Until their root's backward pass ends: whether the reduction makes it one that trains.
-        self._reduced_now: dict[ParameterGroup, bool] = {}
-        self._accumulated: dict[ManagedParameter, tuple[int, int]] = {}  # what was not reduced
         self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
         self._measure = False
-        self._num_forwards = self._num_backwards = 0  # in this step
-        self._running = self._open = self._complete = self._spoiled = False
-        self._fresh = self._micro_known = True
-        self._reduced_read = False
-        stop = listen(
+        self._start_again()
+        self._stops = listen(
             backward_begins=self._on_begin,
-            before_reduce=self._on_reduce,
-            backward_ends=self._on_end,
-            finalized=self._on_finalized,
+            before_reduce=self._see,
+            backward_ends=self._close_backward,
+            finalized=self._close_by_hand,
         )
-        self._stop = weakref.finalize(self, stop)
 
     @property
     def reduced_copies(self) -> int:
@@ -171,15 +166,17 @@ class FSDP2Tap:
 
     def remove(self) -> None:
         """Stop listening."""
-        self._stop()
+        for stop in self._stops:
+            stop()
 
     def _start_again(self) -> None:
         self._parts.reset()
         self._micro.reset()
-        self._read.clear()
-        self._read_now.clear()
-        self._reduced_now.clear()
-        self._accumulated.clear()
+        self._read: set[str] = set()  # in this step
+        self._read_now: set[str] = set()  # in this backward pass
+        # Until their root's backward pass ends: whether the reduction makes it one that trains.
+        self._reduced_now: dict[ParameterGroup, bool] = {}
+        self._accumulated: dict[ManagedParameter, tuple[int, int]] = {}  # what was not reduced
         self._running = self._open = self._complete = self._spoiled = False
         self._fresh = self._micro_known = True
         self._reduced_read = False
@@ -194,8 +191,9 @@ class FSDP2Tap:
             return self._parts.part_squared_norms() if each else None
         return self._micro.squared_norms()
 
-    def _on_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if args and args[0] in self._states:
+    @guarded
+    def _on_begin(self, state: Any) -> None:
+        if state in self._states:
             self._begin_backward()
             self._open = True
 
@@ -204,9 +202,7 @@ class FSDP2Tap:
             self._running = True
             self._reached.clear()
 
-    def _on_reduce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._guarded(partial(self._see, *args, **kwargs))
-
+    @guarded
     def _see(
         self, fsdp_params: list[Any], unsharded_grads: list[Tensor], *rest: Any, **options: Any
     ) -> None:
@@ -254,17 +250,13 @@ class FSDP2Tap:
         self._read_now |= names
         self._parts.measure_many([(p.name, gradient) for p, gradient in gradients.items()])
 
-    def _on_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._guarded(partial(self._close_backward, *args, **kwargs))
-
-    def _on_finalized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._guarded(partial(self._close_by_hand, *args, **kwargs))
-
+    @guarded
     def _close_by_hand(self, state: Any) -> None:
         """Close the backward passes of a step whose reductions the training has waited for."""
         if not ends_backward(state):
             self._close_backward(state, settled=True)
 
+    @guarded
     def _close_backward(self, state: Any, *, settled: bool = False) -> None:
         """Close a backward pass, after the reductions if it has any.
 

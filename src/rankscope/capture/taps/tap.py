@@ -3,7 +3,8 @@
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -11,6 +12,26 @@ from rankscope.capture.totals import GradientTotals
 
 Guarded = Callable[[Callable[[], None]], None]
 """Runs a function so that it can neither raise into the training nor outlive the monitor."""
+
+
+class _HasGuard(Protocol):
+    _guarded: Guarded
+
+
+_Owner = TypeVar("_Owner", bound=_HasGuard)
+_Args = ParamSpec("_Args")
+
+
+def guarded(
+    method: Callable[Concatenate[_Owner, _Args], None],
+) -> Callable[Concatenate[_Owner, _Args], None]:
+    """Run a method of an object under the guard that the object has in ``_guarded``."""
+
+    @wraps(method)
+    def run(self: _Owner, /, *args: _Args.args, **kwargs: _Args.kwargs) -> None:
+        self._guarded(partial(method, self, *args, **kwargs))
+
+    return run
 
 
 class ReadReduced(StrEnum):

@@ -1,22 +1,24 @@
-"""How long a worker is busy in a step before it begins to wait for the others.
+"""What calls of DDP's own methods tell: how long a worker is busy, and steps that it only shadows.
 
-Wall time per step is the same on all workers, since all wait for the slowest. What tells them
-apart is the time from the end of one reduction to the last local gradient before the next one.
+An attribute of the model would be copied along with it; so methods of its class are listened to.
+
+How long a worker is busy in a step before it begins to wait for the others: wall time per step is
+the same on all workers, since all wait for the slowest. What tells them apart is the time from the
+end of one reduction to the last local gradient before the next one.
 """
 
 import math
 import time
 from collections.abc import Callable
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-_METHOD = "_sync_buffers"
-_original: Callable[[DistributedDataParallel], None] | None = getattr(
-    DistributedDataParallel, _METHOD, None
-)
-_clocks: "WeakKeyDictionary[DistributedDataParallel, list[BusyClock]]" = WeakKeyDictionary()
+from rankscope.capture.taps.calls import Relay
+
+_BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
+_SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
 
 
 class BusyClock:
@@ -33,15 +35,16 @@ class BusyClock:
 
     def __init__(self, model: DistributedDataParallel, device: torch.device) -> None:
         self._model = ref(model)
-        self._on_host = device.type == "cpu" and _original is not None
+        self._on_host = device.type == "cpu" and _BROADCAST.exists
         self._free_at: float | None = None  # when the last reduction had ended
         self._ready_at = math.nan
+        self._broadcast_at = 0.0
         self._broadcasting = 0.0
         self._seconds: float | None = None
-        _clocks.setdefault(model, []).append(self)
-        if _original is not None:
-            timed = torch.compiler.disable(_sync_and_time)  # type: ignore[no-untyped-call]
-            setattr(DistributedDataParallel, _METHOD, timed)
+        self._stop: Callable[[], object] = lambda: None
+        if _BROADCAST.exists:
+            begin, end = self._begin_broadcast, self._end_broadcast
+            self._stop = _BROADCAST.tell(before=begin, after=end)
 
     @property
     def seconds(self) -> float:
@@ -51,10 +54,6 @@ class BusyClock:
     def see_gradient(self) -> None:
         """Take note that a local gradient is ready; the last call before the reduction counts."""
         self._ready_at = time.perf_counter()
-
-    def see_broadcast(self, seconds: float) -> None:
-        """Leave out a broadcast of buffers."""
-        self._broadcasting += seconds
 
     def see_reduced(self) -> None:
         """Take note that a reduction has ended: of every worker's gradient, at about one time."""
@@ -74,14 +73,14 @@ class BusyClock:
 
     def remove(self) -> None:
         """Stop timing broadcasts; a second call does nothing."""
-        model = self._model()
-        clocks = [] if model is None else _clocks.get(model, [])
-        if self in clocks:
-            clocks.remove(self)
-        if not clocks and model is not None:
-            _clocks.pop(model, None)
-        if not _clocks and _original is not None:
-            setattr(DistributedDataParallel, _METHOD, _original)
+        self._stop()
+
+    def _begin_broadcast(self, model: object) -> None:
+        self._broadcast_at = time.perf_counter()
+
+    def _end_broadcast(self, model: object) -> None:
+        if model is self._model():
+            self._broadcasting += time.perf_counter() - self._broadcast_at
 
     def _waits_elsewhere(self) -> bool:
         """Return whether DDP may have waited for other workers inside the backward pass.
@@ -94,10 +93,28 @@ class BusyClock:
         return model is None or bool(model._comm_hooks) or bool(model._join_config.enable)
 
 
-def _sync_and_time(model: DistributedDataParallel) -> None:
-    assert _original is not None
-    start = time.perf_counter()
-    _original(model)
-    seconds = time.perf_counter() - start
-    for clock in tuple(_clocks.get(model, ())):
-        clock.see_broadcast(seconds)
+class ShadowSteps:
+    """Notices the steps that a rank only shadows, since it has run out of data in ``model.join()``.
+
+    Its hooks do not fire in them: DDP calls the reduction itself. The only place that all of these
+    steps pass is a method of DDP's class.
+
+    Args:
+        model: The wrapped model.
+        shadowed: Called after each of them.
+    """
+
+    def __init__(self, model: DistributedDataParallel, shadowed: Callable[[], None]) -> None:
+        self._model = model
+        self._shadowed = shadowed
+        self._stop: Callable[[], object] = lambda: None
+        if _SHADOWED.exists:
+            self._stop = _SHADOWED.tell(after=self._see)
+
+    def remove(self) -> None:
+        """Stop listening; a second call does nothing."""
+        self._stop()
+
+    def _see(self, model: object) -> None:
+        if model is self._model:
+            self._shadowed()
