@@ -8,7 +8,7 @@ import torch
 
 from capture.kernel_checks import CPU, SEED, WIDTH, random
 from rankscope.capture import LossMeter, Sketcher, samples
-from rankscope.capture.canary.loss import _project
+from rankscope.capture.canary.replay import _project
 from rankscope.capture.fold import fold, fold_signs
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.dot import choose_dot

@@ -43,7 +43,6 @@ LARGEST = 2.0**40
 """Largest magnitude of a summand."""
 LARGEST_TOTAL = 2.0**46
 """Largest product of the number of summands and the magnitude of the largest."""
-BYTES_PER_ELEMENT = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _HIGH_UNITS = 2.0**16
@@ -102,20 +101,6 @@ class Accumulator:
         (_deposit if native is None else native.deposit)(flat, self.digits, self.bounds, fresh)
         self.bounds[0] += 1
         self._num_added += 1
-
-    @torch.no_grad()
-    def merge(self, other: "Accumulator") -> None:
-        """Add the summands of another accumulator, which stays as it is in value."""
-        if other.empty:
-            return
-        if self.empty:
-            self.digits.copy_(other.digits)
-        else:
-            self.make_room(2)
-            other.make_room(2)
-            self.digits.add_(other.digits)
-        self.bounds.copy_(add_bounds(torch.stack([self.bounds, other.bounds])))
-        self._num_added += other._num_added
 
     def make_room(self, num_accumulators: int) -> None:
         """Prepare for being added to others, so many in all; the value stays as it is."""

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from rankscope.capture.state.environment import PrecisionMeter
 from rankscope.capture.state.meter import StateMeter
-from rankscope.capture.state.precision import PrecisionMeter
 from rankscope.capture.state.rng import LoaderMeter, RandomMeter
 from rankscope.capture.state.turn import PendingState, nothing_pending
 from rankscope.capture.taps.tap import GradientObserver

@@ -26,9 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.alone import PartsAlone, alone_gradients
 from rankscope.capture.taps.backward import BackwardEnd
-from rankscope.capture.taps.ddp_calls import BusyClock, ShadowSteps
 from rankscope.capture.taps.ddp_reading import LocalReading, measure_reduced
-from rankscope.capture.taps.ddp_step import HookCalls, StepState
+from rankscope.capture.taps.ddp_step import BusyClock, HookCalls, ShadowSteps, StepState
 from rankscope.capture.taps.parts import MicroBatches
 from rankscope.capture.taps.reduced_product import ReducedProduct, product_is_asked_for
 from rankscope.capture.taps.tap import GradientObserver, Guarded, LocalGradient, ReadReduced

@@ -269,15 +269,6 @@ def fsdp2_device(model: nn.Module) -> torch.device:
     return managed_parameters(model)[0].group.device
 
 
-def fsdp2_ranks(model: nn.Module) -> list[int]:
-    """Return the global ranks of the workers to compare, this one among them.
-
-    They are those of the mesh that ``fully_shard`` got: both dimensions under HSDP; of a larger
-    mesh, only the data-parallel dimensions.
-    """
-    return list(managed_parameters(model)[0].group.ranks)
-
-
 def fsdp2_process_group(model: nn.Module) -> dist.ProcessGroup:
     """Return a process group of the workers to compare.
 
