@@ -88,7 +88,7 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
         lambda: _variables(os.environ),
         lambda: source_revision(_script_directory()),
     ):
-        facts |= _quietly(collect)
+        facts |= quietly(collect)
     return facts
 
 
@@ -190,12 +190,12 @@ def _device(device: torch.device) -> dict[str, Fact]:
         return {"device": platform.processor() or platform.machine() or "cpu"}
     module: Any = torch.get_device_module(device)
     facts: dict[str, Fact] = {"device": str(module.get_device_name(device))}
-    properties = _quietly(lambda: {"of": module.get_device_properties(device)}).get("of")
+    properties = quietly(lambda: {"of": module.get_device_properties(device)}).get("of")
     memory = getattr(properties, "total_memory", None)
     return facts if memory is None else {**facts, "device_memory": int(memory)}
 
 
-def _quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+def quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return facts, or none where they cannot be had: a job must not fail to start for them."""
     try:
         return collect()

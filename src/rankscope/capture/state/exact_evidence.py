@@ -6,7 +6,7 @@ on to those that want it, and :class:`NoEvidence` to none.
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,40 +15,8 @@ from rankscope.capture.state.environment import PrecisionMeter
 from rankscope.capture.state.meter import StateMeter
 from rankscope.capture.state.rng import LoaderMeter, RandomMeter
 from rankscope.capture.state.turn import PendingState, nothing_pending
-from rankscope.capture.taps.tap import GradientObserver
 
 Values = Mapping[str, float]
-
-
-class EvidenceMeter(GradientObserver, Protocol):
-    """Is told of every moment of a step, on the training thread."""
-
-    def begin_step(self, step: int) -> None:
-        """Begin a step, unless it has begun already."""
-
-    def before_forward(self, *, first: bool) -> None:
-        """A forward pass is about to run, under the training's autocast."""
-
-    def enter_module(self) -> None:
-        """A forward pass is about to enter the module, after what its wrapper does before."""
-
-    def after_forward(self) -> None:
-        """A forward pass has ended."""
-
-    def see_applied(self) -> None:
-        """``optimizer.step`` is about to run."""
-
-    def see_updated(self) -> None:
-        """``optimizer.step`` has run on the reduced gradients."""
-
-    def collect(self, step: int) -> tuple[PendingState, Values]:
-        """End a step whose optimizer has run; return digests and LOCAL signals."""
-
-    def abort(self) -> None:
-        """Forget a step that was never finished."""
-
-    def remove(self) -> None:
-        """Take out what was put into the training's objects."""
 
 
 class ExactEvidence:
@@ -81,6 +49,8 @@ class ExactEvidence:
         self._loader = LoaderMeter(loader)
         self._precision: float = math.nan
         self._step = -1
+        # What is told of gradients, of the forward pass that enters the module, and of the
+        # optimizer that is about to run, goes on as it is.
         self.see_local, self.see_locals = state.see_local, state.see_locals
         self.see_reduced = state.see_reduced
         self.see_applied = state.see_applied
@@ -152,3 +122,6 @@ class NoEvidence:
     def collect(self, step: int) -> tuple[PendingState, Values]:
         """Return nothing."""
         return nothing_pending(), {}
+
+
+EvidenceMeter = ExactEvidence | NoEvidence

@@ -1,7 +1,7 @@
 """A trace of a training: every parameter after each step, every gradient after its reduction.
 
-``rankscope diff`` compares the traces of two runs tensor by tensor: digest, norm and sketch. So each
-depends on a tensor's bits and name alone, not on the seed of a run, its groups or its other
+``rankscope diff`` compares the traces of two runs tensor by tensor: digest, norm and sketch. So
+each depends on a tensor's bits and name alone, not on the seed of a run, its groups or its other
 tensors. A tensor is cut into pieces; the sketch of each is taken at full width in float32 and
 folded in float64, so that rounding stays near 1e-7 of the tensor's norm, however large it is.
 Nothing waits for the device.

@@ -8,7 +8,7 @@ be told is left out.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.names import canonical_name
 from rankscope.capture.state.digest import known_shape
+from rankscope.capture.state.environment import quietly
 from rankscope.capture.state.fingerprint import digest_of
 
 Facts = dict[str, Any]
@@ -28,6 +29,18 @@ _DDP_SETTINGS = ("gradient_as_bucket_view", "find_unused_parameters", "static_gr
 _SAMPLER_SETTINGS = ("shuffle", "seed", "drop_last", "replacement")
 _LOADER_SETTINGS = ("batch_size", "num_workers", "drop_last", "prefetch_factor", "pin_memory")
 _MAX_GROUPS = 64  # parameter groups that are written out
+_PARTS = (
+    "base_dataloader",  # accelerate's wrapper
+    "batch_sampler",
+    "sampler",
+    "dataset",
+    "source",
+)
+_LISTS_OF_PARTS = (
+    "datasets",  # torch's ConcatDataset and ChainDataset
+    "pipeline",  # webdataset's stages, its loader's included
+)
+_MAX_VISITED = 64
 
 
 def training_facts(
@@ -52,11 +65,11 @@ def training_facts(
     """
     return {
         "seed": torch.initial_seed(),
-        "model": _quietly(lambda: {"class": _class_of(module)}),
-        "parameters": _quietly(lambda: _parameters(module)),
-        "reduction": _quietly(lambda: _reduction(wrapper, group)),
-        "optimizer": None if optimizer is None else _quietly(lambda: _optimizer(optimizer)),
-        "loader": None if loader is None else _quietly(lambda: _loader(loader)),
+        "model": quietly(lambda: {"class": _class_of(module)}),
+        "parameters": quietly(lambda: _parameters(module)),
+        "reduction": quietly(lambda: _reduction(wrapper, group)),
+        "optimizer": None if optimizer is None else quietly(lambda: _optimizer(optimizer)),
+        "loader": None if loader is None else quietly(lambda: _loader(loader)),
     }
 
 
@@ -132,7 +145,7 @@ def _loader(loader: Any) -> Facts:
             facts[name] = {"class": _class_of(sampler), **_settings(sampler, _SAMPLER_SETTINGS)}
     data: Any = _quietly_of(loader, "dataset")
     if data is not None:
-        facts["dataset"] = {"class": _class_of(data), **_quietly(lambda: {"length": len(data)})}
+        facts["dataset"] = {"class": _class_of(data), **quietly(lambda: {"length": len(data)})}
     generator = _quietly_of(loader, "generator")
     if isinstance(generator, torch.Generator):
         facts["seed"] = generator.initial_seed()
@@ -206,28 +219,6 @@ def _plain(value: object) -> object:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return _class_of(value)
-
-
-def _quietly(collect: Callable[[], Facts]) -> Facts:
-    """Return facts, or none where they cannot be had."""
-    try:
-        return collect()
-    except Exception:
-        return {}
-
-
-_PARTS = (
-    "base_dataloader",  # accelerate's wrapper
-    "batch_sampler",
-    "sampler",
-    "dataset",
-    "source",
-)
-_LISTS_OF_PARTS = (
-    "datasets",  # torch's ConcatDataset and ChainDataset
-    "pipeline",  # webdataset's stages, its loader's included
-)
-_MAX_VISITED = 64
 
 
 def draws_with_replacement(loader: Any) -> bool:

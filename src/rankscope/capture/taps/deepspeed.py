@@ -15,7 +15,6 @@ The gradient is that of the loss divided by the accumulation steps, times the lo
 the reduction averages, before DeepSpeed unscales and clips it in ``step``.
 """
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.calls import Relay
 from rankscope.capture.taps.deepspeed_reading import ReducedReader, choose_reader
-from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced, guarded
+from rankscope.capture.taps.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
 from rankscope.errors import UnsupportedError
 
 _BEGIN, _END = "_backward_prologue", "_backward_epilogue"
@@ -73,8 +72,11 @@ def _obstacles(engine: Any) -> Iterator[tuple[str, bool]]:
     yield "with SuperOffload", engine.super_offload()
 
 
-class DeepSpeedTap:
-    """A :class:`~rankscope.capture.taps.tap.GradientTap` for a DeepSpeed engine.
+class DeepSpeedTap(GradientTap):
+    """Reads gradients of a DeepSpeed engine.
+
+    ZeRO waits for the other workers in the backward pass or in the optimizer. The reduction takes a
+    mean, and the engine's own step decides what it applies.
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
@@ -124,16 +126,6 @@ class DeepSpeedTap:
         """How many workers hold each element of the reduced gradient: W or, of a shard, 1."""
         return self._group.size() if self._shards.replicated else 1
 
-    @property
-    def summed_workers(self) -> float:
-        """1: the reduction takes a mean."""
-        return 1.0
-
-    @property
-    def unreduced(self) -> bool:
-        """False: the engine's own step decides what it applies."""
-        return False
-
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
         self._measure = self._local.on = measure
@@ -141,9 +133,6 @@ class DeepSpeedTap:
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Take it for one that trains: the engine itself says when one begins."""
         trained()
-
-    def notice_unannounced(self, announce: Callable[[], None]) -> None:
-        """Do nothing: by then the step that the pass belongs to is under way."""
 
     @property
     def complete(self) -> bool:
@@ -154,11 +143,6 @@ class DeepSpeedTap:
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
         return self._running
-
-    @property
-    def busy_seconds(self) -> float:
-        """NaN: ZeRO waits for the others in the backward pass or in the optimizer."""
-        return math.nan
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""

@@ -5,7 +5,6 @@ sharded ``.grad``: what is about to be reduced is this worker's gradient and not
 layout and precision.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ from rankscope.capture.taps.fsdp2_shard import measure_shards
 from rankscope.capture.taps.parts import GradientParts, MicroBatches
 from rankscope.capture.taps.tap import (
     GradientObserver,
+    GradientTap,
     Guarded,
     LocalGradient,
     ReadReduced,
@@ -36,8 +36,8 @@ from rankscope.capture.totals import GradientTotals
 from rankscope.errors import UnsupportedError
 
 
-class FSDP2Tap:
-    """A :class:`~rankscope.capture.taps.tap.GradientTap` for FSDP2.
+class FSDP2Tap(GradientTap):
+    """Reads gradients under FSDP2.
 
     A step is a backward pass whose gradients are reduced over all workers. One that accumulates
     none (``torch.autograd.grad`` through the model, for adversarial examples, saliency or gradient
@@ -48,6 +48,9 @@ class FSDP2Tap:
     last, a loss whose chunks each have a backward pass) add up as
     :class:`~rankscope.capture.taps.parts.GradientParts` says: norms of such groups are estimates
     then.
+
+    Layers gather their parameters, and so wait for all workers. What FSDP2 has not reduced is not
+    in ``.grad``, and reaches no optimizer.
 
     The reduced gradient is left out in steps where it cannot be told: something was in ``.grad``
     before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 was told not to
@@ -100,6 +103,19 @@ class FSDP2Tap:
             finalized=self._close_by_hand,
         )
 
+    def _start_again(self) -> None:
+        self._parts.reset()
+        self._micro.reset()
+        self._read: set[str] = set()  # in this step
+        self._read_now: set[str] = set()  # in this backward pass
+        # Until their root's backward pass ends: whether the reduction makes it one that trains.
+        self._reduced_now: dict[ParameterGroup, bool] = {}
+        self._accumulated: dict[ManagedParameter, tuple[int, int]] = {}  # what was not reduced
+        self._running = self._open = self._complete = self._spoiled = False
+        self._fresh = self._micro_known = True
+        self._reduced_read = False
+        self._num_forwards = self._num_backwards = 0
+
     @property
     def reduced_copies(self) -> int:
         """The number of replicas: 1 when parameters are sharded over all workers."""
@@ -109,11 +125,6 @@ class FSDP2Tap:
     def summed_workers(self) -> float:
         """W where a divide factor of 1 was set, as for losses over all workers' tokens."""
         return 1 / self._groups[0].reduced_scale
-
-    @property
-    def unreduced(self) -> bool:
-        """False: what FSDP2 has not reduced is not in ``.grad``, and reaches no optimizer."""
-        return False
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training; one that recomputes activations does not count."""
@@ -133,9 +144,6 @@ class FSDP2Tap:
         self._begin_backward()
         self._reached.append(trained)
 
-    def notice_unannounced(self, announce: Callable[[], None]) -> None:
-        """Do nothing: by then the step that the pass belongs to is under way."""
-
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
@@ -145,11 +153,6 @@ class FSDP2Tap:
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
         return self._open and not _in_backward()
-
-    @property
-    def busy_seconds(self) -> float:
-        """NaN: layers gather their parameters, and so wait for all workers."""
-        return math.nan
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
@@ -168,19 +171,6 @@ class FSDP2Tap:
         """Stop listening."""
         for stop in self._stops:
             stop()
-
-    def _start_again(self) -> None:
-        self._parts.reset()
-        self._micro.reset()
-        self._read: set[str] = set()  # in this step
-        self._read_now: set[str] = set()  # in this backward pass
-        # Until their root's backward pass ends: whether the reduction makes it one that trains.
-        self._reduced_now: dict[ParameterGroup, bool] = {}
-        self._accumulated: dict[ManagedParameter, tuple[int, int]] = {}  # what was not reduced
-        self._running = self._open = self._complete = self._spoiled = False
-        self._fresh = self._micro_known = True
-        self._reduced_read = False
-        self._num_forwards = self._num_backwards = 0
 
     def _micro_squared_norms(self) -> Tensor | None:
         """Return the norms when each forward pass had one backward pass and all were seen."""

@@ -1,5 +1,6 @@
 """The interface behind which every way of going data parallel hides, and who looks on there."""
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -88,10 +89,12 @@ class GradientTap(Protocol):
     @property
     def summed_workers(self) -> float:
         """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+        return 1.0
 
     @property
     def unreduced(self) -> bool:
         """Whether the gradients hold something that no reduction has seen; False if unknown."""
+        return False
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow.
@@ -115,8 +118,10 @@ class GradientTap(Protocol):
 
         Args:
             announce: Announces that forward pass; called as soon as the backward pass proves to
-                train parameters, if the tap can still begin a step then.
+                train parameters, if the tap can still begin a step then. By default it cannot: the
+                step that the pass belongs to is under way.
         """
+        return
 
     @property
     def complete(self) -> bool:
@@ -131,8 +136,10 @@ class GradientTap(Protocol):
         """How long this worker was busy in the step before it began to wait for the others.
 
         The time from the end of the step before's reduction until the last local gradient of this
-        step was ready; NaN where it cannot be known. Read it before :meth:`collect`.
+        step was ready; NaN where it cannot be known, since workers wait for each other elsewhere
+        too. Read it before :meth:`collect`.
         """
+        return math.nan
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
