@@ -56,23 +56,12 @@ class NativeKernel:
         group: int,
     ) -> None:
         """Add a flat part of a gradient to one group's totals; see :class:`PlainKernel`."""
-        kind = TYPES.get(flat.dtype)
-        if kind is None:
+        if flat.dtype not in TYPES:
             self._plain.measure(flat, signs, start, into, group)
             return
-        count, width, scalars = flat.numel(), self._width, _scalars(into, group)
-        if signs is None:
-            self._functions.measure(
-                kind, flat.data_ptr(), count, 0, _NORM_ROW, None, 0, None, None, *scalars
-            )
-            return
-        first = start // width
-        rows = signs.rows((start + count - 1) // width + 1)
-        self._functions.measure(
-            kind, flat.data_ptr(), count, start, width,
-            self._period[kind].data_ptr(), signs.shift, rows.data_ptr() + 4 * first,
-            into.sketches.data_ptr() + 4 * width * group, *scalars,
-        )  # fmt: skip
+        piece = Piece(0, 0, flat.numel(), flat.dtype, group, signs, start)
+        prepared = self.prepare([piece], sketching=signs is not None)
+        prepared.measure([flat], [flat.data_ptr()], into)
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "NativePieces":
         """Prepare to measure several gradients in one call."""
@@ -120,21 +109,11 @@ class NativePieces:
     ) -> None:
         """Add gradients to totals; see :class:`~rankscope.capture.kernels.interface.Prepared`."""
         begins = array("q", pointers)
-        sketches = into.sketches.data_ptr() if self._sketching else None
+        sketches, *scalars = map(Tensor.data_ptr, into.tensors)
         self._measure(
             self._pieces, self._number, begins.buffer_info()[0], self._width, self._period,
-            sketches, *_scalars(into, 0),
+            sketches if self._sketching else None, *scalars,
         )  # fmt: skip
-
-
-def _scalars(into: GradientTotals, group: int) -> tuple[int, int, int]:
-    """Return the addresses of a row's numbers."""
-    _, squared_norms, largest, nonfinite = into.tensors
-    return (
-        squared_norms.data_ptr() + 8 * group,
-        largest.data_ptr() + 4 * group,
-        nonfinite.data_ptr() + 8 * group,
-    )
 
 
 def _sign_bits(signs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -145,12 +124,10 @@ class _Functions(NamedTuple):
     """The compiled functions that measure; see ``sketch.c`` for what they take.
 
     Attributes:
-        measure: Adds a flat part of a gradient.
         measure_many: Adds pieces of several gradients.
         hand_over: Gathers what is handed over of totals.
     """
 
-    measure: Callable[..., None]
     measure_many: Callable[..., None]
     hand_over: Callable[..., None]
 
@@ -165,7 +142,6 @@ _KINDS: dict[str, Any] = {
 }
 
 _FUNCTIONS = {
-    "measure": ("", "ipqqqpqppppp"),
     "measure_many": ("", "pqpqppppp"),
     "hand_over": ("", "ppppp"),
     "digest": ("Q", "pqqp"),
