@@ -23,14 +23,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.guard import ForeignHook
-from rankscope.capture.passes import tensors_in
+from rankscope.capture.passes import BackwardEnd, tensors_in
 from rankscope.capture.taps.alone import AloneGradients, announce_alone
-from rankscope.capture.taps.backward import BackwardEnd
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.reduce.accumulator import DTYPES, Accumulator
 from rankscope.reduce.bucket_means import BucketMeans, BucketReduction, obstacle, try_all_to_all
-from rankscope.reduce.digit_sums import Arena, DigitExchange, DigitSums
-from rankscope.reduce.reduction import Exchange
+from rankscope.reduce.reduction import Arena, DigitExchange, DigitSums, Exchange
 
 Average = Literal["workers", "sum"]
 

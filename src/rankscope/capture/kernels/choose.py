@@ -39,7 +39,7 @@ def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
     return kernel if device.type == "cpu" else SafeKernel(kernel, plain)
 
 
-class SafeKernel:
+class SafeKernel(Kernel):
     """A kernel that compiles itself anew for other sizes, and plain torch for when that fails.
 
     Args:
@@ -48,48 +48,29 @@ class SafeKernel:
     """
 
     def __init__(self, kernel: Kernel, plain: Kernel) -> None:
-        self._kernel = kernel
+        self._kernel: Kernel | None = kernel
         self._plain = plain
-
-    @property
-    def name(self) -> str:
-        """The name of the kernel at work."""
-        return self._kernel.name
-
-    def measure(
-        self,
-        flat: Tensor,
-        signs: ParameterSigns | None,
-        start: int,
-        into: GradientTotals,
-        group: int,
-    ) -> None:
-        """Add a flat part of a gradient to one group's totals."""
-        try:
-            self._kernel.measure(flat, signs, start, into, group)
-        except Exception as error:
-            self._take_over(error)
-            self._plain.measure(flat, signs, start, into, group)
+        self.name = kernel.name
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
         """Prepare to measure several gradients at once."""
-        try:
-            prepared = self._kernel.prepare(pieces, sketching=sketching)
-        except Exception as error:
-            self._take_over(error)
-            return self._plain.prepare(pieces, sketching=sketching)
-        return _SafePieces(prepared, partial(self._replace, pieces, sketching))
+        if self._kernel is not None:
+            try:
+                prepared = self._kernel.prepare(pieces, sketching=sketching)
+            except Exception as error:
+                self._take_over(error)
+            else:
+                return _SafePieces(prepared, partial(self._replace, pieces, sketching))
+        return self._plain.prepare(pieces, sketching=sketching)
 
     def _replace(self, pieces: Sequence[Piece], sketching: bool, error: Exception) -> Prepared:
-        if self._kernel is not self._plain:
-            self._take_over(error)
+        self._take_over(error)
         return self._plain.prepare(pieces, sketching=sketching)
 
     def _take_over(self, error: Exception) -> None:
-        if self._kernel is self._plain:
-            raise error
-        self._kernel = self._plain
-        _tell(logging.INFO, error)
+        if self._kernel is not None:
+            self._kernel, self.name = None, self._plain.name
+            _tell(logging.INFO, error)
 
 
 class _SafePieces:
@@ -97,7 +78,7 @@ class _SafePieces:
 
     Args:
         prepared: Leaves the totals alone when it raises.
-        replace: Makes what takes its place then, or raises what it is given.
+        replace: Makes what takes its place then; what that raises is the caller's.
     """
 
     def __init__(self, prepared: Prepared, replace: Callable[[Exception], Prepared]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rankscope.capture.fold import Folding, fold_signs
 from rankscope.capture.kernels import triton as kernels
 from rankscope.capture.kernels import triton_handover as gathering
-from rankscope.capture.kernels.interface import PERIOD, ParameterSigns, Piece, extend
+from rankscope.capture.kernels.interface import PERIOD, Kernel, Piece, Prepared, extend
 from rankscope.capture.kernels.jobs import ALIGNED, Grid, Tables, share_out
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.totals import GradientTotals
@@ -22,7 +22,7 @@ _NORM_WIDTH = 4096  # a multiple of the tile: the norm alone needs no row of the
 _MOST_ALONE = 1024
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """Reads gradients once, with as many programs as the device runs at the same time.
 
     Parts of other types than float32, bfloat16 and float16 go to plain torch.
@@ -54,32 +54,21 @@ class TritonKernel:
         self.period = _shifted_copies(period, self._sketch_grid.reach).to(device)
         self._floats = torch.empty(0, device=device, dtype=torch.float32)
         self._numbers: tuple[Tensor, ...] = (self._floats,) * 3
-        self._alone: dict[Piece, TritonPieces] = {}
+        self._alone: dict[tuple[Piece, bool], TritonPieces] = {}
 
-    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "TritonPieces":
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
         """Prepare to measure several gradients with two launches for each type of element."""
-        return TritonPieces(self, pieces, self._sketch_grid if sketching else self._norm_grid)
-
-    def measure(
-        self,
-        flat: Tensor,
-        signs: ParameterSigns | None,
-        start: int,
-        into: GradientTotals,
-        group: int,
-    ) -> None:
-        """Add a flat part of a gradient to one group's totals; see :class:`PlainKernel`."""
-        if flat.dtype not in _ROWS:
-            self._plain.measure(flat, signs, start, into, group)
-            return
-        sketching = signs is not None
-        piece = Piece(0, 0, len(flat), flat.dtype, group, signs, start if sketching else 0)
-        prepared = self._alone.get(piece)
+        if pieces[0].dtype not in _ROWS:
+            return self._plain.prepare(pieces, sketching=sketching)
+        grid = self._sketch_grid if sketching else self._norm_grid
+        if len(pieces) > 1:
+            return TritonPieces(self, pieces, grid)
+        prepared = self._alone.get((pieces[0], sketching))
         if prepared is None:
             if len(self._alone) >= _MOST_ALONE:
                 self._alone.clear()
-            prepared = self._alone[piece] = self.prepare([piece], sketching=sketching)
-        prepared.measure([flat], [flat.data_ptr()], into)
+            prepared = self._alone[pieces[0], sketching] = TritonPieces(self, pieces, grid)
+        return prepared
 
     def scratch(self, num_programs: int, tile: int) -> tuple[Tensor, ...]:
         """Return memory for what programs find: sketches, norms, largest and non-finite."""

@@ -1,6 +1,7 @@
 """What a kernel does, and what it is told: the random signs of the sketch, pieces of gradients."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -72,7 +73,7 @@ class Piece:
         source: Which of the gradients.
         offset: Position of the piece's first element in it.
         count: Number of elements, at least one.
-        dtype: Of the gradient: float32, bfloat16 or float16.
+        dtype: Of the gradient: float32, bfloat16 or float16; any floating one of a single piece.
         row: Of the totals.
         signs: The parameter's signs; None where norms alone are measured.
         start: Position of the first element in the whole flat parameter, as a kernel counts.
@@ -102,12 +103,20 @@ class Prepared(Protocol):
         """
 
 
-class Kernel(Protocol):
+class Kernel(ABC):
     """Measures flat parts of gradients on one device; its calls must follow one another there."""
 
-    @property
-    def name(self) -> str:
-        """One of ``torch``, ``native`` and ``triton``."""
+    name: str
+    """One of ``torch``, ``native`` and ``triton``."""
+
+    @abstractmethod
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
+        """Prepare to measure several gradients at once, in a number of calls that is always small.
+
+        Args:
+            pieces: What the gradients consist of; at least one.
+            sketching: Whether to sketch, or to measure norms alone.
+        """
 
     def measure(
         self,
@@ -127,11 +136,6 @@ class Kernel(Protocol):
             into: The totals to add to.
             group: Which row of them.
         """
-
-    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
-        """Prepare to measure several gradients at once, in a number of calls that is always small.
-
-        Args:
-            pieces: What the gradients consist of; at least one.
-            sketching: Whether to sketch, or to measure norms alone.
-        """
+        piece = Piece(0, 0, len(flat), flat.dtype, group, signs, start)
+        prepared = self.prepare([piece], sketching=signs is not None)
+        prepared.measure([flat], [flat.data_ptr()], into)

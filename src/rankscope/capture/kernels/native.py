@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rankscope.capture.kernels.build import BuildError, built_library
-from rankscope.capture.kernels.interface import PERIOD, ParameterSigns, Piece, extend
+from rankscope.capture.kernels.interface import PERIOD, Kernel, Piece, Prepared, extend
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.totals import GradientTotals
 
@@ -23,7 +23,7 @@ _NORM_ROW = 4096  # the norm alone needs no row of the sketch's width
 _SIGN_BIT = {torch.int32: -(1 << 31), torch.int16: -(1 << 15)}
 
 
-class NativeKernel:
+class NativeKernel(Kernel):
     """Reads a gradient once, on one thread; long ones without holding the interpreter's lock.
 
     Other types than float32, bfloat16 and float16 go to plain torch.
@@ -47,24 +47,10 @@ class NativeKernel:
         words, halves = _sign_bits(longer, torch.int32), _sign_bits(longer, torch.int16)
         self._period = (words, halves, halves)
 
-    def measure(
-        self,
-        flat: Tensor,
-        signs: ParameterSigns | None,
-        start: int,
-        into: GradientTotals,
-        group: int,
-    ) -> None:
-        """Add a flat part of a gradient to one group's totals; see :class:`PlainKernel`."""
-        if flat.dtype not in TYPES:
-            self._plain.measure(flat, signs, start, into, group)
-            return
-        piece = Piece(0, 0, flat.numel(), flat.dtype, group, signs, start)
-        prepared = self.prepare([piece], sketching=signs is not None)
-        prepared.measure([flat], [flat.data_ptr()], into)
-
-    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "NativePieces":
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
         """Prepare to measure several gradients in one call."""
+        if pieces[0].dtype not in TYPES:
+            return self._plain.prepare(pieces, sketching=sketching)
         width = self._width if sketching else _NORM_ROW
         period = self._period if sketching else None
         return NativePieces(self._functions, pieces, width, period)

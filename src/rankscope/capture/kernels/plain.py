@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.interface import PERIOD, ParameterSigns, Piece, extend
+from rankscope.capture.kernels.interface import PERIOD, Kernel, ParameterSigns, Piece, extend
 from rankscope.capture.totals import GradientTotals
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18}  # a megabyte in fp32: stays near the core
@@ -16,7 +16,7 @@ _CHUNK_ELEMENTS_ACCELERATOR = 1 << 21
 _SMALLEST_SAFE, _LARGEST_SAFE = 2.0**-40, 2.0**50
 
 
-class PlainKernel:
+class PlainKernel(Kernel):
     """Works through a gradient in chunks of whole rows.
 
     Args:
@@ -39,37 +39,21 @@ class PlainKernel:
         waits = device.type == "cpu" if waits is None else waits
         self._sums: type[_HostSums | _DeviceSums] = _HostSums if waits else _DeviceSums
 
-    def measure(
-        self,
-        flat: Tensor,
-        signs: ParameterSigns | None,
-        start: int,
-        into: GradientTotals,
-        group: int,
-    ) -> None:
-        """Add a flat part of a gradient to one group's totals.
-
-        Args:
-            flat: ``[n]``, contiguous, any floating dtype.
-            signs: The parameter's signs; None to add the squared norm, largest magnitude and
-                non-finite count alone.
-            start: Position of the first element in the whole flat parameter.
-            into: The totals to add to.
-            group: Which row of them.
-        """
-        self._reserve()
-        sums = self._sums()
-        for position, chunk in self._chunks(flat, start if signs else 0):
-            if signs is None:
-                values = self._scratch[: len(chunk)].copy_(chunk)
-            else:
-                values = self._sketch(chunk, signs, position, into.sketches[group])
-            sums.add(values, chunk)
-        sums.store(into, group)
-
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "PlainPieces":
         """Prepare to measure several gradients, piece by piece."""
         return PlainPieces(self, pieces)
+
+    def add(self, flat: Tensor, piece: Piece, into: GradientTotals) -> None:
+        """Add the elements ``[n]`` of a piece to its row of totals; any floating dtype."""
+        self._reserve()
+        sums, signs = self._sums(), piece.signs
+        for position, chunk in self._chunks(flat, piece.start if signs else 0):
+            if signs is None:
+                values = self._scratch[: len(chunk)].copy_(chunk)
+            else:
+                values = self._sketch(chunk, signs, position, into.sketches[piece.row])
+            sums.add(values, chunk)
+        sums.store(into, piece.row)
 
     def _reserve(self) -> None:
         """Make scratch space when it is first needed: a faster kernel may do all the work."""
@@ -133,8 +117,7 @@ class PlainPieces:
         """Add gradients to totals; see :class:`~rankscope.capture.kernels.interface.Prepared`."""
         for piece in self._pieces:
             flat = gradients[piece.source].detach().view(-1)
-            flat = flat[piece.offset : piece.offset + piece.count]
-            self._kernel.measure(flat, piece.signs, piece.start, into, piece.row)
+            self._kernel.add(flat[piece.offset : piece.offset + piece.count], piece, into)
 
 
 class _HostSums:

@@ -23,9 +23,9 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from rankscope.capture.passes import BackwardEnd
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.alone import PartsAlone, alone_gradients
-from rankscope.capture.taps.backward import BackwardEnd
 from rankscope.capture.taps.ddp_reading import LocalReading, measure_reduced
 from rankscope.capture.taps.ddp_step import BusyClock, HookCalls, ShadowSteps, StepState
 from rankscope.capture.taps.parts import MicroBatches
