@@ -80,6 +80,11 @@ class ForwardPasses:
             self._guarded(partial(self._reached, this.train))
 
 
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Do what ``register_hook`` of a tensor with a ``grad_fn`` does, but for making a handle.
 

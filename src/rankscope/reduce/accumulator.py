@@ -30,12 +30,12 @@ Legend of shapes: N elements, P accumulators added together, 2 digits (high, low
 """
 
 import functools
-import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rankscope.capture.kernels.build import tell_plain
 from rankscope.capture.kernels.native import load_library, typed
 
 QUANTUM = 2.0**-68
@@ -50,7 +50,6 @@ _LOW_BITS = 52
 _LOW_UNITS = 2.0**_LOW_BITS
 _ROOM = 1 << 11  # low digits of 2^51 and less that may be added before they could overflow
 _BLOCK = 1 << 14  # elements that plain torch works on at a time on a CPU: what its cache holds
-_log = logging.getLogger("rankscope")
 
 
 class Accumulator:
@@ -235,8 +234,7 @@ def native_functions() -> "_Native | None":
         native = _Native()
         _check(native)
     except Exception as error:  # whatever it is, training goes on, a little slower
-        reason = str(error).strip().split("\n")[0]
-        _log.debug("gradients are accumulated in plain torch: %s", reason)
+        tell_plain("gradients are accumulated", error)
         return None
     return native
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from rankscope.capture.passes import in_backward
 from rankscope.reduce.reduction import Exchange, OrderedExchange, OrderedMean, Reduction
 
 
@@ -125,8 +126,7 @@ class BucketReduction(ABC):
         model = self._model()
         if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
             return self._group.size()
-        trains = torch._C._current_graph_task_id() != -1
-        count = torch.tensor(int(trains), device=self._device)
+        count = torch.tensor(int(in_backward()), device=self._device)
         dist.all_reduce(count, group=self._group)
         return int(count)
 

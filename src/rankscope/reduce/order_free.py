@@ -23,7 +23,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.guard import ForeignHook
-from rankscope.capture.passes import BackwardEnd, tensors_in
+from rankscope.capture.passes import BackwardEnd, in_backward, tensors_in
 from rankscope.capture.taps.alone import AloneGradients, announce_alone
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.reduce.accumulator import DTYPES, Accumulator
@@ -156,8 +156,8 @@ class OrderFree(BucketReduction):
                 this.forget()
                 if gradient is not None and this is not self._first:
                     carried_over.append(gradient.detach().reshape(-1)[:_LOOKED_AT].any())
-        in_backward = torch._C._current_graph_task_id() != -1  # else a rank without data in join()
-        if in_backward and carried_over and torch.stack(carried_over).any():
+        # Outside of a backward pass, this rank has no data in join().
+        if in_backward() and carried_over and torch.stack(carried_over).any():
             raise UnsupportedError(
                 "order_free expected gradients that are cleared after each synchronising backward "
                 "pass, got some that are not zero; call zero_grad after each optimizer step, and "

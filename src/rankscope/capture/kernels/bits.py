@@ -12,7 +12,6 @@ always seen, since its key is odd.
 """
 
 import functools
-import logging
 import threading
 from array import array
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rankscope.capture.kernels.build import tell_plain
 from rankscope.capture.kernels.native import compiled
 
 ROW = 512
@@ -43,7 +43,6 @@ _BLOCK_FACTOR = 0xD1342543DE82EF95
 _SHORT = 1 << 17  # bytes, read in less time than it may take to get the interpreter's lock back
 _MODULUS = 1 << 64
 
-_log = logging.getLogger("rankscope")
 _scratch = threading.local()
 
 
@@ -89,8 +88,7 @@ def native_sum() -> "NativeSum | None":
             if native.at(part.data_ptr(), len(part)) != plain_sum([part], part.device):
                 raise ArithmeticError("the native digest errs")
     except Exception as error:  # whatever it is, training goes on, a little slower
-        reason = str(error).strip().split("\n")[0]
-        _log.debug("bits are digested in plain torch: %s", reason)
+        tell_plain("bits are digested", error)
         return None
     return native
 

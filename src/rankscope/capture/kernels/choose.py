@@ -7,12 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rankscope.capture.kernels.build import tell_plain
 from rankscope.capture.kernels.interface import Kernel, ParameterSigns, Piece, Prepared
 from rankscope.capture.kernels.native import NativeKernel
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.totals import GradientTotals
 
-_log = logging.getLogger("rankscope")
+_WHAT = "gradients are measured"
 
 
 def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
@@ -34,7 +35,7 @@ def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
             return plain
         check_kernel(kernel, plain, device, width)
     except Exception as error:  # whatever it is, training goes on, a little slower
-        _tell(logging.DEBUG if device.type == "cpu" else logging.INFO, error)
+        tell_plain(_WHAT, error, logging.DEBUG if device.type == "cpu" else logging.INFO)
         return plain
     return kernel if device.type == "cpu" else SafeKernel(kernel, plain)
 
@@ -70,7 +71,7 @@ class SafeKernel(Kernel):
     def _take_over(self, error: Exception) -> None:
         if self._kernel is not None:
             self._kernel, self.name = None, self._plain.name
-            _tell(logging.INFO, error)
+            tell_plain(_WHAT, error, logging.INFO)
 
 
 class _SafePieces:
@@ -93,11 +94,6 @@ class _SafePieces:
         except Exception as error:
             self._prepared = self._replace(error)
             self._prepared.measure(gradients, pointers, into)
-
-
-def _tell(level: int, error: Exception) -> None:
-    reason = str(error).strip().split("\n")[0]
-    _log.log(level, "gradients are measured in plain torch: %s", reason)
 
 
 def _fast_kernel(device: torch.device, width: int, period: Tensor) -> Kernel | None:

@@ -8,10 +8,10 @@ layout and precision.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rankscope.capture.passes import in_backward
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.fsdp2_model import (
     ManagedParameter,
@@ -128,7 +128,7 @@ class FSDP2Tap(GradientTap):
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training; one that recomputes activations does not count."""
-        if _in_backward():
+        if in_backward():
             return
         if self._open:  # a backward pass raised, and the training caught it
             self._start_again()
@@ -152,7 +152,7 @@ class FSDP2Tap(GradientTap):
     @property
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
-        return self._open and not _in_backward()
+        return self._open and not in_backward()
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
@@ -218,7 +218,7 @@ class FSDP2Tap(GradientTap):
 
         Pipeline schedules reduce by hand, after the last backward pass, what all have accumulated.
         """
-        if not self._accumulated or not _in_backward():
+        if not self._accumulated or not in_backward():
             return True
         return any(self._accumulated.get(p) != _state_of(g) for p, g in gradients.items())
 
@@ -355,7 +355,3 @@ def _state_of(gradient: Tensor) -> tuple[int, int]:
     """Return what changes when something is accumulated into a gradient that is kept."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return local.data_ptr(), local._version
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
