@@ -18,6 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.state.digest import digest_tensor
 
+_ROOM = 1.5
+"""Free memory that a run of a batch needs on an accelerator, in sizes of the gradient."""
+
+_MARGIN = 1.1  # of what a step was seen to take
+_LEFT = 2**30  # bytes that are left to whatever takes memory past torch
+
+_ALLOCATED, _PEAK = "allocated_bytes.all.current", "allocated_bytes.all.peak"
+_OUT_OF_MEMORY = ("out of memory", "can't allocate", "cannot allocate")
+
 
 class Stopwatch:
     """Measures a piece of work on the training thread, and what it leaves to the device.
@@ -69,16 +78,6 @@ def _mark(device: torch.device) -> torch.Event | None:
     except (RuntimeError, TypeError):
         return None
     return event
-
-
-_ROOM = 1.5
-"""Free memory that a run of a batch needs on an accelerator, in sizes of the gradient."""
-
-_MARGIN = 1.1  # of what a step was seen to take
-_LEFT = 2**30  # bytes that are left to whatever takes memory past torch
-
-_ALLOCATED, _PEAK = "allocated_bytes.all.current", "allocated_bytes.all.peak"
-_OUT_OF_MEMORY = ("out of memory", "can't allocate", "cannot allocate")
 
 
 class _Seen(NamedTuple):
