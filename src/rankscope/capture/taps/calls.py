@@ -96,6 +96,8 @@ class Relay:
         relay = _relaying(original, self._before, self._after)
         if self._untraced:
             relay = torch.compiler.disable(relay)  # type: ignore[no-untyped-call]
+        else:
+            relay = wraps(original)(relay)
         if name in vars(owner):
             self._put_back = lambda: setattr(owner, name, original)
         else:  # an object's own, in front of its class's
@@ -109,7 +111,6 @@ def _relaying(
     told_before: "list[weakref.WeakMethod[Listener]]",
     told_after: "list[weakref.WeakMethod[Listener]]",
 ) -> Any:
-    @wraps(original)
     def relay(*args: Any, **kwargs: Any) -> Any:
         for reference in tuple(told_before):
             _tell(reference, args, kwargs)
