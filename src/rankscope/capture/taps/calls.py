@@ -94,10 +94,7 @@ class Relay:
         original = getattr(owner, name)
         self._before, self._after = [], []
         relay = _relaying(original, self._before, self._after)
-        if self._untraced:
-            relay = torch.compiler.disable(relay)  # type: ignore[no-untyped-call]
-        else:
-            relay = wraps(original)(relay)
+        relay = torch.compiler.disable(relay) if self._untraced else wraps(original)(relay)  # type: ignore[no-untyped-call]
         if name in vars(owner):
             self._put_back = lambda: setattr(owner, name, original)
         else:  # an object's own, in front of its class's
