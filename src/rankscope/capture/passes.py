@@ -77,7 +77,7 @@ class ForwardPasses:
         backward = torch._C._current_graph_task_id()
         if this.backward != backward:  # it may reach several outputs
             this.backward = backward
-            self._guarded(partial(self._reached, this.train))
+            self._guarded(self._reached, this.train)
 
 
 def in_backward() -> bool:

@@ -188,7 +188,7 @@ class _PartsReader(LocalReader):
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if self.on:
-            self._guarded(partial(self._parts.measure, name, gradient))
+            self._guarded(self._parts.measure, name, gradient)
 
 
 def _accumulated(optimizer: Any) -> Callable[[Tensor], Tensor | None]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rankscope.capture.totals import GradientTotals
 
-Guarded = Callable[[Callable[[], None]], None]
-"""Runs a function so that it can neither raise into the training nor outlive the monitor."""
+Guarded = Callable[..., None]
+"""Runs a function, given first, on what follows it, so that it can neither raise into the training
+nor outlive the monitor."""
 
 
 class _HasGuard(Protocol):
