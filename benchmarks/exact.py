@@ -60,7 +60,7 @@ def make_step(tokens: int, *, exact: bool) -> tuple[Step, DistributedDataParalle
     batch = make_batch(tokens)
     model = DistributedDataParallel(Model())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    gram = ExactGram.register(model, lambda work: work()) if exact else None
+    gram = ExactGram.register(model, lambda work, *args: work(*args)) if exact else None
 
     def step() -> None:
         model(**batch)["loss"].backward()

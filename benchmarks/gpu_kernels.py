@@ -252,10 +252,11 @@ def _digested(setup: Setup) -> Values:
 
 def _handed_over(setup: Setup) -> Values:
     """Compare the sketches that one launch folds with those that plain torch folds."""
-    if importlib.util.find_spec("rankscope.capture.kernels.fused_handover") is None:
+    fused = importlib.import_module("rankscope.capture.kernels.fused")
+    if not hasattr(fused, "hand_over"):
         raise NotPossibleError("this version has no such kernel")
     handover: Any = importlib.import_module("rankscope.capture.transfer")
-    folding_of: Any = importlib.import_module("rankscope.capture.folding").Folding
+    folding_of: Any = importlib.import_module("rankscope.capture.fold").Folding
     tap: Any = importlib.import_module("rankscope.capture.taps.tap")
     equal = []
     for rows, audit in setup.pick(((1, 0), (5, 13), (40, 251)), ((2, 13),)):

@@ -301,7 +301,6 @@ def _pretend(training: _Training) -> None:
         many,
         period_signs,
         triton,
-        triton_combine,
         triton_digest,
         triton_handover,
     )
@@ -310,7 +309,7 @@ def _pretend(training: _Training) -> None:
     replaced: Any
     for replaced, name in (
         (triton, "measure_tiles"),
-        (triton_combine, "combine"),
+        (triton, "combine"),
         (triton_digest, "digest_chunks"),
         (triton_handover, "gather"),
     ):

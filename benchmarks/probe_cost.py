@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import ReadReduced, loss, optimizer, passes, samples, sketch, transfer
-from rankscope.capture.foreign import ForeignHook
-from rankscope.capture.guard import Guard
+from rankscope.capture.guard import ForeignHook, Guard
 from rankscope.capture.state import exact_evidence, meter, rng
 from rankscope.capture.taps import ddp
 from rankscope.core.tiers import Tier

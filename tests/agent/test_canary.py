@@ -14,9 +14,9 @@ import rankscope.session.canary
 from diagnose.streams import gathered
 from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.frames import ALL_RANKS, Frame
-from rankscope.capture.canary import memory as canary_memory
+from rankscope.capture.canary import cost as canary_memory
 from rankscope.capture.canary.batch import CanaryDeclined
-from rankscope.capture.canary.memory import StepMemory, is_out_of_memory
+from rankscope.capture.canary.cost import StepMemory, is_out_of_memory
 from rankscope.core.canary_messages import Answer
 from rankscope.core.canary_plan import Planned, first_by_default
 from rankscope.core.canary_schedule import SPACING

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from capture.kernel_checks import CPU, SEED
-from rankscope.capture.folding import Folding
+from rankscope.capture.fold import Folding
 from rankscope.capture.kernels import ParameterSigns, period_signs
 from rankscope.capture.kernels.choose import check_kernel
 from rankscope.capture.kernels.plain import PlainKernel
@@ -39,21 +39,20 @@ class InterpretedKernel:
         self._kernel = (width, num_processors)
 
     def measure(
-        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
+        self,
+        flat: Tensor,
+        signs: ParameterSigns | None,
+        start: int,
+        into: GradientTotals,
+        group: int,
     ) -> None:
-        self._work("measure", flat, start, into, group)
-
-    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
-        self._work("measure_norm", flat, 0, into, group)
+        sent = _packed(flat, into.memory, tuple(into.sketches.shape))
+        arguments = signs is not None, self._kernel, sent, start, group
+        into.memory.copy_(_unpacked(self._process.submit(_run, *arguments).result())[0])
 
     def check(self) -> None:
         """Compare with plain torch, as is done before a kernel is used."""
         self._process.submit(_check, *self._kernel).result()
-
-    def _work(self, name: str, flat: Tensor, start: int, into: GradientTotals, group: int) -> None:
-        sent = _packed(flat, into.memory, tuple(into.sketches.shape))
-        received = self._process.submit(_run, name, self._kernel, sent, start, group).result()
-        into.memory.copy_(_unpacked(received)[0])
 
 
 @contextmanager
@@ -139,14 +138,11 @@ def _kernel(width: int, num_processors: int) -> Any:
     return TritonKernel(CPU, width, period_signs(SEED), num_processors=num_processors)
 
 
-def _run(name: str, kernel: tuple[int, int], sent: bytes, start: int, group: int) -> bytes:
+def _run(sketching: bool, kernel: tuple[int, int], sent: bytes, start: int, group: int) -> bytes:
     flat, memory, shape = _unpacked(sent)
     into = GradientTotals(memory, *shape)
-    if name == "measure":
-        signs = ParameterSigns("weight", SEED, CPU)
-        _kernel(*kernel).measure(flat, signs, start, into, group)
-    else:
-        _kernel(*kernel).measure_norm(flat, into, group)
+    signs = ParameterSigns("weight", SEED, CPU) if sketching else None
+    _kernel(*kernel).measure(flat, signs, start, into, group)
     return _packed(memory)
 
 

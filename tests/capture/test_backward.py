@@ -5,7 +5,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.capture.taps.backward import BackwardEnd
+from rankscope.capture.passes import BackwardEnd
 
 
 class Watched:

@@ -8,14 +8,13 @@ import torch
 
 from capture.kernel_checks import CPU, SEED, WIDTH, random
 from rankscope.capture import LossMeter, Sketcher, samples
-from rankscope.capture.canary.loss import _project
+from rankscope.capture.canary.replay import _project
 from rankscope.capture.fold import fold, fold_signs
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.dot import choose_dot
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.norms import NormMeter
 from rankscope.capture.sketch import DEFAULT_WIDTH
-from rankscope.capture.state.trace_reading import _Fold
 from rankscope.core.groups import group_parameters
 from rankscope.reduce.accumulator import native_functions
 from support.collected import to_arrays
@@ -70,7 +69,7 @@ def other_numbers():
         cached.cache_clear()
     wide = GRADIENT[None, :DEFAULT_WIDTH]
     yield "samples", samples.digest_inputs((BATCH,), {}), samples._weights(CPU)
-    yield "sketches", fold(wide), _Fold(CPU)(wide)
+    yield "sketches", fold(wide), fold(wide.double())
     yield "output", _project(GRADIENT)
 
 

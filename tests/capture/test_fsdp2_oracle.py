@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankscope.capture.taps.fsdp2_model import fsdp2_process_group, fsdp2_ranks
+from rankscope.capture.taps.fsdp2_model import fsdp2_process_group, managed_parameters
 from support.fsdp2_modes import MODES, Mode
 from support.fsdp2_training import WIDTH, local_gradient, make_tap, optimize, start, train_step
 from support.ranks import run_ranks
@@ -32,7 +32,7 @@ def train_mode(mode: Mode) -> dict[str, Any]:
         steps.append({**exact(tap, gradient, micro), **read(tap)})
         optimize(session)
     tap.remove()
-    ranks = fsdp2_ranks(session.model)
+    ranks = list(managed_parameters(session.model)[0].group.ranks)
     assert dist.get_process_group_ranks(fsdp2_process_group(session.model)) == ranks
     return {"ranks": ranks, "copies": tap.reduced_copies, "steps": steps}
 

@@ -1,7 +1,6 @@
 """The parts of the FSDP2 tap that need no ranks: names, shards, and listening to torch."""
 
 import gc
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from rankscope.capture.names import canonical_name
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.fsdp2_calls import Relay
+from rankscope.capture.taps.calls import Relay, expect
 from rankscope.capture.taps.fsdp2_shard import ShardPlace, measure_shards
 from rankscope.core.groups import group_parameters
 from rankscope.errors import UnsupportedError
@@ -72,11 +71,8 @@ class Ear:
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
 
-    def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hear(self, *args: Any, **kwargs: Any) -> None:
         self.heard.append((*args, kwargs))
-
-    def reference(self) -> Any:
-        return weakref.WeakMethod(self.hear)
 
 
 def add(left: int, right: int = 0) -> int:
@@ -90,8 +86,8 @@ def place() -> SimpleNamespace:
 
 class TestListening:
     def test_calls_go_through_and_are_told(self, place):
-        relay, one, other = Relay(place, "function", before=True), Ear(), Ear()
-        stop_one, stop_other = relay.add(one.reference()), relay.add(other.reference())
+        relay, one, other = Relay(place, "function"), Ear(), Ear()
+        stop_one, stop_other = relay.tell(before=one.hear), relay.tell(before=other.hear)
         assert place.function(1, right=2) == 3
         stop_one()
         assert place.function(3) == 3
@@ -105,30 +101,28 @@ class TestListening:
         place.function = lambda: order.append("call")
 
         class Listener:
-            def hear_before(self, args: Any, kwargs: Any) -> None:
+            def hear_before(self) -> None:
                 order.append("before")
 
-            def hear_after(self, args: Any, kwargs: Any) -> None:
+            def hear_after(self) -> None:
                 order.append("after")
 
         listener = Listener()
-        before = Relay(place, "function", before=True)
-        before.add(weakref.WeakMethod(listener.hear_before))
-        after = Relay(place, "function", before=False)
-        after.add(weakref.WeakMethod(listener.hear_after))
+        Relay(place, "function").tell(before=listener.hear_before)
+        Relay(place, "function").tell(after=listener.hear_after)
         place.function()
         assert order == ["before", "call", "after"]
 
     def test_a_call_that_raises_has_not_ended(self, place):
         ear = Ear()
-        Relay(place, "function", before=False).add(ear.reference())
+        Relay(place, "function").tell(after=ear.hear)
         with pytest.raises(TypeError):
             place.function("a", 1)
         assert ear.heard == []
 
     def test_a_listener_that_is_gone_is_not_called(self, place):
-        relay, ear = Relay(place, "function", before=True), Ear()
-        stop = relay.add(ear.reference())
+        relay, ear = Relay(place, "function"), Ear()
+        stop = relay.tell(before=ear.hear)
         del ear
         gc.collect()
         assert place.function(1) == 1
@@ -136,15 +130,15 @@ class TestListening:
         assert place.function is add
 
     def test_the_replacement_by_another_tool_stays(self, place):
-        relay, early, late = Relay(place, "function", before=True), Ear(), Ear()
-        stop_early = relay.add(early.reference())
+        relay, early, late = Relay(place, "function"), Ear(), Ear()
+        stop_early = relay.tell(before=early.hear)
         ours = place.function
 
         def others(*args: Any) -> Any:
             return 10 * ours(*args)
 
         place.function = others
-        stop_late = relay.add(late.reference())
+        stop_late = relay.tell(before=late.hear)
         assert place.function(1, 1) == 20
         stop_early()
         assert place.function(1, 2) == 30
@@ -155,6 +149,6 @@ class TestListening:
         assert len(late.heard) == 2
 
     def test_a_missing_function_is_told(self):
-        relay = Relay(torch, "no_such_function", before=True)
+        assert not Relay(torch, "no_such_function").exists
         with pytest.raises(UnsupportedError, match=r"expected torch\.no_such_function in torch"):
-            relay.check()
+            expect(torch, "no_such_function")

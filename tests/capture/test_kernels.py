@@ -120,7 +120,7 @@ def test_the_norm_alone_is_the_same(kernel, dtype):
     for size in (1, 40, 5000, 37_000):
         gradient = random(size, dtype)
         totals = GradientTotals.zeros(3, WIDTH, CPU)
-        kernel.measure_norm(gradient, totals, 1)
+        kernel.measure(gradient, None, 0, totals, 1)
         exact = truth("weight", SEED, gradient.float(), WIDTH)
         exact.sketch[:] = 0
         expect(totals, exact)
@@ -142,7 +142,7 @@ def test_totals_grow_from_what_they_were(kernel):
     again = totals.clone()
     signs = ParameterSigns("weight", SEED, CPU)
     kernel.measure(random(600), signs, 0, again, 1)
-    kernel.measure_norm(random(600), again, 1)
+    kernel.measure(random(600), None, 0, again, 1)
     torch.testing.assert_close(again.sketches, 2 * totals.sketches)
     torch.testing.assert_close(again.squared_norms, 3 * totals.squared_norms)
     assert torch.equal(again.largest, totals.largest)

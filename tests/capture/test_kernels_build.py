@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_a_compiler_that_fails_runs_once_per_process_and_before_the_training(
     assert isinstance(choose_kernel(CPU, WIDTH, period_signs(SEED)), PlainKernel)
     assert choose_dot(CPU) is plain_dot
     digest_bits(random(50))
-    for load in (native.load_functions, native.load_digest, native.load_dot):
+    for load in (native.load_functions, *(partial(native.compiled, n) for n in ("digest", "dot"))):
         with pytest.raises(BuildError, match="failed"):
             load()
     assert broken_compiler.read_text().count("run") == runs
@@ -178,9 +179,10 @@ def test_nobody_waits_for_long(monkeypatch, empty_cache):
 @needs_compiler
 def test_a_kernel_that_errs_is_not_used(caplog, monkeypatch):
     class Wrong(NativeKernel):
-        def measure_norm(self, flat, into, group):
-            super().measure_norm(flat, into, group)
-            into.squared_norms[group] *= 1 + 1e-5
+        def measure(self, flat, signs, start, into, group):
+            super().measure(flat, signs, start, into, group)
+            if signs is None:
+                into.squared_norms[group] *= 1 + 1e-5
 
     monkeypatch.setattr(choose, "NativeKernel", Wrong)
     assert chosen(caplog) == "torch"
@@ -191,10 +193,8 @@ def test_a_kernel_that_fails_later_is_replaced_once(caplog):
     plain = PlainKernel(CPU, WIDTH, period_signs(SEED))
 
     class Broken(PlainKernel):
-        def measure(self, *args):
+        def add(self, *args):
             raise RuntimeError("out of registers\nand more")
-
-        measure_norm = measure
 
     broken = Broken(CPU, WIDTH, period_signs(SEED))
     gradient = random(3 * WIDTH)
@@ -203,11 +203,11 @@ def test_a_kernel_that_fails_later_is_replaced_once(caplog):
         expect(measured(safe, gradient, gradient), truth("weight", SEED, gradient.repeat(2), WIDTH))
         safe = choose.SafeKernel(broken, plain)
         totals = GradientTotals.zeros(1, WIDTH, CPU)
-        safe.measure_norm(gradient, totals, 0)
+        safe.measure(gradient, None, 0, totals, 0)
     assert float(totals.squared_norms) == pytest.approx(float(gradient.double().square().sum()))
     assert [record.message.count("out of registers") for record in caplog.records] == [1, 1]
-    with pytest.raises(TypeError):  # nothing is hidden once it is plain torch that fails
-        safe.measure_norm(None, totals, 0)
+    with pytest.raises(IndexError):  # nothing is hidden once it is plain torch that fails
+        safe.measure(gradient, None, 0, totals, 1)
 
 
 def test_other_devices_run_plain_torch():

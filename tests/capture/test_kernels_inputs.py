@@ -6,7 +6,7 @@ import torch
 from rankscope.capture import labels as labels_module
 from rankscope.capture import loss, samples
 from rankscope.capture.kernels.inputs import count_labels, digest_samples
-from rankscope.capture.state.precision import FLAGS_EVERY, PrecisionMeter
+from rankscope.capture.state.environment import FLAGS_EVERY, PrecisionMeter
 
 CPU = torch.device("cpu")
 

@@ -103,7 +103,7 @@ def test_norms_hold_at_the_limits_of_a_dtype(kernel, dtype, scale):
 def test_the_norm_alone_is_the_same(kernel, dtype):
     for size in (40, 70_001):
         totals = GradientTotals.zeros(3, WIDTH, CPU)
-        kernel.measure_norm(random(size, dtype), totals, 1)
+        kernel.measure(random(size, dtype), None, 0, totals, 1)
         exact = truth("weight", SEED, random(size, dtype).float(), WIDTH)
         exact.sketch[:] = 0
         expect(totals, exact)
@@ -128,7 +128,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rankscope.capture.kernels import triton as reading, triton_combine, triton_handover
+from rankscope.capture.kernels import triton as reading, triton_handover
 from rankscope.capture.kernels import triton_digest
 
 pointers = dict(segments="i64", jobs="i64", addresses="i64", row_signs="fp32", period="i8",
@@ -146,7 +146,7 @@ constants = {
     "digest_chunks alone": dict(SQUARES=False),
 }[sys.argv[3]]
 name = sys.argv[3].split()[0]
-modules = {"measure_tiles": reading, "combine": triton_combine, "gather": triton_handover,
+modules = {"measure_tiles": reading, "combine": reading, "gather": triton_handover,
            "digest_chunks": triton_digest}
 kernel = getattr(modules[name], name)
 pointers |= dict(table="i64", local="fp32", reduced="fp32", signs="fp32", squares="fp64",

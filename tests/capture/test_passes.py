@@ -12,7 +12,7 @@ class Passes(ForwardPasses):
     def __init__(self) -> None:
         self.num_reached = 0
         self.trains = True
-        super().__init__(self._count, lambda work: work())
+        super().__init__(self._count, lambda work, *args: work(*args))
 
     def _count(self, trained) -> None:
         self.num_reached += 1

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from rankscope.capture.state.environment import environment_facts
-from rankscope.capture.state.precision import precision_code, precision_words
+from rankscope.capture.state.environment import PrecisionMeter, environment_facts, precision_words
 
 CPU = torch.device("cpu")
+
+
+def precision_code(module, device):
+    return PrecisionMeter(module, device).code(0)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 
 from rankscope import Run
-from rankscope.capture.state.replacement import draws_with_replacement
+from rankscope.capture.state.training_facts import draws_with_replacement
 from rankscope.core.finding import Severity
 from rankscope.diagnose.diagnosis import diagnose_run
 from support.loops import Loop

@@ -10,10 +10,9 @@ from torch import nn
 
 from capture.sketch_oracle import first_position, truth
 from rankscope.capture.sketch import DEFAULT_WIDTH
-from rankscope.capture.state import trace_reading
+from rankscope.capture.state import trace
 from rankscope.capture.state.digest import digest_tensor
-from rankscope.capture.state.trace import TraceMeter
-from rankscope.capture.state.trace_reading import TraceReader
+from rankscope.capture.state.trace import TraceMeter, TraceReader
 from rankscope.core.replicas import StateKind
 from rankscope.core.trace import TRACE_WIDTH
 
@@ -100,7 +99,7 @@ def test_the_rows_of_many_tensors_are_those_of_each_alone():
 def test_a_tensor_in_many_pieces_has_the_same_numbers(monkeypatch):
     tensor = random(3, 70_000)
     whole = read(tensor)
-    monkeypatch.setitem(trace_reading._PIECE, "cpu", 1000)
+    monkeypatch.setitem(trace._PIECE, "cpu", 1000)
     pieces = read(tensor)
     assert pieces.digests_N[0] == whole.digests_N[0]
     assert pieces.norms_N[0] == pytest.approx(whole.norms_N[0], rel=1e-7)

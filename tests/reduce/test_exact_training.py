@@ -95,9 +95,9 @@ def train_with_a_fault(rank: int) -> dict[str, Any]:
             raise RuntimeError("the monitor is broken")
         healthy(share, gradients_WN)
 
-    def guarded(work: Callable[[], None]) -> None:
+    def guarded(work: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):
-            work()
+            work(*args)
 
     healthy = exact_module._Share.add
     with pytest.MonkeyPatch.context() as patch:

@@ -198,7 +198,7 @@ def count_reductions(rank: int) -> dict[str, int]:
     def ordered() -> None:
         exchange = mean.start(buffer)
         mean.finish(exchange)
-        exchange.mean.wait()
+        exchange.result.wait()
 
     sent = {}
     for name, reduce in {"all-reduce": lambda: dist.all_reduce(buffer), "ordered": ordered}.items():

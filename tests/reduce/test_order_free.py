@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.core.signals import Table
-from rankscope.reduce import digit_sums
+from rankscope.reduce import reduction
 from rankscope.reduce.accumulator import Accumulator
 from rankscope.reduce.order_free import order_free
 from support.comm_hooks import register_comm_hook
@@ -129,7 +129,7 @@ def scatter(rank: int) -> list[bytes]:
     results = []
     for on_cpu in (True, False):
         for dtype in (torch.float32, torch.bfloat16):
-            sums = digit_sums.DigitSums(group, torch.device("cpu"))
+            sums = reduction.DigitSums(group, torch.device("cpu"))
             sums._on_cpu = on_cpu
             accumulators = [Accumulator.zeros(n) for n in (5, 1, 0, 4)]
             random = torch.Generator().manual_seed(rank)
@@ -137,7 +137,7 @@ def scatter(rank: int) -> list[bytes]:
                 each.deposit(torch.randn(len(each.digits), generator=random))
             if rank == 1:
                 accumulators[0].deposit(torch.tensor([1.0, 2.0, 3.0, 4.0, math.inf]))
-            arena = digit_sums.Arena(accumulators, group.size())
+            arena = reduction.Arena(accumulators, group.size())
             exchange = sums.start(torch.full((10,), 9.0, dtype=dtype), arena, 1)
             sums.finish(exchange)
             results.append(bytes(exchange.result.wait().view(torch.uint8).numpy()))

@@ -24,14 +24,14 @@ def values_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 def average(mean: OrderedMean, buffer: Tensor, shown: list[Tensor] | None = None) -> Tensor:
     exchange = mean.start(buffer)
     mean.finish(exchange, lambda block: None if shown is None else shown.append(block.clone()))
-    result = exchange.mean.wait()
+    result = exchange.result.wait()
     assert result.data_ptr() == buffer.data_ptr()
     return result
 
 
 def average_all(rank: int, by_broadcast: bool) -> dict[str, Any]:
     mean = OrderedMean(dist.group.WORLD, torch.device("cpu"))
-    mean._by_broadcast = by_broadcast
+    mean._on_cpu = by_broadcast
     shown: list[Tensor] = []
     means = [
         [average(mean, values_of(rank, size, dtype)) for size in SIZES]
@@ -122,7 +122,7 @@ def average_in_turns(rank: int) -> list[float]:
     average(mean, buffers[0])
     mean.trim()
     assert mean._memory.nbytes == 0
-    return [exchange.mean.wait().unique().item() for exchange in under_way]
+    return [exchange.result.wait().unique().item() for exchange in under_way]
 
 
 @pytest.mark.ranks

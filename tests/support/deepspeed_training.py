@@ -45,8 +45,8 @@ class Observation:
     reduced_copies: int
 
 
-def unguarded(work: Any) -> None:
-    work()
+def unguarded(work: Any, *args: Any) -> None:
+    work(*args)
 
 
 def make_sketcher(names: Any) -> Sketcher:

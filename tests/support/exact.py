@@ -19,8 +19,8 @@ PLAIN = MODES[0]
 SMALL_BUCKETS = next(mode for mode in MODES if mode.name == "small buckets")
 
 
-def unguarded(work: Callable[[], None]) -> None:
-    work()
+def unguarded(work: Callable[..., None], *args: Any) -> None:
+    work(*args)
 
 
 def make_ddp(mode: Mode, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rankscope.capture.kernels import Kernel, ParameterSigns
 from rankscope.capture.kernels.flat import check_memory, flat_parts
-from rankscope.capture.kernels.prepared import Piece
+from rankscope.capture.kernels.interface import Piece
 from rankscope.capture.totals import GradientTotals
 from rankscope.errors import UnsupportedError
 
@@ -116,11 +116,7 @@ class Together:
     def _measure_alone(self, gradient: Tensor, source: Source, into: GradientTotals) -> None:
         for position, flat in flat_parts(gradient):
             for row, low, high, start in source.cuts(position, len(flat)):
-                part = flat[low:high]
-                if source.signs is not None:
-                    self._kernel.measure(part, source.signs, start, into, row)
-                else:
-                    self._kernel.measure_norm(part, into, row)
+                self._kernel.measure(flat[low:high], source.signs, start, into, row)
 
     def _form_of(self, gradients: Sequence[Tensor]) -> list[object]:
         """Return all that must stay as it is; looked at in each step, and so without a loop."""

@@ -1,4 +1,4 @@
-"""The forward passes of a step, and which of them a backward pass trains on."""
+"""The forward passes of a step, which of them train, and when a backward pass begins and ends."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from rankscope.capture.taps.tap import Guarded
 
@@ -76,7 +77,12 @@ class ForwardPasses:
         backward = torch._C._current_graph_task_id()
         if this.backward != backward:  # it may reach several outputs
             this.backward = backward
-            self._guarded(partial(self._reached, this.train))
+            self._guarded(self._reached, this.train)
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
@@ -117,3 +123,61 @@ def _parts(value: object) -> Iterable[object]:
     if is_dataclass(value):
         return [getattr(value, field.name) for field in fields(value)]
     return ()
+
+
+class BackwardEnd:
+    """Notices backward passes from inside hooks that run in them.
+
+    A callback that is queued in a running backward pass runs at its end, and not at all when the
+    pass raises. One that is queued by such a callback runs after all others: after DDP and FSDP2
+    have finished the reduction, before the training gets the gradient to clip it.
+
+    Reentrant activation checkpointing runs passes of its own inside the outer one. They count as
+    part of it if the outer pass was noticed first: as soon as it reaches the model's output.
+
+    Args:
+        began: Called when a backward pass is noticed.
+        ended: Called at its end, after its reduction.
+        guarded: Keeps exceptions out of the backward pass.
+        ending: Called when all gradients are there, before what finishes the reduction.
+    """
+
+    def __init__(
+        self,
+        began: Callable[[], None],
+        ended: Callable[[], None],
+        guarded: Guarded,
+        ending: Callable[[], None] | None = None,
+    ) -> None:
+        self._began = began
+        self._ended = ended
+        self._ending = ending
+        self._guarded = guarded
+        self._running: object = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass that was noticed has not ended: it runs, or it raised."""
+        return self._running is not None
+
+    def begin(self) -> None:
+        """Say that the next pass is a new one; one that raised is forgotten."""
+        self._running = None
+
+    def notice(self) -> None:
+        """Say, from inside a hook, that a backward pass runs."""
+        if self._running is not None:
+            return
+        this = self._running = object()
+        Variable._execution_engine.queue_callback(lambda: self._near_end(this))
+        self._began()
+
+    def _near_end(self, this: object) -> None:
+        if this is self._running and self._ending is not None:
+            self._guarded(self._ending)
+        Variable._execution_engine.queue_callback(lambda: self._end(this))
+
+    def _end(self, this: object) -> None:
+        if this is self._running:
+            self._guarded(self._ended)
+            self._running = None  # last: Ctrl-C in between leaves an aborted pass

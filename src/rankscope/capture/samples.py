@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.capture.batches import find_batch, is_dense, items_in
+from rankscope.capture.batches import digests_of_texts, find_batch, ids_of, is_dense, items_in
 from rankscope.capture.host import HostCopy
-from rankscope.capture.ids import digests_of_texts, ids_of
 from rankscope.capture.kernels.inputs import digest_samples
 from rankscope.errors import UsageError
 

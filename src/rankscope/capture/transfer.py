@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rankscope.agent.frames import Content
-from rankscope.capture.fold import fold_plain, fold_signs
-from rankscope.capture.folding import Folding
+from rankscope.capture.fold import Folding, fold_plain, fold_signs
 from rankscope.capture.host import HostCopy, Share
 from rankscope.capture.kernels.build import BuildError
 from rankscope.capture.kernels.native import load_functions
@@ -253,7 +252,7 @@ def launch(
     Returns:
         float64 ``[n]``: the numbers, and behind them the float32 sketches.
     """
-    from rankscope.capture.kernels.fused_handover import hand_over
+    from rankscope.capture.kernels.fused import hand_over
 
     given = _given(measured)
     if measured.micro_squared_norms is not None:

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from rankscope.capture.state.replacement import draws_with_replacement
+from rankscope.capture.state.training_facts import draws_with_replacement
 from rankscope.doctor.batches import label_tokens_of, samples_of
 from rankscope.doctor.result import Facts
 from rankscope.doctor.stage import Bench

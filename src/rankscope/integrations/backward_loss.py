@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rankscope.capture.foreign import ForeignHook
+from rankscope.capture.guard import ForeignHook
 from rankscope.capture.loss_form import PASSING, is_mean, is_mean_node
 from rankscope.capture.passes import tensors_in
 from rankscope.integrations.catch import SeenFromBelow

@@ -29,25 +29,20 @@ Using Rounding to Odd" (2008).
 Legend of shapes: N elements, P accumulators added together, 2 digits (high, low).
 """
 
-import ctypes
 import functools
-import logging
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.build import BuildError, built_library
+from rankscope.capture.kernels.build import tell_plain
+from rankscope.capture.kernels.native import load_library, typed
 
 QUANTUM = 2.0**-68
 LARGEST = 2.0**40
 """Largest magnitude of a summand."""
 LARGEST_TOTAL = 2.0**46
 """Largest product of the number of summands and the magnitude of the largest."""
-BYTES_PER_ELEMENT = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _HIGH_UNITS = 2.0**16
@@ -55,7 +50,6 @@ _LOW_BITS = 52
 _LOW_UNITS = 2.0**_LOW_BITS
 _ROOM = 1 << 11  # low digits of 2^51 and less that may be added before they could overflow
 _BLOCK = 1 << 14  # elements that plain torch works on at a time on a CPU: what its cache holds
-_log = logging.getLogger("rankscope")
 
 
 class Accumulator:
@@ -106,20 +100,6 @@ class Accumulator:
         (_deposit if native is None else native.deposit)(flat, self.digits, self.bounds, fresh)
         self.bounds[0] += 1
         self._num_added += 1
-
-    @torch.no_grad()
-    def merge(self, other: "Accumulator") -> None:
-        """Add the summands of another accumulator, which stays as it is in value."""
-        if other.empty:
-            return
-        if self.empty:
-            self.digits.copy_(other.digits)
-        else:
-            self.make_room(2)
-            other.make_room(2)
-            self.digits.add_(other.digits)
-        self.bounds.copy_(add_bounds(torch.stack([self.bounds, other.bounds])))
-        self._num_added += other._num_added
 
     def make_room(self, num_accumulators: int) -> None:
         """Prepare for being added to others, so many in all; the value stays as it is."""
@@ -254,8 +234,7 @@ def native_functions() -> "_Native | None":
         native = _Native()
         _check(native)
     except Exception as error:  # whatever it is, training goes on, a little slower
-        reason = str(error).strip().split("\n")[0]
-        _log.debug("gradients are accumulated in plain torch: %s", reason)
+        tell_plain("gradients are accumulated", error)
         return None
     return native
 
@@ -268,22 +247,9 @@ class _Native:
     """
 
     def __init__(self) -> None:
-        if os.environ.get("RANKSCOPE_NATIVE") == "0":
-            raise BuildError("RANKSCOPE_NATIVE=0")
-        path = built_library((Path(__file__).with_name("accumulator.c"),), ())
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise BuildError(f"the compiled functions cannot be loaded: {error}") from error
-        pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        self._deposit = _function(
-            library.rankscope_deposit,
-            [ctypes.c_int, pointer, integer, pointer, ctypes.c_int, pointer],
-        )
-        self._convert = _function(
-            library.rankscope_convert,
-            [pointer, integer, integer, integer, ctypes.c_double, ctypes.c_int, pointer],
-        )
+        library = load_library((Path(__file__).with_name("accumulator.c"),), ())
+        self._deposit = typed(library, "deposit", "", "ipqpip")
+        self._convert = typed(library, "convert", "", "pqqqdip")
 
     def deposit(self, values_N: Tensor, digits_N2: Tensor, bounds: Tensor, fresh: bool) -> None:
         kind = (torch.float32, torch.bfloat16, torch.float16, torch.float64).index(values_N.dtype)
@@ -298,12 +264,6 @@ class _Native:
         self._convert(
             digits_PN2.data_ptr(), parts, stride, into.numel(), divisor, odd, into.data_ptr()
         )
-
-
-def _function(function: Any, arguments: list[Any]) -> Callable[..., None]:
-    function.argtypes, function.restype = arguments, None
-    compiled: Callable[..., None] = function
-    return compiled
 
 
 def _check(native: _Native) -> None:

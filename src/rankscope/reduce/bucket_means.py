@@ -11,6 +11,7 @@ Legend of shapes: W workers, N any number of gradient elements.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, Self
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.reduce.reduction import Exchange, OrderedMean
+from rankscope.capture.passes import in_backward
+from rankscope.reduce.reduction import Exchange, OrderedExchange, OrderedMean, Reduction
 
 
 class Watcher(Protocol):
@@ -36,7 +38,100 @@ class Watcher(Protocol):
         """Note that all of the pass's gradients have been shown."""
 
 
-class BucketMeans:
+class BucketReduction(ABC):
+    """Reduces the gradient of a DDP model bucket by bucket: the state of a communication hook.
+
+    Args:
+        model: The model; only a weak reference is kept.
+        reduction: Reduces buffers.
+    """
+
+    def __init__(self, model: DistributedDataParallel, reduction: Reduction) -> None:
+        self._model = weakref.ref(model)
+        self._group = model.process_group
+        self._device = model.device
+        self._reduction = reduction
+        self._under_way: Exchange | None = None
+        self._num_bytes = _log(model)["total_parameter_size_bytes"]
+        self._num_bytes_missing = 0
+        self._first_address = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make copies empty: DDP copies the hook's state with the model, but not the hook."""
+        return type(None), ()
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Begin to reduce a bucket's gradients; called by DDP, bucket by bucket.
+
+        Each call first finishes the bucket before: its communication had the time in between, and
+        collectives are launched in the same order everywhere whatever arrives first.
+        """
+        buffer = bucket.buffer()
+        if self._begins_with(bucket):
+            self._abandon()
+            self._begin()
+            self._num_bytes_missing = self._num_bytes
+            self._first_address = buffer.data_ptr()
+        self._finish_one()
+        exchange = self._under_way = self._start(bucket)
+        self._num_bytes_missing -= buffer.nbytes
+        if bucket.is_last() or self._num_bytes_missing <= 0:
+            self._finish_one()
+            self._reduction.trim()
+            self._num_bytes_missing = 0
+            self._end()
+        return exchange.result
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Begin a backward pass."""
+
+    @abstractmethod
+    def _start(self, bucket: dist.GradBucket) -> Exchange:  # type: ignore[name-defined]
+        """Begin to reduce a bucket."""
+
+    @abstractmethod
+    def _finish(self, exchange: Any) -> None:
+        """Finish what :meth:`_start` returned."""
+
+    def _end(self) -> None:  # noqa: B027 - not all have something to do
+        """Note that all buckets of a backward pass have been reduced."""
+
+    def _begins_with(self, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
+        """Return whether a bucket is the first of a backward pass.
+
+        In the first pass of a static graph every bucket has the index 0 and none is the last, so
+        that sizes have to be counted. A pass that raised before its end was reset by the user.
+        """
+        again = bucket.index() == 0 and bucket.buffer().data_ptr() == self._first_address
+        return self._num_bytes_missing == 0 or again
+
+    def _abandon(self) -> None:
+        """Give up what a pass that raised has left."""
+        if self._under_way is not None:
+            self._under_way.abandon()
+            self._under_way = None
+        self._num_bytes_missing = 0
+
+    def _finish_one(self) -> None:
+        exchange, self._under_way = self._under_way, None
+        if exchange is not None:
+            self._finish(exchange)
+
+    def _count_workers(self) -> int:
+        """Return what DDP divides by: W, unless ``join()`` was told to count who still trains.
+
+        A worker that has run out of data then runs the hook outside of any backward pass.
+        """
+        model = self._model()
+        if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
+            return self._group.size()
+        count = torch.tensor(int(in_backward()), device=self._device)
+        dist.all_reduce(count, group=self._group)
+        return int(count)
+
+
+class BucketMeans(BucketReduction):
     """Averages the gradient of a DDP model in rank order, bucket by bucket.
 
     Made by :meth:`put_into`. The reduced gradient is the sum over workers in rank order, in fp32,
@@ -47,16 +142,10 @@ class BucketMeans:
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
+        self._mean = OrderedMean(model.process_group, model.device)
+        super().__init__(model, self._mean)
         self.watchers: list[Watcher] = []
         """Who is shown the gradients; changes take effect with the next bucket."""
-        self._model = weakref.ref(model)
-        self._group = model.process_group
-        self._device = model.device
-        self._reduction = OrderedMean(model.process_group, model.device)
-        self._under_way: Exchange | None = None
-        self._num_bytes = _log(model)["total_parameter_size_bytes"]
-        self._num_bytes_missing = 0
-        self._first_address = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
@@ -86,70 +175,24 @@ class BucketMeans:
         model.register_comm_hook(made, reduce_bucket)
         return made
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Make copies empty: DDP copies the hook's state with the model, but not the hook."""
-        return type(None), ()
-
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Begin to average a bucket's gradients; called by DDP, bucket by bucket.
-
-        Each call first finishes the bucket before: its communication had the time in between, and
-        collectives are launched in the same order everywhere whatever arrives first.
-        """
-        buffer = bucket.buffer()
-        if self._begins_with(bucket):
-            self._begin()
-            self._first_address = buffer.data_ptr()
-        self._finish()
-        exchange = self._under_way = self._reduction.start(buffer)
-        self._num_bytes_missing -= buffer.nbytes
-        if bucket.is_last() or self._num_bytes_missing <= 0:
-            self._finish()
-            self._reduction.trim()
-            self._num_bytes_missing = 0
-            for watcher in tuple(self.watchers):
-                watcher.end()
-        return exchange.mean
-
-    def _begins_with(self, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
-        """Return whether a bucket is the first of a backward pass.
-
-        In the first pass of a static graph every bucket has the index 0 and none is the last, so
-        that sizes have to be counted. A pass that raised before its end was reset by the user.
-        """
-        again = bucket.index() == 0 and bucket.buffer().data_ptr() == self._first_address
-        return self._num_bytes_missing == 0 or again
-
     def _begin(self) -> None:
-        if self._under_way is not None:
-            self._under_way.abandon()
-            self._under_way = None
-        self._num_bytes_missing = self._num_bytes
-        self._reduction.divisor = self._count_workers()
+        self._mean.divisor = self._count_workers()
         for watcher in tuple(self.watchers):
             watcher.begin()
 
-    def _count_workers(self) -> int:
-        """Return what DDP divides by: W, unless ``join()`` was told to count who still trains.
+    def _start(self, bucket: dist.GradBucket) -> Exchange:  # type: ignore[name-defined]
+        return self._mean.start(bucket.buffer())
 
-        A worker that has run out of data then runs the hook outside of any backward pass.
-        """
-        model = self._model()
-        if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
-            return self._group.size()
-        trains = torch._C._current_graph_task_id() != -1
-        count = torch.tensor(int(trains), device=self._device)
-        dist.all_reduce(count, group=self._group)
-        return int(count)
-
-    def _finish(self) -> None:
-        exchange, self._under_way = self._under_way, None
-        if exchange is not None:
-            self._reduction.finish(exchange, self._look)
+    def _finish(self, exchange: OrderedExchange) -> None:
+        self._mean.finish(exchange, self._look)
 
     def _look(self, gradients_WN: Tensor) -> None:
         for watcher in tuple(self.watchers):
             watcher.look(gradients_WN)
+
+    def _end(self) -> None:
+        for watcher in tuple(self.watchers):
+            watcher.end()
 
 
 def reduce_bucket(state: BucketMeans, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

@@ -10,7 +10,6 @@ only the measurement ends.
 Legend of shapes: W workers, N any number of gradient elements, T = W (W + 1) / 2.
 """
 
-from functools import partial
 from typing import NoReturn, Self
 
 import torch
@@ -99,7 +98,7 @@ class ExactGram:
         """Add what a part of the gradients contributes."""
         if self._share is not None:
             self._share.num_shown += gradients_WN.shape[1]
-            self._guarded(partial(self._share.add, gradients_WN))
+            self._guarded(self._share.add, gradients_WN)
 
     def end(self) -> None:
         """Note that the share holds the whole gradient."""

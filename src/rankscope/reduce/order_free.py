@@ -13,7 +13,6 @@ per worker goes with ``average="workers"``, as in plain DDP; the bits are then t
 numbers of workers that are powers of two, but for elements below 2^-45 (3e-14).
 """
 
-import weakref
 from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
@@ -23,14 +22,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture.foreign import ForeignHook
-from rankscope.capture.passes import tensors_in
+from rankscope.capture.guard import ForeignHook
+from rankscope.capture.passes import BackwardEnd, in_backward, tensors_in
 from rankscope.capture.taps.alone import AloneGradients, announce_alone
-from rankscope.capture.taps.backward import BackwardEnd
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.reduce.accumulator import DTYPES, Accumulator
-from rankscope.reduce.bucket_means import BucketMeans, obstacle, try_all_to_all
-from rankscope.reduce.digit_sums import Arena, DigitSums, Exchange
+from rankscope.reduce.bucket_means import BucketMeans, BucketReduction, obstacle, try_all_to_all
+from rankscope.reduce.reduction import Arena, DigitExchange, DigitSums, Exchange
 
 Average = Literal["workers", "sum"]
 
@@ -76,7 +74,7 @@ def order_free(model: nn.Module, *, average: Average = "workers") -> None:
     OrderFree(model, average).register(model)
 
 
-class OrderFree:
+class OrderFree(BucketReduction):
     """The state of an order-free reduction.
 
     Args:
@@ -85,18 +83,12 @@ class OrderFree:
     """
 
     def __init__(self, model: DistributedDataParallel, average: Average) -> None:
-        self._model = weakref.ref(model)
-        self._group = model.process_group
-        self._device = model.device
         self._sums = DigitSums(model.process_group, model.device)
+        super().__init__(model, self._sums)
         self._average = average
         self._gradients = {id(p): _Gradient(p) for p in _reduced(model)}
         self._keeps = not model.gradient_as_bucket_view  # .grad between micro-batches
         self._shown = AloneGradients(float(self._group.size() if average == "sum" else 1))
-        self._under_way: Exchange | None = None
-        self._num_bytes = _num_bytes(model)
-        self._num_bytes_missing = 0
-        self._first_address = 0
         self._divisor = 1
         self._backward = BackwardEnd(self._begin_pass, lambda: None, lambda work: work())
         self._first: _Gradient | None = None  # whose gradient is just being taken
@@ -115,10 +107,6 @@ class OrderFree:
         model.register_forward_hook(ForeignHook(self._after_forward))
         model.register_comm_hook(self, reduce_bucket)
         announce_alone(model, self._shown)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Make copies empty: DDP copies the hook's state with the model, but not the hook."""
-        return type(None), ()
 
     # The gradient of one micro-batch -----------------------------------------------------------
 
@@ -168,8 +156,8 @@ class OrderFree:
                 this.forget()
                 if gradient is not None and this is not self._first:
                     carried_over.append(gradient.detach().reshape(-1)[:_LOOKED_AT].any())
-        in_backward = torch._C._current_graph_task_id() != -1  # else a rank without data in join()
-        if in_backward and carried_over and torch.stack(carried_over).any():
+        # Outside of a backward pass, this rank has no data in join().
+        if in_backward() and carried_over and torch.stack(carried_over).any():
             raise UnsupportedError(
                 "order_free expected gradients that are cleared after each synchronising backward "
                 "pass, got some that are not zero; call zero_grad after each optimizer step, and "
@@ -178,60 +166,21 @@ class OrderFree:
 
     # The reduction -----------------------------------------------------------------------------
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Begin to reduce a bucket; called by DDP, bucket by bucket.
-
-        What DDP has copied into the bucket does not count. Each call first finishes the bucket
-        before, as in :class:`~rankscope.reduce.bucket_means.BucketMeans`.
-        """
-        buffer = bucket.buffer()
-        if self._begins_with(bucket):
-            self._begin()
-            self._first_address = buffer.data_ptr()
-        self._finish()
-        members = [self._gradients[id(parameter)] for parameter in bucket.parameters()]
-        exchange = self._under_way = self._sums.start(buffer, self._arena(members), self._divisor)
-        for member in members:
-            member.forget()
-        self._num_bytes_missing -= buffer.nbytes
-        if bucket.is_last() or self._num_bytes_missing <= 0:
-            self._finish()
-            self._sums.trim()
-            self._num_bytes_missing = 0
-        return exchange.result
-
-    def _begins_with(self, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
-        """Return whether a bucket is the first of a backward pass; indices do not always tell."""
-        again = bucket.index() == 0 and bucket.buffer().data_ptr() == self._first_address
-        return self._num_bytes_missing == 0 or again
-
-    def _abandon(self) -> None:
-        if self._under_way is not None:
-            self._under_way.abandon()
-            self._under_way = None
-        self._num_bytes_missing = 0
-
     def _begin(self) -> None:
-        self._abandon()
         if not self._backward.running:  # none of this rank's parameters took part
             self._begin_pass()
-        self._num_bytes_missing = self._num_bytes
         self._divisor = self._count_workers() if self._average == "workers" else 1
 
-    def _count_workers(self) -> int:
-        """Return what DDP divides by: W, unless ``join()`` was told to count who still trains."""
-        model = self._model()
-        if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
-            return self._group.size()
-        trains = torch._C._current_graph_task_id() != -1
-        count = torch.tensor(int(trains), device=self._device)
-        dist.all_reduce(count, group=self._group)
-        return int(count)
+    def _start(self, bucket: dist.GradBucket) -> Exchange:  # type: ignore[name-defined]
+        """Begin to add up a bucket's accumulators; what DDP has copied into it does not count."""
+        members = [self._gradients[id(parameter)] for parameter in bucket.parameters()]
+        exchange = self._sums.start(bucket.buffer(), self._arena(members), self._divisor)
+        for member in members:
+            member.forget()
+        return exchange
 
-    def _finish(self) -> None:
-        exchange, self._under_way = self._under_way, None
-        if exchange is not None:
-            self._sums.finish(exchange)
+    def _finish(self, exchange: DigitExchange) -> None:
+        self._sums.finish(exchange)
 
     def _arena(self, members: list["_Gradient"]) -> Arena:
         """Return the digits of a bucket's parameters side by side; moved there if they are not."""
@@ -323,8 +272,3 @@ def _reduced(model: DistributedDataParallel) -> list[Tensor]:
     """Return the parameters in DDP's buckets: those that were trained when it was made."""
     buckets = model.reducer._get_zeros_like_grad_buckets()
     return [parameter for bucket in buckets for parameter in bucket.parameters()]
-
-
-def _num_bytes(model: DistributedDataParallel) -> int:
-    log: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    return int(log["total_parameter_size_bytes"])

@@ -14,9 +14,7 @@ import torch
 
 from rankscope.agent.frames import Frame, Kind
 from rankscope.capture.canary.batch import CanaryDeclined, CapturedBatch, capture_batch
-from rankscope.capture.canary.buffers import BroadcastBuffers
-from rankscope.capture.canary.cost import Stopwatch
-from rankscope.capture.canary.memory import StepMemory
+from rankscope.capture.canary.cost import BroadcastBuffers, StepMemory, Stopwatch
 from rankscope.capture.canary.replay import PendingCanary, run_batch
 from rankscope.core.batches import PlainBatch, pack_batch
 from rankscope.core.canary_messages import Answer, unpack_plan, unpack_run

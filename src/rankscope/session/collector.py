@@ -23,7 +23,7 @@ from rankscope.capture.host import begin_copies
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.state.exact_evidence import NoEvidence
 from rankscope.capture.state.trace import PendingTrace
-from rankscope.capture.taps.observer import BothSee
+from rankscope.capture.taps.tap import BothSee
 from rankscope.core.governor import Intervals
 from rankscope.reduce.exact import pack_share
 from rankscope.session.canary import LiveCanary

@@ -15,9 +15,8 @@ from rankscope.capture.state.exact_evidence import EvidenceMeter, ExactEvidence,
 from rankscope.capture.state.meter import StateMeter
 from rankscope.capture.state.trace import TraceMeter
 from rankscope.capture.taps.fsdp2_model import LastingParameters
-from rankscope.capture.taps.observer import GradientObserver
 from rankscope.capture.taps.reduced_types import reduced_types
-from rankscope.capture.taps.tap import Guarded
+from rankscope.capture.taps.tap import GradientObserver, Guarded
 from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.groups import Groups, GroupsOption, group_parameters
 from rankscope.core.recorded import MAX_PAIRED_WORKERS as MAX_PAIRED

@@ -26,8 +26,7 @@ from torch import Tensor
 from rankscope.agent.frames import Kind
 from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.progress import ProgressMark
-from rankscope.capture.foreign import ForeignHook
-from rankscope.capture.guard import Guard
+from rankscope.capture.guard import ForeignHook, Guard
 from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
 from rankscope.errors import RankscopeError

@@ -17,8 +17,11 @@ import torch.distributed as dist
 from rankscope.agent.launch import IN_THREAD
 from rankscope.capture import ReadReduced
 from rankscope.capture.state.environment import environment_facts, vocabulary_digest
-from rankscope.capture.state.replacement import draws_with_replacement
-from rankscope.capture.state.training_facts import sampler_seed, training_facts
+from rankscope.capture.state.training_facts import (
+    draws_with_replacement,
+    sampler_seed,
+    training_facts,
+)
 from rankscope.core.canary_plan import first_by_default
 from rankscope.core.groups import GroupsOption
 from rankscope.core.plan import Plan

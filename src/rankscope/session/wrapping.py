@@ -22,8 +22,7 @@ from rankscope.capture.taps.fsdp2_model import (
     fsdp2_replica,
     is_fsdp2,
 )
-from rankscope.capture.taps.observer import GradientObserver
-from rankscope.capture.taps.tap import Guarded
+from rankscope.capture.taps.tap import GradientObserver, Guarded
 from rankscope.errors import UnsupportedError
 
 _log = logging.getLogger("rankscope")

@@ -5,7 +5,6 @@ of non-finite values. :func:`choose_kernel` picks the fastest one that works on 
 """
 
 from rankscope.capture.kernels.choose import choose_kernel
-from rankscope.capture.kernels.interface import Kernel
-from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, period_signs
+from rankscope.capture.kernels.interface import PERIOD, Kernel, ParameterSigns, period_signs
 
 __all__ = ["PERIOD", "Kernel", "ParameterSigns", "choose_kernel", "period_signs"]

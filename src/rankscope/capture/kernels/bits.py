@@ -12,7 +12,6 @@ always seen, since its key is odd.
 """
 
 import functools
-import logging
 import threading
 from array import array
 from collections.abc import Iterable
@@ -23,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.capture.kernels.native import load_digest, load_digests
+from rankscope.capture.kernels.build import tell_plain
+from rankscope.capture.kernels.native import compiled
 
 ROW = 512
 """Words of 64 bits in a row; with its keys, it fits into the first-level cache."""
@@ -43,7 +43,6 @@ _BLOCK_FACTOR = 0xD1342543DE82EF95
 _SHORT = 1 << 17  # bytes, read in less time than it may take to get the interpreter's lock back
 _MODULUS = 1 << 64
 
-_log = logging.getLogger("rankscope")
 _scratch = threading.local()
 
 
@@ -89,8 +88,7 @@ def native_sum() -> "NativeSum | None":
             if native.at(part.data_ptr(), len(part)) != plain_sum([part], part.device):
                 raise ArithmeticError("the native digest errs")
     except Exception as error:  # whatever it is, training goes on, a little slower
-        reason = str(error).strip().split("\n")[0]
-        _log.debug("bits are digested in plain torch: %s", reason)
+        tell_plain("bits are digested", error)
         return None
     return native
 
@@ -103,8 +101,9 @@ class NativeSum:
     """
 
     def __init__(self) -> None:
-        self._function = load_digest()
-        self.many, self.few = load_digests()
+        self._function = compiled("digest")
+        self.many = compiled("digests")
+        self.few = compiled("digests", holding_lock=True)
         first, second = _keys()
         keys = np.stack([first, (first << np.uint64(32)) + second], axis=1).reshape(-1)
         low = keys.astype(np.uint32)
@@ -123,7 +122,8 @@ class NativeSum:
             count: How many there are.
             row: Number of the row that they begin.
         """
-        return self._function(address, count, row, self.tables_at)
+        total: int = self._function(address, count, row, self.tables_at)
+        return total
 
 
 class Parts:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -21,8 +22,17 @@ _PATIENCE = 20.0  # seconds, for other ranks that compile and for the compiler i
 _POLL = 0.05
 
 
+_log = logging.getLogger("rankscope")
+
+
 class BuildError(Exception):
     """The native kernels cannot be built here; the message says why."""
+
+
+def tell_plain(what: str, error: Exception, level: int = logging.DEBUG) -> None:
+    """Log that plain torch does something, since what is faster has failed; training goes on."""
+    reason = str(error).strip().split("\n")[0]
+    _log.log(level, "%s in plain torch: %s", what, reason)
 
 
 def built_library(sources: Sequence[Path] = _SOURCES, headers: Sequence[Path] = _HEADERS) -> Path:

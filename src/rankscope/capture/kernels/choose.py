@@ -7,14 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.interface import Kernel
+from rankscope.capture.kernels.build import tell_plain
+from rankscope.capture.kernels.interface import Kernel, ParameterSigns, Piece, Prepared
 from rankscope.capture.kernels.native import NativeKernel
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.kernels.prepared import Piece, Prepared
-from rankscope.capture.kernels.signs import ParameterSigns
 from rankscope.capture.totals import GradientTotals
 
-_log = logging.getLogger("rankscope")
+_WHAT = "gradients are measured"
 
 
 def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
@@ -36,12 +35,12 @@ def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
             return plain
         check_kernel(kernel, plain, device, width)
     except Exception as error:  # whatever it is, training goes on, a little slower
-        _tell(logging.DEBUG if device.type == "cpu" else logging.INFO, error)
+        tell_plain(_WHAT, error, logging.DEBUG if device.type == "cpu" else logging.INFO)
         return plain
     return kernel if device.type == "cpu" else SafeKernel(kernel, plain)
 
 
-class SafeKernel:
+class SafeKernel(Kernel):
     """A kernel that compiles itself anew for other sizes, and plain torch for when that fails.
 
     Args:
@@ -50,51 +49,29 @@ class SafeKernel:
     """
 
     def __init__(self, kernel: Kernel, plain: Kernel) -> None:
-        self._kernel = kernel
+        self._kernel: Kernel | None = kernel
         self._plain = plain
-
-    @property
-    def name(self) -> str:
-        """The name of the kernel at work."""
-        return self._kernel.name
-
-    def measure(
-        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
-    ) -> None:
-        """Add a flat part of a gradient to one group's totals."""
-        try:
-            self._kernel.measure(flat, signs, start, into, group)
-        except Exception as error:
-            self._take_over(error)
-            self._plain.measure(flat, signs, start, into, group)
-
-    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
-        """Add the squared norm, largest magnitude and non-finite count alone."""
-        try:
-            self._kernel.measure_norm(flat, into, group)
-        except Exception as error:
-            self._take_over(error)
-            self._plain.measure_norm(flat, into, group)
+        self.name = kernel.name
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
         """Prepare to measure several gradients at once."""
-        try:
-            prepared = self._kernel.prepare(pieces, sketching=sketching)
-        except Exception as error:
-            self._take_over(error)
-            return self._plain.prepare(pieces, sketching=sketching)
-        return _SafePieces(prepared, partial(self._replace, pieces, sketching))
+        if self._kernel is not None:
+            try:
+                prepared = self._kernel.prepare(pieces, sketching=sketching)
+            except Exception as error:
+                self._take_over(error)
+            else:
+                return _SafePieces(prepared, partial(self._replace, pieces, sketching))
+        return self._plain.prepare(pieces, sketching=sketching)
 
     def _replace(self, pieces: Sequence[Piece], sketching: bool, error: Exception) -> Prepared:
-        if self._kernel is not self._plain:
-            self._take_over(error)
+        self._take_over(error)
         return self._plain.prepare(pieces, sketching=sketching)
 
     def _take_over(self, error: Exception) -> None:
-        if self._kernel is self._plain:
-            raise error
-        self._kernel = self._plain
-        _tell(logging.INFO, error)
+        if self._kernel is not None:
+            self._kernel, self.name = None, self._plain.name
+            tell_plain(_WHAT, error, logging.INFO)
 
 
 class _SafePieces:
@@ -102,7 +79,7 @@ class _SafePieces:
 
     Args:
         prepared: Leaves the totals alone when it raises.
-        replace: Makes what takes its place then, or raises what it is given.
+        replace: Makes what takes its place then; what that raises is the caller's.
     """
 
     def __init__(self, prepared: Prepared, replace: Callable[[Exception], Prepared]) -> None:
@@ -117,11 +94,6 @@ class _SafePieces:
         except Exception as error:
             self._prepared = self._replace(error)
             self._prepared.measure(gradients, pointers, into)
-
-
-def _tell(level: int, error: Exception) -> None:
-    reason = str(error).strip().split("\n")[0]
-    _log.log(level, "gradients are measured in plain torch: %s", reason)
 
 
 def _fast_kernel(device: torch.device, width: int, period: Tensor) -> Kernel | None:
@@ -150,7 +122,7 @@ def check_kernel(kernel: Kernel, plain: Kernel, device: torch.device, width: int
             expected, totals = (GradientTotals.zeros(2, width, device) for _ in range(2))
             for each, into in ((plain, expected), (kernel, totals)):
                 each.measure(gradient, signs, 17, into, 1)
-                each.measure_norm(gradient, into, 0)
+                each.measure(gradient, None, 0, into, 0)
             if not _agree(totals, expected):
                 raise ArithmeticError(f"the {kernel.name} kernel errs on {dtype}")
 

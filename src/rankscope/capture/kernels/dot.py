@@ -1,11 +1,12 @@
 """The inner product of two gradients in float64, in one pass over both."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.native import TYPES, load_dot
+from rankscope.capture.kernels.flat import blocks_of
+from rankscope.capture.kernels.native import TYPES, compiled
 
 Dot = Callable[[Tensor, Tensor], float | Tensor]
 """Takes two tensors of one shape; on an accelerator returns a float64 scalar, without waiting."""
@@ -41,10 +42,12 @@ def plain_dot(one: Tensor, other: Tensor) -> Tensor:
         other: The same shape.
     """
     limit = _CHUNK_ELEMENTS.get(one.device.type, _CHUNK_ELEMENTS_ACCELERATOR)
+    one, other = _real(one), _real(other)
+    size = one.numel()
+    spans = [(start, min(start + limit, size)) for start in range(0, size, limit)]
     parts = [
-        torch.dot(a.double(), b.double())
-        for first, second in _flat_parts(_real(one), _real(other), limit)
-        for a, b in zip(torch.split(first, limit), torch.split(second, limit), strict=True)
+        torch.dot(_elements(one, *span).double(), _elements(other, *span).double())
+        for span in spans
     ]
     return torch.stack(parts).sum() if parts else one.new_zeros((), dtype=torch.float64)
 
@@ -60,7 +63,7 @@ class NativeDot:
     """
 
     def __init__(self) -> None:
-        self._function = load_dot()
+        self._function = compiled("dot")
 
     def __call__(self, one: Tensor, other: Tensor) -> float | Tensor:
         """Return the inner product; see :func:`plain_dot`."""
@@ -68,7 +71,8 @@ class NativeDot:
         alike = one.dtype == other.dtype and one.stride() == other.stride()
         if kind is None or not alike or not (one.is_cpu and other.is_cpu) or not _is_dense(one):
             return plain_dot(one, other)
-        return self._function(kind, one.data_ptr(), other.data_ptr(), one.numel())
+        product: float = self._function(kind, one.data_ptr(), other.data_ptr(), one.numel())
+        return product
 
 
 def check_dot(dot: Dot) -> None:
@@ -96,17 +100,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-def _flat_parts(one: Tensor, other: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of flat parts; only where a layout is no flat one, copies of bounded size."""
-    size = one.numel()
-    if size == 0:
-        return
-    if one.is_contiguous() and other.is_contiguous():
-        yield one.view(-1), other.view(-1)
-    elif size <= limit or one.dim() == 0:
-        yield one.reshape(-1), other.reshape(-1)
-    else:
-        step = max(1, limit * len(one) // size)
-        for a, b in zip(torch.split(one, step), torch.split(other, step), strict=True):
-            single = len(a) == 1 and a.dim() > 1
-            yield from _flat_parts(a[0] if single else a, b[0] if single else b, limit)
+def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return elements ``[start, stop)`` in row-major order; copied only where they lie apart."""
+    parts = [block.reshape(-1) for block in blocks_of(tensor, start, stop, stop - start)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -18,9 +18,9 @@ _CPU_GAP = 1 << 14  # zeros that cost less than another part
 def flat_parts(gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield position and elements of parts that make up a gradient in row-major order.
 
-    A contiguous gradient is one part, without a copy. Of one with another layout in memory, or a
-    sparse one, pieces of bounded size are copied one after the other. Long stretches of a sparse
-    gradient that hold nothing are left out: they are zeros.
+    A contiguous gradient is one part, without a copy. Of one with other strides, or a sparse one,
+    pieces of bounded size are copied one after the other; other layouts as a whole. Long stretches
+    of a sparse gradient that hold nothing are left out: they are zeros.
 
     Args:
         gradient: Any shape and layout, any floating or complex dtype; a DTensor counts as its
@@ -40,7 +40,7 @@ def flat_parts(gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
     limit = _CPU_ELEMENTS if gradient.device.type == "cpu" else _ACCELERATOR_ELEMENTS
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient.resolve_conj())
-    return _parts(gradient, limit, 0)
+    return _parts(gradient, limit)
 
 
 def check_memory(tensor: Tensor) -> None:
@@ -62,26 +62,56 @@ def has_memory(tensor: Tensor) -> bool:
     return not length or tensor.untyped_storage().nbytes() >= needed
 
 
-def _parts(tensor: Tensor, limit: int, position: int) -> Iterator[tuple[int, Tensor]]:
-    size = tensor.numel()
-    if size == 0:
+def is_flat(tensor: Tensor) -> bool:
+    """Return whether the elements of a strided tensor lie in memory as they are, in order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def blocks_of(tensor: Tensor, start: int, stop: int, limit: int) -> Iterator[Tensor]:
+    """Yield blocks of any shape which, one after the other, are elements ``[start, stop)``.
+
+    Args:
+        tensor: Strided.
+        start: First element, in row-major order.
+        stop: The element after the last.
+        limit: Elements of a block that is not contiguous.
+    """
+    length = tensor.numel()
+    if start >= stop:
         return
-    strided = tensor.layout == torch.strided
-    if strided and tensor.is_contiguous():
-        yield position, tensor.view(-1)
-    elif size <= limit or tensor.dim() == 0:
-        yield position, (tensor if strided else tensor.to_dense()).reshape(-1).contiguous()
-    elif tensor.layout == torch.sparse_coo and tensor.sparse_dim():
-        yield from _sparse_parts(tensor, limit, position)
+    if is_flat(tensor):
+        yield tensor.view(-1)[start:stop]
+    elif stop - start == length <= limit:
+        yield tensor
+    elif tensor.dim() == 1:
+        yield from (tensor[i : min(i + limit, stop)] for i in range(start, stop, limit))
     else:
-        inner = size // len(tensor)
-        step = max(1, limit // inner)
-        for first in range(0, len(tensor), step):
-            count = min(step, len(tensor) - first)
-            yield from _parts(_narrow(tensor, first, count), limit, position + first * inner)
+        inner = length // len(tensor)
+        row = start // inner
+        while row * inner < stop:
+            first, last = start - row * inner, stop - row * inner
+            count = min(limit, last) // inner
+            if first > 0 or count == 0:  # a part of a row, or a long one
+                yield from blocks_of(tensor[row], max(first, 0), min(last, inner), limit)
+                row += 1
+            else:
+                yield tensor[row : row + count]
+                row += count
 
 
-def _sparse_parts(tensor: Tensor, limit: int, position: int) -> Iterator[tuple[int, Tensor]]:
+def _parts(tensor: Tensor, limit: int) -> Iterator[tuple[int, Tensor]]:
+    size, position = tensor.numel(), 0
+    if tensor.layout == torch.strided:
+        for block in blocks_of(tensor, 0, size, limit):
+            yield position, block.reshape(-1).contiguous()
+            position += block.numel()
+    elif tensor.layout == torch.sparse_coo and tensor.sparse_dim() and size > limit:
+        yield from _sparse_parts(tensor, limit)
+    elif size:
+        yield 0, tensor.to_dense().reshape(-1)
+
+
+def _sparse_parts(tensor: Tensor, limit: int) -> Iterator[tuple[int, Tensor]]:
     """Yield the rows that hold something, with those between them where they are few."""
     indices, values = tensor._indices(), tensor._values()
     check_memory(values)
@@ -99,7 +129,7 @@ def _sparse_parts(tensor: Tensor, limit: int, position: int) -> Iterator[tuple[i
             end = begin + int(rows[begin:last].searchsorted(row + max(1, limit // inner)))
             count = int(rows[end - 1]) - row + 1
             yield (
-                position + row * inner,
+                row * inner,
                 _dense(indices[:, begin:end], values[begin:end], row, (count, *tensor.shape[1:])),
             )
             begin = end
@@ -113,11 +143,3 @@ def _dense(indices: Tensor, values: Tensor, row: int, shape: tuple[int, ...]) ->
     places[0] -= row
     part = torch.sparse_coo_tensor(places, values, shape, check_invariants=False)
     return part.to_dense().view(-1)
-
-
-def _narrow(tensor: Tensor, first: int, count: int) -> Tensor:
-    """Return some of a tensor's first dimension; without that dimension if it is one of them."""
-    if tensor.layout != torch.strided:
-        return tensor.narrow_copy(0, first, count).to_dense()
-    part = tensor.narrow(0, first, count)
-    return part[0] if count == 1 and part.dim() > 1 else part

@@ -1,17 +1,19 @@
-"""Runs the fused Triton kernel on a CUDA device."""
+"""Runs the Triton kernels that measure gradients, and that gather what was measured, on CUDA."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from rankscope.capture.fold import Folding, fold_signs
 from rankscope.capture.kernels import triton as kernels
-from rankscope.capture.kernels import triton_combine as adding
+from rankscope.capture.kernels import triton_handover as gathering
+from rankscope.capture.kernels.interface import PERIOD, Kernel, Piece, Prepared, extend
 from rankscope.capture.kernels.jobs import ALIGNED, Grid, Tables, share_out
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.kernels.prepared import Piece
-from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
 from rankscope.capture.totals import GradientTotals
+from rankscope.core.measured import NUMBERS
 
 _ROWS = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}  # of a tile, read at once
 _WARPS = 4
@@ -20,7 +22,7 @@ _NORM_WIDTH = 4096  # a multiple of the tile: the norm alone needs no row of the
 _MOST_ALONE = 1024
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """Reads gradients once, with as many programs as the device runs at the same time.
 
     Parts of other types than float32, bfloat16 and float16 go to plain torch.
@@ -52,39 +54,21 @@ class TritonKernel:
         self.period = _shifted_copies(period, self._sketch_grid.reach).to(device)
         self._floats = torch.empty(0, device=device, dtype=torch.float32)
         self._numbers: tuple[Tensor, ...] = (self._floats,) * 3
-        self._alone: dict[object, TritonPieces] = {}
+        self._alone: dict[tuple[Piece, bool], TritonPieces] = {}
 
-    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "TritonPieces":
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
         """Prepare to measure several gradients with two launches for each type of element."""
-        return TritonPieces(self, pieces, self._sketch_grid if sketching else self._norm_grid)
-
-    def measure(
-        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
-    ) -> None:
-        """Add a flat part of a gradient to one group's totals; see :class:`PlainKernel`."""
-        if flat.dtype not in _ROWS:
-            self._plain.measure(flat, signs, start, into, group)
-            return
-        piece = Piece(0, 0, len(flat), flat.dtype, group, signs, start)
-        self._measure_alone(piece, flat, into, sketching=True)
-
-    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
-        """Add the squared norm, largest magnitude and non-finite count alone."""
-        if flat.dtype not in _ROWS:
-            self._plain.measure_norm(flat, into, group)
-            return
-        piece = Piece(0, 0, len(flat), flat.dtype, group, None, 0)
-        self._measure_alone(piece, flat, into, sketching=False)
-
-    def _measure_alone(
-        self, piece: Piece, flat: Tensor, into: GradientTotals, *, sketching: bool
-    ) -> None:
-        prepared = self._alone.get((piece, sketching))
+        if pieces[0].dtype not in _ROWS:
+            return self._plain.prepare(pieces, sketching=sketching)
+        grid = self._sketch_grid if sketching else self._norm_grid
+        if len(pieces) > 1:
+            return TritonPieces(self, pieces, grid)
+        prepared = self._alone.get((pieces[0], sketching))
         if prepared is None:
             if len(self._alone) >= _MOST_ALONE:
                 self._alone.clear()
-            prepared = self._alone[piece, sketching] = self.prepare([piece], sketching=sketching)
-        prepared.measure([flat], [flat.data_ptr()], into)
+            prepared = self._alone[pieces[0], sketching] = TritonPieces(self, pieces, grid)
+        return prepared
 
     def scratch(self, num_programs: int, tile: int) -> tuple[Tensor, ...]:
         """Return memory for what programs find: sketches, norms, largest and non-finite."""
@@ -123,7 +107,7 @@ class TritonPieces:
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
     ) -> None:
-        """Add gradients to totals; see :class:`~rankscope.capture.kernels.prepared.Prepared`."""
+        """Add gradients to totals; see :class:`~rankscope.capture.kernels.interface.Prepared`."""
         if pointers != self._pointers:
             self._addresses.copy_(on_its_way(pointers, self._addresses), non_blocking=True)
             self._pointers = list(pointers)
@@ -143,10 +127,10 @@ class TritonPieces:
             TYPE=kernels.ELEMENTS[str(dtype)], SIZE=dtype.itemsize, num_warps=_WARPS,
             enable_fp_fusion=True,
         )  # fmt: skip
-        parts = -(-grid.width // adding.COMBINED) * sketching + 1
+        parts = -(-grid.width // kernels.COMBINED) * sketching + 1
         totals = into.tensors_to_fill
         num_rows, whole = totals[0].shape if into.fresh else (tables.num_rows, 0)
-        adding.combine[(num_rows * parts,)](
+        kernels.combine[(num_rows * parts,)](
             tables.jobs_of, tables.num_rows, *scratch, *totals,
             WIDTH=grid.width, TILES=grid.tiles, TILE=grid.tile, ROWS=_ROWS_COMBINED,
             SKETCH=sketching, FRESH=into.fresh, WHOLE=whole,
@@ -167,3 +151,65 @@ def _shifted_copies(period: Tensor, reach: int) -> Tensor:
     bits = (extend(period, length) < 0).to(torch.int8) * -128
     shifts = range(-ALIGNED, 0)  # columns left of a row have signs of no meaning
     return torch.stack([bits.roll(-shift) for shift in shifts])
+
+
+def hand_over(
+    totals: GradientTotals,
+    reduced: GradientTotals | None,
+    folding: Folding,
+    given: Mapping[str, Tensor],
+    take: Callable[[int], Tensor],
+) -> Tensor:
+    """Gather numbers and sketches with one launch, and one for each of what is given.
+
+    Args:
+        totals: Of the local gradient.
+        reduced: Of the reduced one.
+        folding: Which sketches are wanted.
+        given: Float64 vectors of the numbers that are not in the totals, by their names in
+            ``NUMBERS``.
+        take: Returns so many words of 64 bits on the device.
+
+    Returns:
+        float64 ``[n]``: the numbers in the order of ``NUMBERS``, and behind them the float32
+        sketches, padded.
+    """
+    num_rows = folding.num_rows
+    lengths = {
+        "squares": num_rows,
+        "reduced_squares": num_rows * folding.reduced,
+        "largest": 1,
+        "nonfinite": 1,
+        **{name: len(vector) for name, vector in given.items()},
+    }
+    firsts, first = {}, 0
+    for name in NUMBERS:
+        firsts[name] = first
+        first += lengths.get(name, 0)
+    num_floats = sum(folding.lengths.values())
+    memory = take(first + -(-num_floats // 2)).view(torch.float64)
+    for name, vector in given.items():
+        memory[firsts[name] : firsts[name] + len(vector)] = vector
+    other = totals if reduced is None else reduced
+    device = memory.device
+    table = _table(folding, device)
+    with torch.cuda.device_of(memory):  # type: ignore[no-untyped-call]
+        gathering.gather[(len(table) + 1,)](
+            table, totals.sketches, other.sketches, fold_signs(folding.wide, 0, device),
+            memory[first:].view(torch.float32), totals.squared_norms, other.squared_norms,
+            totals.largest, totals.nonfinite, memory, len(table), num_rows, firsts["largest"],
+            WIDE=folding.wide, REDUCED=reduced is not None,
+        )  # fmt: skip
+    return memory
+
+
+@functools.lru_cache(maxsize=16)
+def _table(folding: Folding, device: torch.device) -> Tensor:
+    """Return what each program makes."""
+    programs = [
+        (*sketch, column)
+        for sketch in folding.wanted
+        for column in range(0, sketch[3], gathering.COLUMNS)
+    ]
+    table = torch.tensor(programs, dtype=torch.int64, device="cpu").reshape(-1, gathering.FIELDS)
+    return table.to(device)

@@ -1,8 +1,6 @@
 """Reads a batch on the host in C: where a model is small, a few operations of torch take longer."""
 
-import ctypes
 import functools
-import os
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rankscope.capture.kernels.build import BuildError
-from rankscope.capture.kernels.native import try_to_load
+from rankscope.capture.kernels.native import compiled
 
 _MASKS = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
 
@@ -27,12 +25,12 @@ def count_labels(labels: Tensor, ignored: int, *, first: int) -> int | None:
     Returns:
         Their number; None if these labels are not for this function.
     """
-    functions = _functions()
-    if functions is None or not _is_plain(labels) or not labels.dim():
+    counts = _function("labels")
+    if counts is None or not _is_plain(labels) or not labels.dim():
         return None
     length = labels.shape[-1]
     rows = labels.numel() // length if length else 0
-    count: int = functions[1](labels.data_ptr(), rows, length, first, ignored)
+    count: int = counts(labels.data_ptr(), rows, length, first, ignored)
     return count
 
 
@@ -51,8 +49,8 @@ def digest_samples(
     Returns:
         int64 ``[B]``; None if this batch is not for this function.
     """
-    functions = _functions()
-    if functions is None or not _is_plain(batch) or batch.dim() != 2:
+    digest = _function("samples")
+    if digest is None or not _is_plain(batch) or batch.dim() != 2:
         return None
     samples, length = batch.shape
     address, size = None, 0
@@ -64,7 +62,7 @@ def digest_samples(
     elif length > places:
         return None
     digests = array("q", bytes(8 * samples))
-    functions[0](
+    digest(
         batch.data_ptr(), address, size, samples, length, weights, places, mix,
         digests.buffer_info()[0],
     )  # fmt: skip
@@ -82,13 +80,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    library = try_to_load()
-    if isinstance(library, BuildError) or os.environ.get("RANKSCOPE_NATIVE") == "0":
+def _function(name: str) -> Callable[..., Any] | None:
+    try:
+        return compiled(name, holding_lock=True)
+    except BuildError:
         return None
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    samples = ctypes.PYFUNCTYPE(
-        None, pointer, pointer, ctypes.c_int, integer, integer, pointer, integer, integer, pointer
-    )
-    labels = ctypes.PYFUNCTYPE(integer, pointer, integer, integer, integer, integer)
-    return samples(("rankscope_samples", library)), labels(("rankscope_labels", library))

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.prepared import Piece
-from rankscope.capture.kernels.signs import PERIOD
+from rankscope.capture.kernels.interface import PERIOD, Piece
 
 ALIGNED = 4  # elements in an aligned vector
 

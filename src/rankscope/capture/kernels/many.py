@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rankscope.capture.host import Share
 from rankscope.capture.kernels.bits import NUMBERS, ROW_BYTES, block_factor, plain_sum, tables_on
+from rankscope.capture.kernels.build import tell_plain
 
 CHUNK_BYTES = 32 * ROW_BYTES
 """Bytes that one program reads; they divide what one block of multipliers is for."""
@@ -21,8 +22,6 @@ _BLOCK_BYTES = ROW_BYTES << 16
 _MOST_TABLES = 512
 _ALIGNED = 2  # words
 _MODULUS = 1 << 64
-
-_log = logging.getLogger("rankscope")
 
 
 class DeviceReader:
@@ -205,8 +204,7 @@ def device_reader(device: torch.device) -> DeviceReader | None:
         reader = DeviceReader(device)
         check_reader(reader)
     except Exception as error:  # whatever it is, training goes on, a little slower
-        reason = str(error).strip().split("\n")[0]
-        _log.info("bits are digested in plain torch: %s", reason)
+        tell_plain("bits are digested", error, logging.INFO)
         return None
     return reader
 

@@ -1,19 +1,19 @@
-"""The sketch, the digest and the inner product as C functions for the CPU."""
+"""The sketch as a C function for the CPU, and the table of all functions in C."""
 
 import ctypes
 import functools
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rankscope.capture.kernels.build import BuildError, built_library
+from rankscope.capture.kernels.interface import PERIOD, Kernel, Piece, Prepared, extend
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.kernels.prepared import Piece
-from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
 from rankscope.capture.totals import GradientTotals
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -23,7 +23,7 @@ _NORM_ROW = 4096  # the norm alone needs no row of the sketch's width
 _SIGN_BIT = {torch.int32: -(1 << 31), torch.int16: -(1 << 15)}
 
 
-class NativeKernel:
+class NativeKernel(Kernel):
     """Reads a gradient once, on one thread; long ones without holding the interpreter's lock.
 
     Other types than float32, bfloat16 and float16 go to plain torch.
@@ -47,36 +47,10 @@ class NativeKernel:
         words, halves = _sign_bits(longer, torch.int32), _sign_bits(longer, torch.int16)
         self._period = (words, halves, halves)
 
-    def measure(
-        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
-    ) -> None:
-        """Add a flat part of a gradient to one group's totals; see :class:`PlainKernel`."""
-        kind = TYPES.get(flat.dtype)
-        if kind is None:
-            self._plain.measure(flat, signs, start, into, group)
-            return
-        count, width = flat.numel(), self._width
-        first = start // width
-        rows = signs.rows((start + count - 1) // width + 1)
-        self._functions.measure(
-            kind, flat.data_ptr(), count, start, width,
-            self._period[kind].data_ptr(), signs.shift, rows.data_ptr() + 4 * first,
-            into.sketches.data_ptr() + 4 * width * group, *_scalars(into, group),
-        )  # fmt: skip
-
-    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
-        """Add the squared norm, largest magnitude and non-finite count alone."""
-        kind = TYPES.get(flat.dtype)
-        if kind is None:
-            self._plain.measure_norm(flat, into, group)
-            return
-        self._functions.measure(
-            kind, flat.data_ptr(), flat.numel(), 0, _NORM_ROW,
-            None, 0, None, None, *_scalars(into, group),
-        )  # fmt: skip
-
-    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "NativePieces":
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
         """Prepare to measure several gradients in one call."""
+        if pieces[0].dtype not in TYPES:
+            return self._plain.prepare(pieces, sketching=sketching)
         width = self._width if sketching else _NORM_ROW
         period = self._period if sketching else None
         return NativePieces(self._functions, pieces, width, period)
@@ -119,23 +93,13 @@ class NativePieces:
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
     ) -> None:
-        """Add gradients to totals; see :class:`~rankscope.capture.kernels.prepared.Prepared`."""
+        """Add gradients to totals; see :class:`~rankscope.capture.kernels.interface.Prepared`."""
         begins = array("q", pointers)
-        sketches = into.sketches.data_ptr() if self._sketching else None
+        sketches, *scalars = map(Tensor.data_ptr, into.tensors)
         self._measure(
             self._pieces, self._number, begins.buffer_info()[0], self._width, self._period,
-            sketches, *_scalars(into, 0),
+            sketches if self._sketching else None, *scalars,
         )  # fmt: skip
-
-
-def _scalars(into: GradientTotals, group: int) -> tuple[int, int, int]:
-    """Return the addresses of a row's numbers."""
-    _, squared_norms, largest, nonfinite = into.tensors
-    return (
-        squared_norms.data_ptr() + 8 * group,
-        largest.data_ptr() + 4 * group,
-        nonfinite.data_ptr() + 8 * group,
-    )
 
 
 def _sign_bits(signs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,14 +110,33 @@ class _Functions(NamedTuple):
     """The compiled functions that measure; see ``sketch.c`` for what they take.
 
     Attributes:
-        measure: Adds a flat part of a gradient.
         measure_many: Adds pieces of several gradients.
         hand_over: Gathers what is handed over of totals.
     """
 
-    measure: Callable[..., None]
     measure_many: Callable[..., None]
     hand_over: Callable[..., None]
+
+
+_KINDS: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "q": ctypes.c_int64,
+    "Q": ctypes.c_uint64,
+    "d": ctypes.c_double,
+    "": None,
+}
+
+_FUNCTIONS = {
+    "measure_many": ("", "pqpqppppp"),
+    "hand_over": ("", "ppppp"),
+    "digest": ("Q", "pqqp"),
+    "digests": ("", "pqp"),
+    "dot": ("d", "ippq"),
+    "samples": ("", "ppiqqpqqp"),
+    "labels": ("q", "pqqqq"),
+}
+"""What the compiled functions return, and what they take, by their names without ``rankscope_``."""
 
 
 @functools.cache
@@ -163,70 +146,44 @@ def load_functions() -> _Functions:
     Raises:
         BuildError: They cannot be built or loaded.
     """
-    library = _load_library()
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    whole = [
-        ctypes.c_int, pointer, integer, integer, integer,
-        pointer, integer, pointer, pointer, pointer, pointer, pointer,
-    ]  # fmt: skip
-    many = [pointer, integer, pointer, integer, *[pointer] * 5]
-    return _Functions(
-        _typed(library.rankscope_measure, whole),
-        _typed(library.rankscope_measure_many, many),
-        _typed(library.rankscope_hand_over, [pointer] * 5),
-    )
+    library = _library_or_raise(try_to_load())
+    return _Functions(*(typed(library, name, *_FUNCTIONS[name]) for name in _Functions._fields))
 
 
-def _typed(function: Any, takes: Sequence[type]) -> Callable[..., None]:
-    function.argtypes, function.restype = takes, None
-    typed: Callable[..., None] = function
-    return typed
+def compiled(name: str, *, holding_lock: bool = False) -> Callable[..., Any]:
+    """Return a compiled function; see the sources in C for what it takes.
+
+    Args:
+        name: A key of ``_FUNCTIONS``.
+        holding_lock: Whether it keeps the interpreter's lock, for what is done at once.
+
+    Raises:
+        BuildError: It cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+    """
+    return typed(load_library(), name, *_FUNCTIONS[name], holding_lock=holding_lock)
 
 
-def load_digest() -> Callable[..., int]:
-    """Return the compiled function that digests bytes; see ``digest.c`` for what it takes.
+def typed(
+    library: ctypes.CDLL, name: str, returns: str, takes: str, *, holding_lock: bool = False
+) -> Callable[..., Any]:
+    """Return a function of a library, given the kinds of what it returns and takes."""
+    kinds = [_KINDS[kind] for kind in takes]
+    if holding_lock:
+        return ctypes.PYFUNCTYPE(_KINDS[returns], *kinds)((f"rankscope_{name}", library))
+    function: Any = getattr(library, f"rankscope_{name}")
+    function.argtypes, function.restype = kinds, _KINDS[returns]
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+def load_library(*files: Sequence[Path]) -> ctypes.CDLL:
+    """Return a compiled library: that of the kernels, or of other files in C and their headers.
 
     Raises:
         BuildError: It cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
     """
     _check_allowed()
-    function = _load_library().rankscope_digest
-    pointer = ctypes.c_void_p
-    function.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64, pointer]
-    function.restype = ctypes.c_uint64
-    compiled: Callable[..., int] = function
-    return compiled
-
-
-def load_digests() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the compiled function that digests many parts; see ``digest.c`` for what it takes.
-
-    Returns:
-        It, and the same without letting go of the interpreter's lock.
-
-    Raises:
-        BuildError: It cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
-    """
-    _check_allowed()
-    library = _load_library()
-    takes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    holding_lock = ctypes.PYFUNCTYPE(None, *takes)(("rankscope_digests", library))
-    return _typed(library.rankscope_digests, takes), holding_lock
-
-
-def load_dot() -> Callable[[int, int, int, int], float]:
-    """Return the compiled inner product; see ``dot.c`` for what it takes.
-
-    Raises:
-        BuildError: It cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
-    """
-    _check_allowed()
-    function = _load_library().rankscope_dot
-    pointer = ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, pointer, pointer, ctypes.c_int64]
-    function.restype = ctypes.c_double
-    compiled: Callable[[int, int, int, int], float] = function
-    return compiled
+    return _library_or_raise(try_to_load(*files))
 
 
 def _check_allowed() -> None:
@@ -234,19 +191,18 @@ def _check_allowed() -> None:
         raise BuildError("RANKSCOPE_NATIVE=0")
 
 
-def _load_library() -> ctypes.CDLL:
-    library = try_to_load()
+def _library_or_raise(library: ctypes.CDLL | BuildError) -> ctypes.CDLL:
     if isinstance(library, BuildError):
         raise BuildError(str(library)) from library
     return library
 
 
 @functools.cache
-def try_to_load() -> ctypes.CDLL | BuildError:
-    """Return the compiled kernels or why there are none: each process tries to build them once."""
+def try_to_load(*files: Sequence[Path]) -> ctypes.CDLL | BuildError:
+    """Return a compiled library or why there is none: each process tries to build it once."""
     try:
-        return ctypes.CDLL(str(built_library()))
+        return ctypes.CDLL(str(built_library(*files)))
     except BuildError as error:
         return error
     except OSError as error:
-        return BuildError(f"the compiled kernels cannot be loaded: {error}")
+        return BuildError(f"the compiled functions cannot be loaded: {error}")

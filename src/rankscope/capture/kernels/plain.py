@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.prepared import Piece
-from rankscope.capture.kernels.signs import PERIOD, ParameterSigns, extend
+from rankscope.capture.kernels.interface import PERIOD, Kernel, ParameterSigns, Piece, extend
 from rankscope.capture.totals import GradientTotals
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18}  # a megabyte in fp32: stays near the core
@@ -17,7 +16,7 @@ _CHUNK_ELEMENTS_ACCELERATOR = 1 << 21
 _SMALLEST_SAFE, _LARGEST_SAFE = 2.0**-40, 2.0**50
 
 
-class PlainKernel:
+class PlainKernel(Kernel):
     """Works through a gradient in chunks of whole rows.
 
     Args:
@@ -40,40 +39,21 @@ class PlainKernel:
         waits = device.type == "cpu" if waits is None else waits
         self._sums: type[_HostSums | _DeviceSums] = _HostSums if waits else _DeviceSums
 
-    def measure(
-        self, flat: Tensor, signs: ParameterSigns, start: int, into: GradientTotals, group: int
-    ) -> None:
-        """Add a flat part of a gradient to one group's totals.
-
-        Args:
-            flat: ``[n]``, contiguous, any floating dtype.
-            signs: The parameter's signs.
-            start: Position of the first element in the whole flat parameter.
-            into: The totals to add to.
-            group: Which row of them.
-        """
-        self._reserve()
-        sketch = into.sketches[group]
-        sums = self._sums()
-        for position, chunk in self._chunks(flat, start):
-            signed = self._sign(chunk, position + signs.shift)
-            row, column = divmod(position, self._width)
-            rows = signs.rows(row + -(-len(chunk) // self._width))[row:]
-            self._add_rows(signed, rows, column, sketch)
-            sums.add(signed, chunk)
-        sums.store(into, group)
-
-    def measure_norm(self, flat: Tensor, into: GradientTotals, group: int) -> None:
-        """Add the squared norm, largest magnitude and non-finite count alone."""
-        self._reserve()
-        sums = self._sums()
-        for _, chunk in self._chunks(flat, 0):
-            sums.add(self._scratch[: len(chunk)].copy_(chunk), chunk)
-        sums.store(into, group)
-
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> "PlainPieces":
         """Prepare to measure several gradients, piece by piece."""
         return PlainPieces(self, pieces)
+
+    def add(self, flat: Tensor, piece: Piece, into: GradientTotals) -> None:
+        """Add the elements ``[n]`` of a piece to its row of totals; any floating dtype."""
+        self._reserve()
+        sums, signs = self._sums(), piece.signs
+        for position, chunk in self._chunks(flat, piece.start if signs else 0):
+            if signs is None:
+                values = self._scratch[: len(chunk)].copy_(chunk)
+            else:
+                values = self._sketch(chunk, signs, position, into.sketches[piece.row])
+            sums.add(values, chunk)
+        sums.store(into, piece.row)
 
     def _reserve(self) -> None:
         """Make scratch space when it is first needed: a faster kernel may do all the work."""
@@ -81,6 +61,16 @@ class PlainKernel:
             device = self._scratch.device
             self._scratch = torch.empty(self._size, device=device, dtype=torch.float32)
             self._period = extend(self._one_period, PERIOD + self._size).to(device)
+
+    def _sketch(
+        self, chunk: Tensor, signs: ParameterSigns, position: int, sketch: Tensor
+    ) -> Tensor:
+        """Add a chunk to a sketch; return it with its signs of prime period."""
+        signed = self._sign(chunk, position + signs.shift)
+        row, column = divmod(position, self._width)
+        rows = signs.rows(row + -(-len(chunk) // self._width))[row:]
+        self._add_rows(signed, rows, column, sketch)
+        return signed
 
     def _sign(self, chunk: Tensor, position: int) -> Tensor:
         signed = self._scratch[: len(chunk)]
@@ -124,14 +114,10 @@ class PlainPieces:
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
     ) -> None:
-        """Add gradients to totals; see :class:`~rankscope.capture.kernels.prepared.Prepared`."""
+        """Add gradients to totals; see :class:`~rankscope.capture.kernels.interface.Prepared`."""
         for piece in self._pieces:
             flat = gradients[piece.source].detach().view(-1)
-            flat = flat[piece.offset : piece.offset + piece.count]
-            if piece.signs is not None:
-                self._kernel.measure(flat, piece.signs, piece.start, into, piece.row)
-            else:
-                self._kernel.measure_norm(flat, into, piece.row)
+            self._kernel.add(flat[piece.offset : piece.offset + piece.count], piece, into)
 
 
 class _HostSums:

@@ -18,11 +18,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rankscope.capture.kernels.bits import chunk_bytes, native_sum, signed, sum_words
-from rankscope.capture.kernels.flat import has_memory
+from rankscope.capture.kernels.flat import blocks_of, has_memory, is_flat
 
 _CPU_ELEMENTS = 1 << 16  # of a tensor that is not contiguous, copied at once
 _ACCELERATOR_ELEMENTS = 1 << 20
-_ORDINARY = (Tensor, torch.nn.Parameter)
+ORDINARY = frozenset({Tensor, torch.nn.Parameter})
+"""Types of tensors whose methods are torch's own."""
+
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
@@ -81,7 +83,7 @@ def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) ->
 def digest_bits(tensor: Tensor, start: int = 0, stop: int | None = None) -> PendingDigest:
     """Return what :func:`digest_tensor` does, as far as it is known without waiting."""
     native = native_sum()
-    if native is None or type(tensor) not in _ORDINARY or not _lies_on_host(tensor):
+    if native is None or not (tensor.is_cpu and lies_in_memory(tensor)):
         return _digest_any(tensor, start, stop)
     length, address, size = tensor.numel(), tensor.data_ptr(), tensor.itemsize
     if start or stop is not None:
@@ -128,14 +130,15 @@ def flat_pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
         Contiguous ``[n]``, n > 0. A contiguous tensor is one piece, without a copy; any other is
         copied to one buffer of limited size again and again.
     """
-    if _is_flat(tensor):
+    if is_flat(tensor):
         flat = tensor.view(-1)
         yield flat if stop - start == len(flat) else flat[start:stop]
         return
     size = min(chunk_bytes(tensor.device) // tensor.itemsize, stop - start)
     buffer = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
     filled = 0
-    for block in _blocks(tensor, start, stop):
+    limit = _CPU_ELEMENTS if tensor.device.type == "cpu" else _ACCELERATOR_ELEMENTS
+    for block in blocks_of(tensor, start, stop, limit):
         flat = block.reshape(-1)
         while len(flat):
             count = min(len(flat), size - filled)
@@ -185,14 +188,15 @@ def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
     return [("outer", outer), ("inner", inner), ("values", tensor.values())]
 
 
-def _lies_on_host(tensor: Tensor) -> bool:
-    """Return whether an ordinary tensor is one piece of the host's memory, all of it there."""
+def lies_in_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is an ordinary one in one piece of memory, all of it there."""
     return (
-        tensor.is_cpu
+        type(tensor) in ORDINARY
         and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and _is_flat(tensor)
+        and is_flat(tensor)
+        and (tensor.is_cpu or not tensor.is_meta)
         and has_memory(tensor)
+        and not tensor.is_quantized
     )
 
 
@@ -207,36 +211,3 @@ def _has_bits(tensor: Tensor) -> bool:
 
 def _described(tensor: Tensor) -> int:
     return word_of(f"{type(tensor).__name__} {tensor.dtype} {known_shape(tensor)}")
-
-
-def _is_flat(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _blocks(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
-    """Yield blocks of any shape which, one after the other, are elements ``[start, stop)``.
-
-    A block that is not contiguous is of limited size.
-    """
-    length = tensor.numel()
-    limit = _CPU_ELEMENTS if tensor.device.type == "cpu" else _ACCELERATOR_ELEMENTS
-    if start >= stop:
-        return
-    if _is_flat(tensor):
-        yield tensor.view(-1)[start:stop]
-    elif stop - start == length <= limit:
-        yield tensor
-    elif tensor.dim() == 1:
-        yield from (tensor[i : min(i + limit, stop)] for i in range(start, stop, limit))
-    else:
-        inner = length // len(tensor)
-        row = start // inner
-        while row * inner < stop:
-            first, last = start - row * inner, stop - row * inner
-            count = min(limit, last) // inner
-            if first > 0 or count == 0:  # a part of a row, or a long one
-                yield from _blocks(tensor[row], max(first, 0), min(last, inner))
-                row += 1
-            else:
-                yield tensor[row : row + count]
-                row += count

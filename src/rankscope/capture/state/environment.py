@@ -1,4 +1,4 @@
-"""What a worker runs on: versions, device, flags, environment variables, source revision."""
+"""What a worker runs on: versions, device, precision, environment variables, source revision."""
 
 import contextlib
 import importlib.metadata
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from rankscope.capture.state.fingerprint import digest_of
-from rankscope.capture.state.precision import precision_flags
 from rankscope.core.environment import PACKAGES
 from rankscope.errors import UsageError
 
@@ -60,6 +59,9 @@ _CREDENTIALS = re.compile(r"//[^/@\s]+@")
 _LONGEST_VALUE = 200
 _GIT_SECONDS = 2.0
 
+FLAGS_EVERY = 16
+"""Steps from one look at torch's global settings to the next."""
+
 
 def environment_facts(device: torch.device) -> dict[str, Fact]:
     """Return what this worker runs on, by name; for ``run.json`` and to compare workers.
@@ -86,7 +88,7 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
         lambda: _variables(os.environ),
         lambda: source_revision(_script_directory()),
     ):
-        facts |= _quietly(collect)
+        facts |= quietly(collect)
     return facts
 
 
@@ -188,14 +190,106 @@ def _device(device: torch.device) -> dict[str, Fact]:
         return {"device": platform.processor() or platform.machine() or "cpu"}
     module: Any = torch.get_device_module(device)
     facts: dict[str, Fact] = {"device": str(module.get_device_name(device))}
-    properties = _quietly(lambda: {"of": module.get_device_properties(device)}).get("of")
+    properties = quietly(lambda: {"of": module.get_device_properties(device)}).get("of")
     memory = getattr(properties, "total_memory", None)
     return facts if memory is None else {**facts, "device_memory": int(memory)}
 
 
-def _quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+def quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return facts, or none where they cannot be had: a job must not fail to start for them."""
     try:
         return collect()
     except Exception:
         return {}
+
+
+class PrecisionMeter:
+    """Tells the precision of each step's first forward pass.
+
+    Autocast is looked at in every step, torch's global settings in steps that are multiples of
+    ``FLAGS_EVERY``, on all workers alike: scripts set them once, and they take long to read.
+
+    Args:
+        module: The model.
+        device: Where it computes.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._flags: dict[str, str | bool] | None = None
+        self._codes: dict[str, int] = {}
+
+    def code(self, step: int) -> int:
+        """Return a 63-bit digest of :func:`precision_words`; equal on workers that compute alike.
+
+        Called inside a forward pass, where autocast is active. It costs some microseconds.
+        """
+        if self._flags is None or step % FLAGS_EVERY == 0:
+            flags = precision_flags()
+            if flags != self._flags:
+                self._flags = flags
+                self._codes.clear()
+        autocast = _autocast(self._device.type)
+        code = self._codes.get(autocast)
+        if code is None:
+            words = tuple(precision_words(self._module, self._device).values())
+            code = self._codes[autocast] = digest_of(repr(words).encode())
+        return code
+
+
+def precision_words(module: torch.nn.Module, device: torch.device) -> dict[str, str | bool]:
+    """Return what decides the precision of a forward pass, by name.
+
+    Args:
+        module: The model.
+        device: Where it computes.
+    """
+    types = {str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}
+    return {
+        "parameter_types": ", ".join(sorted(types)) or "none",
+        "autocast": _autocast(device.type),
+        **precision_flags(),
+    }
+
+
+def precision_flags() -> dict[str, str | bool]:
+    """Return torch's global settings of precision and determinism, by name."""
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    return {
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "float32_matmul": _float32_matmul(),
+        "tf32_matmul": _fp32(matmul),
+        "tf32_convolutions": _fp32(cudnn.conv),
+        "reduced_fp16_sums": bool(matmul.allow_fp16_reduced_precision_reduction),
+        "reduced_bf16_sums": bool(matmul.allow_bf16_reduced_precision_reduction),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": bool(cudnn.deterministic),
+        "cudnn_benchmark": bool(cudnn.benchmark),
+    }
+
+
+def _float32_matmul() -> str:
+    """Return the setting of all backends; ``mixed`` where one of them was set by itself.
+
+    torch raises there: as soon as a script sets ``fp32_precision`` alone, for example.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
+
+
+def _fp32(operations: Any) -> str:
+    """Return ``tf32``, or ``ieee`` where float32 is what it says; ``allow_tf32`` may raise."""
+    precision = str(operations.fp32_precision)
+    return "ieee" if precision == "none" else precision
+
+
+def _autocast(device_type: str) -> str:
+    try:
+        if torch.is_autocast_enabled(device_type):
+            return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+    except RuntimeError:  # a kind of device that has no autocast
+        pass
+    return "off"

@@ -5,51 +5,18 @@ on to those that want it, and :class:`NoEvidence` to none.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rankscope.capture.state.loader import LoaderMeter
+from rankscope.capture.state.environment import PrecisionMeter
 from rankscope.capture.state.meter import StateMeter
-from rankscope.capture.state.precision import PrecisionMeter
-from rankscope.capture.state.rng import RandomMeter
+from rankscope.capture.state.rng import LoaderMeter, RandomMeter
 from rankscope.capture.state.turn import PendingState, nothing_pending
-from rankscope.capture.taps.observer import GradientObserver
 
 Values = Mapping[str, float]
-
-
-class EvidenceMeter(GradientObserver, Protocol):
-    """Is told of every moment of a step, on the training thread."""
-
-    def begin_step(self, step: int) -> None:
-        """Begin a step, unless it has begun already."""
-
-    def before_forward(self, *, first: bool) -> None:
-        """A forward pass is about to run, under the training's autocast."""
-
-    def enter_module(self) -> None:
-        """A forward pass is about to enter the module, after what its wrapper does before."""
-
-    def after_forward(self) -> None:
-        """A forward pass has ended."""
-
-    def see_applied(self) -> None:
-        """``optimizer.step`` is about to run."""
-
-    def see_updated(self) -> None:
-        """``optimizer.step`` has run on the reduced gradients."""
-
-    def collect(self, step: int) -> tuple[PendingState, Values]:
-        """End a step whose optimizer has run; return digests and LOCAL signals."""
-
-    def abort(self) -> None:
-        """Forget a step that was never finished."""
-
-    def remove(self) -> None:
-        """Take out what was put into the training's objects."""
 
 
 class ExactEvidence:
@@ -82,6 +49,8 @@ class ExactEvidence:
         self._loader = LoaderMeter(loader)
         self._precision: float = math.nan
         self._step = -1
+        # What is told of gradients, of the forward pass that enters the module, and of the
+        # optimizer that is about to run, goes on as it is.
         self.see_local, self.see_locals = state.see_local, state.see_locals
         self.see_reduced = state.see_reduced
         self.see_applied = state.see_applied
@@ -144,39 +113,15 @@ class NoEvidence:
 
     wanted_names: Collection[str] = ()
 
-    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+    def see_local(self, *args: Any, **kwargs: Any) -> None:
         """Look away."""
 
-    def see_local(self, name: str, gradient: Tensor) -> None:
-        """Look away."""
-
-    def see_reduced(self) -> None:
-        """Look away."""
-
-    def begin_step(self, step: int) -> None:
-        """Look away."""
-
-    def before_forward(self, *, first: bool) -> None:
-        """Look away."""
-
-    def enter_module(self) -> None:
-        """Look away."""
-
-    def after_forward(self) -> None:
-        """Look away."""
-
-    def see_applied(self) -> None:
-        """Look away."""
-
-    def see_updated(self) -> None:
-        """Look away."""
+    see_locals = see_reduced = begin_step = before_forward = enter_module = see_local
+    after_forward = see_applied = see_updated = abort = remove = see_local
 
     def collect(self, step: int) -> tuple[PendingState, Values]:
         """Return nothing."""
         return nothing_pending(), {}
 
-    def abort(self) -> None:
-        """Look away."""
 
-    def remove(self) -> None:
-        """Do nothing."""
+EvidenceMeter = ExactEvidence | NoEvidence

@@ -1,15 +1,20 @@
-"""Finds what is compared between workers in whatever an optimizer keeps."""
+"""What is compared in whatever an optimizer keeps, and what a survey of a model goes by."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.capture.state.digest import PendingDigest, digest_bits, word_of
 from rankscope.capture.state.plan import Slice
 
 _MODULUS = 1 << 64
+_of_tensor = attrgetter("shape", "dtype", "requires_grad")
+_held = attrgetter("_modules", "_parameters", "_buffers")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 Leaf = tuple[int, Tensor | int, int, int | None]
@@ -78,3 +83,31 @@ def _share(state: Tensor, part: Slice) -> tuple[int, int | None]:
         return 0, None
     stop = None if part.stop is None else part.stop * length // part.length
     return part.start * length // part.length, stop
+
+
+def signature(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object] | None:
+    """Return what a survey of the model goes by, in a form that is soon made and compared.
+
+    Returns:
+        Equal lists for a model in which nothing of it has changed; None where that cannot be told,
+        as of parameters without a shape as yet.
+    """
+    try:
+        groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
+        holders, seen = [module], {id(module)}
+        for holder in holders:
+            for inner in holder._modules.values():
+                if inner is not None and id(inner) not in seen:
+                    seen.add(id(inner))
+                    holders.append(inner)
+        held = list(chain.from_iterable(map(_held, holders)))
+        values = list(chain.from_iterable(map(dict.values, held)))
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return [
+            [list(map(id, group)) for group in groups],
+            list(map(list, held)),
+            list(map(id, values)),
+            list(map(_of_tensor, tensors)),
+        ]
+    except Exception:
+        return None

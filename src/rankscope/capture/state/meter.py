@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.capture.state.digest import digest_bits, word_of
-from rankscope.capture.state.leaves import optimizer_state, state_leaves
+from rankscope.capture.state.leaves import optimizer_state, signature, state_leaves
 from rankscope.capture.state.plan import Lasting, Plan, Slice, survey
 from rankscope.capture.state.readings import PendingReading, Reading, Recurring, prepare
-from rankscope.capture.state.signature import signature
 from rankscope.capture.state.turn import NOTHING, PendingState, Seen, Turn, nothing_pending
 from rankscope.core.replicas import StateKind
 

@@ -20,10 +20,16 @@ from rankscope.capture.host import HostCopy
 from rankscope.capture.kernels.bits import NUMBERS, Parts, native_sum
 from rankscope.capture.kernels.flat import check_memory
 from rankscope.capture.kernels.many import DeviceParts, Launched, device_reader
-from rankscope.capture.state.digest import PendingDigest, digest_bits, flat_pieces, word_of
+from rankscope.capture.state.digest import (
+    ORDINARY,
+    PendingDigest,
+    digest_bits,
+    flat_pieces,
+    lies_in_memory,
+    word_of,
+)
 
 _MASK = (1 << 64) - 1
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _bytes_of, _dtype_of, _is_on_host = map(attrgetter, ("nbytes", "dtype", "is_cpu"))
 
 _kinds: dict[tuple[torch.dtype, int], tuple[int, int, int]] = {}
@@ -62,7 +68,7 @@ class Reading:
         """
         if type(tensor) is not Tensor and isinstance(tensor, DTensor):
             tensor = tensor.to_local()
-        if not _lies_in_memory(tensor):
+        if not lies_in_memory(tensor):
             self._add_odd(tensor, start, stop, norm=norm)
             return
         length, dtype, address = tensor.numel(), tensor.dtype, tensor.data_ptr()
@@ -85,6 +91,12 @@ class Reading:
         self._kept.append(tensor)
         self._lying.append(len(self._known))
         self._known.append(known)
+
+    def add_digest(self, digest: PendingDigest) -> None:
+        """Add a digest that is known, or computed already."""
+        if digest.pending:
+            self._odd.append((len(self._known), digest))
+        self.add_word(digest.known & _MASK)
 
     def add_word(self, word: int) -> None:
         """Add a digest that is known."""
@@ -129,9 +141,7 @@ class Reading:
         if norm:
             squares = list(_squares(tensor, start, stop))
             self._squares += [(number, square) for square in squares]
-        if digest.pending:
-            self._odd.append((number, digest))
-        self.add_word(digest.known & _MASK)
+        self.add_digest(digest)
 
 
 class Recurring:
@@ -180,7 +190,7 @@ class Recurring:
             tensors: What is to be read.
             before: Has just read the same tensors, as far as they are still where they were.
         """
-        if self._reading is None or not _ORDINARY.issuperset(map(type, tensors)):
+        if self._reading is None or not ORDINARY.issuperset(map(type, tensors)):
             return None
         pointers = list(map(Tensor.data_ptr, tensors))
         found = before is not None and before._has_read(pointers, self._form)
@@ -302,18 +312,6 @@ def _learn(dtype: torch.dtype, length: int) -> tuple[int, int, int]:
 def _form_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]]:
     """Return what decides how much of their memory is read."""
     return list(map(_bytes_of, tensors)), list(map(Tensor.is_contiguous, tensors))
-
-
-def _lies_in_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is one piece of memory, all of it there."""
-    if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided:
-        return False
-    if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
-        return False
-    if not tensor.is_cpu and tensor.is_meta:
-        return False
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-    return tensor.untyped_storage().nbytes() >= needed and not tensor.is_quantized
 
 
 def _squares(tensor: Tensor, start: int, stop: int | None) -> Iterator[float | Tensor]:

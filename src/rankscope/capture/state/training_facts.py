@@ -1,12 +1,14 @@
 """What a training is made of, in plain values: so that two runs can be told apart by name.
 
+And what a data loader says of itself: its seed, and whether it draws with replacement.
+
 Taken once, when the watch begins, on rank 0. Nothing here may keep a job from starting: what cannot
 be told is left out.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.names import canonical_name
 from rankscope.capture.state.digest import known_shape
+from rankscope.capture.state.environment import quietly
 from rankscope.capture.state.fingerprint import digest_of
 
 Facts = dict[str, Any]
@@ -26,6 +29,18 @@ _DDP_SETTINGS = ("gradient_as_bucket_view", "find_unused_parameters", "static_gr
 _SAMPLER_SETTINGS = ("shuffle", "seed", "drop_last", "replacement")
 _LOADER_SETTINGS = ("batch_size", "num_workers", "drop_last", "prefetch_factor", "pin_memory")
 _MAX_GROUPS = 64  # parameter groups that are written out
+_PARTS = (
+    "base_dataloader",  # accelerate's wrapper
+    "batch_sampler",
+    "sampler",
+    "dataset",
+    "source",
+)
+_LISTS_OF_PARTS = (
+    "datasets",  # torch's ConcatDataset and ChainDataset
+    "pipeline",  # webdataset's stages, its loader's included
+)
+_MAX_VISITED = 64
 
 
 def training_facts(
@@ -50,11 +65,11 @@ def training_facts(
     """
     return {
         "seed": torch.initial_seed(),
-        "model": _quietly(lambda: {"class": _class_of(module)}),
-        "parameters": _quietly(lambda: _parameters(module)),
-        "reduction": _quietly(lambda: _reduction(wrapper, group)),
-        "optimizer": None if optimizer is None else _quietly(lambda: _optimizer(optimizer)),
-        "loader": None if loader is None else _quietly(lambda: _loader(loader)),
+        "model": quietly(lambda: {"class": _class_of(module)}),
+        "parameters": quietly(lambda: _parameters(module)),
+        "reduction": quietly(lambda: _reduction(wrapper, group)),
+        "optimizer": None if optimizer is None else quietly(lambda: _optimizer(optimizer)),
+        "loader": None if loader is None else quietly(lambda: _loader(loader)),
     }
 
 
@@ -130,7 +145,7 @@ def _loader(loader: Any) -> Facts:
             facts[name] = {"class": _class_of(sampler), **_settings(sampler, _SAMPLER_SETTINGS)}
     data: Any = _quietly_of(loader, "dataset")
     if data is not None:
-        facts["dataset"] = {"class": _class_of(data), **_quietly(lambda: {"length": len(data)})}
+        facts["dataset"] = {"class": _class_of(data), **quietly(lambda: {"length": len(data)})}
     generator = _quietly_of(loader, "generator")
     if isinstance(generator, torch.Generator):
         facts["seed"] = generator.initial_seed()
@@ -165,7 +180,7 @@ def _settings(owner: object, names: Iterable[str]) -> Facts:
     return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str)}
 
 
-def _quietly_of(owner: object, name: str) -> object:
+def _quietly_of(owner: object, name: str) -> Any:
     try:
         return getattr(owner, name, None)
     except Exception:  # a property may do anything
@@ -206,9 +221,37 @@ def _plain(value: object) -> object:
     return _class_of(value)
 
 
-def _quietly(collect: Callable[[], Facts]) -> Facts:
-    """Return facts, or none where they cannot be had."""
-    try:
-        return collect()
-    except Exception:
-        return {}
+def draws_with_replacement(loader: Any) -> bool:
+    """Return whether a data loader says that it draws samples, or whole shards, with replacement.
+
+    So say torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
+    (``WebDataset(resampled=True)``) or a class of that name. Nothing is read or called.
+
+    Args:
+        loader: A data loader, or whatever the training reads its batches from; None if unknown.
+    """
+    waiting, visited = deque([loader]), 0
+    while waiting and visited < _MAX_VISITED:
+        part = waiting.popleft()
+        visited += 1
+        if _replaces(part):
+            return True
+        waiting.extend(_parts_of(part))
+    return False
+
+
+def _replaces(part: Any) -> bool:
+    if any(kind.__name__.startswith("ResampledShards") for kind in type(part).__mro__):
+        return True
+    return _quietly_of(part, "replacement") is True
+
+
+def _parts_of(part: Any) -> Iterator[Any]:
+    for name in _PARTS:
+        value = _quietly_of(part, name)
+        if value is not None:  # a list is the data themselves, and has no parts
+            yield value
+    for name in _LISTS_OF_PARTS:
+        value = _quietly_of(part, name)
+        if isinstance(value, list | tuple):
+            yield from value

@@ -23,19 +23,14 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from rankscope.capture.passes import BackwardEnd
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.alone import alone_gradients
-from rankscope.capture.taps.backward import BackwardEnd
-from rankscope.capture.taps.busy import BusyClock
+from rankscope.capture.taps.alone import PartsAlone, alone_gradients
 from rankscope.capture.taps.ddp_reading import LocalReading, measure_reduced
-from rankscope.capture.taps.ddp_step import StepState
-from rankscope.capture.taps.hook_calls import HookCalls
-from rankscope.capture.taps.join import ShadowSteps
-from rankscope.capture.taps.micro import MicroBatches
-from rankscope.capture.taps.observer import GradientObserver
-from rankscope.capture.taps.parts_alone import PartsAlone
+from rankscope.capture.taps.ddp_step import BusyClock, HookCalls, ShadowSteps, StepState
+from rankscope.capture.taps.parts import MicroBatches
 from rankscope.capture.taps.reduced_product import ReducedProduct, product_is_asked_for
-from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.capture.taps.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
 
 

@@ -21,8 +21,7 @@ from weakref import ref
 from torch import Tensor
 
 from rankscope.capture.sketch import Measured, Sketcher
-from rankscope.capture.taps.observer import GradientObserver
-from rankscope.capture.taps.tap import ReadReduced
+from rankscope.capture.taps.tap import GradientObserver, ReadReduced
 from rankscope.capture.totals import GradientTotals
 
 _LEARNT_IN = 2  # passes: DDP differs in its first one

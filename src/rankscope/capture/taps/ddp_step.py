@@ -1,8 +1,23 @@
-"""What is known of a step under DDP."""
+"""What is known of a step under DDP: its state, calls of hooks and of DDP's own methods.
 
+An attribute of the model would be copied along with it; so methods of its class are listened to.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, KeysView
 from dataclasses import dataclass
+from weakref import ref
 
+import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.capture.taps.calls import Relay
+
+_BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
+_SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
 
 
 @dataclass(slots=True)
@@ -28,3 +43,164 @@ class StepState:
     reduced_known: bool = False
     reduced_product: Tensor | None = None
     spoiled: bool = False
+
+
+class HookCalls:
+    """Which parameters' hooks are called in the backward passes of a step, and how often.
+
+    Reentrant checkpointing of a shared parameter calls its hook once per use, and the last call
+    sees the whole gradient. How many there are is learnt from a pass that is not measured.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[str, int] = {}  # where it is not 1
+        self._counts: Counter[str] = Counter()  # in this pass
+        self._before: set[str] = set()  # in earlier passes of the step
+
+    @property
+    def names(self) -> KeysView[str]:
+        """The parameters whose hooks were called in the last pass."""
+        return self._counts.keys()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the last pass saw every parameter that the step's earlier passes saw.
+
+        A parameter that only earlier micro-batches used was not read in the last one.
+        """
+        return self._before <= self._counts.keys()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._counts.clear()
+        self._before.clear()
+
+    def begin_pass(self) -> None:
+        """Begin a backward pass."""
+        self._before |= self._counts.keys()
+        self._counts.clear()
+
+    def last_of(self, name: str) -> bool:
+        """Take a call; return whether it is the one that sees the whole gradient."""
+        self._counts[name] += 1
+        return self._counts[name] == self._expected.get(name, 1)
+
+    def add(self, names: Iterable[str]) -> None:
+        """Take many calls."""
+        self._counts.update(names)
+
+    def end_pass(self, late: Collection[str] = ()) -> bool:
+        """End a backward pass; return whether a parameter was not called as often as expected.
+
+        Args:
+            late: Parameters for which it does not matter, since they were not read in their hooks.
+        """
+        several = {name: count for name, count in self._counts.items() if count > 1}
+        absent = {n: count for n, count in self._expected.items() if n not in self._counts}
+        expected, self._expected = self._expected, absent | several
+        if expected == self._expected:
+            return False
+        differ = expected.items() ^ self._expected.items()
+        return any(name not in late for name, _ in differ)
+
+
+class BusyClock:
+    """Times what a worker does under DDP between two reductions, before it waits for the others.
+
+    Wall time per step is the same on all workers, since all wait for the slowest. What tells them
+    apart is the time from the end of one reduction to the last local gradient before the next one.
+
+    The host's clock tells it on the CPU alone: an accelerator works behind the host's back. Where
+    DDP broadcasts buffers before a forward pass, the time of that broadcast is left out, since
+    workers wait there for rank 0.
+
+    Args:
+        model: The wrapped model.
+        device: Where its gradients are.
+    """
+
+    def __init__(self, model: DistributedDataParallel, device: torch.device) -> None:
+        self._model = ref(model)
+        self._on_host = device.type == "cpu" and _BROADCAST.exists
+        self._free_at: float | None = None  # when the last reduction had ended
+        self._ready_at = math.nan
+        self._broadcast_at = 0.0
+        self._broadcasting = 0.0
+        self._seconds: float | None = None
+        self._stop: Callable[[], object] = lambda: None
+        if _BROADCAST.exists:
+            begin, end = self._begin_broadcast, self._end_broadcast
+            self._stop = _BROADCAST.tell(before=begin, after=end)
+
+    @property
+    def seconds(self) -> float:
+        """How long this worker was busy in the step that has just been reduced; NaN if unknown."""
+        return math.nan if self._seconds is None else self._seconds
+
+    def see_gradient(self) -> None:
+        """Take note that a local gradient is ready; the last call before the reduction counts."""
+        self._ready_at = time.perf_counter()
+
+    def see_reduced(self) -> None:
+        """Take note that a reduction has ended: of every worker's gradient, at about one time."""
+        free_at, self._free_at = self._free_at, time.perf_counter()
+        again = self._seconds is not None  # a second reduction in one step is not comparable
+        if free_at is None or again or not self._on_host or self._waits_elsewhere():
+            self._seconds = math.nan
+        else:
+            self._seconds = self._ready_at - free_at - self._broadcasting
+        self._broadcasting = 0.0
+
+    def begin_step(self, *, reduced: bool) -> None:
+        """Begin another step; without a reduction, its time since the last one is not known."""
+        self._seconds = None
+        if not reduced:
+            self._free_at = None
+
+    def remove(self) -> None:
+        """Stop timing broadcasts; a second call does nothing."""
+        self._stop()
+
+    def _begin_broadcast(self, model: object) -> None:
+        self._broadcast_at = time.perf_counter()
+
+    def _end_broadcast(self, model: object) -> None:
+        if model is self._model():
+            self._broadcasting += time.perf_counter() - self._broadcast_at
+
+    def _waits_elsewhere(self) -> bool:
+        """Return whether DDP may have waited for other workers inside the backward pass.
+
+        A communication hook may wait for one bucket before it starts the next, as that of the
+        exact tier does. From a ``join()`` on, the first gradient waits until all workers have
+        begun their forward pass.
+        """
+        model = self._model()
+        return model is None or bool(model._comm_hooks) or bool(model._join_config.enable)
+
+
+class ShadowSteps:
+    """Notices the steps that a rank only shadows, since it has run out of data in ``model.join()``.
+
+    Its hooks do not fire in them: DDP calls the reduction itself. The only place that all of these
+    steps pass is a method of DDP's class.
+
+    Args:
+        model: The wrapped model.
+        shadowed: Called after each of them.
+    """
+
+    def __init__(self, model: DistributedDataParallel, shadowed: Callable[[], None]) -> None:
+        self._model = model
+        self._shadowed = shadowed
+        self._stop: Callable[[], object] = lambda: None
+        if _SHADOWED.exists:
+            self._stop = _SHADOWED.tell(after=self._see)
+
+    def remove(self) -> None:
+        """Stop listening; a second call does nothing."""
+        self._stop()
+
+    def _see(self, model: object) -> None:
+        if model is self._model:
+            self._shadowed()

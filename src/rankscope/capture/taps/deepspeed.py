@@ -15,7 +15,6 @@ The gradient is that of the loss divided by the accumulation steps, times the lo
 the reduction averages, before DeepSpeed unscales and clips it in ``step``.
 """
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.calls import Relay
 from rankscope.capture.taps.deepspeed_reading import ReducedReader, choose_reader
-from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.capture.taps.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
 from rankscope.errors import UnsupportedError
 
 _BEGIN, _END = "_backward_prologue", "_backward_epilogue"
@@ -72,8 +72,11 @@ def _obstacles(engine: Any) -> Iterator[tuple[str, bool]]:
     yield "with SuperOffload", engine.super_offload()
 
 
-class DeepSpeedTap:
-    """A :class:`~rankscope.capture.taps.tap.GradientTap` for a DeepSpeed engine.
+class DeepSpeedTap(GradientTap):
+    """Reads gradients of a DeepSpeed engine.
+
+    ZeRO waits for the other workers in the backward pass or in the optimizer. The reduction takes a
+    mean, and the engine's own step decides what it applies.
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
@@ -110,27 +113,18 @@ class DeepSpeedTap:
         self._measure = self._running = self._ending = self._complete = False
         self._num_backwards = 0
         self.gradient_scale: Tensor | None = None
-        self._calls = [
-            _Intercepted(engine, _BEGIN, guarded, before=self._begin_backward),
-            _Intercepted(engine, _REDUCE, guarded, before=self._before_reduction),
-            _Intercepted(engine, _STEP, guarded, before=self._before_step),
-            _Intercepted(engine, _END, guarded, before=self._begin_end, after=self._end_backward),
+        self._guarded = guarded
+        self._stops = [
+            Relay(engine, _BEGIN).tell(before=self._begin_backward),
+            Relay(engine, _REDUCE).tell(before=self._before_reduction),
+            Relay(engine, _STEP).tell(before=self._before_step),
+            Relay(engine, _END).tell(before=self._begin_end, after=self._end_backward),
         ]
 
     @property
     def reduced_copies(self) -> int:
         """How many workers hold each element of the reduced gradient: W or, of a shard, 1."""
         return self._group.size() if self._shards.replicated else 1
-
-    @property
-    def summed_workers(self) -> float:
-        """1: the reduction takes a mean."""
-        return 1.0
-
-    @property
-    def unreduced(self) -> bool:
-        """False: the engine's own step decides what it applies."""
-        return False
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
@@ -139,9 +133,6 @@ class DeepSpeedTap:
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Take it for one that trains: the engine itself says when one begins."""
         trained()
-
-    def notice_unannounced(self, announce: Callable[[], None]) -> None:
-        """Do nothing: by then the step that the pass belongs to is under way."""
 
     @property
     def complete(self) -> bool:
@@ -152,11 +143,6 @@ class DeepSpeedTap:
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
         return self._running
-
-    @property
-    def busy_seconds(self) -> float:
-        """NaN: ZeRO waits for the others in the backward pass or in the optimizer."""
-        return math.nan
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
@@ -176,22 +162,26 @@ class DeepSpeedTap:
     def remove(self) -> None:
         """Take all hooks out of the engine."""
         self._local.remove()
-        for call in self._calls:
-            call.remove()
+        for stop in self._stops:
+            stop()
 
-    def _begin_backward(self) -> None:
+    @guarded
+    def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
         if self._measure and not self._running:
             self._local.begin_backward(first=self._num_backwards == 0)
         self._running = True
 
-    def _begin_end(self) -> None:
+    @guarded
+    def _begin_end(self, *args: Any, **kwargs: Any) -> None:
         self._ending = True
 
-    def _before_reduction(self) -> None:
+    @guarded
+    def _before_reduction(self, *args: Any, **kwargs: Any) -> None:
         if self._measure and self._ending:
             self._local.before_reduction()
 
-    def _end_backward(self) -> None:
+    @guarded
+    def _end_backward(self, *args: Any, **kwargs: Any) -> None:
         self._ending = False
         self._num_backwards += 1
         if self._measure:
@@ -201,7 +191,8 @@ class DeepSpeedTap:
             self._finish()
         self._running = False  # last: Ctrl-C in between leaves an aborted pass
 
-    def _before_step(self) -> None:
+    @guarded
+    def _before_step(self, *args: Any, **kwargs: Any) -> None:
         """Close a step whose backward passes could not know which of them was the last."""
         if self._num_backwards and not self._complete:
             self._finish()
@@ -234,44 +225,3 @@ def _loss_scale(engine: Any) -> Tensor:
         elif engine.torch_autocast_z0_gradscaler:
             loss = engine.torch_autocast_z0_gradscaler.scale(loss)
     return loss.detach()
-
-
-class _Intercepted:
-    """A method of one object, with work before and after each of its calls.
-
-    Args:
-        owner: The object.
-        name: The method, looked up on the object at each call.
-        guarded: Runs the work.
-        before: What to do before each call.
-        after: What to do after each call that did not raise.
-    """
-
-    def __init__(
-        self,
-        owner: Any,
-        name: str,
-        guarded: Guarded,
-        *,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        self._owner, self._name = owner, name
-        self._before, self._after = before, after
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._before is not None:
-                guarded(self._before)
-            result = original(*args, **kwargs)
-            if self._after is not None:
-                guarded(self._after)
-            return result
-
-        self._call = vars(owner)[name] = call
-
-    def remove(self) -> None:
-        """Take the work out, and the interception too unless another one was put on top of it."""
-        self._before = self._after = None
-        if vars(self._owner).get(self._name) is self._call:
-            del vars(self._owner)[self._name]

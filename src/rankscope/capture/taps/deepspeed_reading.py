@@ -1,22 +1,22 @@
 """Where DeepSpeed keeps gradients: local ones during backward passes, reduced ones after."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from rankscope.capture.sketch import Measured, Sketcher
-from rankscope.capture.taps.parts import GradientParts
+from rankscope.capture.taps.parts import GradientParts, MicroBatches
 from rankscope.capture.taps.tap import Guarded
 from rankscope.capture.totals import GradientTotals
 from rankscope.errors import UnsupportedError
 
 
-class LocalReader(Protocol):
+class LocalReader(ABC):
     """Measures the local gradient of a step, as backward passes come and go.
 
     Attributes:
@@ -24,34 +24,40 @@ class LocalReader(Protocol):
         carried_over: As in :class:`~rankscope.capture.taps.tap.LocalGradient`.
     """
 
-    on: bool
-    carried_over: Tensor | None
+    on = False
+    carried_over: Tensor | None = None
 
     @property
     def valid(self) -> bool:
         """Whether what was measured is the local gradient of a whole step."""
+        return True
 
     @property
     def estimated(self) -> bool:
         """Whether its squared norms are estimates."""
+        return False
 
-    def begin_backward(self, *, first: bool) -> None:
+    def begin_backward(self, *, first: bool) -> None:  # noqa: B027 - most have nothing to do
         """Note that a backward pass begins, the first of its step or a later one."""
 
-    def before_reduction(self) -> None:
+    def before_reduction(self) -> None:  # noqa: B027
         """Note that a backward pass has ended and that its reduction, if any, has not begun."""
 
+    @abstractmethod
     def end_backward(self) -> None:
         """Note that a backward pass has ended, and with it the reduction, if any."""
 
+    @abstractmethod
     def result(self) -> tuple[GradientTotals, Tensor | None]:
         """Return the step's totals and the squared norms of its micro-batches, if known."""
 
+    @abstractmethod
     def reset(self) -> None:
         """Start another step."""
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
+        self.on = False
 
 
 def choose_reader(
@@ -84,10 +90,8 @@ def _step_has_begun(engine: Any) -> bool:
     return bool(engine.micro_steps % engine.gradient_accumulation_steps())
 
 
-class _AccumulatedReader:
+class _AccumulatedReader(LocalReader):
     """Reads the accumulated gradient at the end of each backward pass, before it is reduced."""
-
-    valid, estimated = True, False
 
     def __init__(
         self,
@@ -95,15 +99,12 @@ class _AccumulatedReader:
         gradient_of: Callable[[Tensor], Tensor | None],
         sketcher: Sketcher,
     ) -> None:
-        self.on = False
-        self.carried_over: Tensor | None = None
         self._parameters = parameters
         self._gradient_of = gradient_of
         self._sketcher = sketcher
         self._totals = sketcher.new_totals()
         self._is_read = False
-        self._micro_squared_norms: list[Tensor] = []
-        self._sketch_before: Tensor | None = None
+        self._micro = MicroBatches()
 
     def begin_backward(self, *, first: bool) -> None:
         if first:
@@ -116,7 +117,7 @@ class _AccumulatedReader:
         gradients = [(name, gradient, 0) for name, gradient in self._gradients()]
         self._sketcher.measure_many(gradients, self._totals)
         if self._sketcher.sketches:
-            self._tell_micro_batch()
+            self._micro.add(self._totals, last=False)
 
     def end_backward(self) -> None:
         if not self._is_read:  # nothing was reduced, as inside no_sync
@@ -124,16 +125,13 @@ class _AccumulatedReader:
         self._is_read = False
 
     def result(self) -> tuple[GradientTotals, Tensor | None]:
-        several = len(self._micro_squared_norms) > 1
-        return self._totals.clone(), torch.stack(self._micro_squared_norms) if several else None
+        micro = self._micro.squared_norms()
+        return self._totals.clone(), None if micro is None or len(micro) == 1 else micro
 
     def reset(self) -> None:
         self._is_read = False
-        self._micro_squared_norms.clear()
-        self._sketch_before = self.carried_over = None
-
-    def remove(self) -> None:
-        self.on = False
+        self._micro.reset()
+        self.carried_over = None
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
@@ -141,26 +139,16 @@ class _AccumulatedReader:
             if gradient is not None:
                 yield name, gradient
 
-    def _tell_micro_batch(self) -> None:
-        """Tell a micro-batch's own norm from sketches that grow with each of them."""
-        sketch = self._totals.sketches.sum(0)
-        if self._sketch_before is None:
-            self._micro_squared_norms.append(self._totals.squared_norms.sum())
-        else:
-            own = (sketch - self._sketch_before).double()
-            self._micro_squared_norms.append(own.square().sum())
-        self._sketch_before = sketch
 
+class _PartsReader(LocalReader):
+    """Reads each micro-batch's gradient as it passes, from tensor hooks.
 
-class _PartsReader:
-    """Reads each micro-batch's gradient as it passes, from tensor hooks."""
-
-    carried_over: Tensor | None = None  # nothing that was there before passes the hooks
+    Nothing that was there before passes them, so nothing is carried over.
+    """
 
     def __init__(
         self, parameters: dict[str, Tensor], sketcher: Sketcher, guarded: Guarded, *, begun: bool
     ) -> None:
-        self.on = False
         self._guarded = guarded
         self._parts = GradientParts(sketcher)
         self._adds_up = sketcher.sketches
@@ -178,12 +166,6 @@ class _PartsReader:
     @property
     def estimated(self) -> bool:
         return self._parts.count > 1
-
-    def begin_backward(self, *, first: bool) -> None:
-        pass
-
-    def before_reduction(self) -> None:
-        pass
 
     def end_backward(self) -> None:
         self._parts.close()
@@ -206,7 +188,7 @@ class _PartsReader:
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if self.on:
-            self._guarded(partial(self._parts.measure, name, gradient))
+            self._guarded(self._parts.measure, name, gradient)
 
 
 def _accumulated(optimizer: Any) -> Callable[[Tensor], Tensor | None]:

@@ -5,37 +5,39 @@ sharded ``.grad``: what is about to be reduced is this worker's gradient and not
 layout and precision.
 """
 
-import math
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rankscope.capture.passes import in_backward
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.fsdp2_calls import listen
 from rankscope.capture.taps.fsdp2_model import (
     ManagedParameter,
     ParameterGroup,
     ends_backward,
     fsdp2_states,
+    listen,
     managed_parameters,
     waits_by_hand,
 )
 from rankscope.capture.taps.fsdp2_shard import measure_shards
-from rankscope.capture.taps.micro import MicroBatches
-from rankscope.capture.taps.observer import GradientObserver
-from rankscope.capture.taps.parts import GradientParts
-from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.capture.taps.parts import GradientParts, MicroBatches
+from rankscope.capture.taps.tap import (
+    GradientObserver,
+    GradientTap,
+    Guarded,
+    LocalGradient,
+    ReadReduced,
+    guarded,
+)
 from rankscope.capture.totals import GradientTotals
 from rankscope.errors import UnsupportedError
 
 
-class FSDP2Tap:
-    """A :class:`~rankscope.capture.taps.tap.GradientTap` for FSDP2.
+class FSDP2Tap(GradientTap):
+    """Reads gradients under FSDP2.
 
     A step is a backward pass whose gradients are reduced over all workers. One that accumulates
     none (``torch.autograd.grad`` through the model, for adversarial examples, saliency or gradient
@@ -46,6 +48,9 @@ class FSDP2Tap:
     last, a loss whose chunks each have a backward pass) add up as
     :class:`~rankscope.capture.taps.parts.GradientParts` says: norms of such groups are estimates
     then.
+
+    Layers gather their parameters, and so wait for all workers. What FSDP2 has not reduced is not
+    in ``.grad``, and reaches no optimizer.
 
     The reduced gradient is left out in steps where it cannot be told: something was in ``.grad``
     before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 was told not to
@@ -88,24 +93,28 @@ class FSDP2Tap:
         self._scratch: GradientTotals | None = None
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
+        self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
+        self._measure = False
+        self._start_again()
+        self._stops = listen(
+            backward_begins=self._on_begin,
+            before_reduce=self._see,
+            backward_ends=self._close_backward,
+            finalized=self._close_by_hand,
+        )
+
+    def _start_again(self) -> None:
+        self._parts.reset()
+        self._micro.reset()
         self._read: set[str] = set()  # in this step
         self._read_now: set[str] = set()  # in this backward pass
         # Until their root's backward pass ends: whether the reduction makes it one that trains.
         self._reduced_now: dict[ParameterGroup, bool] = {}
         self._accumulated: dict[ManagedParameter, tuple[int, int]] = {}  # what was not reduced
-        self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
-        self._measure = False
-        self._num_forwards = self._num_backwards = 0  # in this step
         self._running = self._open = self._complete = self._spoiled = False
         self._fresh = self._micro_known = True
         self._reduced_read = False
-        stop = listen(
-            backward_begins=self._on_begin,
-            before_reduce=self._on_reduce,
-            backward_ends=self._on_end,
-            finalized=self._on_finalized,
-        )
-        self._stop = weakref.finalize(self, stop)
+        self._num_forwards = self._num_backwards = 0
 
     @property
     def reduced_copies(self) -> int:
@@ -117,14 +126,9 @@ class FSDP2Tap:
         """W where a divide factor of 1 was set, as for losses over all workers' tokens."""
         return 1 / self._groups[0].reduced_scale
 
-    @property
-    def unreduced(self) -> bool:
-        """False: what FSDP2 has not reduced is not in ``.grad``, and reaches no optimizer."""
-        return False
-
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training; one that recomputes activations does not count."""
-        if _in_backward():
+        if in_backward():
             return
         if self._open:  # a backward pass raised, and the training caught it
             self._start_again()
@@ -140,9 +144,6 @@ class FSDP2Tap:
         self._begin_backward()
         self._reached.append(trained)
 
-    def notice_unannounced(self, announce: Callable[[], None]) -> None:
-        """Do nothing: by then the step that the pass belongs to is under way."""
-
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
@@ -151,12 +152,7 @@ class FSDP2Tap:
     @property
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
-        return self._open and not _in_backward()
-
-    @property
-    def busy_seconds(self) -> float:
-        """NaN: layers gather their parameters, and so wait for all workers."""
-        return math.nan
+        return self._open and not in_backward()
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
@@ -173,19 +169,8 @@ class FSDP2Tap:
 
     def remove(self) -> None:
         """Stop listening."""
-        self._stop()
-
-    def _start_again(self) -> None:
-        self._parts.reset()
-        self._micro.reset()
-        self._read.clear()
-        self._read_now.clear()
-        self._reduced_now.clear()
-        self._accumulated.clear()
-        self._running = self._open = self._complete = self._spoiled = False
-        self._fresh = self._micro_known = True
-        self._reduced_read = False
-        self._num_forwards = self._num_backwards = 0
+        for stop in self._stops:
+            stop()
 
     def _micro_squared_norms(self) -> Tensor | None:
         """Return the norms when each forward pass had one backward pass and all were seen."""
@@ -196,8 +181,9 @@ class FSDP2Tap:
             return self._parts.part_squared_norms() if each else None
         return self._micro.squared_norms()
 
-    def _on_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if args and args[0] in self._states:
+    @guarded
+    def _on_begin(self, state: Any) -> None:
+        if state in self._states:
             self._begin_backward()
             self._open = True
 
@@ -206,9 +192,7 @@ class FSDP2Tap:
             self._running = True
             self._reached.clear()
 
-    def _on_reduce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._guarded(partial(self._see, *args, **kwargs))
-
+    @guarded
     def _see(
         self, fsdp_params: list[Any], unsharded_grads: list[Tensor], *rest: Any, **options: Any
     ) -> None:
@@ -234,7 +218,7 @@ class FSDP2Tap:
 
         Pipeline schedules reduce by hand, after the last backward pass, what all have accumulated.
         """
-        if not self._accumulated or not _in_backward():
+        if not self._accumulated or not in_backward():
             return True
         return any(self._accumulated.get(p) != _state_of(g) for p, g in gradients.items())
 
@@ -256,17 +240,13 @@ class FSDP2Tap:
         self._read_now |= names
         self._parts.measure_many([(p.name, gradient) for p, gradient in gradients.items()])
 
-    def _on_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._guarded(partial(self._close_backward, *args, **kwargs))
-
-    def _on_finalized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._guarded(partial(self._close_by_hand, *args, **kwargs))
-
+    @guarded
     def _close_by_hand(self, state: Any) -> None:
         """Close the backward passes of a step whose reductions the training has waited for."""
         if not ends_backward(state):
             self._close_backward(state, settled=True)
 
+    @guarded
     def _close_backward(self, state: Any, *, settled: bool = False) -> None:
         """Close a backward pass, after the reductions if it has any.
 
@@ -375,7 +355,3 @@ def _state_of(gradient: Tensor) -> tuple[int, int]:
     """Return what changes when something is accumulated into a gradient that is kept."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return local.data_ptr(), local._version
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

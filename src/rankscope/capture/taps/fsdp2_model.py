@@ -2,18 +2,25 @@
 
 All attributes of FSDP2's own objects that the monitor uses are read here, after a check that they
 exist.
+
+FSDP2 offers no public place where the local gradient can be read in every layout: the public
+``set_custom_reduce_scatter`` is never called with a shard size of 1, replaces the user's own, and
+shows padded gradients, in fp16 already divided. :func:`listen` listens to a few private functions
+that serve all layouts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import DTensor
 
 from rankscope.capture.names import canonical_name
-from rankscope.capture.taps.fsdp2_calls import expect
+from rankscope.capture.taps.calls import Listener, Relay, expect
 from rankscope.capture.taps.fsdp2_shard import ShardPlace
 from rankscope.errors import UnsupportedError
 
@@ -25,6 +32,50 @@ _PARAMETER_ATTRIBUTES = (
     *("sharded_param", "unsharded_accumulated_grad", "is_dtensor", "fsdp_placement"),
     *("_orig_size", "padded_sharded_param_size", "mesh_info"),
 )
+
+_STATE = _fsdp_state.FSDPState
+_BEGIN = Relay(_STATE, "_register_root_post_backward_final_callback")
+_REDUCE = Relay(_fsdp_param_group, "foreach_reduce")
+_END = Relay(_STATE, "_root_post_backward_final_callback")
+_FINALIZE = Relay(_STATE, "_end_backward_iteration")  # since torch 2.15
+
+
+def listen(
+    *,
+    backward_begins: Listener,
+    before_reduce: Listener,
+    backward_ends: Listener,
+    finalized: Listener,
+) -> list[Callable[[], object]]:
+    """Tell bound methods of all backward passes and reductions in this process.
+
+    It does not keep their object alive. While nobody listens, torch's own functions are in place.
+
+    Args:
+        backward_begins: Told of a state of FSDP2 that a backward pass has reached.
+        before_reduce: Told of each group of parameters that is about to be reduced.
+        backward_ends: Told of a state of FSDP2 whose backward pass has ended and has not raised.
+            The current stream then waits for all reductions of the pass; before torch 2.15.
+        finalized: Told of a state of FSDP2 whose reductions the stream has been made to wait for,
+            which a training may put off (``set_manual_backward_finalization``), as pipeline
+            schedules do; of one that does so at the end of its backward pass, before
+            ``backward_ends``.
+
+    Returns:
+        What ends the listening.
+
+    Raises:
+        UnsupportedError: This torch lacks one of the functions.
+    """
+    expect(_STATE, "_register_root_post_backward_final_callback")
+    expect(_fsdp_param_group, "foreach_reduce")
+    expect(_STATE, "_root_post_backward_final_callback")
+    stops = [
+        _BEGIN.tell(after=backward_begins),
+        _REDUCE.tell(before=before_reduce),
+        _END.tell(after=backward_ends),
+    ]
+    return [*stops, _FINALIZE.tell(after=finalized)] if _FINALIZE.exists else stops
 
 
 class ParameterGroup:
@@ -216,15 +267,6 @@ def fsdp2_parameters(model: nn.Module) -> dict[str, Tensor]:
 def fsdp2_device(model: nn.Module) -> torch.device:
     """Return where gradients live; under CPU offloading the parameters live elsewhere."""
     return managed_parameters(model)[0].group.device
-
-
-def fsdp2_ranks(model: nn.Module) -> list[int]:
-    """Return the global ranks of the workers to compare, this one among them.
-
-    They are those of the mesh that ``fully_shard`` got: both dimensions under HSDP; of a larger
-    mesh, only the data-parallel dimensions.
-    """
-    return list(managed_parameters(model)[0].group.ranks)
 
 
 def fsdp2_process_group(model: nn.Module) -> dist.ProcessGroup:

@@ -1,4 +1,6 @@
-"""A gradient that is never seen whole: its parts are measured one by one, as they pass.
+"""Micro-batches: gradients that are never seen whole, and norms of those that grow.
+
+:class:`GradientParts` measures a gradient's parts one by one, as they pass.
 
 Where each micro-batch's gradient is sent away as soon as it exists (ZeRO 2 and 3), the accumulated
 local gradient ``g = sum_m g_m`` is never in memory. Sketches add up over its parts, squared norms
@@ -10,6 +12,8 @@ do not. What is missing are the inner products of different parts, which the ske
 This is unbiased, exact for a single part, and its relative RMS error is at most about ``sqrt(2/k)``
 unless parts oppose each other. ``|sum_m S_m|^2`` alone would do too, with a larger error (by
 ``sqrt(2)`` for two independent parts): here the norms of the parts are exact.
+
+:class:`MicroBatches` tells the norms of micro-batches from a gradient that grows with each of them.
 """
 
 from collections.abc import Sequence
@@ -119,3 +123,34 @@ class GradientParts:
 
 def _squared_norms(sketches: Tensor) -> Tensor:
     return sketches.double().square().sum(1)
+
+
+class MicroBatches:
+    """The squared norms of single micro-batches, told from sums that grow with each of them."""
+
+    def __init__(self) -> None:
+        self._before: Tensor | None = None
+        self._squared_norms: list[Tensor] = []
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self._before = None
+        self._squared_norms.clear()
+
+    def add(self, totals: GradientTotals, *, last: bool) -> None:
+        """Take the totals of the gradient accumulated so far."""
+        if last and self._before is None:
+            return  # a single micro-batch
+        sketch = totals.sketches.sum(0)
+        if self._before is None:
+            self._squared_norms.append(totals.squared_norms.sum())
+        else:
+            self._squared_norms.append((sketch - self._before).double().square().sum())
+        self._before = sketch
+
+    def squared_norms(self) -> Tensor | None:
+        """Return one per micro-batch ``[M]``, float64; None when there was a single one.
+
+        All but the first are squared norms of sketches: unbiased, with an RMS error of sqrt(2/k).
+        """
+        return torch.stack(self._squared_norms) if self._squared_norms else None

@@ -13,7 +13,6 @@ With W workers, ``g . mean`` and the norms of both tell where a worker points ag
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.capture.kernels.dot import choose_dot
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.tap import Guarded, ReadReduced
+from rankscope.capture.taps.tap import Guarded, ReadReduced, guarded
 
 _STACK = (
     "_push_on_torch_dispatch_stack",
@@ -57,7 +56,7 @@ class ReducedProduct:
         self._dot = choose_dot(device)
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._guarded = guarded
-        self._mode = _Copies(lambda pairs: guarded(partial(self._look, pairs)))
+        self._mode = _Copies(self._look)
         self._names: dict[int, str] = {}  # by the addresses of local gradients
         self._seen: set[str] = set()
         self._watched = self._disturbed = False
@@ -77,7 +76,7 @@ class ReducedProduct:
         }
         self._watched, self._disturbed = True, False
         torch._C._push_on_torch_dispatch_stack(self._mode)
-        Variable._execution_engine.queue_callback(lambda: self._guarded(self._stop))
+        Variable._execution_engine.queue_callback(self._stop)
 
     def take(self, used: Container[str]) -> Tensor | None:
         """Return the inner product ``[]`` in float64 as a copy; None if it was not seen whole.
@@ -94,11 +93,13 @@ class ReducedProduct:
         )
         return self._sum.clone() if watched and whole and not self._disturbed else None
 
+    @guarded
     def _stop(self) -> None:
         height = torch._C._len_torch_dispatch_stack()
         if height and torch._C._get_dispatch_stack_at(height - 1) is self._mode:
             torch._C._pop_torch_dispatch_stack(None)
 
+    @guarded
     def _look(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for into, reduced in pairs:
             name = self._names.get(into.data_ptr()) if _is_plain(into) else None

@@ -1,16 +1,39 @@
-"""The interface behind which every way of going data parallel hides."""
+"""The interface behind which every way of going data parallel hides, and who looks on there."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
 from rankscope.capture.totals import GradientTotals
 
-Guarded = Callable[[Callable[[], None]], None]
-"""Runs a function so that it can neither raise into the training nor outlive the monitor."""
+Guarded = Callable[..., None]
+"""Runs a function, given first, on what follows it, so that it can neither raise into the training
+nor outlive the monitor."""
+
+
+class _HasGuard(Protocol):
+    _guarded: Guarded
+
+
+_Owner = TypeVar("_Owner", bound=_HasGuard)
+_Args = ParamSpec("_Args")
+
+
+def guarded(
+    method: Callable[Concatenate[_Owner, _Args], None],
+) -> Callable[Concatenate[_Owner, _Args], None]:
+    """Run a method of an object under the guard that the object has in ``_guarded``."""
+
+    @wraps(method)
+    def run(self: _Owner, /, *args: _Args.args, **kwargs: _Args.kwargs) -> None:
+        self._guarded(partial(method, self, *args, **kwargs))
+
+    return run
 
 
 class ReadReduced(StrEnum):
@@ -67,10 +90,12 @@ class GradientTap(Protocol):
     @property
     def summed_workers(self) -> float:
         """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+        return 1.0
 
     @property
     def unreduced(self) -> bool:
         """Whether the gradients hold something that no reduction has seen; False if unknown."""
+        return False
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow.
@@ -94,8 +119,10 @@ class GradientTap(Protocol):
 
         Args:
             announce: Announces that forward pass; called as soon as the backward pass proves to
-                train parameters, if the tap can still begin a step then.
+                train parameters, if the tap can still begin a step then. By default it cannot: the
+                step that the pass belongs to is under way.
         """
+        return
 
     @property
     def complete(self) -> bool:
@@ -110,11 +137,68 @@ class GradientTap(Protocol):
         """How long this worker was busy in the step before it began to wait for the others.
 
         The time from the end of the step before's reduction until the last local gradient of this
-        step was ready; NaN where it cannot be known. Read it before :meth:`collect`.
+        step was ready; NaN where it cannot be known, since workers wait for each other elsewhere
+        too. Read it before :meth:`collect`.
         """
+        return math.nan
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
+
+
+class SeesReduced(Protocol):
+    """Is told when a reduction is over."""
+
+    def see_reduced(self) -> None:
+        """Be told that the reduction is over, before anything else touches the gradients."""
+
+
+class GradientObserver(SeesReduced, Protocol):
+    """Is shown gradients at two moments of a backward pass, on the training thread."""
+
+    @property
+    def wanted_names(self) -> Collection[str]:
+        """Canonical names of the parameters whose local gradient it wants to see in this step.
+
+        To show it others as well costs time, and does nothing. Known from the step's first forward
+        pass on.
+        """
+
+    def see_local(self, name: str, gradient: Tensor) -> None:
+        """Take the local gradient of a parameter, before the reduction.
+
+        With several micro-batches it is called for each, with the gradient accumulated so far.
+
+        Args:
+            name: The parameter's canonical name.
+            gradient: Any shape; it may be overwritten as soon as this returns.
+        """
+
+    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Take local gradients of several parameters at once, by name: on a device, one launch."""
+
+
+class BothSee:
+    """Shows a observer everything, and tells another when the reduction is over.
+
+    Args:
+        observer: Sees it first.
+        other: Is told of the end of the reduction alone.
+    """
+
+    def __init__(self, observer: GradientObserver, other: SeesReduced) -> None:
+        self.see_local, self.see_locals = observer.see_local, observer.see_locals
+        self._observer, self._other = observer, other
+
+    @property
+    def wanted_names(self) -> Collection[str]:
+        """What the observer wants to see."""
+        return self._observer.wanted_names
+
+    def see_reduced(self) -> None:
+        """Tell both."""
+        self._observer.see_reduced()
+        self._other.see_reduced()
