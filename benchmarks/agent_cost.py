@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.scale import undo_common_scale
 from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.core.summarize import summarize_many
+from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.record import RunWriter
 

@@ -31,7 +31,7 @@ from rankscope.capture.foreign import ForeignHook
 from rankscope.capture.guard import Guard
 from rankscope.capture.state import exact_evidence, meter, rng
 from rankscope.capture.taps import ddp
-from rankscope.core.tiers import Tier
+from rankscope.core.plan import Tier
 from rankscope.session import collector, local_step
 from rankscope.session.collector import StepCollector
 from rankscope.session.instruments import Options, choose_instruments

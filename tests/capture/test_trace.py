@@ -14,8 +14,7 @@ from rankscope.capture.state import trace_reading
 from rankscope.capture.state.digest import digest_tensor
 from rankscope.capture.state.trace import TraceMeter
 from rankscope.capture.state.trace_reading import TraceReader
-from rankscope.core.replicas import StateKind
-from rankscope.core.trace import TRACE_WIDTH
+from rankscope.core.replicas import TRACE_WIDTH, StateKind
 
 CPU = torch.device("cpu")
 P, R = StateKind.PARAMETER, StateKind.REDUCED

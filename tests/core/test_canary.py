@@ -9,8 +9,16 @@ from diagnose.streams import gathered
 from rankscope.core.batches import BatchError, PlainBatch, pack_batch, unpack_batch
 from rankscope.core.canary import CanaryResults, Verdict, differing_state, judge, results_of
 from rankscope.core.canary_messages import Answer, pack_plan, pack_run, unpack_plan, unpack_run
-from rankscope.core.canary_plan import CanaryPlan, Planned, all_asked
-from rankscope.core.canary_schedule import RETRY_AFTER, SHARE, SPACING, EverySteps, WithinShare
+from rankscope.core.canary_plan import (
+    RETRY_AFTER,
+    SHARE,
+    SPACING,
+    CanaryPlan,
+    EverySteps,
+    Planned,
+    WithinShare,
+    all_asked,
+)
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
 from rankscope.core.replicas import StateDifference, StateKind

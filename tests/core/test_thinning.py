@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from rankscope.core.drawn import DrawnSamples
 from rankscope.core.samples import SampleLedger
 from rankscope.core.share import MAX_HALVINGS, SampleShare, mix
 from rankscope.core.sorted_map import SortedMap
-from rankscope.core.thinning import Followed, ThinningLedger
+from rankscope.core.thinning import DrawnSamples, Followed, ThinningLedger
 
 
 def draw(ledger, step, batches):

@@ -7,10 +7,15 @@ import pytest
 
 from diagnose.streams import gathered as unobserved
 from rankscope.core.direction import cosines_from_gram, mean_cosine, norm_weighted_cosine
-from rankscope.core.reduction import clip_limit, norm_of_mean
 from rankscope.core.step import StepReport
 from rankscope.diagnose.evidence import Observation
-from rankscope.diagnose.reduction import STEPS, STEPS_APPLIED, ReductionChecks
+from rankscope.diagnose.reduction import (
+    STEPS,
+    STEPS_APPLIED,
+    ReductionChecks,
+    clip_limit,
+    norm_of_mean,
+)
 from rankscope.diagnose.rules import describe
 
 SIZE = 600

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered, sharded
-from rankscope.core.scale import undo_common_scale
 from rankscope.core.summarize import summarize, summarize_many
+from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
 
 GROUPS = ("embedding", "layers.0", "head")

@@ -7,7 +7,7 @@ import pytest
 from diagnose.streams import gathered as unobserved
 from rankscope.core.step import StepReport
 from rankscope.diagnose.audit import ReductionAudit
-from rankscope.diagnose.audit_group import STEPS
+from rankscope.diagnose.audit_levels import STEPS
 from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.rules import describe
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rankscope.core import coverage as core_coverage
-from rankscope.core.coverage import DistinctSamples
+from rankscope.core.share import DistinctSamples
 from rankscope.core.signals import Table
 from rankscope.record import Run, RunWriter, bounded, writer
 from record.run_files import make_finding

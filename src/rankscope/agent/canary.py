@@ -17,8 +17,14 @@ from rankscope.agent.frames import Kind
 from rankscope.core.batches import BatchError, unpack_batch
 from rankscope.core.canary import CanaryResults, Verdict, judge, results_of
 from rankscope.core.canary_messages import Answer, pack_plan, pack_run
-from rankscope.core.canary_plan import SCHEDULED, CanaryPlan, Planned, all_asked
-from rankscope.core.canary_schedule import EverySteps, WithinShare
+from rankscope.core.canary_plan import (
+    SCHEDULED,
+    CanaryPlan,
+    EverySteps,
+    Planned,
+    WithinShare,
+    all_asked,
+)
 from rankscope.core.finding import Finding
 from rankscope.core.step import GatheredStep
 from rankscope.errors import RunError
@@ -53,7 +59,7 @@ class CanaryDirector:
     Args:
         num_workers: W.
         every: Steps from one scheduled canary to the next; None for one at the beginning, and
-            more of them within :data:`~rankscope.core.canary_schedule.SHARE` of the time.
+            more of them within :data:`~rankscope.core.canary_plan.SHARE` of the time.
         first_step: Number of the run's first step.
         run_dir: Where replay bundles are saved; None for nowhere.
         log: Takes lines for the log of the training.

@@ -23,8 +23,7 @@ from rankscope.agent.reports import pack_report
 from rankscope.agent.summary import HostSummary, lean_layout, with_directions
 from rankscope.core.finding import Finding
 from rankscope.core.governor import LAG, Governor
-from rankscope.core.recorded import MAX_PAIRED_WORKERS
-from rankscope.core.step import GatheredStep, StepReport
+from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.core.summarize import summarize_many
 from rankscope.diagnose.diagnosis import diagnosis_of
 from rankscope.errors import RunError

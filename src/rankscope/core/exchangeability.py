@@ -31,8 +31,7 @@ from rankscope.core.bets import (
     rank_units,
 )
 from rankscope.core.edetector import ShiryaevRoberts
-from rankscope.core.friedman import friedman
-from rankscope.core.recent import RECENT, RecentSteps
+from rankscope.core.recent import RECENT, RecentSteps, friedman
 from rankscope.core.state import State, StateError
 
 MANY = 8

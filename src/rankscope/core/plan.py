@@ -1,12 +1,34 @@
-"""What the user intends, where only intent can tell a fault from a decision."""
+"""What the user declares: how much is compared, and what the run is meant to do."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
 
 from rankscope.errors import UsageError
+
+
+class Tier(StrEnum):
+    """What ``watch`` measures of the gradients' directions.
+
+    P parameters, W workers, G groups, k sketch width.
+    """
+
+    SCALARS = "scalars"
+    """Norms of local and reduced gradients. One read of each, a few numbers per worker and group.
+    Exact: norms, the mean cosine weighted by the norms and, under DDP without bucket views, each
+    worker's cosine with the sum of all others, for one more read of both. No pairs, no groups."""
+    SKETCH = "sketch"
+    """Norms, and a sketch of k floats per worker and 251 per group. One read of the gradient.
+    Norms are exact; every pair's cosine errs by about (1 − cos²)/√k, a group's by the same with
+    251."""
+    EXACT = "exact"
+    """Besides, the exact inner products of all pairs, out of a reduction of our own that takes
+    the place of DDP's all-reduce: all-to-all, sum in the order of ranks, all-gather. The bytes of
+    an all-reduce; the bits of the reduced gradient are those of that order."""
+
 
 LOSS_WEIGHTINGS = ("token", "worker")
 RANDOM = ("same", "different")

@@ -168,3 +168,28 @@ def _replicas(replicas_W: Ints) -> list[list[int]]:
     for rank, replica in enumerate(replicas_W.tolist()):
         ranks[replica].append(rank)
     return [ranks[replica] for replica in sorted(ranks) if len(ranks[replica]) > 1]
+
+
+TRACE_WIDTH = 61
+"""Numbers in the sketch of a tensor: the distance of two of them is known to about 9 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Tensors of one worker in one step. N tensors, k numbers a sketch.
+
+    Attributes:
+        kinds: What each is of ``[N]``: a parameter after the step, a reduced gradient, …
+        names: Its canonical name in the model ``[N]``.
+        digests_N: Digest of its bits.
+        norms_N: Its L2 norm.
+        sketches_NK: Its linear sketch: that of a difference is the difference of sketches.
+        initial: What the model held before this step, in the first one that is traced.
+    """
+
+    kinds: tuple[StateKind, ...]
+    names: tuple[str, ...]
+    digests_N: NDArray[np.int64]
+    norms_N: NDArray[np.float64]
+    sketches_NK: NDArray[np.float32]
+    initial: "Trace | None" = None

@@ -18,8 +18,7 @@ from rankscope.core.direction import (
     norm_weighted_cosine,
     norm_weighted_cosine_from_mean,
 )
-from rankscope.core.dispersion import mean_and_std, value_range
-from rankscope.core.nulls import expected_std
+from rankscope.core.dispersion import expected_std, mean_and_std, value_range
 from rankscope.core.signals import Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.weighting import follow_tokens

@@ -26,11 +26,17 @@ from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
-from rankscope.core.scale import common_scale
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep, StepReport
-from rankscope.diagnose.audit_group import STEPS, USUAL, GroupHistory, Streak
-from rankscope.diagnose.audit_levels import ExpectedResiduals, sums_of_gradients
+from rankscope.core.weighting import common_scale
+from rankscope.diagnose.audit_levels import (
+    STEPS,
+    USUAL,
+    ExpectedResiduals,
+    GroupHistory,
+    Streak,
+    sums_of_gradients,
+)
 from rankscope.diagnose.evidence import Evidence, Observation, Stretch
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.diagnose.whole_audit import WholeAudit
@@ -46,7 +52,7 @@ _LARGEST_FLOAT16 = 65504.0
 
 
 @dataclass(frozen=True)
-class _Fault(Stateful):
+class _ReductionFault(Stateful):
     """What is known of one kind of error, over the whole run."""
 
     first: int
@@ -96,7 +102,7 @@ class ReductionAudit(Stateful):
         self._expected = ExpectedResiduals(num_workers, reduced_in)
         self._ahead: tuple[Stretch, Mapping[int, Floats]] | None = None
         self._groups: dict[str, GroupHistory] = {}
-        self._found: dict[str, _Fault] = {}
+        self._found: dict[str, _ReductionFault] = {}
         self._step = 0
         self._whole = WholeAudit(num_workers, reduced_in, hook=hook)
 
@@ -282,7 +288,7 @@ class ReductionAudit(Stateful):
         fits: str = "",
     ) -> str:
         """Add what is new to what is known of an error; returns its key."""
-        fault = _Fault(
+        fault = _ReductionFault(
             first=self._step if since is None else since,
             last=self._step if last is None else last,
             steps=steps,

@@ -15,9 +15,8 @@ from rankscope.core.canary import (
 )
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
-from rankscope.diagnose.causes import LATENESS
 from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.rules import LATENESS, count, name_ranks
 
 DATA = "canary-data"
 DIFFERS = "canary-differs"

@@ -10,8 +10,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.minority import name_values, odd_ranks
+from rankscope.diagnose.lasting import Lasting, name_values, odd_ranks
 from rankscope.diagnose.rules import count, name_ranks
 
 CAUSE = "env.mismatch"

@@ -1,19 +1,101 @@
-"""The detector of epochs that all have the same order.
+"""The detectors of epochs that all have the same order, and of what pads an epoch's end.
 
 A sampler that is not told the epoch deals the same batches in the same order again and again. No
 worker differs from another then, and no metric of a single step shows it.
+
+Samples that a sampler repeats at an epoch's end, so that all workers have as many, are no fault.
+They explain repeats that somebody may find in the record.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
-from rankscope.core.order import PeriodFinder, ShortCycles
+from rankscope.core.samples import SampleCounts, flat_samples
+from rankscope.core.sorted_map import SortedMap, count_common, in_order
 from rankscope.core.state import Stateful
+from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.rules import count
+
+_GENERATION = 1 << 19
+
+
+class PeriodFinder(Stateful):
+    """Counts how many steps in a row came before, all the same number of steps ago.
+
+    A batch is an int64 digest. Remembers 12 bytes per step, in two generations: when the younger
+    one is full, the older one is forgotten.
+
+    Args:
+        generation: Steps of one generation.
+    """
+
+    SETTINGS = ("_generation",)
+
+    def __init__(self, generation: int = _GENERATION) -> None:
+        self._generation = generation
+        self._young = SortedMap(np.int32)
+        self._old = SortedMap(np.int32)
+        self._earliest = 0
+        self.period = 0
+        self.run = 0
+        self.first = -1
+
+    def restart(self, step: int) -> None:
+        """From this step on, compare with no step before it."""
+        self._earliest = step
+        self.period = self.run = 0
+
+    def observe(self, step: int, digest: int) -> None:
+        """Take the batch of one step, in order.
+
+        Afterwards ``run`` steps in a row, from ``first`` on, repeat those ``period`` steps before
+        them; 0 when this one does not.
+        """
+        latest = self._young.get(digest), self._old.get(digest)
+        before = max(-1 if at is None else at for at in latest)
+        self._remember(digest, step)
+        if before < self._earliest:
+            self.period = self.run = 0
+        elif step - before == self.period:
+            self.run += 1
+        else:
+            self.period, self.run, self.first = step - before, 1, step
+
+    def _remember(self, digest: int, step: int) -> None:
+        if len(self._young) >= self._generation:
+            self._young, self._old = self._old, self._young
+            self._young.keep(lambda keys: np.zeros(len(keys), bool))
+        self._young.put_one(digest, step)
+
+
+class ShortCycles(Stateful):
+    """Tells whether every worker is going round in a few batches of its own.
+
+    Args:
+        num_workers: W.
+        most: Batches of a worker that count as few.
+    """
+
+    def __init__(self, num_workers: int, most: int) -> None:
+        self._recent_WN = np.full((num_workers, most), MISSING_INT, np.int64)
+        self._count = 0
+
+    def observe(self, digests_W: Ints) -> bool:
+        """Take one step; return whether each worker's batch is one of its last few.
+
+        Args:
+            digests_W: One per worker, ``MISSING_INT`` where it is unknown.
+        """
+        again_W = (self._recent_WN == digests_W[:, None]).any(axis=1)
+        self._recent_WN[:, self._count % self._recent_WN.shape[1]] = digests_W
+        self._count += 1
+        return bool((again_W | (digests_W == MISSING_INT)).all())
+
 
 FEW = 16
 """Batches that are repeated on purpose, in a test whether the model can learn them by heart."""
@@ -104,3 +186,67 @@ def _digest(digests_W: np.typing.NDArray[np.int64]) -> int:
     """Return one digest of all workers' batches, in the order of ranks."""
     digest = hashlib.blake2b(np.ascontiguousarray(digests_W).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+KEY = "padding-duplicates"
+
+_NONE = np.empty(0, np.int64)
+
+
+class Padding(Stateful):
+    """Looks at the end of the first epoch, where repeats begin.
+
+    A step with some new samples and a few repeats is padded if no step before it repeats any, the
+    next one draws nothing new, so a new epoch has begun, and the repeats are fewer than workers,
+    or all come from the epoch's first step.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._start = _NONE
+        self._looking = num_workers > 1
+        self._repeats = 0
+        self._step = -1
+
+    def observe(
+        self, step: int, counts: SampleCounts, batches: Sequence[Ints]
+    ) -> Iterable[Evidence]:
+        """Take one step; speaks once, after the first epoch's end.
+
+        Args:
+            step: Its number.
+            counts: What it draws.
+            batches: Samples of each worker.
+        """
+        if not self._looking or not counts.drawn:
+            return ()
+        if self._repeats:
+            self._looking, self._start = False, _NONE
+            return () if counts.new else (self._evidence(),)
+        repeats = counts.drawn - counts.new
+        if repeats:
+            few = repeats < self._num_workers
+            of_the_start = count_common(flat_samples(batches), self._start) == repeats
+            self._looking = counts.new > 0 and (few or of_the_start)
+            self._repeats, self._step = repeats, step
+        if not len(self._start):
+            self._start = in_order(flat_samples(batches))
+        return ()
+
+    def _evidence(self) -> Evidence:
+        return Evidence(
+            cause="data.overlapping_shards",
+            severity=Severity.NOTE,
+            ranks=(),
+            first_step=self._step,
+            last_step=self._step,
+            count=1,
+            fields={"step": f"{self._step:,}", "repeats": count(self._repeats, "sample")},
+            numbers={"repeated": self._repeats},
+            key=KEY,
+        )

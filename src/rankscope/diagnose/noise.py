@@ -10,9 +10,8 @@ from rankscope.core.arrays import Floats, Ints
 from rankscope.core.block_ratio import BlockRatio, Estimate, ratio_of_sums
 from rankscope.core.noise_scale import NoiseOfSteps, micro_shares, noise_of_steps, noise_scale
 from rankscope.core.norm_null import MIN_WORKERS, stds_of_norms
-from rankscope.core.recorded import MAX_PAIRED_WORKERS
 from rankscope.core.signals import Table
-from rankscope.core.step import MISSING_INT
+from rankscope.core.step import MAX_PAIRED_WORKERS, MISSING_INT
 from rankscope.record import Columns, Run
 
 Numbers = Mapping[str, float | int | None]

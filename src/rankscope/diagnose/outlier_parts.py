@@ -1,4 +1,15 @@
-"""What of the workers is compared: their totals, or their groups of parameters."""
+"""What of the workers is compared: their totals, or their groups of parameters.
+
+What follows from how much each worker was given is taken away first. The more label tokens a batch
+holds, the smaller is the noise of its gradient; and long texts are other texts. A worker whose
+shard holds the longer ones is unlike the others for no fault. In logarithms a power of the size is
+a straight line. Its slope is learnt for each signal from the steps before: each unit's own by least
+squares, and of these the median over units, so that what is wrong with one unit is not taken for a
+rule. The slope is one for all units and comes from the past alone. Where values and sizes are
+exchangeable jointly, so is what is left of the values.
+
+Legend of shapes: S signals, R signals of a step, U units (workers).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +17,130 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Floats, Ints
-from rankscope.core.bets import worker_bets
+from rankscope.core.arrays import Floats, Ints, median
+from rankscope.core.bets import Rows, worker_bets
 from rankscope.core.exchangeability import Ahead, ExchangeabilityTest
-from rankscope.core.sizes import SizeEffect
-from rankscope.core.state import State
+from rankscope.core.state import State, Stateful
 from rankscope.diagnose.outlier_words import Signal
+
+_KEPT = 0.99
+"""What is left of a step's weight in the next one: about 100 steps count."""
+_FEWEST = 3
+_LEAST_SQUARES = 0.01
+"""Sum of squared sizes below which a slope counts as none."""
+
+
+class SizeEffect(Stateful):
+    """Learns how signals follow sizes, and frees them from it, in constant memory.
+
+    Args:
+        relative_S: Whether a signal follows a power of the size; if not, its logarithm.
+        num_units: U.
+    """
+
+    SETTINGS = ("_relative_S",)
+
+    def __init__(self, relative_S: NDArray[np.bool_], num_units: int) -> None:
+        self._relative_S = relative_S
+        self._products_SU = np.zeros((len(relative_S), num_units))
+        self._squares_SU = np.zeros((len(relative_S), num_units))
+
+    def take_away(self, values_RU: Floats, rows: Rows, sizes_U: Floats) -> Floats:
+        """Return the values of one step as of units of the median size, then learn from the step.
+
+        Args:
+            values_RU: Values of the signals named by ``rows``, NaN where a unit has none.
+            rows: The signals that this step measures.
+            sizes_U: Logarithm of the size of what each unit was given; NaN where it is unknown.
+
+        Returns:
+            The values themselves where a size is unknown or none differs, and of two units: what
+            is wrong with one of them would look like a rule.
+        """
+        present_U = np.isfinite(values_RU).any(axis=0)
+        sizes = sizes_U if present_U.all() else sizes_U[present_U]
+        if len(sizes) < _FEWEST or not np.isfinite(sizes).all() or sizes.min() == sizes.max():
+            return values_RU
+        relative_U = np.where(present_U, sizes_U - median(sizes), 0.0)
+        slope_R1 = self._slopes(rows)[:, None]
+        relative_R1 = self._relative_S[rows][:, None]
+        self._learn(values_RU, relative_R1, relative_U, rows)
+        expected_RU = slope_R1 * relative_U
+        with np.errstate(over="ignore", invalid="ignore"):  # not finite is not compared
+            return np.where(relative_R1, values_RU * np.exp(-expected_RU), values_RU - expected_RU)
+
+    def look_ahead(
+        self, values_TRU: Floats, rows: Rows, sizes_TU: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return what :meth:`take_away` would of T steps one after the other, and learn nothing.
+
+        Args:
+            values_TRU: Finite values; positive ones of signals that follow a power of the size.
+            rows: The signals that these steps measure.
+            sizes_TU: Logarithms of sizes.
+
+        Returns:
+            The values free of sizes, and what is known after each step, for :meth:`know`.
+        """
+        products_TRU, squares_TRU = np.empty_like(values_TRU), np.empty_like(values_TRU)
+        products, squares = self._products_SU[rows], self._squares_SU[rows]
+        differ_T = np.isfinite(sizes_TU).all(axis=1)
+        differ_T &= sizes_TU.min(axis=1) != sizes_TU.max(axis=1)
+        if sizes_TU.shape[1] < _FEWEST or not differ_T.any():
+            products_TRU[:], squares_TRU[:] = products, squares
+            return values_TRU, products_TRU, squares_TRU
+        relative_R1 = self._relative_S[rows][:, None]
+        away_TU = np.where(differ_T[:, None], sizes_TU - median(sizes_TU)[:, None], 0.0)
+        follows = np.where(relative_R1, np.log(np.where(relative_R1, values_TRU, 1.0)), values_TRU)
+        follows -= median(follows)[:, :, None]
+        follows *= away_TU[:, None]
+        before = np.empty_like(values_TRU)
+        for step, differ in enumerate(differ_T.tolist()):
+            before[step] = products / (squares + _LEAST_SQUARES)
+            if differ:
+                products = _KEPT * products + follows[step]
+                squares = _KEPT * squares + away_TU[step] ** 2
+            products_TRU[step], squares_TRU[step] = products, squares
+        expected = median(before)[:, :, None] * away_TU[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):
+            free = np.where(relative_R1, values_TRU * np.exp(-expected), values_TRU - expected)
+        free = np.where(differ_T[:, None, None], free, values_TRU)
+        return free, products_TRU, squares_TRU
+
+    def know(self, products_RU: Floats, squares_RU: Floats, rows: Rows) -> None:
+        """Know what :meth:`look_ahead` returned for a step."""
+        self._products_SU[rows] = products_RU
+        self._squares_SU[rows] = squares_RU
+
+    def _slopes(self, rows: Rows) -> Floats:
+        slopes_RU = self._products_SU[rows] / (self._squares_SU[rows] + _LEAST_SQUARES)
+        slopes: Floats = median(slopes_RU)
+        return slopes
+
+    def _learn(
+        self, values_RU: Floats, relative_R1: NDArray[np.bool_], relative_U: Floats, rows: Rows
+    ) -> None:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            follows_RU = np.where(relative_R1, np.log(values_RU), values_RU)
+        known_RU = np.isfinite(follows_RU)
+        middle_R = _medians(follows_RU, known_RU)
+        away_RU = np.where(known_RU, follows_RU - middle_R[:, None], 0.0)
+        squares_RU = known_RU * relative_U**2
+        self._products_SU[rows] = _KEPT * self._products_SU[rows] + away_RU * relative_U
+        self._squares_SU[rows] = _KEPT * self._squares_SU[rows] + squares_RU
+
+
+def _medians(values_RU: Floats, known_RU: NDArray[np.bool_]) -> Floats:
+    """Return the median of each row's known values; 0 where none is known."""
+    medians_R = np.zeros(len(values_RU))
+    if known_RU.all():  # nanmedian takes much longer
+        medians_R[:] = median(values_RU)
+    else:
+        some_R = known_RU.any(axis=1)
+        values_RU = np.where(known_RU, values_RU, np.nan)
+        medians_R[some_R] = np.nanmedian(values_RU[some_R], axis=1)
+    return medians_R
+
 
 TOTALS = (
     Signal("loss", "loss", relative=True),

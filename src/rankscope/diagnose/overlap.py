@@ -16,8 +16,8 @@ from rankscope.core.samples import SampleCounts, flat_samples
 from rankscope.core.sorted_map import count_common
 from rankscope.core.state import Stateful
 from rankscope.core.thinning import Followed, ThinningLedger
+from rankscope.diagnose.epochs import Padding
 from rankscope.diagnose.evidence import Evidence, Groups, Observation
-from rankscope.diagnose.padding import Padding
 from rankscope.diagnose.rules import count, name_ranks
 
 SURE = 1e-6

@@ -11,8 +11,7 @@ from rankscope.core.plan import Plan
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.minority import odd_ranks
+from rankscope.diagnose.lasting import Lasting, odd_ranks
 from rankscope.diagnose.rules import count, name_ranks
 
 STEPS_NEEDED = 3

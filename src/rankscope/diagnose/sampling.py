@@ -22,12 +22,16 @@ import numpy as np
 
 from rankscope.core.arrays import Floats
 from rankscope.core.block_ratio import ratio_of_sums
-from rankscope.core.budget import SAMPLING, alarm_level, bound_in_words, false_alarm_bound
-from rankscope.core.dispersion import population_std
-from rankscope.core.edetector import ShiryaevRoberts
+from rankscope.core.dispersion import expected_std, population_std
+from rankscope.core.edetector import (
+    SAMPLING,
+    ShiryaevRoberts,
+    alarm_level,
+    bound_in_words,
+    false_alarm_bound,
+)
 from rankscope.core.finding import Severity
 from rankscope.core.noise_scale import GradientNoise, gradient_noise, micro_share, micro_squares
-from rankscope.core.nulls import expected_std
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep, StepReport

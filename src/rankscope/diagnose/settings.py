@@ -1,4 +1,4 @@
-"""The detectors of optimizers that are set, or called, differently on some workers."""
+"""The detectors of settings that differ between workers, or from the plan."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -11,8 +11,7 @@ from rankscope.core.plan import Plan
 from rankscope.core.state import State, Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.minority import name_values, odd_ranks
+from rankscope.diagnose.lasting import Lasting, name_values, odd_ranks
 from rankscope.diagnose.rules import count, name_ranks
 
 STEPS_NEEDED = 3
@@ -297,3 +296,55 @@ def _speller(values: Iterable[float | None]) -> Callable[[float], str]:
 
 def _times(calls: float) -> str:
     return ("never", "once", "twice")[int(calls)] if calls < 3 else f"{calls:,} times"
+
+
+KEY = "seed-not-planned"
+
+
+class PlannedSeed(Stateful):
+    """Compares the seed of each rank's sampler, as it was at the start, with the plan's.
+
+    Args:
+        planned: The seed that is intended; None if the plan does not say.
+        seeds: Each rank's, None where it is not known; empty when nothing is known.
+    """
+
+    SETTINGS = ("_planned", "_wrong")
+
+    def __init__(self, planned: int | None, seeds: Sequence[int | None] = ()) -> None:
+        self._planned = planned
+        self._wrong = {
+            rank: seed
+            for rank, seed in enumerate(seeds)
+            if None not in (planned, seed) and seed != planned
+        }
+        self._told = False
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks with the first one after a start."""
+        if self._told or not self._wrong:
+            return ()
+        self._told = True
+        number = step.gathered.step
+        ranks = tuple(self._wrong)
+        return (
+            Evidence(
+                cause="state.schedule",
+                key=KEY,
+                severity=Severity.WARNING,
+                ranks=ranks,
+                first_step=number,
+                last_step=number,
+                count=1,
+                fields={
+                    "Ranks": name_ranks(ranks).capitalize(),
+                    "planned": self._planned,
+                    "seeds": ", ".join(map(str, dict.fromkeys(self._wrong.values()))),
+                },
+                numbers={"planned": self._planned, "seeds": list(self._wrong.values())},
+            ),
+        )
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run."""
+        return ()

@@ -8,8 +8,14 @@ import numpy as np
 from rankscope.core.finding import Severity
 from rankscope.core.rounding import UNIT_ROUNDOFF
 from rankscope.core.state import Stateful
-from rankscope.diagnose.audit_group import STEPS, Streak
-from rankscope.diagnose.audit_levels import LASTING_ROUNDINGS, ROUNDED, ROUNDINGS, most_error
+from rankscope.diagnose.audit_levels import (
+    LASTING_ROUNDINGS,
+    ROUNDED,
+    ROUNDINGS,
+    STEPS,
+    Streak,
+    most_error,
+)
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import count, name_ranks
 

@@ -16,8 +16,7 @@ from rankscope.capture.names import canonical_name
 from rankscope.capture.state.leaves import digest_optimizer
 from rankscope.capture.state.plan import Place, Slice
 from rankscope.capture.state.trace_reading import UNREADABLE, PendingRow, PendingRows, TraceReader
-from rankscope.core.replicas import StateKind
-from rankscope.core.trace import TRACE_WIDTH, Trace
+from rankscope.core.replicas import TRACE_WIDTH, StateKind, Trace
 
 
 @dataclass(frozen=True, slots=True)

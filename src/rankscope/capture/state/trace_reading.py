@@ -25,8 +25,7 @@ from rankscope.capture.kernels.flat import flat_parts
 from rankscope.capture.sketch import DEFAULT_WIDTH
 from rankscope.capture.state.digest import PendingDigest, digest_bits, word_of
 from rankscope.capture.totals import GradientTotals
-from rankscope.core.replicas import StateKind
-from rankscope.core.trace import TRACE_WIDTH, Trace
+from rankscope.core.replicas import TRACE_WIDTH, StateKind, Trace
 
 UNREADABLE = PendingDigest(word_of("cannot be read"))
 
