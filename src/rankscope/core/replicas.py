@@ -7,10 +7,11 @@ difference is exact evidence, and its place in the model tells where to look.
 
 import functools
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from array import array
 
 Bools = NDArray[np.bool_]
+_T = TypeVar("_T")
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """What torch calls the buffers of a normalisation over batches."""
@@ -100,15 +102,37 @@ class StateDifference:
         Returns:
             Ranks in order; all workers concerned where no majority agrees.
         """
-        odd: list[int] = []
-        for ranks in _classes(self.kind, replicas_W):
-            values, counts = np.unique(self.digests_W[ranks], return_counts=True)
-            if len(values) < 2:
-                continue
-            most = int(counts.argmax())
-            agreed = counts[most] * 2 > len(ranks)
-            odd += [r for r in ranks if not agreed or self.digests_W[r] != values[most]]
+        odd = [
+            ranks[index]
+            for ranks in _classes(self.kind, replicas_W)
+            for index in odd_ranks(self.digests_W[ranks].tolist())
+        ]
         return tuple(sorted(odd))
+
+
+def odd_ranks(values: Sequence[Hashable | None]) -> tuple[int, ...]:
+    """Return the ranks whose value is not that of most; all known ones where no majority agrees.
+
+    Args:
+        values: One per rank; None where it is unknown, which is no difference.
+
+    Returns:
+        Ranks in order; nothing when all known values agree.
+    """
+    known = [rank for rank, value in enumerate(values) if value is not None]
+    counts = Counter(values[rank] for rank in known)
+    if len(counts) < 2:
+        return ()
+    common = majority(counts)
+    return tuple(rank for rank in known if common is None or values[rank] != common)
+
+
+def majority(counts: "Counter[_T]") -> _T | None:
+    """Return the value that more than half of all have, None without one."""
+    if not counts:
+        return None
+    value, most = counts.most_common(1)[0]
+    return value if 2 * most > counts.total() else None
 
 
 def digest_of_digests(digests_D: "Ints | NDArray[np.uint64] | array[int]") -> int:

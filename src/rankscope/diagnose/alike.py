@@ -26,8 +26,8 @@ from rankscope.core.exchangeability import Ahead, ExchangeabilityTest
 from rankscope.core.finding import Severity
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation, Stretch
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
+from rankscope.diagnose.rules import count
 
 FEWEST, MOST = 3, 64
 """Numbers of workers among which pairs are compared."""
@@ -39,7 +39,7 @@ _ROW = np.zeros(1, np.int64)
 Pair = tuple[int, int]
 
 
-class AlikePairs:
+class AlikePairs(Detector):
     """Finds workers whose gradients resemble each other more than those of other pairs.
 
     Args:
@@ -201,10 +201,7 @@ class AlikePairs:
             last_step=self._last,
             count=self._count,
             fields={
-                "ranks": name_ranks(ranks),
-                "first": f"{self._first:,}",
                 "above": f"{self._above():+.2f}".replace("-", "−"),
-                "now": "" if self._active else f" It was last seen at step {self._last:,}.",
                 "steps": count(self._steps, "step"),
                 "bound": bound_in_words(self._steps),
             },

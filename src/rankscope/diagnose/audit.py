@@ -37,7 +37,7 @@ from rankscope.diagnose.audit_levels import (
     Streak,
     sums_of_gradients,
 )
-from rankscope.diagnose.evidence import Evidence, Observation, Stretch
+from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.diagnose.whole_audit import WholeAudit
 
@@ -79,7 +79,7 @@ class _Step:
     lasting_G: Floats
 
 
-class ReductionAudit(Stateful):
+class ReductionAudit(Detector):
     """Corrupted elements, single workers that differ, and reductions in too narrow a type.
 
     It needs ``watch(reduced="sketch")``. Without groups it judges the whole gradient, by its past.
@@ -328,7 +328,6 @@ class ReductionAudit(Stateful):
             fields={
                 "where": name_groups(fault.groups),
                 "who": name_ranks(fault.ranks),
-                "first": fault.first,
                 "residual": f"{fault.residual:.2g}",
                 "against": f"where rounding gives {fault.limit:.1g} at most",
                 "steps": count(fault.steps, "audited step"),

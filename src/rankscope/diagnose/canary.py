@@ -15,7 +15,7 @@ from rankscope.core.canary import (
 )
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.rules import LATENESS, count, name_ranks
 
 DATA = "canary-data"
@@ -56,7 +56,7 @@ _CHECK_HARDWARE = "Compare device model, driver, library versions and precision 
 {ranks} with another worker's; if these are equal, test the device"
 
 
-class CanaryVerdicts(Stateful):
+class CanaryVerdicts(Detector):
     """What canaries prove: data, state, hardware or non-determinism.
 
     A canary that agrees proves that a worker's data differ only where the worker does differ, in
@@ -91,10 +91,6 @@ class CanaryVerdicts(Stateful):
         told = self._told.setdefault(key, _Told(gathered.step))
         told.add(gathered.step, verdict, describe_results(results, verdict))
         return (self._evidence(key, told),)
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _settle(self, differing: set[int]) -> Iterable[Evidence]:
         """Turn to state what looked like hardware: digests take turns, and may come later."""
@@ -183,8 +179,6 @@ def _fields(told: _Told, verdict: Verdict, num_workers: int) -> dict[str, object
     return {
         "step": f"{told.last:,}",
         "workers": count(num_workers, "worker"),
-        "Ranks": ranks.capitalize(),
-        "ranks": ranks,
         "suspect": f"rank {numbers['suspect']}",
         "peer": f"rank {numbers['peer']}",
         "loss": f"{numbers['losses'][0]:.4g}",

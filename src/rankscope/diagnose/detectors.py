@@ -10,17 +10,16 @@ import numpy as np
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.sorted_map import in_order
-from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.rules import count
 
 _SKIPS_IN_A_ROW = 20
 _ZERO_IN_A_ROW = 8
 
 
-class DuplicateBatches(Stateful):
+class DuplicateBatches(Detector):
     """Whole batches that are the same on two or more workers.
 
     Small batches can coincide by chance, so at least three different samples must coincide, in
@@ -68,10 +67,6 @@ class DuplicateBatches(Stateful):
         self._count += 1
         return (self._evidence(),)
 
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
-
     def _evidence(self) -> Evidence:
         ranks = tuple(sorted({rank for group in self._groups for rank in group}))
         return Evidence(
@@ -82,8 +77,6 @@ class DuplicateBatches(Stateful):
             last_step=self._last,
             count=self._count,
             fields={
-                "Ranks": name_ranks(ranks).capitalize(),
-                "steps": count(self._count, "step"),
                 "workers": self._num_workers,
                 "useful": count(self._useful, "worker"),
             },
@@ -95,7 +88,7 @@ class DuplicateBatches(Stateful):
         )
 
 
-class NonFinite(Stateful):
+class NonFinite(Detector):
     """Infinities and NaN in local losses and gradients.
 
     A gradient scaler overflows now and then on purpose, and the optimizer skips that step: a
@@ -132,10 +125,6 @@ class NonFinite(Stateful):
             self._severity = Severity.ERROR
         return (self._evidence(),)
 
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
-
     def _evidence(self) -> Evidence:
         ranks = tuple(sorted(self._seen))
         what = "loss" if "loss" in self._seen.values() else "gradient"
@@ -147,9 +136,6 @@ class NonFinite(Stateful):
             last_step=self._last,
             count=self._count,
             fields={
-                "ranks": name_ranks(ranks),
-                "steps": count(self._count, "step"),
-                "first": self._first,
                 "what": what,
                 "applied": ", and the optimizer went on" if self._applied else "",
             },
@@ -157,7 +143,7 @@ class NonFinite(Stateful):
         )
 
 
-class NoGradient(Stateful):
+class NoGradient(Detector):
     """Local gradients that are zero in every element, on all workers, in eight steps in a row.
 
     Args:
@@ -178,27 +164,9 @@ class NoGradient(Stateful):
         ranks = range(self._num_workers) if ends == (0, 0) else ()
         return (self._evidence(),) if self._zero.observe(step.gathered.step, ranks) else ()
 
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
-
     def _evidence(self) -> Evidence:
-        zero = self._zero
-        return Evidence(
-            cause="loss.no_gradient",
-            severity=Severity.WARNING,
-            ranks=tuple(sorted(zero.ranks)),
-            first_step=zero.first,
-            last_step=zero.last,
-            count=zero.count,
-            status="open" if zero.open else "closed",
-            fields={
-                "steps": count(zero.count, "step"),
-                "first": zero.first,
-                "over": "" if zero.open else " It is over now.",
-            },
-            numbers={"steps": zero.count},
-        )
+        over = "" if self._zero.open else " It is over now."
+        return self._zero.evidence("loss.no_gradient", Severity.WARNING, {"over": over})
 
 
 def _was_skipped(gathered: GatheredStep) -> bool | None:

@@ -18,7 +18,7 @@ from rankscope.core.samples import SampleCounts, flat_samples
 from rankscope.core.sorted_map import SortedMap, count_common, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.rules import count
 
 _GENERATION = 1 << 19
@@ -104,7 +104,7 @@ _LEAST_STEPS = 8
 _SHARE = 4  # of a period must have come again
 
 
-class RepeatedOrder(Stateful):
+class RepeatedOrder(Detector):
     """The batches of all workers come again in the same order.
 
     A step's batch is known by the digests of all workers' batches in the order of ranks. It must
@@ -173,10 +173,8 @@ class RepeatedOrder(Stateful):
             last_step=self._last,
             count=self._count,
             fields={
-                "first": f"{self._first:,}",
                 "before": f"{self._first - self._period:,}",
                 "period": count(self._period, "step"),
-                "steps": count(self._count, "step"),
             },
             numbers={"period": self._period, "repeated_steps": self._count},
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from rankscope.core.finding import Severity
 from rankscope.core.samples import identical_groups
 from rankscope.core.signals import DType, Source, Table, signals
-from rankscope.core.state import State
+from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.thinning import DrawnSamples
 from rankscope.core.weighting import log_spread, token_products_of_steps
+from rankscope.diagnose.rules import count, name_ranks
 
 _NAMES = {
     dtype: tuple(s.name for s in signals(Table.WORKERS, Source.LOCAL) if s.dtype is dtype)
@@ -241,7 +242,8 @@ class Evidence:
         first_step: The first step that shows it.
         last_step: The last step that shows it.
         count: How much of it there is; a finding is told again when this has doubled.
-        fields: What the templates of the rules need.
+        fields: What the templates of the rules need, besides ``Ranks``, ``ranks``, ``first``,
+            ``last``, ``steps`` and ``over``, which follow from the rest.
         numbers: Evidence for the record.
         key: Names the fault inside the run, and so its finding; the cause, if empty.
         groups: The parameter groups concerned; empty when none in particular.
@@ -260,27 +262,30 @@ class Evidence:
     groups: tuple[str, ...] = ()
     status: str = "open"
 
+    def __post_init__(self) -> None:
+        named, last = name_ranks(self.ranks), f"{self.last_step:,}"
+        usual = {
+            "Ranks": named.capitalize(),
+            "ranks": named,
+            "first": f"{self.first_step:,}",
+            "last": last,
+            "steps": count(self.count, "step"),
+            "over": "" if self.status == "open" else f" It was last seen at step {last}.",
+        }
+        object.__setattr__(self, "fields", {**usual, **self.fields})
 
-class Detector(Protocol):
+
+class Detector(Stateful):
     """Watches the stream of steps for one kind of fault.
 
     After ``close`` it may be asked for its state, and another of the same build may go on from
-    there with the steps of a restarted job. :class:`rankscope.core.state.Stateful` gives both
-    ``state`` and ``restore`` to a class.
+    there with the steps of a restarted job.
     """
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step, in order; return what is new or has changed."""
+        raise NotImplementedError
 
     def close(self) -> Iterable[Evidence]:
         """End the run; return what had to wait for it."""
-
-    def state(self) -> State:
-        """Return a copy of all that it remembers."""
-
-    def restore(self, state: State) -> None:
-        """Remember what a detector of the same build remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
+        return ()

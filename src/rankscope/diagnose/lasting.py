@@ -1,10 +1,16 @@
 """On whom a fault is, the minority among those that should agree, and how long it has lasted."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.finding import Severity
+from rankscope.core.replicas import majority
 from rankscope.core.state import Stateful
+from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import name_ranks
 
 HEALED_AFTER = 16
@@ -67,6 +73,30 @@ class Lasting(Stateful):
             return healed
         return False
 
+    def evidence(
+        self,
+        cause: str,
+        severity: Severity,
+        fields: Mapping[str, object] | None = None,
+        numbers: Mapping[str, object] | None = None,
+        *,
+        key: str = "",
+        ranks: tuple[int, ...] | None = None,
+    ) -> Evidence:
+        """Return what is known of the fault; ``ranks``: whom it concerns, if not all that showed it."""
+        return Evidence(
+            cause=cause,
+            severity=severity,
+            ranks=tuple(sorted(self.ranks)) if ranks is None else ranks,
+            first_step=self.first,
+            last_step=self.last,
+            count=self.count,
+            fields=fields or {},
+            numbers={"steps": self.count, **(numbers or {})},
+            key=key,
+            status="open" if self.open else "closed",
+        )
+
     def _show(self, step: int, ranks: set[int]) -> None:
         if self.count == 0:
             self.first = min(self._shown[rank][0] for rank in ranks)
@@ -83,21 +113,9 @@ _T = TypeVar("_T", bound=Hashable)
 _MOST_GROUPS = 4
 
 
-def odd_ranks(values: Sequence[Hashable | None]) -> tuple[int, ...]:
-    """Return the ranks whose value is not that of most; all known ones where no majority agrees.
-
-    Args:
-        values: One per rank; None where it is unknown, which is no difference.
-
-    Returns:
-        Ranks in order; nothing when all known values agree.
-    """
-    known = [rank for rank, value in enumerate(values) if value is not None]
-    counts = Counter(values[rank] for rank in known)
-    if len(counts) < 2:
-        return ()
-    common = _majority(counts)
-    return tuple(rank for rank in known if common is None or values[rank] != common)
+def known_values(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[Any]:
+    """Return values of the workers as a list, None where one is unknown."""
+    return [v if known else None for v, known in zip(values_W.tolist(), known_W, strict=True)]
 
 
 def name_values(values: Sequence[_T | None], word: Callable[[_T], str] = str) -> str:
@@ -111,7 +129,7 @@ def name_values(values: Sequence[_T | None], word: Callable[[_T], str] = str) ->
     for rank, value in enumerate(values):
         if value is not None:
             ranks.setdefault(value, []).append(rank)
-    common = _majority(Counter({value: len(own) for value, own in ranks.items()}))
+    common = majority(Counter({value: len(own) for value, own in ranks.items()}))
     rest = [value for value in ranks if value != common]
     parts = [f"{word(value)} on {name_ranks(ranks[value])}" for value in rest[:_MOST_GROUPS]]
     if len(rest) > _MOST_GROUPS:
@@ -119,11 +137,3 @@ def name_values(values: Sequence[_T | None], word: Callable[[_T], str] = str) ->
     if common is not None:
         parts.append(f"{word(common)} on the others")
     return ", ".join(parts)
-
-
-def _majority(counts: "Counter[_T]") -> _T | None:
-    """Return the value that more than half of all have, None without one."""
-    if not counts:
-        return None
-    value, most = counts.most_common(1)[0]
-    return value if 2 * most > counts.total() else None

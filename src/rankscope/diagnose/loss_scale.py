@@ -14,7 +14,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, follow_tokens
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks
 
 ONE_WORKER = "loss-scale-one-worker"
@@ -26,7 +26,7 @@ _POWERS = 3
 _LARGEST = 1e300  # of as many workers as there can be, the sum is finite
 
 
-class LossScale(Stateful):
+class LossScale(Detector):
     """Multipliers that do not average to 1, and workers whose multiplier differs.
 
     Summed over a step's micro-batches and averaged over workers, the multipliers of a mean loss
@@ -85,10 +85,6 @@ class LossScale(Stateful):
         micro = max(sizes, default=1)
         self._notice_scaler(scale, micro)
         return () if math.isnan(total) else self._observe_mean(gathered, scale, total, micro)
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _take_turn(self, step: Observation, scale: float) -> float:
         """Return the sum of multipliers since the optimizer's last call; NaN before the next.
@@ -156,10 +152,8 @@ class LossScale(Stateful):
             last_step=self._last,
             count=self._count,
             fields={
-                "first": f"{self._first:,}",
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
-                "steps": count(self._count, "step"),
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
@@ -225,8 +219,6 @@ class _OddWorkers(Stateful):
                 "who": name_ranks(odd),
                 "others": "the others'" if num_workers > 2 else "rank 0's",
                 "ratio": listed,
-                "first": f"{self._first:,}",
-                "steps": count(self._count, "step"),
             },
             numbers={
                 "ratios": {str(rank): self._seen[rank][0] for rank in odd[:16]},

@@ -9,7 +9,7 @@ from rankscope.core.bets import Kind
 from rankscope.core.edetector import bound_in_words, false_alarm_bound
 from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.rules import count
 
 NAMED_WORKERS = 16
 """Workers whose differences a finding tells one by one."""
@@ -158,15 +158,11 @@ def describe_fault(
     groups = _groups(fault, num_groups)
     one = len(fault.ranks) == 1
     words = {
-        "Ranks": name_ranks(fault.ranks).capitalize(),
-        "ranks": name_ranks(fault.ranks),
         "differ": "differs" if one else "differ",
         "stand": "stands" if one else "stand",
-        "first": f"{fault.first_step:,}",
         "what": _what(fault, num_workers),
         "where": _where(groups, fault),
         "host": _host(fault.ranks, hosts),
-        "now": "" if fault.is_open else f" It was last seen at step {fault.last_step:,}.",
         "steps": count(num_steps, "step"),
         "bound": bound_in_words(num_steps),
         "workers": num_workers,

@@ -19,7 +19,7 @@ from rankscope.core.edetector import FAR_BELOW, OUTLIERS, alarm_level
 from rankscope.core.recent import RECENT
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.gross import GrossOutliers, GrossValues
 from rankscope.diagnose.outlier_parts import (
     TOTALS,
@@ -40,7 +40,7 @@ _PART_OF_STRONGEST = 0.6
 _SHORTEST_WAIT, _WAIT = 20, 10
 
 
-class WorkerOutliers:
+class WorkerOutliers(Detector):
     """Finds workers that differ from the others.
 
     Args:

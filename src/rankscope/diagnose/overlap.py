@@ -17,8 +17,8 @@ from rankscope.core.sorted_map import count_common
 from rankscope.core.state import Stateful
 from rankscope.core.thinning import Followed, ThinningLedger
 from rankscope.diagnose.epochs import Padding
-from rankscope.diagnose.evidence import Evidence, Groups, Observation
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Groups, Observation
+from rankscope.diagnose.rules import count
 
 SURE = 1e-6
 LIKELY = 1e-4
@@ -28,7 +28,7 @@ _STEPS_OF_OVERLAP = 3
 _NONE = np.empty(0, np.int64)
 
 
-class OverlappingShards(Stateful):
+class OverlappingShards(Detector):
     """Different workers that draw the same samples within an epoch.
 
     The length of an epoch is unknown here. But in a healthy job, the first repeats come when every
@@ -146,10 +146,6 @@ class OverlappingShards(Stateful):
         proven = self._new_since > self._global_batch and self._known.steps >= _STEPS_OF_OVERLAP
         return (self._evidence(),) if proven and news else ()
 
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
-
     def _near(self, batches: Sequence[Ints], cross: int) -> int:
         """Return how many of the cross repeats may have the content of a draw in the step before.
 
@@ -191,7 +187,6 @@ class OverlappingShards(Stateful):
             last_step=known.last,
             count=overlaps,
             fields={
-                "Ranks": name_ranks(ranks).capitalize(),
                 "overlaps": count(overlaps, "draw") + of,
                 "chance": f"{max(chance, 1e-12):.2g}",
                 "own": count(known.own, "draw"),

@@ -20,11 +20,10 @@ import numpy as np
 
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
-from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import common_scale
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.rules import count
 
 LEAST_SHARE = 0.25
 """Of ``sum |g_i|^2``: where ``W^2 |m|^2`` is smaller, gradients oppose each other too much."""
@@ -90,7 +89,7 @@ _EXACT = 2e-3
 _PINNED = 1e-4
 
 
-class ReductionChecks(Stateful):
+class ReductionChecks(Detector):
     """Wrong scale, stale results, and gradients clipped before the reduction.
 
     Args:
@@ -120,10 +119,6 @@ class ReductionChecks(Stateful):
                 self._check_pinned(gathered.step, norms_W),
             ]
         return [evidence for evidence in told if evidence is not None]
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _summary(self, step: Observation, norms_W: Floats) -> tuple[float, ...]:
         """Return the reduced and the expected norm, and the limit if all were clipped."""
@@ -239,8 +234,6 @@ class ReductionChecks(Stateful):
             last_step=step,
             count=steps + 1,
             fields={
-                "Ranks": name_ranks(ranks).capitalize(),
-                "first": first,
                 "factor": f"{factor:.3g}",
                 "what": what,
                 "limit": f"{limit:.3g}",

@@ -19,7 +19,7 @@ from rankscope.core.sorted_map import SortedMap, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.thinning import DrawnSamples
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks
 
 Bools = NDArray[np.bool_]
@@ -272,7 +272,7 @@ FROM_START, DONE_TWICE = "epoch-begun-again", "steps-done-twice"
 """Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
 
 
-class ResumeMismatch(Stateful):
+class ResumeMismatch(Detector):
     """After a restart, samples that the interrupted epoch had drawn come again before its rest.
 
     A restart is known from ``close``: a step after it belongs to a job that continues this one,

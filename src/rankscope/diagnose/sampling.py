@@ -35,7 +35,7 @@ from rankscope.core.noise_scale import GradientNoise, gradient_noise, micro_shar
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep, StepReport
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.ratios import RatioWatch
 from rankscope.diagnose.repeats import Repeats
 from rankscope.diagnose.rules import count
@@ -62,7 +62,7 @@ class _News(Enum):
     CLOSED = "closed"
 
 
-class Sampling(Stateful):
+class Sampling(Detector):
     """Compares the spread between workers with the spread inside them.
 
     Args:
@@ -110,10 +110,6 @@ class Sampling(Stateful):
         if noise is not None:
             found += self._gradients.add(gathered.step, noise.between, noise.within, exact=True)
         return found
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _bet(self, gathered: GatheredStep) -> Iterable[Evidence]:
         """Bet on the rank of the spread between workers among other deals of the units."""
@@ -180,7 +176,6 @@ class Sampling(Stateful):
             last_step=alarm.last,
             count=alarm.count,
             fields={
-                "first": f"{alarm.first:,}",
                 "what": what,
                 "ratio": f" (losses {ratio:.2f} times as far as sampling explains)"
                 if known

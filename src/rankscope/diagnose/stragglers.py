@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.state import State, Stateful
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.rules import name_ranks
 
 Bools = NDArray[np.bool_]
@@ -100,7 +100,7 @@ WINDOW = 50
 _PATIENCE = 2  # windows in a row, to speak and to fall silent
 
 
-class Stragglers:
+class Stragglers(Detector):
     """Workers that are clearly slower than the typical one, most of the time.
 
     The typical worker of a step is the median one, the faster of the two middle ones if their

@@ -15,8 +15,8 @@ from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, log_spread
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.rules import count
 
 MICRO, STARVED = "token-weighting-micro-batches", "token-weighting-one-worker"
 """Keys of the findings between micro-batches, and of one worker with very few tokens."""
@@ -29,7 +29,7 @@ _WINDOW = 64
 _FEW, _FEW_STEPS = 8, 8
 
 
-class TokenWeighting(Stateful):
+class TokenWeighting(Detector):
     """Label tokens against how the loss is weighted.
 
     Judges steps in which all multipliers are equal though token counts differ. Multipliers that
@@ -62,10 +62,6 @@ class TokenWeighting(Stateful):
         gathered = step.gathered
         self._between.sums.take(step.token_products)
         return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _observe_workers(self, step: Observation) -> Iterable[Evidence]:
         gathered, workers = step.gathered, step.gathered.workers
@@ -143,10 +139,8 @@ class _Spread(Stateful):
             last_step=self._last,
             count=self._count,
             fields={
-                "first": f"{self._first:,}",
                 "ratio": f"{self._ratio:.2g}",
                 "largest": f"{self._largest:.2g}",
-                "steps": count(self._count, "step"),
             },
             numbers={
                 "token_weight_ratio": self._ratio,
@@ -201,10 +195,7 @@ class _Starved(Stateful):
             last_step=step,
             count=self._count,
             fields={
-                "Ranks": name_ranks(ranks).capitalize(),
                 "have": "have" if len(ranks) > 1 else "has",
-                "first": f"{self._first:,}",
-                "steps": count(self._count, "step"),
                 "tokens": count(round(self._tokens), "label token"),
                 "typical": f"{self._typical:,.0f}",
             },

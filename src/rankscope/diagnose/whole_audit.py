@@ -145,7 +145,6 @@ class WholeAudit(Stateful):
             fields={
                 "where": "all parameters together",
                 "who": name_ranks(ranks),
-                "first": first,
                 "residual": f"{residual:.2g}",
                 "against": against,
                 "steps": count(steps, "audited step"),
