@@ -32,7 +32,6 @@ Legend of shapes: T steps, W workers, M micro-batches of each.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,18 +77,15 @@ def gradient_noise(
         share: s from :func:`micro_share`; NaN where unknown, as ``within`` is then.
     """
     with np.errstate(over="ignore"):
-        squares_W = np.square(np.asarray(norms_W, np.float64))
-    width, reduced = len(squares_W), reduced_norm * reduced_norm
-    square = float(squares_W.mean())
-    between, signal = _split(square, reduced, width) if width > 1 else _UNKNOWN
-    if num_micro < 2 or micro_squares_W is None:
-        return GradientNoise(between, math.nan, between, signal, width)
-    mean_square = float(micro_squares_W.mean()) / num_micro
-    within = (mean_square / num_micro - share * square) / (1 - share)
-    if math.isnan(mean_square):
-        return GradientNoise(between, math.nan, between, signal, width)
-    noise, signal = _split(mean_square, reduced, width * num_micro)
-    return GradientNoise(between, within, noise, signal, width * num_micro)
+        square = float(np.square(np.asarray(norms_W, np.float64)).mean())
+    micro_square = math.nan if micro_squares_W is None else float(micro_squares_W.mean())
+    numbers = (np.array([number]) for number in (square, reduced_norm, micro_square))
+    found = noise_of_steps(*numbers, np.array([num_micro]), np.array([share]), len(norms_W))
+    between, within, noise, signal = (
+        float(values_T[0])
+        for values_T in (found.between_T, found.within_T, found.noise_T, found.signal_T)
+    )
+    return GradientNoise(between, within, noise, signal, int(found.units_T[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +117,7 @@ def noise_of_steps(
     shares_T: Floats,
     width: int,
 ) -> NoiseOfSteps:
-    """Return the noise of many steps: bit for bit what :func:`gradient_noise` says of each.
+    """Return the noise of many steps.
 
     Args:
         squares_T: Mean over workers of the squared norm of their gradient.
@@ -134,9 +130,9 @@ def noise_of_steps(
     with np.errstate(all="ignore"):
         reduced_T = reduced_norms_T * reduced_norms_T
         unknown_T = np.full(len(squares_T), math.nan)
-        between_T, signal_T = (
-            _split(squares_T, reduced_T, width) if width > 1 else (unknown_T, unknown_T)
-        )
+        between_T, signal_T = unknown_T, unknown_T
+        if width > 1:
+            between_T, signal_T = _split(squares_T, reduced_T, width)
         mean_squares_T = micro_squares_T / num_micro_T
         within_T = (mean_squares_T / num_micro_T - shares_T * squares_T) / (1 - shares_T)
         finer_T = (num_micro_T >= 2) & ~np.isnan(mean_squares_T)
@@ -223,16 +219,11 @@ def noise_scale(inverse: Estimate) -> Estimate:
     )
 
 
-_UNKNOWN = (math.nan, math.nan)
 _EQUAL = 1e-3
 """Multipliers whose sums differ by less, relative to the largest, are the same but for rounding."""
 
 
-@overload
-def _split(one: float, mean_of_all: float, count: int) -> tuple[float, float]: ...
-@overload
-def _split(one: Floats, mean_of_all: Floats, count: Ints | int) -> tuple[Floats, Floats]: ...
-def _split(one: Any, mean_of_all: Any, count: Any) -> tuple[Any, Any]:
+def _split(one: Floats, mean_of_all: Floats, count: Ints | int) -> tuple[Floats, Floats]:
     """Return noise and signal from the mean square of a unit and the square of the mean."""
     noise = count * (one - mean_of_all) / (count - 1)
     return noise, (count * mean_of_all - one) / (count - 1)

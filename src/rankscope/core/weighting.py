@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Floats
+from rankscope.core.arrays import Floats, median
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 
@@ -193,15 +193,7 @@ def common_scale(gathered: GatheredStep) -> float:
     if 0 < first < math.inf and np.count_nonzero(scales_W == first) == len(scales_W):
         return first
     known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
-    return _median(known) if known.size else math.nan
-
-
-def _median(values: Floats) -> float:
-    ordered = np.sort(values)
-    middle = len(ordered) // 2
-    if len(ordered) % 2:
-        return float(ordered[middle])
-    return (float(ordered[middle - 1]) + float(ordered[middle])) / 2
+    return float(median(known)) if known.size else math.nan
 
 
 def _divided(values: NDArray[Any] | None, scale: float) -> NDArray[Any] | None:

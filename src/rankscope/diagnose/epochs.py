@@ -19,6 +19,7 @@ from rankscope.core.sorted_map import SortedMap, count_common, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.repeats import RecentBatches
 from rankscope.diagnose.rules import count
 
 _GENERATION = 1 << 19
@@ -73,30 +74,6 @@ class PeriodFinder(Stateful):
         self._young.put_one(digest, step)
 
 
-class ShortCycles(Stateful):
-    """Tells whether every worker is going round in a few batches of its own.
-
-    Args:
-        num_workers: W.
-        most: Batches of a worker that count as few.
-    """
-
-    def __init__(self, num_workers: int, most: int) -> None:
-        self._recent_WN = np.full((num_workers, most), MISSING_INT, np.int64)
-        self._count = 0
-
-    def observe(self, digests_W: Ints) -> bool:
-        """Take one step; return whether each worker's batch is one of its last few.
-
-        Args:
-            digests_W: One per worker, ``MISSING_INT`` where it is unknown.
-        """
-        again_W = (self._recent_WN == digests_W[:, None]).any(axis=1)
-        self._recent_WN[:, self._count % self._recent_WN.shape[1]] = digests_W
-        self._count += 1
-        return bool((again_W | (digests_W == MISSING_INT)).all())
-
-
 FEW = 16
 """Batches that are repeated on purpose, in a test whether the model can learn them by heart."""
 
@@ -124,7 +101,7 @@ class RepeatedOrder(Detector):
     def __init__(self, num_workers: int, repeats: bool = False) -> None:
         self._intended = repeats
         self._finder = PeriodFinder()
-        self._cycles = ShortCycles(num_workers, FEW - 1)
+        self._recent = RecentBatches(num_workers, FEW - 1)
         self._ended = False
         self._on_purpose = 0
         self._first = self._last = self._period = -1
@@ -139,7 +116,8 @@ class RepeatedOrder(Detector):
             self.restarted(gathered.step)
         if not step.some_known("batch_digest"):
             return ()
-        self._on_purpose = self._on_purpose + 1 if self._cycles.observe(digests_W) else 0
+        again_W = self._recent.observe(digests_W) | (digests_W == MISSING_INT)
+        self._on_purpose = self._on_purpose + 1 if again_W.all() else 0
         finder = self._finder
         finder.observe(gathered.step, _digest(digests_W))
         if finder.run < max(_LEAST_STEPS, finder.period / _SHARE):

@@ -3,7 +3,7 @@
 Legend of shapes: S steps, C columns of one type, W workers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -28,99 +28,16 @@ _NAMES = {
 _PLACES = {name: (dtype, at) for dtype, names in _NAMES.items() for at, name in enumerate(names)}
 
 
-class Columns:
-    """The LOCAL columns of the workers table in consecutive steps of as many workers.
-
-    Args:
-        steps: The steps, at least one.
-    """
-
-    def __init__(self, steps: Sequence[GatheredStep]) -> None:
-        self._steps = steps
-        self._values: dict[DType, NDArray[Any]] = {}
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        """Return a column ``[S, W]``.
-
-        Raises:
-            KeyError: There is no such column.
-        """
-        dtype, at = _PLACES[name]
-        column: NDArray[Any] = self._of_type(dtype)[:, at]
-        return column
-
-    def alike(self, name: str, index: int) -> bool:
-        """Return whether all workers have the same value in a step; NaN is equal to nothing."""
-        dtype, at = _PLACES[name]
-        return self._alike[dtype][index][at]
-
-    def some_true(self, name: str, index: int) -> bool:
-        """Return whether a flag is set on some worker in a step."""
-        return self._some_true[index][_PLACES[name][1]]
-
-    def all_true(self, name: str, index: int) -> bool:
-        """Return whether a flag is set on all workers in a step."""
-        return self._all_true[index][_PLACES[name][1]]
-
-    def some_known(self, name: str, index: int) -> bool:
-        """Return whether some worker has a value of an integer column in a step."""
-        return self._some_known[index][_PLACES[name][1]]
-
-    def all_known(self, name: str, index: int) -> bool:
-        """Return whether all workers have a value of an integer column in a step."""
-        return self._all_known[index][_PLACES[name][1]]
-
-    def ends(self, name: str, index: int) -> tuple[float, float]:
-        """Return the smallest and the largest value of a float column; NaN if one is missing."""
-        at = _PLACES[name][1]
-        return self._smallest[index][at], self._largest[index][at]
-
-    def _of_type(self, dtype: DType) -> NDArray[Any]:
-        """Return the columns of one type ``[S, C, W]``."""
-        if dtype not in self._values:
-            names = _NAMES[dtype]
-            flat = np.concatenate([step.workers[name] for step in self._steps for name in names])
-            self._values[dtype] = flat.reshape(len(self._steps), len(names), -1)
-        return self._values[dtype]
-
-    @cached_property
-    def _alike(self) -> dict[DType, list[list[bool]]]:
-        values = {dtype: self._of_type(dtype) for dtype in (DType.INT, DType.FLOAT)}
-        return {dtype: (v == v[..., :1]).all(axis=2).tolist() for dtype, v in values.items()}
-
-    @cached_property
-    def _some_true(self) -> list[list[bool]]:
-        return _listed(self._of_type(DType.BOOL).any(axis=2))
-
-    @cached_property
-    def _all_true(self) -> list[list[bool]]:
-        return _listed(self._of_type(DType.BOOL).all(axis=2))
-
-    @cached_property
-    def _known(self) -> NDArray[np.bool_]:
-        return np.asarray(self._of_type(DType.INT) != MISSING_INT)
-
-    @cached_property
-    def _some_known(self) -> list[list[bool]]:
-        return _listed(self._known.any(axis=2))
-
-    @cached_property
-    def _all_known(self) -> list[list[bool]]:
-        return _listed(self._known.all(axis=2))
-
-    @cached_property
-    def _smallest(self) -> list[list[float]]:
-        return list(self._of_type(DType.FLOAT).min(axis=2).tolist())
-
-    @cached_property
-    def _largest(self) -> list[list[float]]:
-        return list(self._of_type(DType.FLOAT).max(axis=2).tolist())
-
-
-def _listed(flags: Any) -> list[list[bool]]:
-    found: list[list[bool]] = flags.tolist()
-    return found
-
+_SUMMARIES: Mapping[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+    "alike": lambda values: (values == values[..., :1]).all(axis=2),
+    "some_true": lambda values: values.any(axis=2),
+    "all_true": lambda values: values.all(axis=2),
+    "some_known": lambda values: (values != MISSING_INT).any(axis=2),
+    "all_known": lambda values: (values != MISSING_INT).all(axis=2),
+    "smallest": lambda values: values.min(axis=2),
+    "largest": lambda values: values.max(axis=2),
+}
+"""What is asked of the workers' columns, from ``[S, C, W]`` to ``[S, C]``."""
 
 Groups = Sequence[tuple[int, ...]]
 """Groups of ranks whose batches are identical."""
@@ -129,19 +46,46 @@ Groups = Sequence[tuple[int, ...]]
 class Stretch:
     """Consecutive steps of as many workers, which are handled together.
 
+    What is asked of the workers' LOCAL columns is computed once for all steps.
+
     Args:
         reports: The steps, at least one.
 
     Attributes:
         reports: The same.
         steps: What the workers sent in them.
-        columns: What the workers report in them.
     """
 
     def __init__(self, reports: Sequence[StepReport]) -> None:
         self.reports = reports
         self.steps = [report.gathered for report in reports]
-        self.columns = Columns(self.steps)
+        self._values: dict[DType, NDArray[Any]] = {}
+        self._summaries: dict[tuple[str, DType], list[list[Any]]] = {}
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column of the workers table ``[S, W]``.
+
+        Raises:
+            KeyError: It has no such LOCAL column.
+        """
+        dtype, at = _PLACES[name]
+        column: NDArray[Any] = self._of_type(dtype)[:, at]
+        return column
+
+    def summary(self, what: str, name: str, index: int) -> Any:
+        """Return what a step's workers have in a column; ``what`` is one of ``_SUMMARIES``."""
+        dtype, at = _PLACES[name]
+        if (what, dtype) not in self._summaries:
+            self._summaries[what, dtype] = _SUMMARIES[what](self._of_type(dtype)).tolist()
+        return self._summaries[what, dtype][index][at]
+
+    def _of_type(self, dtype: DType) -> NDArray[Any]:
+        """Return the columns of one type ``[S, C, W]``."""
+        if dtype not in self._values:
+            names = _NAMES[dtype]
+            flat = np.concatenate([step.workers[name] for step in self.steps for name in names])
+            self._values[dtype] = flat.reshape(len(self.steps), len(names), -1)
+        return self._values[dtype]
 
     @cached_property
     def samples(self) -> DrawnSamples:
@@ -151,13 +95,12 @@ class Stretch:
     @cached_property
     def token_products(self) -> list[tuple[float, float]]:
         """How the workers' losses go with their tokens in each step, for :class:`TokenSums`."""
-        columns = self.columns
-        return token_products_of_steps(columns["loss"], columns["loss_weight"])
+        return token_products_of_steps(self.column("loss"), self.column("loss_weight"))
 
     @cached_property
     def token_spreads(self) -> list[float]:
         """How far the weights of tokens lie apart in each step, see :func:`log_spread`."""
-        spreads_S = log_spread(self.columns["grad_scale"], self.columns["loss_weight"])
+        spreads_S = log_spread(self.column("grad_scale"), self.column("loss_weight"))
         return [float(spread) for spread in spreads_S]
 
 
@@ -194,32 +137,30 @@ class Observation:
 
     def alike(self, name: str) -> bool:
         """Return whether all workers have the same value of a column; NaN is equal to nothing."""
-        return self.stretch.columns.alike(name, self.index)
+        return bool(self.stretch.summary("alike", name, self.index))
 
     def some_true(self, name: str) -> bool:
         """Return whether a flag is set on some worker."""
-        return self.stretch.columns.some_true(name, self.index)
+        return bool(self.stretch.summary("some_true", name, self.index))
 
     def all_true(self, name: str) -> bool:
         """Return whether a flag is set on all workers."""
-        return self.stretch.columns.all_true(name, self.index)
+        return bool(self.stretch.summary("all_true", name, self.index))
 
     def some_known(self, name: str) -> bool:
         """Return whether some worker has a value of an integer column."""
-        return self.stretch.columns.some_known(name, self.index)
+        return bool(self.stretch.summary("some_known", name, self.index))
 
     def all_known(self, name: str) -> bool:
         """Return whether all workers have a value of an integer column."""
-        return self.stretch.columns.all_known(name, self.index)
+        return bool(self.stretch.summary("all_known", name, self.index))
 
     def ends(self, name: str) -> tuple[float, float]:
         """Return the smallest and the largest value of a float column; NaN if one is missing."""
-        return self.stretch.columns.ends(name, self.index)
-
-    @cached_property
-    def token_products(self) -> tuple[float, float]:
-        """How the workers' losses go with their tokens, for :class:`TokenSums`."""
-        return self.stretch.token_products[self.index]
+        smallest, largest = (
+            float(self.stretch.summary(end, name, self.index)) for end in ("smallest", "largest")
+        )
+        return smallest, largest
 
 
 def observations(reports: Sequence[StepReport]) -> Iterator[Observation]:

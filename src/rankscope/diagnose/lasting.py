@@ -83,7 +83,7 @@ class Lasting(Stateful):
         key: str = "",
         ranks: tuple[int, ...] | None = None,
     ) -> Evidence:
-        """Return what is known of the fault; ``ranks``: whom it concerns, if not all that showed it."""
+        """Return what is known; ``ranks`` are those concerned, if not all that showed the fault."""
         return Evidence(
             cause=cause,
             severity=severity,

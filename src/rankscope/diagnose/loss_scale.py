@@ -67,7 +67,7 @@ class LossScale(Detector):
         """Take the multipliers of one step; speaks of wrong ones."""
         gathered = step.gathered
         workers = gathered.workers
-        self._sums.take(step.token_products)
+        self._sums.take(step.stretch.token_products[step.index])
         scales_W = np.abs(workers["grad_scale"])
         known = scales_W.min() > 0 and scales_W.max() < _LARGEST  # false with NaN
         sizes = {len(micro) for micro in gathered.micro_losses}

@@ -160,7 +160,7 @@ class WorkerOutliers(Detector):
         # unlike the others for no fault.
         usable_W = of_usual_size(gathered.workers["num_samples"])
         if not self._outlook.no_repeats:
-            usable_W = usable_W & ~self._batches.observe(gathered)
+            usable_W = usable_W & ~self._batches.observe(gathered.workers["batch_digest"])
         for group in step.identical:  # one of them speaks for all
             usable_W[list(group[1:])] = False
         self._left_out = (~usable_W).nonzero()[0].tolist()

@@ -81,15 +81,13 @@ class Outlook:
         self.no_repeats = False
         if len(stretch.reports) < 2:
             return
-        columns = stretch.columns
-        self.no_repeats = self._batches.observe_many(columns["batch_digest"])
+        self.no_repeats = self._batches.observe_many(stretch.column("batch_digest"))
         if not self.no_repeats:
             return
         self._stretch = stretch
-        usual_S = (columns["num_samples"] == columns["num_samples"][:, :1]).all(axis=1)
         self._comparable = [
-            usual and stretch.samples.all_differ(index)
-            for index, usual in enumerate(usual_S.tolist())
+            stretch.summary("alike", "num_samples", index) and stretch.samples.all_differ(index)
+            for index in range(len(stretch.reports))
         ]
 
     def _look_ahead(self, stretch: Stretch, first: int, groups: Part | None) -> _Run | None:
@@ -106,7 +104,7 @@ class Outlook:
         length = len(reports) if plain_T.all() else int(plain_T.argmin())
         if length < 2:
             return None
-        sizes_TW = log_sizes(stretch.columns["loss_weight"][first : first + length])
+        sizes_TW = log_sizes(stretch.column("loss_weight")[first : first + length])
         return _Run(
             first,
             length,

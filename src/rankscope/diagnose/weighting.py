@@ -60,7 +60,7 @@ class TokenWeighting(Detector):
         if self._intended:
             return ()
         gathered = step.gathered
-        self._between.sums.take(step.token_products)
+        self._between.sums.take(step.stretch.token_products[step.index])
         return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
 
     def _observe_workers(self, step: Observation) -> Iterable[Evidence]:
