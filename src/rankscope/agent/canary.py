@@ -20,9 +20,8 @@ from rankscope.core.canary_messages import Answer, pack_plan, pack_run
 from rankscope.core.canary_plan import (
     SCHEDULED,
     CanaryPlan,
-    EverySteps,
     Planned,
-    WithinShare,
+    Schedule,
     all_asked,
 )
 from rankscope.core.finding import Finding
@@ -77,7 +76,7 @@ class CanaryDirector:
         self._num_workers = num_workers
         self._run_dir = run_dir
         self._log: Log = logging.getLogger("rankscope").log if log is None else log
-        schedule = WithinShare() if every is None else EverySteps(every)
+        schedule = Schedule(every)
         self._plan = CanaryPlan(num_workers, schedule, first_step)
         self._answers: dict[int, Answer] = {}
         self._sent = self._ended = self._announced = False

@@ -10,7 +10,7 @@ the root may still be starting.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,57 +30,24 @@ SHARE = 0.002
 _MOST_BACKING_OFF = 4  # of the wait, by factors of four
 
 
-class Schedule(Protocol):
-    """When canaries run that no finding led to."""
+class Schedule:
+    """When canaries run that no finding led to: every so many steps, or within a share of time.
 
-    by_default: bool
-
-    def see(self, seconds: float) -> None:
-        """Take the time of a step."""
-
-    def due(self, step: int) -> bool:
-        """Return whether one is to be decided now."""
-
-    def ended(self, step: int, cost: float, *, failed: bool) -> None:
-        """Take the end of one, and the seconds that it took."""
-
-
-class EverySteps:
-    """A schedule that the user gave.
+    Within a share there is one canary at the beginning, and after one of c seconds the next is due
+    when c/share seconds have passed. One that came to nothing is tried again later and later: what
+    a model cannot do it will not do in the next step.
 
     Args:
-        every: Steps from one canary to the next.
+        every: Steps from one canary to the next; None: nobody asked for a schedule.
+        share: Of the training's time, without ``every``.
+
+    Attributes:
+        by_default: Whether nobody asked for it.
     """
 
-    by_default = False
-
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int | None = None, *, share: float = SHARE) -> None:
         self._every = every
-
-    def see(self, seconds: float) -> None:
-        """Take the time of a step."""
-
-    def due(self, step: int) -> bool:
-        """Return whether one is to be decided now."""
-        return step % self._every == 0
-
-    def ended(self, step: int, cost: float, *, failed: bool) -> None:
-        """Take the end of one, and the seconds that it took."""
-
-
-class WithinShare:
-    """One canary at the beginning, and others as often as a share of the training's time allows.
-
-    After a canary of c seconds the next is due when c/share seconds have passed. One that came to
-    nothing is tried again later and later: what a model cannot do it will not do in the next step.
-
-    Args:
-        share: Of the training's time.
-    """
-
-    by_default = True
-
-    def __init__(self, share: float = SHARE) -> None:
+        self.by_default = every is None
         self._share = share
         self._cost = self._since = 0.0
         self._not_before = self._failures = 0
@@ -91,6 +58,8 @@ class WithinShare:
 
     def due(self, step: int) -> bool:
         """Return whether one is to be decided now."""
+        if self._every is not None:
+            return step % self._every == 0
         return step >= self._not_before and self._share * self._since >= self._cost
 
     def ended(self, step: int, cost: float, *, failed: bool) -> None:

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Ints, median
 from rankscope.core.bets import Rows, worker_bets
-from rankscope.core.exchangeability import Ahead, ExchangeabilityTest
+from rankscope.core.exchangeability import Ahead, ExchangeabilityTest, as_slice
+from rankscope.core.signals import Source, Table, compared_signals
 from rankscope.core.state import State, Stateful
-from rankscope.diagnose.outlier_words import Signal
+from rankscope.core.step import StepReport
+from rankscope.diagnose.outlier_words import WorkerSignal
 
 _KEPT = 0.99
 """What is left of a step's weight in the next one: about 100 steps count."""
@@ -142,18 +144,11 @@ def _medians(values_RU: Floats, known_RU: NDArray[np.bool_]) -> Floats:
     return medians_R
 
 
-TOTALS = (
-    Signal("loss", "loss", relative=True),
-    Signal("grad_norm", "gradient norm", relative=True),
-    Signal("cosine_rest", "direction", relative=False),
-)
-"""The signals of a worker as a whole."""
-
-
 @dataclass(frozen=True, slots=True)
 class PartAhead:
-    """What a part will take of the next steps."""
+    """What a part will take of the next steps, of the signals named by ``rows``."""
 
+    rows: Rows
     products_TRU: Floats
     squares_TRU: Floats
     test: Ahead
@@ -168,11 +163,11 @@ class Part:
         test: Compares the workers in them.
     """
 
-    def __init__(self, num_workers: int, signals: Sequence[Signal]) -> None:
+    def __init__(self, num_workers: int, signals: Sequence[WorkerSignal]) -> None:
         self.signals = tuple(signals)
         self.group_names = list(dict.fromkeys(signal.group for signal in signals if signal.group))
         equal_S = np.full(len(signals), 1 / len(signals))
-        relative_S = np.array([signal.relative for signal in signals])
+        relative_S = np.array([signal.how.relative for signal in signals])
         self._relative_S = relative_S
         self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
         self._size_effect = SizeEffect(relative_S, num_workers)
@@ -180,35 +175,33 @@ class Part:
     def observe(
         self, values_SW: Floats, usable_W: NDArray[np.bool_], sizes_W: Floats, step: int
     ) -> None:
-        """Take the first signals of one step, as many as were measured, free of batch sizes."""
+        """Take one step's values of all signals, NaN where there is none, free of batch sizes."""
         values = np.where(usable_W, values_SW, np.nan)
         rows = np.logical_or.reduce(np.isfinite(values), axis=1).nonzero()[0]
         if len(rows):
             free = self._size_effect.take_away(values[rows], rows, sizes_W)
             self.test.observe(free, rows, step)
 
-    def look_ahead(self, values_TRU: Floats, sizes_TU: Floats) -> "PartAhead":
+    def look_ahead(self, values_TRU: Floats, rows: Ints, sizes_TU: Floats) -> "PartAhead":
         """Compute what :meth:`observe` would of T steps; nothing has changed yet.
 
         Args:
             values_TRU: Values that are :meth:`plain`.
+            rows: Indices of the signals that these steps measure, ascending.
             sizes_TU: Logarithms of sizes.
         """
-        rows = np.arange(values_TRU.shape[1])
-        free, products, squares = self._size_effect.look_ahead(
-            values_TRU, slice(0, len(rows)), sizes_TU
-        )
-        return PartAhead(products, squares, self.test.look_ahead(free, rows))
+        measured = as_slice(rows)
+        free, products, squares = self._size_effect.look_ahead(values_TRU, measured, sizes_TU)
+        return PartAhead(measured, products, squares, self.test.look_ahead(free, rows))
 
     def take(self, ahead: "PartAhead", at: int, step: int) -> None:
         """Take one of the steps of which was looked ahead, in their order."""
-        rows = slice(0, ahead.products_TRU.shape[1])
-        self._size_effect.know(ahead.products_TRU[at], ahead.squares_TRU[at], rows)
+        self._size_effect.know(ahead.products_TRU[at], ahead.squares_TRU[at], ahead.rows)
         self.test.take(ahead.test, at, step)
 
-    def plain(self, values_TRU: Floats) -> NDArray[np.bool_]:
+    def plain(self, values_TRU: Floats, rows: Ints) -> NDArray[np.bool_]:
         """Return in which steps ``[T]`` all values are finite, and positive where that matters."""
-        least_R11 = np.where(self._relative_S[: values_TRU.shape[1]], 0.0, -np.inf)[:, None]
+        least_R11 = np.where(self._relative_S[rows], 0.0, -np.inf)[:, None]
         plain_TRU = (values_TRU > least_R11) & (values_TRU < np.inf)
         return np.asarray(plain_TRU.all(axis=(1, 2)))
 
@@ -227,12 +220,44 @@ class Part:
         self._size_effect.restore(state["sizes"])
 
 
-def group_signals(groups: Sequence[str]) -> list[Signal]:
+def total_signals() -> list[WorkerSignal]:
+    """Return the signals of a worker as a whole in which workers are compared."""
+    return [WorkerSignal(signal) for signal in compared_signals(Table.WORKERS)]
+
+
+def group_signals(groups: Sequence[str]) -> list[WorkerSignal]:
     """Return the signals of groups of parameters: all norms, then all directions."""
+    declared = compared_signals(Table.GROUPS)
+    return [WorkerSignal(signal, name) for signal in declared for name in groups]
+
+
+def totals_of(
+    report: StepReport, signals: Sequence[WorkerSignal], *, copies: bool = False
+) -> list[Floats | None]:
+    """Return the values of each signal of workers as wholes, ``[W]``; None if not measured.
+
+    Args:
+        report: The step.
+        signals: What :func:`total_signals` returns.
+        copies: Whether some workers have the same batch. What compares a worker with all others
+            says nothing then: copies agree with copies.
+    """
+    workers, derived = report.gathered.workers, {} if copies else report.derived
     return [
-        *(Signal("grad_norm", "gradient norm", relative=True, group=name) for name in groups),
-        *(Signal("cosine_rest", "direction", relative=False, group=name) for name in groups),
+        None
+        if signal.how.observed and not report.observed
+        else (workers if signal.declared.source is Source.LOCAL else derived).get(signal.name)
+        for signal in signals
     ]
+
+
+def groups_of(report: StepReport, *, copies: bool = False) -> Floats | None:
+    """Return the values of the signals of groups ``[R, W]``, norms first; None without groups."""
+    norms_WG, cosines_WG = report.gathered.group_norms_WG, report.group_cosine_rest_WG
+    if not report.observed or norms_WG is None or len(report.gathered.groups) < 2:
+        return None
+    alone = cosines_WG is None or copies
+    return np.concatenate([norms_WG.T] if alone else [norms_WG.T, cosines_WG.T])
 
 
 def log_sizes(weights: Floats) -> Floats:

@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rankscope.core.bets import Kind
 from rankscope.core.edetector import bound_in_words, false_alarm_bound
 from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
+from rankscope.core.signals import Compared, Signal, Table
+from rankscope.core.signals import signal as find_signal
 from rankscope.diagnose.rules import count
 
 NAMED_WORKERS = 16
@@ -18,24 +20,30 @@ _NAMED_GROUPS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
-    """What is compared.
+class WorkerSignal:
+    """A signal of the worker as a whole, or of one of its groups of parameters.
 
     Attributes:
-        name: Column in the record.
-        label: Its name in words.
-        relative: Whether a deviation is a part of the median where all values are positive, or
-            always an absolute difference.
+        declared: Its declaration; one in which workers are compared.
         group: Group of parameters; empty for the worker as a whole.
     """
 
-    name: str
-    label: str
-    relative: bool
+    declared: Signal
     group: str = ""
 
+    @property
+    def name(self) -> str:
+        """Column in the record."""
+        return self.declared.name
 
-Traces = Sequence[tuple[Signal, Trace]]
+    @property
+    def how(self) -> Compared:
+        """How it is compared."""
+        assert self.declared.compared is not None
+        return self.declared.compared
+
+
+Traces = Sequence[tuple[WorkerSignal, Trace]]
 
 
 @dataclass(slots=True)
@@ -91,7 +99,7 @@ class Fault:
         """Return it as plain JSON values."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         plain["traces"] = [
-            [worker, [[asdict(signal), *_trace_to_plain(trace)] for signal, trace in traces]]
+            [worker, [_trace_to_plain(*pair) for pair in traces]]
             for worker, traces in self.traces.items()
         ]
         return plain
@@ -106,7 +114,7 @@ class Fault:
         """
         fault = cls(**{name: plain[name] for name in _PLAIN})
         fault.traces = {
-            int(worker): [(Signal(**signal), _trace_from_plain(*rest)) for signal, *rest in traces]
+            int(worker): [_trace_from_plain(*trace) for trace in traces]
             for worker, traces in plain["traces"]
         }
         return fault
@@ -115,13 +123,16 @@ class Fault:
 _PLAIN = tuple(each.name for each in fields(Fault) if each.name != "traces")
 
 
-def _trace_to_plain(trace: Trace) -> list[Any]:
+def _trace_to_plain(signal: WorkerSignal, trace: Trace) -> list[Any]:
     numbers = [trace.log_evidence, trace.age, trace.deviation, trace.relative]
-    return [trace.signal, trace.kind.value, *numbers]
+    return [signal.name, signal.group, trace.signal, trace.kind.value, *numbers]
 
 
-def _trace_from_plain(signal: int, kind: str, *numbers: Any) -> Trace:
-    return Trace(signal, Kind(kind), *numbers)
+def _trace_from_plain(
+    name: str, group: str, place: int, kind: str, *numbers: Any
+) -> tuple[WorkerSignal, Trace]:
+    declared = find_signal(Table.GROUPS if group else Table.WORKERS, name)
+    return WorkerSignal(declared, group), Trace(place, Kind(kind), *numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +220,8 @@ def _strength(traces: Traces) -> float:
     return max((trace.log_evidence for _, trace in traces), default=0.0)
 
 
-def _phrase(signal: Signal, trace: Trace, size: str) -> str:
-    label = f"{signal.label} of {signal.group}" if signal.group else signal.label
+def _phrase(signal: WorkerSignal, trace: Trace, size: str) -> str:
+    label = f"{signal.how.label} of {signal.group}" if signal.group else signal.how.label
     if trace.kind is Kind.SPREAD:
         return f"{label} now high, now low (up to {size})"
     if trace.kind is Kind.RARE:
@@ -218,19 +229,19 @@ def _phrase(signal: Signal, trace: Trace, size: str) -> str:
     return f"{label} {size}"
 
 
-def _apart(signal: Signal, trace: Trace) -> str:
+def _apart(signal: WorkerSignal, trace: Trace) -> str:
     """Return how far two workers lie apart; each deviates from the middle between them."""
     deviation = abs(trace.deviation)
-    if signal.relative and trace.relative and deviation < 1:
+    if signal.how.relative and trace.relative and deviation < 1:
         return f"by a factor of {(1 + deviation) / (1 - deviation):.2f}"
     return "different" if deviation != deviation else f"by {2 * deviation:.2g}"
 
 
-def _size(signal: Signal, trace: Trace) -> str:
+def _size(signal: WorkerSignal, trace: Trace) -> str:
     deviation = trace.deviation
     if deviation != deviation:
         return "different"
-    if not signal.relative:
+    if not signal.how.relative:
         return f"{deviation:+.2f}".replace("-", "−")
     if not trace.relative:  # of values around zero, parts of their median say nothing
         return f"{deviation:+.2g}".replace("-", "−")
@@ -276,7 +287,7 @@ def _numbers(traces: Traces) -> list[dict[str, Any]]:
             **({"group": signal.group} if signal.group else {}),
             "how": trace.kind.value,
             "deviation": trace.deviation if trace.deviation == trace.deviation else None,
-            **({} if trace.relative or not signal.relative else {"unit": "absolute"}),
+            **({} if trace.relative or not signal.how.relative else {"unit": "absolute"}),
             "log10_evidence": round(trace.log_evidence / 2.302585092994046, 1),
         }
         for signal, trace in list(traces)[:8]

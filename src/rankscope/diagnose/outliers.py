@@ -22,11 +22,13 @@ from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.gross import GrossOutliers, GrossValues
 from rankscope.diagnose.outlier_parts import (
-    TOTALS,
     Part,
     group_signals,
+    groups_of,
     log_sizes,
     of_usual_size,
+    total_signals,
+    totals_of,
 )
 from rankscope.diagnose.outlier_words import NAMED_WORKERS, Fault, Traces, describe_fault
 from rankscope.diagnose.outlook import Outlook
@@ -51,11 +53,13 @@ class WorkerOutliers(Detector):
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._num_workers = num_workers
         self._hosts = tuple(hosts)
-        self._totals = Part(num_workers, TOTALS)
+        self._totals = Part(num_workers, total_signals())
         self._groups: Part | None = None
         self._batches = RecentBatches(num_workers)
-        self._gross = GrossOutliers([signal.label for signal in TOTALS], num_workers)
-        self._values = GrossValues([signal.label for signal in TOTALS[:2]], num_workers)
+        signals = self._totals.signals
+        self._positive = [signal for signal in signals if signal.how.relative]
+        self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
+        self._values = GrossValues([signal.how.label for signal in self._positive], num_workers)
         self._outlook = Outlook(self._totals, self._batches)
         self._faults: list[Fault] = []
         self._left_out: list[int] = []
@@ -104,10 +108,8 @@ class WorkerOutliers(Detector):
 
     def _see_values(self, step: Observation) -> list[Evidence]:
         """Look for values that are gross at first sight, on workers that can be compared."""
-        workers, names = step.gathered.workers, [signal.name for signal in TOTALS[:2]]
-        return self._values.observe(
-            [workers[name] for name in names], self.not_compared, step.gathered.step
-        )
+        values = [step.gathered.workers[signal.name] for signal in self._positive]
+        return self._values.observe(values, self.not_compared, step.gathered.step)
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
         z_SW, apart = self._totals.test.z_SU, list(self.set_apart)
@@ -164,24 +166,19 @@ class WorkerOutliers(Detector):
         for group in step.identical:  # one of them speaks for all
             usable_W[list(group[1:])] = False
         self._left_out = (~usable_W).nonzero()[0].tolist()
-        rows = [gathered.workers["loss"]]
-        if gathered.observed:
-            rows.append(gathered.workers["grad_norm"])
-            if "cosine_rest" in report.derived and not step.identical:  # copies agree with copies
-                rows.append(report.derived["cosine_rest"])
+        copies, unknown_W = bool(step.identical), np.full(self._num_workers, np.nan)
+        values = totals_of(report, self._totals.signals, copies=copies)
+        totals_SW = np.array([unknown_W if one is None else one for one in values])
         sizes_W = log_sizes(gathered.workers["loss_weight"])
-        self._totals.observe(np.array(rows), usable_W, sizes_W, gathered.step)
-        norms_WG = gathered.group_norms_WG
-        if not gathered.observed or norms_WG is None or len(gathered.groups) < 2:
+        self._totals.observe(totals_SW, usable_W, sizes_W, gathered.step)
+        groups_RW = groups_of(report, copies=copies)
+        if groups_RW is None:
             return
         if self._groups is None or self._groups.group_names != list(gathered.groups):
             self._groups = Part(self._num_workers, group_signals(gathered.groups))
             for worker in self.set_apart:
                 self._groups.test.set_unit_apart(worker)
-        columns = [norms_WG.T]
-        if report.group_cosine_rest_WG is not None and not step.identical:
-            columns.append(report.group_cosine_rest_WG.T)
-        self._groups.observe(np.concatenate(columns), usable_W, sizes_W, gathered.step)
+        self._groups.observe(groups_RW, usable_W, sizes_W, gathered.step)
 
     @property
     def _parts(self) -> tuple[Part, ...]:
@@ -218,7 +215,7 @@ class WorkerOutliers(Detector):
         if not traces:
             return False
         (signal, strongest), totals = traces[0], self._totals
-        checks = [(totals, index) for index in range(len(TOTALS))]
+        checks = [(totals, index) for index in range(len(totals.signals))]
         if signal.group and self._groups is not None:
             checks.append((self._groups, strongest.signal))
         return any(
@@ -361,4 +358,4 @@ class WorkerOutliers(Detector):
 
     @property
     def _num_groups(self) -> int:
-        return 0 if self._groups is None else len(self._groups.signals) // 2
+        return 0 if self._groups is None else len(self._groups.group_names)

@@ -133,8 +133,8 @@ class UnequalState(Detector):
             found = [d for d in gathered.differences if d.kind is kind]
             if found:
                 own_key = _DRIFTING if kind is StateKind.STATISTICS else ""
-                odd = _odd(found, replicas_W)
-                yield _Seen(_CAUSES[kind], odd, _names(found), own_key=own_key)
+                ranks = _odd(found, replicas_W)
+                yield _Seen(_CAUSES[kind], ranks, _names(found), own_key=own_key)
 
     def _after_averages(self, step: Observation) -> Iterable["_Seen"]:
         """Yield what differs after the average that a number of local steps has to contain."""

@@ -18,7 +18,7 @@ def check_canary(wrapped: Wrapped, *, wanted: bool, every: int | None) -> bool:
         wrapped: The model.
         wanted: Whether the user left them on.
         every: Steps from one scheduled canary to the next; None for as many as cost next to
-            nothing, see :class:`rankscope.core.canary_plan.WithinShare`.
+            nothing, see :class:`rankscope.core.canary_plan.Schedule`.
 
     Raises:
         UsageError: The options contradict each other.
