@@ -25,44 +25,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats
-from rankscope.core.finding import Severity
-from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.core.weighting import common_scale
 from rankscope.diagnose.audit_levels import (
+    ELEMENT,
+    LOSSY,
+    LOW_PRECISION,
+    ONE_WORKER,
     STEPS,
     USUAL,
     ExpectedResiduals,
     GroupHistory,
+    ReductionFault,
     Streak,
     sums_of_gradients,
 )
 from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.rules import count
 from rankscope.diagnose.whole_audit import WholeAudit
 
 ALIKE = 3.0
 """Times that most groups' residuals may be off their median when one rounding explains them."""
 
-ELEMENT, ONE_WORKER = "reduction-spike", "reduction-one-worker"
-LOW_PRECISION, LOSSY = "numerics.reduction_error", "reduction-lossy"
-
 _NAMED = 4  # groups that a sentence names
 _LARGEST_FLOAT16 = 65504.0
-
-
-@dataclass(frozen=True)
-class _ReductionFault(Stateful):
-    """What is known of one kind of error, over the whole run."""
-
-    first: int
-    last: int
-    steps: int
-    groups: tuple[str, ...]
-    ranks: tuple[int, ...]
-    residual: float
-    limit: float
-    fits: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +88,7 @@ class ReductionAudit(Detector):
         self._expected = ExpectedResiduals(num_workers, reduced_in)
         self._ahead: tuple[Stretch, Mapping[int, Floats]] | None = None
         self._groups: dict[str, GroupHistory] = {}
-        self._found: dict[str, _ReductionFault] = {}
+        self._found: dict[str, ReductionFault] = {}
         self._step = 0
         self._whole = WholeAudit(num_workers, reduced_in, hook=hook)
 
@@ -288,7 +274,7 @@ class ReductionAudit(Detector):
         fits: str = "",
     ) -> str:
         """Add what is new to what is known of an error; returns its key."""
-        fault = _ReductionFault(
+        fault = ReductionFault(
             first=self._step if since is None else since,
             last=self._step if last is None else last,
             steps=steps,
@@ -314,33 +300,9 @@ class ReductionAudit(Detector):
 
     def _evidence(self, key: str) -> Evidence:
         fault = self._found[key]
-        warning = key in (LOW_PRECISION, LOSSY)
         types = sorted({self._expected.type_of(group) for group in fault.groups})
-        return Evidence(
-            cause="numerics.reduction_error",
-            key=key,
-            severity=Severity.WARNING if warning else Severity.ERROR,
-            ranks=fault.ranks,
-            first_step=fault.first,
-            last_step=fault.last,
-            count=fault.steps,
-            groups=fault.groups,
-            fields={
-                "where": name_groups(fault.groups),
-                "who": name_ranks(fault.ranks),
-                "residual": f"{fault.residual:.2g}",
-                "against": f"where rounding gives {fault.limit:.1g} at most",
-                "steps": count(fault.steps, "audited step"),
-                "fits": fault.fits,
-                "meant": " or ".join(types),
-            },
-            numbers={
-                "residual": fault.residual,
-                "limit": fault.limit,
-                "steps": fault.steps,
-                "fits": fault.fits,
-            },
-        )
+        against = f"where rounding gives {fault.limit:.1g} at most"
+        return fault.evidence(key, name_groups(fault.groups), against, " or ".join(types))
 
 
 def _sums_of_steps(reports: Sequence[StepReport]) -> dict[int, Floats]:

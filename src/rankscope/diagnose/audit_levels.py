@@ -28,8 +28,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rankscope.core.arrays import Floats
+from rankscope.core.finding import Severity
 from rankscope.core.rounding import UNIT_ROUNDOFF, Algorithm, predicted_error
 from rankscope.core.state import Stateful
+from rankscope.diagnose.evidence import Evidence
+from rankscope.diagnose.rules import count
 
 SKETCH_FLOOR = 2.5e-6
 """Residual that sketches alone do not reach at ``kappa`` 1, twice the largest that was measured in
@@ -185,6 +188,10 @@ def _errors(
     )
 
 
+ELEMENT, ONE_WORKER = "reduction-spike", "reduction-one-worker"
+LOW_PRECISION, LOSSY = "numerics.reduction_error", "reduction-lossy"
+"""Keys of the kinds of errors, and of the rules that put them into words."""
+
 STEPS = 16
 """Audited steps in a row after which an error is lasting; a usual level is that of so many, too."""
 
@@ -314,3 +321,52 @@ class GroupHistory(Stateful):
         self.sudden, self.well = sudden, self.well or residual <= once
         self.residual, self.once = residual, once
         return sudden, exception
+
+
+@dataclass(frozen=True)
+class ReductionFault(Stateful):
+    """What is known of one kind of error, over the whole run."""
+
+    first: int
+    last: int
+    steps: int
+    groups: tuple[str, ...]
+    ranks: tuple[int, ...]
+    residual: float
+    limit: float
+    fits: str = ""
+
+    def evidence(self, key: str, where: str, against: str, meant: str) -> Evidence:
+        """Return it as evidence.
+
+        Args:
+            key: The kind of error.
+            where: Of which parameters, in words.
+            against: What the residual should be, in words.
+            meant: Names of the types in which these are meant to be reduced.
+        """
+        lasting = key in (LOW_PRECISION, LOSSY)
+        return Evidence(
+            cause="numerics.reduction_error",
+            key=key,
+            severity=Severity.WARNING if lasting else Severity.ERROR,
+            ranks=self.ranks,
+            first_step=self.first,
+            last_step=self.last,
+            count=self.steps,
+            groups=self.groups,
+            fields={
+                "where": where,
+                "residual": f"{self.residual:.2g}",
+                "against": against,
+                "steps": count(self.steps, "audited step"),
+                "fits": self.fits,
+                "meant": meant,
+            },
+            numbers={
+                "residual": self.residual,
+                "limit": self.limit,
+                "steps": self.steps,
+                "fits": self.fits,
+            },
+        )

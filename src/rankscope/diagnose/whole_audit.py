@@ -5,19 +5,21 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from rankscope.core.finding import Severity
 from rankscope.core.rounding import UNIT_ROUNDOFF
 from rankscope.core.state import Stateful
 from rankscope.diagnose.audit_levels import (
+    ELEMENT,
     LASTING_ROUNDINGS,
+    LOSSY,
+    LOW_PRECISION,
     ROUNDED,
     ROUNDINGS,
     STEPS,
+    ReductionFault,
     Streak,
     most_error,
 )
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.rules import count, name_ranks
 
 SPIKE = 100.0
 """Times the usual error, from which a single step is told."""
@@ -82,7 +84,7 @@ class WholeAudit(Stateful):
         if len(lasting) == STEPS and (lasting > self._rounded).all():
             typical = float(np.median(lasting))
             fits = self._types_that_fit(typical)
-            key = "numerics.reduction_error" if fits else "reduction-lossy"
+            key = LOW_PRECISION if fits else LOSSY
             yield self._tell(
                 key,
                 max(step - STEPS + 1, 0),
@@ -109,7 +111,7 @@ class WholeAudit(Stateful):
         """Tell the present steps in a row, which end with it."""
         streak, self._high = self._high, Streak()
         return self._tell(
-            "reduction-spike",
+            ELEMENT,
             streak.since,
             streak.last,
             streak.steps,
@@ -134,22 +136,5 @@ class WholeAudit(Stateful):
         self._found[key] = first, before + more
         steps = before + more
         ranks = tuple(range(self._num_workers))
-        return Evidence(
-            cause="numerics.reduction_error",
-            key=key,
-            severity=Severity.ERROR if key == "reduction-spike" else Severity.WARNING,
-            ranks=ranks,
-            first_step=first,
-            last_step=last,
-            count=steps,
-            fields={
-                "where": "all parameters together",
-                "who": name_ranks(ranks),
-                "residual": f"{residual:.2g}",
-                "against": against,
-                "steps": count(steps, "audited step"),
-                "fits": fits,
-                "meant": self._meant,
-            },
-            numbers={"residual": residual, "limit": limit, "steps": steps, "fits": fits},
-        )
+        fault = ReductionFault(first, last, steps, (), ranks, residual, limit, fits)
+        return fault.evidence(key, "all parameters together", against, self._meant)
