@@ -12,7 +12,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.sorted_map import in_order
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
-from rankscope.diagnose.lasting import Lasting
+from rankscope.diagnose.lasting import Lasting, Span
 from rankscope.diagnose.rules import count
 
 _SKIPS_IN_A_ROW = 20
@@ -38,9 +38,7 @@ class DuplicateBatches(Detector):
         self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         self._groups: set[tuple[int, ...]] = set()
         self._useful = num_workers
-        self._first = -1
-        self._last = -1
-        self._count = 0
+        self._span = Span()
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks when it shows enough identical batches."""
@@ -59,29 +57,20 @@ class DuplicateBatches(Detector):
         self._streaks = streaks
         if not certain:
             return ()
-        if self._count == 0:
-            self._first = min(streaks[group][0] for group in certain)
+        self._span.see(number, first=min(streaks[group][0] for group in certain))
         self._groups.update(certain)
         self._useful = self._num_workers - sum(len(group) - 1 for group in certain)
-        self._last = number
-        self._count += 1
         return (self._evidence(),)
 
     def _evidence(self) -> Evidence:
-        ranks = tuple(sorted({rank for group in self._groups for rank in group}))
-        return Evidence(
-            cause="data.duplicate_batches",
-            severity=Severity.NOTE if self._repeats else Severity.ERROR,
-            ranks=ranks,
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "workers": self._num_workers,
-                "useful": count(self._useful, "worker"),
-            },
-            numbers={
-                "steps": self._count,
+        ranks = {rank for group in self._groups for rank in group}
+        return self._span.evidence(
+            "data.duplicate_batches",
+            Severity.NOTE if self._repeats else Severity.ERROR,
+            ranks,
+            {"workers": self._num_workers, "useful": count(self._useful, "worker")},
+            {
+                "steps": self._span.count,
                 "groups": [list(group) for group in sorted(self._groups)[:16]],
                 "workers_with_own_batches": self._useful,
             },
@@ -98,9 +87,7 @@ class NonFinite(Detector):
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
-        self._first = -1
-        self._last = -1
-        self._count = 0
+        self._span = Span()
         self._severity = Severity.NOTE
         self._applied = False
         self._skips_in_a_row = 0
@@ -112,9 +99,7 @@ class NonFinite(Detector):
             self._skips_in_a_row = 0
             return ()
         ranks = np.flatnonzero(gathered.workers["nonfinite"])
-        self._first = gathered.step if self._count == 0 else self._first
-        self._last = gathered.step
-        self._count += 1
+        self._span.see(gathered.step)
         in_loss = _has_bad_loss(gathered, ranks)
         for rank in ranks.tolist():
             self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
@@ -126,20 +111,14 @@ class NonFinite(Detector):
         return (self._evidence(),)
 
     def _evidence(self) -> Evidence:
-        ranks = tuple(sorted(self._seen))
         what = "loss" if "loss" in self._seen.values() else "gradient"
-        return Evidence(
-            cause="numerics.nonfinite",
-            severity=self._severity,
-            ranks=ranks,
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "what": what,
-                "applied": ", and the optimizer went on" if self._applied else "",
-            },
-            numbers={"steps": self._count, "in": what},
+        applied = ", and the optimizer went on" if self._applied else ""
+        return self._span.evidence(
+            "numerics.nonfinite",
+            self._severity,
+            self._seen,
+            {"what": what, "applied": applied},
+            {"steps": self._span.count, "in": what},
         )
 
 
@@ -166,7 +145,10 @@ class NoGradient(Detector):
 
     def _evidence(self) -> Evidence:
         over = "" if self._zero.open else " It is over now."
-        return self._zero.evidence("loss.no_gradient", Severity.WARNING, {"over": over})
+        zero, numbers = self._zero, {"steps": self._zero.count}
+        return zero.evidence(
+            "loss.no_gradient", Severity.WARNING, zero.ranks, {"over": over}, numbers
+        )
 
 
 def _was_skipped(gathered: GatheredStep) -> bool | None:

@@ -19,6 +19,7 @@ from rankscope.core.sorted_map import SortedMap, count_common, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span
 from rankscope.diagnose.repeats import RecentBatches
 from rankscope.diagnose.rules import count
 
@@ -104,8 +105,8 @@ class RepeatedOrder(Detector):
         self._recent = RecentBatches(num_workers, FEW - 1)
         self._ended = False
         self._on_purpose = 0
-        self._first = self._last = self._period = -1
-        self._count = 0
+        self._span = Span()
+        self._period = -1
         self._severity = Severity.NOTE
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
@@ -124,11 +125,9 @@ class RepeatedOrder(Detector):
             return ()
         few = finder.period < FEW or self._on_purpose >= finder.run
         severity = Severity.NOTE if few or self._intended else Severity.WARNING
-        if not self._count or severity > self._severity:
-            self._first, self._period = finder.first, finder.period
-            self._severity, self._count = severity, 0
-        self._count = self._count + 1 if self._count else finder.run
-        self._last = gathered.step
+        if not self._span.count or severity > self._severity:
+            self._span, self._period, self._severity = Span(), finder.period, severity
+        self._span.see(gathered.step, first=finder.first, before=finder.run - 1)
         return (self._evidence(),)
 
     def close(self) -> Iterable[Evidence]:
@@ -143,18 +142,13 @@ class RepeatedOrder(Detector):
         self._finder.restart(step)
 
     def _evidence(self) -> Evidence:
-        return Evidence(
-            cause="data.repeated_order",
-            severity=self._severity,
-            ranks=(),
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "before": f"{self._first - self._period:,}",
-                "period": count(self._period, "step"),
-            },
-            numbers={"period": self._period, "repeated_steps": self._count},
+        span = self._span
+        return span.evidence(
+            "data.repeated_order",
+            self._severity,
+            (),
+            {"before": f"{span.first - self._period:,}", "period": count(self._period, "step")},
+            {"period": self._period, "repeated_steps": span.count},
         )
 
 

@@ -193,9 +193,10 @@ class GrossValues(Stateful):
             ranks |= self._compare(label, values_W, left_out, step)
         if not self._seen.observe(step, ranks):
             return []
-        said = {"what": self._said}
+        seen, said = self._seen, {"what": self._said}
+        numbers = {"steps": seen.count, **self._numbers}
         return [
-            self._seen.evidence("inconclusive", Severity.NOTE, said, self._numbers, key=KEY_AT_ONCE)
+            seen.evidence("inconclusive", Severity.NOTE, seen.ranks, said, numbers, key=KEY_AT_ONCE)
         ]
 
     def _compare(

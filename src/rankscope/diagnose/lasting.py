@@ -13,11 +13,68 @@ from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import name_ranks
 
+_T = TypeVar("_T", bound=Hashable)
+
+_MOST_GROUPS = 4
+
 HEALED_AFTER = 16
 """Steps without a trace of it, one after the other, after which a fault has healed."""
 
 
-class Lasting(Stateful):
+class Span(Stateful):
+    """The steps that showed a fault.
+
+    Attributes:
+        open: Whether it is still there, as far as is known.
+        first: The first step that showed it; -1 before.
+        last: The last step that showed it; -1 before.
+        count: How many steps showed it.
+    """
+
+    def __init__(self) -> None:
+        self.open = True
+        self.first = self.last = -1
+        self.count = 0
+
+    def see(self, step: int, *, first: int | None = None, before: int = 0) -> None:
+        """Take a step that shows it.
+
+        Args:
+            step: Its number.
+            first: If nothing was told before, the first step that showed it; this one by default.
+            before: And how many steps did before this one.
+        """
+        if not self.count:
+            self.first, self.count = step if first is None else first, before
+        self.last = step
+        self.count += 1
+
+    def evidence(
+        self,
+        cause: str,
+        severity: Severity,
+        ranks: Iterable[int] = (),
+        fields: Mapping[str, object] | None = None,
+        numbers: Mapping[str, object] | None = None,
+        *,
+        key: str = "",
+    ) -> Evidence:
+        """Return what is known of the fault as evidence."""
+        return Evidence(
+            cause=cause,
+            severity=severity,
+            ranks=tuple(sorted(ranks)),
+            first_step=self.first,
+            last_step=self.last,
+            count=self.count,
+            fields=fields or {},
+            numbers=numbers or {},
+            key=key,
+            status="open" if self.open else "closed",
+        )
+
+
+class Lasting(Span):
     """Follows one kind of fault through the steps that could show it.
 
     Args:
@@ -27,8 +84,6 @@ class Lasting(Stateful):
     Attributes:
         open: Whether it is there: told, and not healed since.
         ranks: The workers on which it was there at some time.
-        first: The first step that showed it; -1 before.
-        last: The last step that showed it; -1 before.
         count: Steps that showed it on enough workers to be told.
     """
 
@@ -39,11 +94,9 @@ class Lasting(Stateful):
         self._in_a_row = in_a_row
         self._shown: dict[int, tuple[int, int]] = {}
         self._quiet = 0
+        super().__init__()
         self.open = False
         self.ranks: set[int] = set()
-        self.first = -1
-        self.last = -1
-        self.count = 0
 
     def observe(self, step: int, ranks: Iterable[int]) -> bool:
         """Take one step that could show the fault.
@@ -73,44 +126,12 @@ class Lasting(Stateful):
             return healed
         return False
 
-    def evidence(
-        self,
-        cause: str,
-        severity: Severity,
-        fields: Mapping[str, object] | None = None,
-        numbers: Mapping[str, object] | None = None,
-        *,
-        key: str = "",
-        ranks: tuple[int, ...] | None = None,
-    ) -> Evidence:
-        """Return what is known; ``ranks`` are those concerned, if not all that showed the fault."""
-        return Evidence(
-            cause=cause,
-            severity=severity,
-            ranks=tuple(sorted(self.ranks)) if ranks is None else ranks,
-            first_step=self.first,
-            last_step=self.last,
-            count=self.count,
-            fields=fields or {},
-            numbers={"steps": self.count, **(numbers or {})},
-            key=key,
-            status="open" if self.open else "closed",
-        )
-
     def _show(self, step: int, ranks: set[int]) -> None:
-        if self.count == 0:
-            self.first = min(self._shown[rank][0] for rank in ranks)
-            self.count = max(self._shown[rank][1] for rank in ranks) - 1
+        first = min(self._shown[rank][0] for rank in ranks)
+        self.see(step, first=first, before=max(self._shown[rank][1] for rank in ranks) - 1)
         self.ranks |= ranks
-        self.last = step
-        self.count += 1
         self._quiet = 0
         self.open = True
-
-
-_T = TypeVar("_T", bound=Hashable)
-
-_MOST_GROUPS = 4
 
 
 def known_values(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[Any]:

@@ -15,6 +15,7 @@ from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, follow_tokens
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span
 from rankscope.diagnose.rules import count, name_ranks
 
 ONE_WORKER = "loss-scale-one-worker"
@@ -57,8 +58,7 @@ class LossScale(Detector):
         self._streak_first = -1
         self._called = False  # the optimizer, in some step
         self._carried = 0.0  # multipliers since then
-        self._first = self._last = -1
-        self._count = 0
+        self._span = Span()
         self._factor = ""
         self._value = math.nan
         self._odd = _OddWorkers()
@@ -120,10 +120,10 @@ class LossScale(Detector):
             self._streak_first = gathered.step
         if not factor or self._streak[1] < _STEPS:
             return ()
-        if not self._count or factor != self._factor:
-            self._first, self._count = self._streak_first, _STEPS - 1
-        self._factor, self._value, self._last = factor, scale, gathered.step
-        self._count += 1
+        if factor != self._factor:
+            self._span = Span()
+        self._span.see(gathered.step, first=self._streak_first, before=_STEPS - 1)
+        self._factor, self._value = factor, scale
         return (self._evidence(micro),)
 
     def _name(self, scale: float, micro: int) -> str:
@@ -144,24 +144,17 @@ class LossScale(Detector):
         return " or ".join(names)
 
     def _evidence(self, micro: int) -> Evidence:
-        return Evidence(
-            cause="loss.scale",
-            severity=Severity.WARNING,
-            ranks=tuple(range(self._num_workers)),
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
+        return self._span.evidence(
+            "loss.scale",
+            Severity.WARNING,
+            range(self._num_workers),
+            {
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
-            numbers={
-                "multiplier": self._value,
-                "micro_batches": micro,
-                "steps": self._count,
-            },
+            {"multiplier": self._value, "micro_batches": micro, "steps": self._span.count},
         )
 
 
@@ -177,8 +170,7 @@ class _OddWorkers(Stateful):
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, int, int]] = {}
         self._ranks: set[int] = set()
-        self._first = self._last = -1
-        self._count = 0
+        self._span = Span()
 
     def observe(self, step: int, scales_W: Floats) -> Iterable[Evidence]:
         """Take the multipliers of a step in which they differ."""
@@ -195,12 +187,9 @@ class _OddWorkers(Stateful):
         certain = {rank for rank in odd if self._seen[rank][1] >= _STEPS_OF_ONE}
         if not certain:
             return ()
-        if not self._count:
-            self._first = min(self._seen[rank][2] for rank in certain)
-            self._count = _STEPS_OF_ONE - 1
+        first = min(self._seen[rank][2] for rank in certain)
+        self._span.see(step, first=first, before=_STEPS_OF_ONE - 1)
         self._ranks |= certain
-        self._last = step
-        self._count += 1
         return (self._evidence(len(scales_W)),)
 
     def _evidence(self, num_workers: int) -> Evidence:
@@ -208,21 +197,18 @@ class _OddWorkers(Stateful):
         ranks = tuple(odd) if num_workers > 2 else (0, 1)
         ratios = sorted({round(self._seen[rank][0], 6) for rank in odd})
         listed = " and ".join(f"{ratio:.4g}" for ratio in ratios[:3])
-        return Evidence(
-            cause="loss.scale",
-            severity=Severity.WARNING,
-            ranks=ranks,
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
+        return self._span.evidence(
+            "loss.scale",
+            Severity.WARNING,
+            ranks,
+            {
                 "who": name_ranks(odd),
                 "others": "the others'" if num_workers > 2 else "rank 0's",
                 "ratio": listed,
             },
-            numbers={
+            {
                 "ratios": {str(rank): self._seen[rank][0] for rank in odd[:16]},
-                "steps": self._count,
+                "steps": self._span.count,
             },
             key=ONE_WORKER,
         )

@@ -118,8 +118,9 @@ class EqualRandom(Detector):
         return seen.evidence(
             DIFFERS if self._same else IDENTICAL,
             severity,
+            seen.ranks,
             {"generators": _listed(generators)},
-            {"generators": generators},
+            {"steps": seen.count, "generators": generators},
             key=key,
         )
 
@@ -131,8 +132,10 @@ class EqualRandom(Detector):
         return self._loaders.evidence(
             IDENTICAL,
             Severity.WARNING,
+            self._loaders.ranks,
             {"generators": _listed(generators), "where": " and ".join(where)},
             {
+                "steps": self._loaders.count,
                 "generators": generators,
                 "alike_inside": sorted(self._inside),
                 "alike_across": sorted(self._across),

@@ -33,9 +33,9 @@ from rankscope.core.edetector import (
 from rankscope.core.finding import Severity
 from rankscope.core.noise_scale import GradientNoise, gradient_noise, micro_share, micro_squares
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
-from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span
 from rankscope.diagnose.ratios import RatioWatch
 from rankscope.diagnose.repeats import Repeats
 from rankscope.diagnose.rules import count
@@ -157,7 +157,7 @@ class Sampling(Detector):
         return self._evidence("sampling.too_similar", cause, self._similar, self._low, what)
 
     def _say_different(self) -> Evidence:
-        losses, norms = self._high.evidence.mean(axis=1).tolist()
+        losses, norms = self._high.evidence_of_each.mean(axis=1).tolist()
         what = "losses" if losses >= norms else "gradient norms"
         return self._evidence(
             "sampling.too_different", "inconclusive", Severity.NOTE, self._high, what
@@ -168,34 +168,30 @@ class Sampling(Detector):
     ) -> Evidence:
         ratio = _recent_ratio(list(self._recent)[-alarm.duration :])
         known = math.isfinite(ratio)
-        return Evidence(
-            cause=cause,
-            severity=severity,
-            ranks=(),
-            first_step=alarm.first,
-            last_step=alarm.last,
-            count=alarm.count,
-            fields={
+        return alarm.evidence(
+            cause,
+            severity,
+            (),
+            {
                 "what": what,
                 "ratio": f" (losses {ratio:.2f} times as far as sampling explains)"
                 if known
                 else "",
-                "until": "" if alarm.is_open else f" until step {alarm.last:,}",
+                "until": "" if alarm.open else f" until step {alarm.last:,}",
                 "steps": count(self._steps, "step"),
                 "bound": bound_in_words(self._steps),
             },
-            numbers={
+            {
                 "steps": alarm.count,
                 "steps_compared": self._steps,
                 "dispersion_ratio": ratio if known else None,
                 "false_alarm_probability": false_alarm_bound(self._steps),
             },
             key=key,
-            status="open" if alarm.is_open else "closed",
         )
 
 
-class _Alarm(Stateful):
+class _Alarm(Span):
     """E-detectors with equal weights that alarm together.
 
     Once they have, their evidence is kept from growing further, so that they heal in bounded time.
@@ -208,17 +204,15 @@ class _Alarm(Stateful):
     SETTINGS = ("_level",)
 
     def __init__(self, level: float, *shape: int) -> None:
+        super().__init__()
+        self.open = False
         self._level = level
         self._detectors = ShiryaevRoberts(*shape)
         self._fed: deque[int] = deque(maxlen=RECENT)
-        self.is_open = False
-        self.first = -1
-        self.last = -1
-        self.count = 0
         self.duration = 1
 
     @property
-    def evidence(self) -> Floats:
+    def evidence_of_each(self) -> Floats:
         """Evidence of each of them."""
         return self._detectors.evidence.astype(np.float64)
 
@@ -229,12 +223,12 @@ class _Alarm(Stateful):
             self._fed.append(step)
             self.duration = min(self.duration + 1, RECENT)
         total = float(self._detectors.evidence.mean())
-        if not self.is_open:
+        if not self.open:
             return self._open(step) if total >= self._level else _News.NONE
         cap = _HEADROOM * self._level
         np.minimum(self._detectors.evidence, cap, out=self._detectors.evidence)
         if total < _HEALED * self._level:
-            self.is_open = False
+            self.open = False
             return _News.CLOSED
         if float(e.mean()) <= 1.0:
             return _News.NONE
@@ -250,7 +244,7 @@ class _Alarm(Stateful):
         self.first = began if self.first < 0 else self.first
         self.last = step
         self.count += self.duration
-        self.is_open = True
+        self.open = True
         return _News.OPENED
 
 

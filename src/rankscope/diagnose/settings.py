@@ -152,16 +152,19 @@ class DifferentSettings(Detector):
             yield self._calls_evidence()
 
     def _settings_evidence(self) -> Evidence:
-        what = {"what": self._what}
-        return self._settings.evidence("state.hyperparameters_differ", Severity.ERROR, what, what)
+        seen, what = self._settings, {"what": self._what}
+        numbers = {"steps": seen.count, **what}
+        cause = "state.hyperparameters_differ"
+        return seen.evidence(cause, Severity.ERROR, seen.ranks, what, numbers)
 
     def _calls_evidence(self) -> Evidence:
         called = {"called": self._called}
         return self._calls.evidence(
             "state.parameters_differ",
             Severity.ERROR,
+            self._calls.ranks,
             called,
-            {**called, "other_causes": ["state.optimizer_differs"]},
+            {"steps": self._calls.count, **called, "other_causes": ["state.optimizer_differs"]},
             key=CALLS,
         )
 
@@ -217,9 +220,15 @@ class DifferentSettings(Detector):
         return self._schedule.evidence(
             "state.schedule",
             Severity.WARNING,
+            (),
             words,
-            {**words, "optimizer_step": at, "learning_rate": rate, "planned": planned},
-            ranks=(),
+            {
+                "steps": self._schedule.count,
+                **words,
+                "optimizer_step": at,
+                "learning_rate": rate,
+                "planned": planned,
+            },
         )
 
 

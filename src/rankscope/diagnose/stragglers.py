@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
-from rankscope.core.state import State, Stateful
+from rankscope.core.state import State
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span
 from rankscope.diagnose.rules import name_ranks
 
 Bools = NDArray[np.bool_]
@@ -129,7 +130,7 @@ class Stragglers(Detector):
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks at the end of a window."""
-        gone, self._gone = tuple(place.evidence() for place in self._gone), []
+        gone, self._gone = tuple(place.describe() for place in self._gone), []
         return gone + self._take(step)
 
     def close(self) -> Iterable[Evidence]:
@@ -152,8 +153,8 @@ class Stragglers(Detector):
             now = places.get(before.key)
             if now is not None and now.ranks == before.ranks:
                 now.restore(before.state())
-            elif before.is_open:
-                before.end()
+            elif before.open:
+                before.open = False
                 self._gone.append(before)
 
     def _take(self, step: Observation) -> tuple[Evidence, ...]:
@@ -178,10 +179,10 @@ class Stragglers(Detector):
         confirmed_W = window.slow_W & before_W
         for place in self._places:
             if place.take(confirmed_W, self._windows):
-                yield place.evidence()
+                yield place.describe()
 
 
-class _Place(Stateful):
+class _Place(Span):
     """A host with its ranks, or a single rank; and what is known of it.
 
     Args:
@@ -194,10 +195,9 @@ class _Place(Stateful):
     def __init__(self, ranks: Sequence[int], host: str = "") -> None:
         self.ranks = tuple(ranks)
         self._host = host
-        self._open = False
+        super().__init__()
+        self.open = False
         self._slow: list[int] = []
-        self._first = self._last = -1
-        self._count = 0
         self._lost = self._behind = self._share = 0.0
         self._quiet = 0
 
@@ -220,16 +220,7 @@ class _Place(Stateful):
     @property
     def was_slow(self) -> bool:
         """Whether it is slow, or has been."""
-        return self._count > 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is slow."""
-        return self._open
-
-    def end(self) -> None:
-        """Say that it is slow no longer."""
-        self._open = False
+        return self.count > 0
 
     def take(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
         """Take the latest window and those before it; return whether there is news.
@@ -239,7 +230,7 @@ class _Place(Stateful):
             windows: The latest windows in order, one more than it takes to be slow.
         """
         confirmed = [rank for rank in self.ranks if confirmed_W[rank]]
-        if not self._open:
+        if not self.open:
             if confirmed:
                 self._begin(confirmed, windows)
             return bool(confirmed)
@@ -252,50 +243,46 @@ class _Place(Stateful):
             self._measure(behind_S, latest)
         else:
             self._quiet += 1
-            self._open = self._quiet < _PATIENCE
+            self.open = self._quiet < _PATIENCE
         if self._quiet <= 1:
             end = find_end(behind_S, self._behind)
             self._add(latest.steps_S[:end], behind_S[:end], latest.margin)
-        return lingers or not self._open
+        return lingers or not self.open
 
-    def evidence(self) -> Evidence:
+    def describe(self) -> Evidence:
         """Return what is known."""
-        healed = "" if self._open else f" to step {self._last:,}"
-        return Evidence(
-            cause="time.straggler",
-            severity=Severity.NOTE,
-            ranks=tuple(self._slow),
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "When": f"{'From' if healed else 'Since'} step {self._first:,}{healed}",
+        healed = "" if self.open else f" to step {self.last:,}"
+        return self.evidence(
+            "time.straggler",
+            Severity.NOTE,
+            self._slow,
+            {
+                "When": f"{'From' if healed else 'Since'} step {self.first:,}{healed}",
                 "who": self._name(),
                 "behind": _duration(self._behind),
                 "share": f"{self._share:.0%}",
                 "lost": _duration(self._lost),
             },
-            numbers={
+            {
                 "seconds_behind": self._behind,
                 "share_of_step": self._share,
                 "seconds_lost": self._lost,
-                "slow_steps": self._count,
+                "slow_steps": self.count,
                 **({"host": self._host} if self._host else {}),
             },
             key=self.key,
-            status="open" if self._open else "closed",
         )
 
     def _begin(self, slow: list[int], windows: Sequence[Lateness]) -> None:
-        self._open, self._quiet = True, 0
+        self.open, self._quiet = True, 0
         self._slow = slow
-        self._count, self._lost = 0, 0.0
+        self.count, self._lost = 0, 0.0
         latest = windows[-1]
         steps = np.concatenate([window.steps_S for window in windows])
         behind = np.concatenate([self._lateness(window) for window in windows])
         self._measure(behind[-len(latest.steps_S) :], latest)
         start = find_onset(behind, self._behind)
-        self._first = int(steps[start])
+        self.first = int(steps[start])
         self._add(steps[start:], behind[start:], latest.margin)
 
     def _measure(self, behind_S: Floats, latest: Lateness) -> None:
@@ -305,8 +292,8 @@ class _Place(Stateful):
     def _add(self, steps_S: Ints, behind_S: Floats, margin: float) -> None:
         """Add the steps in which it was behind."""
         over_S = behind_S >= margin / 2
-        self._last = int(steps_S[over_S].max(initial=self._last))
-        self._count += int(np.count_nonzero(over_S))
+        self.last = int(steps_S[over_S].max(initial=self.last))
+        self.count += int(np.count_nonzero(over_S))
         self._lost += float(np.sum(behind_S[over_S]))
 
     def _lateness(self, window: Lateness) -> Floats:
