@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from rankscope.core.arrays import mix
 from rankscope.core.samples import SampleLedger
-from rankscope.core.share import MAX_HALVINGS, SampleShare, mix
+from rankscope.core.share import MAX_HALVINGS, SampleShare
 from rankscope.core.sorted_map import SortedMap
 from rankscope.core.thinning import DrawnSamples, Followed, ThinningLedger
 

@@ -65,18 +65,8 @@ def cosines_from_gram(gram_WW: Floats) -> Floats:
     return cosines_WW
 
 
-def mean_cosine(cosines_WW: Floats) -> float:
-    """Return the mean over pairs i < j that are defined, or NaN when there are none."""
-    return mean_and_min_cosine(cosines_WW)[0]
-
-
-def min_cosine(cosines_WW: Floats) -> float:
-    """Return the smallest cosine over pairs i < j that are defined, or NaN without any."""
-    return mean_and_min_cosine(cosines_WW)[1]
-
-
 def mean_and_min_cosine(cosines_WW: Floats) -> tuple[float, float]:
-    """Return :func:`mean_cosine` and :func:`min_cosine` together."""
+    """Return the mean and the smallest over pairs i < j that are defined, or NaN without any."""
     pairs = upper_triangle(cosines_WW)
     pairs = pairs[np.isfinite(pairs)]
     if not pairs.size:
@@ -241,7 +231,11 @@ def _sum_of_products(norms_W: Floats) -> float:
 def _ratio(numerator: float, denominator: float) -> float:
     if denominator <= 0:
         return math.nan
-    cosine = numerator / denominator
+    return snapped(numerator / denominator)
+
+
+def snapped(cosine: float) -> float:
+    """Bring a cosine within rounding of ±1 to ±1."""
     return math.copysign(1.0, cosine) if abs(cosine) >= 1.0 - ROUNDING else cosine
 
 

@@ -79,8 +79,14 @@ def gradient_noise(
     with np.errstate(over="ignore"):
         square = float(np.square(np.asarray(norms_W, np.float64)).mean())
     micro_square = math.nan if micro_squares_W is None else float(micro_squares_W.mean())
-    numbers = (np.array([number]) for number in (square, reduced_norm, micro_square))
-    found = noise_of_steps(*numbers, np.array([num_micro]), np.array([share]), len(norms_W))
+    found = noise_of_steps(
+        np.array([square]),
+        np.array([reduced_norm]),
+        np.array([micro_square]),
+        np.array([num_micro]),
+        np.array([share]),
+        len(norms_W),
+    )
     between, within, noise, signal = (
         float(values_T[0])
         for values_T in (found.between_T, found.within_T, found.noise_T, found.signal_T)

@@ -6,7 +6,6 @@ difference is exact evidence, and its place in the model tells where to look.
 """
 
 import functools
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Ints
+from rankscope.core.arrays import Ints, digest_of
 
 if TYPE_CHECKING:
     from array import array
@@ -137,8 +136,7 @@ def majority(counts: "Counter[_T]") -> _T | None:
 
 def digest_of_digests(digests_D: "Ints | NDArray[np.uint64] | array[int]") -> int:
     """Return one 63-bit digest of several digests of 64 bits, in order."""
-    digest = hashlib.blake2b(digests_D.tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return digest_of(digests_D.tobytes())
 
 
 def differences(
@@ -177,8 +175,7 @@ def differences(
 @functools.lru_cache(maxsize=256)
 def _digest_of_items(kinds: tuple[StateKind, ...], names: tuple[str, ...]) -> int:
     text = "\n".join(f"{kind} {name}" for kind, name in zip(kinds, names, strict=True))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return digest_of(text.encode())
 
 
 def _classes(kind: StateKind, replicas_W: Ints) -> list[list[int]]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Ints
-from rankscope.core.share import MAX_HALVINGS, SampleShare, mix
+from rankscope.core.arrays import Ints, mix
+from rankscope.core.share import MAX_HALVINGS, SampleShare
 from rankscope.core.sorted_map import SortedMap, in_order
 from rankscope.core.state import Stateful
 

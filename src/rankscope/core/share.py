@@ -21,16 +21,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Ints
+from rankscope.core.arrays import Ints, mix
 from rankscope.core.state import Stateful
 
 Bools = NDArray[np.bool_]
 
 MAX_HALVINGS = 20
 """The smallest share is one sample in a million: enough for 10^12 different ones."""
-
-_HALF = np.uint64(32)
-_FACTORS = tuple(map(np.uint64, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93)))
 
 
 class SampleShare(Stateful):
@@ -87,16 +84,6 @@ class SampleShare(Stateful):
         """
         p = 1 / self.one_in
         return followed / p, math.sqrt(followed * (1 - p)) / p
-
-
-def mix(values: Ints) -> NDArray[np.uint64]:
-    """Return one 64-bit hash per number: xor, shift and multiply, three times over."""
-    bits: NDArray[np.uint64] = np.array(values, np.int64).view(np.uint64)
-    for factor in _FACTORS:
-        bits ^= bits >> _HALF
-        bits *= factor
-    bits ^= bits >> _HALF
-    return bits
 
 
 CAPACITY = 1 << 16

@@ -6,10 +6,11 @@ where the other values of the same source are given; nothing else lists columns.
 """
 
 import functools
-import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from rankscope.core.arrays import digest_of
 
 
 class Table(StrEnum):
@@ -279,5 +280,4 @@ def signal(table: Table, name: str) -> Signal:
 def schema_hash() -> int:
     """Return a 63-bit digest of all declarations; equal on workers that can talk to each other."""
     text = "\n".join(f"{s.table} {s.name} {s.dtype} {s.source}" for s in SIGNALS)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return digest_of(text.encode())

@@ -1,7 +1,6 @@
 """From the workers' raw values to the step that the record holds."""
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,11 +56,6 @@ def summarize(gathered: GatheredStep) -> StepReport:
         cosines_WW,
         _group_directions(gathered),
     )
-
-
-def summarize_many(steps: Sequence[GatheredStep]) -> list[StepReport]:
-    """Return :func:`summarize` of each of several steps, bit for bit."""
-    return [summarize(gathered) for gathered in steps]
 
 
 def _dispersions(gathered: GatheredStep) -> dict[str, float]:

@@ -42,7 +42,6 @@ from rankscope.diagnose.audit_levels import (
 )
 from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
 from rankscope.diagnose.rules import count
-from rankscope.diagnose.whole_audit import WholeAudit
 
 ALIKE = 3.0
 """Times that most groups' residuals may be off their median when one rounding explains them."""
@@ -68,7 +67,8 @@ class _Step:
 class ReductionAudit(Detector):
     """Corrupted elements, single workers that differ, and reductions in too narrow a type.
 
-    It needs ``watch(reduced="sketch")``. Without groups it judges the whole gradient, by its past.
+    It needs ``watch(reduced="sketch")`` and two or more groups of parameters: with one, say
+    ``groups="none"``, the residual is recorded but not judged.
 
     Args:
         num_workers: W.
@@ -90,7 +90,6 @@ class ReductionAudit(Detector):
         self._groups: dict[str, GroupHistory] = {}
         self._found: dict[str, ReductionFault] = {}
         self._step = 0
-        self._whole = WholeAudit(num_workers, reduced_in, hook=hook)
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; tells what is wrong with its reduction, or with those of many steps."""
@@ -98,8 +97,7 @@ class ReductionAudit(Detector):
         if self._num_workers < 2 or not gathered.observed:
             return ()
         if gathered.residuals_WG is None or gathered.group_norms_WG is None:
-            residual = float(step.report.values.get("reduction_residual", np.nan))
-            return self._whole.observe(gathered.step, residual)
+            return ()
         self._step = gathered.step
         now = self._judge(gathered, gathered.residuals_WG, self._sums(step))
         told = [*self._check_workers(now), *self._check_groups(now)]
@@ -116,7 +114,7 @@ class ReductionAudit(Detector):
             told.append(self._tell(ELEMENT, last, worst))
             for name in last:
                 waiting[name].high.steps = 0
-        return [*(self._evidence(key) for key in told), *self._whole.close()]
+        return [self._evidence(key) for key in told]
 
     def _judge(self, gathered: GatheredStep, residuals_WG: Floats, sums_G: Floats) -> _Step:
         """Return the groups whose residuals are known, and what to expect of them."""

@@ -7,13 +7,13 @@ Samples that a sampler repeats at an epoch's end, so that all workers have as ma
 They explain repeats that somebody may find in the record.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
+from rankscope.core.replicas import digest_of_digests
 from rankscope.core.samples import SampleCounts, flat_samples
 from rankscope.core.sorted_map import SortedMap, count_common, in_order
 from rankscope.core.state import Stateful
@@ -114,13 +114,14 @@ class RepeatedOrder(Detector):
         gathered = step.gathered
         digests_W = gathered.workers["batch_digest"]
         if self._ended:
-            self.restarted(gathered.step)
+            self._ended, self._on_purpose = False, 0
+            self._finder.restart(gathered.step)
         if not step.some_known("batch_digest"):
             return ()
         again_W = self._recent.observe(digests_W) | (digests_W == MISSING_INT)
         self._on_purpose = self._on_purpose + 1 if again_W.all() else 0
         finder = self._finder
-        finder.observe(gathered.step, _digest(digests_W))
+        finder.observe(gathered.step, digest_of_digests(digests_W))
         if finder.run < max(_LEAST_STEPS, finder.period / _SHARE):
             return ()
         few = finder.period < FEW or self._on_purpose >= finder.run
@@ -135,12 +136,6 @@ class RepeatedOrder(Detector):
         self._ended = True
         return ()
 
-    def restarted(self, step: int) -> None:
-        """Take ``step`` as the first one of a restarted job."""
-        self._ended = False
-        self._on_purpose = 0
-        self._finder.restart(step)
-
     def _evidence(self) -> Evidence:
         span = self._span
         return span.evidence(
@@ -150,12 +145,6 @@ class RepeatedOrder(Detector):
             {"before": f"{span.first - self._period:,}", "period": count(self._period, "step")},
             {"period": self._period, "repeated_steps": span.count},
         )
-
-
-def _digest(digests_W: np.typing.NDArray[np.int64]) -> int:
-    """Return one digest of all workers' batches, in the order of ranks."""
-    digest = hashlib.blake2b(np.ascontiguousarray(digests_W).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 KEY = "padding-duplicates"

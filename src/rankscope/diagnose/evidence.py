@@ -28,7 +28,7 @@ _NAMES = {
 _PLACES = {name: (dtype, at) for dtype, names in _NAMES.items() for at, name in enumerate(names)}
 
 
-_SUMMARIES: Mapping[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+_SUMMARIES: Mapping[str, Callable[[NDArray[Any]], Any]] = {
     "alike": lambda values: (values == values[..., :1]).all(axis=2),
     "some_true": lambda values: values.any(axis=2),
     "all_true": lambda values: values.all(axis=2),

@@ -256,8 +256,9 @@ def groups_of(report: StepReport, *, copies: bool = False) -> Floats | None:
     norms_WG, cosines_WG = report.gathered.group_norms_WG, report.group_cosine_rest_WG
     if not report.observed or norms_WG is None or len(report.gathered.groups) < 2:
         return None
-    alone = cosines_WG is None or copies
-    return np.concatenate([norms_WG.T] if alone else [norms_WG.T, cosines_WG.T])
+    return (
+        norms_WG.T if cosines_WG is None or copies else np.concatenate([norms_WG.T, cosines_WG.T])
+    )
 
 
 def log_sizes(weights: Floats) -> Floats:
