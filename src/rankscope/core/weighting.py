@@ -80,39 +80,23 @@ def as_matrix(parts: Sequence[Floats]) -> Floats:
     return matrix
 
 
-def token_products(losses_RU: Floats, tokens_RU: Floats) -> tuple[float, float]:
-    """Return the sums of x² and of xy: x log tokens, y log losses, each minus its group's mean.
+def token_products(losses_RU: Floats, tokens_RU: Floats) -> Floats:
+    """Return the sums of x² and of xy in each group ``[R, 2]``.
 
     Args:
         losses_RU: Losses of units; NaN where unknown.
         tokens_RU: Their tokens; NaN where unknown.
+
+    Returns:
+        With x log tokens and y log losses, each minus its group's mean.
     """
     both = np.array([tokens_RU, losses_RU])
     known_RU = (both > 0).all(axis=0) & np.isfinite(tokens_RU + losses_RU)
-    if not known_RU.any():
-        return 0.0, 0.0
     logs = np.log(np.where(known_RU, both, 1.0))  # 0 where unknown
     number_R1 = np.maximum(known_RU.sum(axis=1, keepdims=True), 1)
     logs -= logs.sum(axis=2, keepdims=True) / number_R1
-    x_RU, y_RU = logs if known_RU.all() else np.where(known_RU, logs, 0.0)
-    return float((x_RU * x_RU).sum()), float((x_RU * y_RU).sum())
-
-
-def token_products_of_steps(losses_SU: Floats, tokens_SU: Floats) -> list[tuple[float, float]]:
-    """Return :func:`token_products` of each of S steps, in which one group of units adds up."""
-    both = np.array([tokens_SU, losses_SU])
-    positive_S: Bools = np.logical_and.reduce(both > 0, axis=(0, 2))
-    known_S: Bools = positive_S & np.isfinite(losses_SU + tokens_SU).all(axis=1)
-    logs = np.log(np.where(known_S[:, None], both, 1.0))
-    logs -= logs.sum(axis=2, keepdims=True) / both.shape[2]
-    x_SU, y_SU = logs
-    products = zip(
-        (x_SU * x_SU).sum(axis=1).tolist(), (x_SU * y_SU).sum(axis=1).tolist(), strict=True
-    )
-    return [
-        found if known else token_products(losses_SU[s, None], tokens_SU[s, None])
-        for s, (found, known) in enumerate(zip(products, known_S.tolist(), strict=True))
-    ]
+    x_RU, y_RU = np.where(known_RU, logs, 0.0)
+    return np.stack([(x_RU * x_RU).sum(axis=1), (x_RU * y_RU).sum(axis=1)], axis=1)
 
 
 class TokenSums(Stateful):
@@ -130,10 +114,10 @@ class TokenSums(Stateful):
 
     def add(self, losses_RU: Floats, tokens_RU: Floats) -> None:
         """Take the losses of units, and their tokens; NaN where unknown."""
-        self.take(token_products(losses_RU, tokens_RU))
+        self.take(token_products(losses_RU, tokens_RU).sum(axis=0).tolist())
 
-    def take(self, products: tuple[float, float]) -> None:
-        """Take what :func:`token_products` returns for a step."""
+    def take(self, products: Sequence[float]) -> None:
+        """Take the sums of x² and xy of a step, see :func:`token_products`."""
         self._xx += products[0]
         self._xy += products[1]
 

@@ -18,7 +18,7 @@ from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.thinning import DrawnSamples
-from rankscope.core.weighting import log_spread, token_products_of_steps
+from rankscope.core.weighting import log_spread, token_products
 from rankscope.diagnose.rules import count, name_ranks
 
 _NAMES = {
@@ -93,9 +93,10 @@ class Stretch:
         return DrawnSamples([step.samples for step in self.steps])
 
     @cached_property
-    def token_products(self) -> list[tuple[float, float]]:
+    def token_products(self) -> list[list[float]]:
         """How the workers' losses go with their tokens in each step, for :class:`TokenSums`."""
-        return token_products_of_steps(self.column("loss"), self.column("loss_weight"))
+        products_S2 = token_products(self.column("loss"), self.column("loss_weight"))
+        return list(products_S2.tolist())
 
     @cached_property
     def token_spreads(self) -> list[float]:

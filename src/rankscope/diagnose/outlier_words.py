@@ -11,6 +11,7 @@ from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
 from rankscope.core.signals import Compared, Signal, Table
 from rankscope.core.signals import signal as find_signal
+from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import count
 
 NAMED_WORKERS = 16
@@ -135,29 +136,10 @@ def _trace_from_plain(
     return WorkerSignal(declared, group), Trace(place, Kind(kind), *numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """What a finding says of a fault.
-
-    Attributes:
-        cause: Name of the cause.
-        severity: How bad it is.
-        groups: The groups of parameters that stand out; empty when all or none do.
-        fields: For the templates of the rules.
-        numbers: Evidence for the record.
-    """
-
-    cause: str
-    severity: Severity
-    groups: tuple[str, ...]
-    fields: Mapping[str, object]
-    numbers: Mapping[str, Any]
-
-
 def describe_fault(
     fault: Fault, num_workers: int, hosts: Sequence[str], num_steps: int, num_groups: int
-) -> Statement:
-    """Return what is to be said of a fault.
+) -> Evidence:
+    """Return a fault as evidence.
 
     Args:
         fault: The fault.
@@ -183,7 +165,19 @@ def describe_fault(
         "false_alarm_probability": false_alarm_bound(num_steps),
         "workers": {str(w): _numbers(fault.traces[w]) for w in fault.ranks[:NAMED_WORKERS]},
     }
-    return Statement(_cause(fault), _severity(fault, num_workers), groups, words, numbers)
+    return Evidence(
+        cause=_cause(fault),
+        severity=_severity(fault, num_workers),
+        ranks=tuple(fault.ranks),
+        first_step=fault.first_step,
+        last_step=fault.last_step,
+        count=max(1, fault.count),
+        fields=words,
+        numbers=numbers,
+        key=fault.key,
+        groups=groups,
+        status="open" if fault.is_open else "closed",
+    )
 
 
 def _cause(fault: Fault) -> str:

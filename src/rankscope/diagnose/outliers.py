@@ -341,21 +341,5 @@ class WorkerOutliers(Detector):
             if not fault.tie:
                 since = fault.last_step - fault.first_step + 1
                 fault.traces[worker] = self._traces(worker, since) or fault.traces[worker]
-        said = describe_fault(fault, self._num_workers, self._hosts, self._steps, self._num_groups)
-        return Evidence(
-            cause=said.cause,
-            severity=said.severity,
-            ranks=tuple(fault.ranks),
-            first_step=fault.first_step,
-            last_step=fault.last_step,
-            count=max(1, fault.count),
-            fields=said.fields,
-            numbers=said.numbers,
-            key=fault.key,
-            groups=said.groups,
-            status="open" if fault.is_open else "closed",
-        )
-
-    @property
-    def _num_groups(self) -> int:
-        return 0 if self._groups is None else len(self._groups.group_names)
+        num_groups = 0 if self._groups is None else len(self._groups.group_names)
+        return describe_fault(fault, self._num_workers, self._hosts, self._steps, num_groups)

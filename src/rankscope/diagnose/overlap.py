@@ -6,7 +6,6 @@ how severe the finding is.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -134,10 +133,9 @@ class OverlappingShards(Detector):
         near = self._near(batches, counts.repeated_cross)
         if not counts.repeats and self._pending.is_empty:
             return ()
-        overlap = _Overlap.of(step, counts, lengths, groups, near)
-        if self._first is None and overlap.size:
+        if self._first is None and counts.repeated_cross + counts.shared:
             self._first = step
-        self._pending.add(overlap)
+        self._pending.add(step, counts, lengths, groups, near)
         if not counts.new:  # repeats without new samples may be the next epoch: wait
             return ()
         news = self._pending.steps > 0
@@ -206,47 +204,6 @@ class OverlappingShards(Detector):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    """What one step contributes to the evidence for an overlap."""
-
-    step: int
-    drawn: int
-    workers: int
-    cross: int
-    near: (
-        int  # of the cross repeats, those that follow so closely that a file's order explains them
-    )
-    own: int
-    shared: int
-    in_batch: int
-    pairs: tuple[tuple[int, int, int], ...]
-    crossing_by_rank: tuple[int, ...]
-    groups: Groups
-
-    @property
-    def size(self) -> int:
-        return self.cross + self.shared
-
-    @classmethod
-    def of(
-        cls, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int
-    ) -> "_Overlap":
-        return cls(
-            step=step,
-            drawn=sum(lengths),
-            workers=len(lengths),
-            cross=counts.repeated_cross,
-            near=near,
-            own=counts.repeated_own,
-            shared=counts.shared,
-            in_batch=counts.repeated_in_batch,
-            pairs=counts.shared_between,
-            crossing_by_rank=counts.crossing_by_rank,
-            groups=groups,
-        )
-
-
 class _Account(Stateful):
     """Sums of overlaps over steps, and which worker takes part in how many of them."""
 
@@ -269,27 +226,39 @@ class _Account(Stateful):
         """Whether no step added anything."""
         return not (self.steps or self.own)
 
-    def add(self, overlap: _Overlap) -> None:
-        """Add one step."""
-        self.own += overlap.own + overlap.in_batch
-        if overlap.workers > 1:
-            inside = (overlap.drawn / overlap.workers - 1) / (overlap.drawn - 1)
-            self.far_apart.add(overlap.cross - overlap.near, overlap.own, 1 / overlap.workers)
-            self.close_by.add(overlap.shared, overlap.in_batch, inside)
-        if not overlap.size:
+    def add(
+        self, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int
+    ) -> None:
+        """Add one step.
+
+        Args:
+            step: Its number.
+            counts: What it drew, of what is followed.
+            lengths: Samples drawn by each worker that drew any.
+            groups: Workers with identical batches.
+            near: Cross repeats that follow so closely that a file's order explains them.
+        """
+        cross, own, workers = counts.repeated_cross, counts.repeated_own, len(lengths)
+        self.own += own + counts.repeated_in_batch
+        if workers > 1:
+            inside = (sum(lengths) / workers - 1) / (sum(lengths) - 1)
+            self.far_apart.add(cross - near, own, 1 / workers)
+            self.close_by.add(counts.shared, counts.repeated_in_batch, inside)
+        if not cross + counts.shared:
             return
-        self.cross += overlap.cross
-        self.shared += overlap.shared
+        self.cross += cross
+        self.shared += counts.shared
         self.steps += 1
-        self.first = overlap.step if self.first < 0 else self.first
-        self.last = overlap.step
-        links = sum(overlap.crossing_by_rank) // 2 + sum(number for _, _, number in overlap.pairs)
+        self.first = step if self.first < 0 else self.first
+        self.last = step
+        pairs = counts.shared_between
+        links = sum(counts.crossing_by_rank) // 2 + sum(number for _, _, number in pairs)
         self._links += links
-        self._log_odds += links * math.log(max(overlap.workers, 2) / 2)
-        self._links_W += np.array(overlap.crossing_by_rank, np.int64)
-        for i, j, number in overlap.pairs:
+        self._log_odds += links * math.log(max(workers, 2) / 2)
+        self._links_W += np.array(counts.crossing_by_rank, np.int64)
+        for i, j, number in pairs:
             self._links_W[[i, j]] += number
-        for group in overlap.groups:
+        for group in groups:
             if self._links_W[group[0]]:
                 self._alike.update(group)
 

@@ -37,16 +37,7 @@ _CAUSES = {
     StateKind.BROADCAST: "state.buffers_differ",
     StateKind.STATISTICS: "state.buffers_differ",
     StateKind.OPTIMIZER: "state.optimizer_differs",
-    StateKind.REDUCED: "sync.gradients_differ",
-    StateKind.APPLIED: "sync.gradients_differ",
 }
-_STATE = (
-    StateKind.PARAMETER,
-    StateKind.BUFFER,
-    StateKind.BROADCAST,
-    StateKind.STATISTICS,
-    StateKind.OPTIMIZER,
-)
 _DRIFTING = "running-statistics"
 
 
@@ -129,12 +120,12 @@ class UnequalState(Detector):
         if not gathered.differences and (not gathered.observed or step.alike("reduced_norm")):
             return
         yield from self._gradients(gathered, replicas_W)
-        for kind in _STATE:
+        for kind, cause in _CAUSES.items():
             found = [d for d in gathered.differences if d.kind is kind]
             if found:
                 own_key = _DRIFTING if kind is StateKind.STATISTICS else ""
                 ranks = _odd(found, replicas_W)
-                yield _Seen(_CAUSES[kind], ranks, _names(found), own_key=own_key)
+                yield _Seen(cause, ranks, _names(found), own_key=own_key)
 
     def _after_averages(self, step: Observation) -> Iterable["_Seen"]:
         """Yield what differs after the average that a number of local steps has to contain."""
