@@ -32,7 +32,7 @@ from rankscope.core.bets import (
 )
 from rankscope.core.edetector import ShiryaevRoberts
 from rankscope.core.recent import RECENT, RecentSteps, friedman
-from rankscope.core.state import State, StateError
+from rankscope.core.state import State, StateError, Stateful
 
 MANY = 8
 LEVEL_OF_MANY, LEVEL_OF_FEW = 1e-2, 1e-3
@@ -91,7 +91,7 @@ class Ahead:
     counts_TR: Floats
 
 
-class ExchangeabilityTest:
+class ExchangeabilityTest(Stateful):
     """Compares units in several signals, step after step, in constant memory.
 
     Args:

@@ -103,18 +103,12 @@ class SampleLedger(Stateful):
         self._first_owners = SortedMap(np.int32)
         self._pairs = SortedMap(np.int8)
         self._pairs_complete = True
-        self._drawn = 0
         self._exact = True
 
     @property
     def capacity(self) -> int:
         """Different samples that it can remember."""
         return self._capacity
-
-    @property
-    def drawn(self) -> int:
-        """Samples drawn so far, by all workers together."""
-        return self._drawn
 
     @property
     def distinct(self) -> int:
@@ -149,7 +143,6 @@ class SampleLedger(Stateful):
         own_P, cross_P = self._owned(keys_P, seen_U if sample_of_P is None else seen_U[sample_of_P])
         crossing_by_rank = self._cross(samples_P[cross_P], ranks_P[cross_P], len(samples))
         self._remember(samples_U[new_U], firsts_U[new_U], keys_P[~own_P])
-        self._drawn += drawn
         sharing = () if shared_P is None else np.unique(ranks_P[shared_P]).tolist()
         links = () if shared_P is None else _links(samples_P[shared_P], ranks_P[shared_P])
         return SampleCounts(
@@ -181,7 +174,6 @@ class SampleLedger(Stateful):
         crossing = self._cross_many(drawn, owners_D, cross_D, (num_steps, num_workers))
         new_D = ~seen_D
         self._remember(drawn.samples[new_D], drawn.ranks[new_D], keys_D[~own_D])
-        self._drawn += len(drawn.samples)
         counts_S4 = np.stack(
             [
                 np.bincount(drawn.steps[which], minlength=num_steps)

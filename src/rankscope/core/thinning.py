@@ -130,11 +130,6 @@ class ThinningLedger(Stateful):
         """Whether every sample of the share was remembered; false only beyond 10^12 samples."""
         return self._ledger.exact
 
-    @property
-    def distinct(self) -> tuple[float, float]:
-        """Different samples drawn so far, and the standard error of that number."""
-        return self._share.scale_up(self._ledger.distinct)
-
     def admit(self, samples: Sequence[Ints]) -> list[Ints]:
         """Return the samples of a step that are followed, after making room for them.
 

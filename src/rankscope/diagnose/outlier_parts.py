@@ -21,7 +21,7 @@ from rankscope.core.arrays import Floats, Ints, median
 from rankscope.core.bets import Rows, worker_bets
 from rankscope.core.exchangeability import Ahead, ExchangeabilityTest, as_slice
 from rankscope.core.signals import Source, Table, compared_signals
-from rankscope.core.state import State, Stateful
+from rankscope.core.state import Stateful
 from rankscope.core.step import StepReport
 from rankscope.diagnose.outlier_words import WorkerSignal
 
@@ -154,7 +154,7 @@ class PartAhead:
     test: Ahead
 
 
-class Part:
+class Part(Stateful):
     """The signals of workers as wholes, or those of their groups.
 
     Attributes:
@@ -162,6 +162,8 @@ class Part:
         group_names: Their groups of parameters, in order.
         test: Compares the workers in them.
     """
+
+    SETTINGS = ("signals", "group_names", "_relative_S")
 
     def __init__(self, num_workers: int, signals: Sequence[WorkerSignal]) -> None:
         self.signals = tuple(signals)
@@ -204,20 +206,6 @@ class Part:
         least_R11 = np.where(self._relative_S[rows], 0.0, -np.inf)[:, None]
         plain_TRU = (values_TRU > least_R11) & (values_TRU < np.inf)
         return np.asarray(plain_TRU.all(axis=(1, 2)))
-
-    def state(self) -> State:
-        """Return a copy of all that it remembers."""
-        return {"test": self.test.state(), "sizes": self._size_effect.state()}
-
-    def restore(self, state: State) -> None:
-        """Remember what a part of the same workers and signals remembered.
-
-        Raises:
-            KeyError: Something is missing.
-            StateError: The state does not fit.
-        """
-        self.test.restore(state["test"])
-        self._size_effect.restore(state["sizes"])
 
 
 def total_signals() -> list[WorkerSignal]:

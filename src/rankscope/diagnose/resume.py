@@ -298,7 +298,6 @@ class ResumeMismatch(Detector):
         self._watch = RestartWatch(num_workers, capacity)
         self._ahead = None
         self._ended = False
-        self._epoch = -1
         self._lr_by_step: dict[int, float] = {}
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan
