@@ -41,62 +41,16 @@ from rankscope.core.block_ratio import Estimate
 
 
 @dataclass(frozen=True, slots=True)
-class GradientNoise:
-    """What the norms of one step say about the noise of gradients; NaN where unknown.
+class NoiseOfSteps:
+    """What the norms of T steps say about the noise of gradients; NaN where unknown.
 
     Attributes:
-        between: Variance of the workers' gradients around their mean (trace, unbiased).
-        within: The same as their micro-batches predict it, whatever the workers share.
-        noise: tr Σ of one unit: of a micro-batch where these are known, else of a worker.
-        signal: |G|², without bias, so possibly negative in a single step.
-        units: How many units the reduced gradient averages.
+        between_T: Variance of the workers' gradients around their mean (trace, unbiased).
+        within_T: The same as their micro-batches predict it, whatever the workers share.
+        noise_T: tr Σ of one unit: of a micro-batch where these are known, else of a worker.
+        signal_T: |G|², without bias, so possibly negative in a single step.
+        units_T: How many units the reduced gradient averages.
     """
-
-    between: float
-    within: float
-    noise: float
-    signal: float
-    units: int
-
-
-def gradient_noise(
-    norms_W: Floats,
-    reduced_norm: float,
-    micro_squares_W: Floats | None,
-    num_micro: int,
-    share: float = math.nan,
-) -> GradientNoise:
-    """Return the noise of one step.
-
-    Args:
-        norms_W: Norm of each worker's gradient, the mean of its micro-batches' ones.
-        reduced_norm: Norm of the mean of the workers' gradients.
-        micro_squares_W: Sum of the squared norms of each worker's micro-batches; None or NaN
-            where unknown.
-        num_micro: M, micro-batches of each worker; 1 when unknown or when workers differ in it.
-        share: s from :func:`micro_share`; NaN where unknown, as ``within`` is then.
-    """
-    with np.errstate(over="ignore"):
-        square = float(np.square(np.asarray(norms_W, np.float64)).mean())
-    micro_square = math.nan if micro_squares_W is None else float(micro_squares_W.mean())
-    found = noise_of_steps(
-        np.array([square]),
-        np.array([reduced_norm]),
-        np.array([micro_square]),
-        np.array([num_micro]),
-        np.array([share]),
-        len(norms_W),
-    )
-    between, within, noise, signal = (
-        float(values_T[0])
-        for values_T in (found.between_T, found.within_T, found.noise_T, found.signal_T)
-    )
-    return GradientNoise(between, within, noise, signal, int(found.units_T[0]))
-
-
-@dataclass(frozen=True, slots=True)
-class NoiseOfSteps:
-    """:class:`GradientNoise` of T steps, one array for each of its numbers."""
 
     between_T: Floats
     within_T: Floats

@@ -17,6 +17,7 @@ from rankscope.core.arrays import Floats
 from rankscope.core.bets import Kind
 from rankscope.core.edetector import FAR_BELOW, OUTLIERS, alarm_level
 from rankscope.core.recent import RECENT
+from rankscope.core.signals import Source
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
@@ -57,7 +58,8 @@ class WorkerOutliers(Detector):
         self._groups: Part | None = None
         self._batches = RecentBatches(num_workers)
         signals = self._totals.signals
-        self._positive = [signal for signal in signals if signal.how.relative]
+        local = [signal for signal in signals if signal.declared.source is Source.LOCAL]
+        self._positive = [signal for signal in local if signal.how.relative]
         self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
         self._values = GrossValues([signal.how.label for signal in self._positive], num_workers)
         self._outlook = Outlook(self._totals, self._batches)

@@ -31,7 +31,7 @@ from rankscope.core.edetector import (
     false_alarm_bound,
 )
 from rankscope.core.finding import Severity
-from rankscope.core.noise_scale import GradientNoise, gradient_noise, micro_share, micro_squares
+from rankscope.core.noise_scale import micro_share, micro_squares, noise_of_steps
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
@@ -106,9 +106,8 @@ class Sampling(Detector):
         self._recent.append((observed, expected, _all_distinct(step.report)))
         found = list(self._bet(gathered))
         found += self._losses.add(gathered.step, observed, expected, exact=self._exact)
-        noise = None if apart else noise_of(step.report)
-        if noise is not None:
-            found += self._gradients.add(gathered.step, noise.between, noise.within, exact=True)
+        if not apart:
+            found += self._gradients.add(gathered.step, *noise_of(step.report), exact=True)
         return found
 
     def _bet(self, gathered: GatheredStep) -> Iterable[Evidence]:
@@ -279,15 +278,26 @@ def _loss_stds(gathered: GatheredStep, values: Mapping[str, float]) -> tuple[flo
     return population_std(workers["loss"]), expected_std(workers["loss_sem"])
 
 
-def noise_of(report: StepReport) -> GradientNoise | None:
-    """Return what a step's norms say about the noise of gradients; None when not observed."""
+def noise_of(report: StepReport) -> tuple[float, float]:
+    """Return the variance between workers' gradients, and the one that micro-batches explain.
+
+    NaN where unknown, as when the step was not observed.
+    """
     if not report.observed:
-        return None
+        return math.nan, math.nan
     gathered = report.gathered
     squares_W, num_micro = micro_squares(gathered.micro_norms)
-    reduced = report.values.get("grad_norm_reduced", math.nan)
-    share = micro_share(gathered.micro_scales, num_micro)
-    return gradient_noise(gathered.workers["grad_norm"], reduced, squares_W, num_micro, share)
+    with np.errstate(over="ignore"):
+        square = float(np.square(gathered.workers["grad_norm"]).mean())
+    noise = noise_of_steps(
+        np.array([square]),
+        np.array([report.values.get("grad_norm_reduced", math.nan)]),
+        np.array([math.nan if squares_W is None else squares_W.mean()]),
+        np.array([num_micro]),
+        np.array([micro_share(gathered.micro_scales, num_micro)]),
+        gathered.num_workers,
+    )
+    return float(noise.between_T[0]), float(noise.within_T[0])
 
 
 def _all_distinct(report: StepReport) -> bool:

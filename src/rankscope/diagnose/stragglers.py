@@ -35,6 +35,7 @@ class Lateness:
     Attributes:
         steps_S: Step numbers.
         seconds: Time of a step.
+        margin: Seconds behind from which on a worker is slow.
         behind_SW: Seconds by which a worker was ready later than the typical one; NaN if unknown.
         slow_W: Whether a worker was clearly slow.
         lingers_W: Whether one that was slow before still is.
@@ -42,14 +43,10 @@ class Lateness:
 
     steps_S: Ints
     seconds: float
+    margin: float
     behind_SW: Floats
     slow_W: Bools
     lingers_W: Bools
-
-    @property
-    def margin(self) -> float:
-        """Seconds behind from which on a worker is slow."""
-        return max(_MARGIN * self.seconds, _LEAST_SECONDS)
 
     @classmethod
     def of(cls, steps_S: Ints, seconds_S: Floats, behind_SW: Floats) -> "Lateness":
@@ -68,7 +65,7 @@ class Lateness:
         if np.mean(slow_W[last_S]) <= 0.5:
             slow_W = np.zeros_like(slow_W)
         lingers_W = np.mean(behind_SW >= margin / 2, axis=0) >= 0.5
-        return cls(steps_S.copy(), seconds, behind_SW.copy(), slow_W, lingers_W)
+        return cls(steps_S.copy(), seconds, margin, behind_SW.copy(), slow_W, lingers_W)
 
 
 def typical_worker(seconds_W: Floats) -> float:
