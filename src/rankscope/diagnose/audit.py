@@ -41,7 +41,7 @@ from rankscope.diagnose.audit_levels import (
     sums_of_gradients,
 )
 from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
-from rankscope.diagnose.rules import count
+from rankscope.diagnose.rules import count, listed
 
 ALIKE = 3.0
 """Times that most groups' residuals may be off their median when one rounding explains them."""
@@ -344,7 +344,5 @@ def name_groups(groups: Sequence[str]) -> str:
     """Return groups as words, a long list cut: ``the groups a, b, c, d and 3 others``."""
     if len(groups) == 1:
         return f"group {groups[0]}"
-    named = ", ".join(groups[:_NAMED])
-    if len(groups) > _NAMED:
-        return f"the groups {named} and {count(len(groups) - _NAMED, 'other')}"
-    return f"the groups {', '.join(groups[:-1])} and {groups[-1]}"
+    rest = [count(len(groups) - _NAMED, "other")] if len(groups) > _NAMED else []
+    return f"the groups {listed([*groups[:_NAMED], *rest])}"

@@ -1,6 +1,6 @@
 """The detector of random numbers that workers share, or do not share though they should."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from rankscope.core.replicas import odd_ranks
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Lasting, known_values
-from rankscope.diagnose.rules import name_ranks
+from rankscope.diagnose.rules import listed, name_ranks
 
 STEPS_NEEDED = 3
 
@@ -119,7 +119,7 @@ class EqualRandom(Detector):
             DIFFERS if self._same else IDENTICAL,
             severity,
             seen.ranks,
-            {"generators": _listed(generators)},
+            {"generators": listed(generators)},
             {"steps": seen.count, "generators": generators},
             key=key,
         )
@@ -133,7 +133,7 @@ class EqualRandom(Detector):
             IDENTICAL,
             Severity.WARNING,
             self._loaders.ranks,
-            {"generators": _listed(generators), "where": " and ".join(where)},
+            {"generators": listed(generators), "where": " and ".join(where)},
             {
                 "steps": self._loaders.count,
                 "generators": generators,
@@ -152,7 +152,3 @@ def _sharing(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:
         return ()
     _, inverse, counts = np.unique(values_W[ranks], return_inverse=True, return_counts=True)
     return tuple(ranks[counts[inverse] > 1].tolist())
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

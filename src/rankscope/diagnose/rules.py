@@ -118,8 +118,12 @@ def name_ranks(ranks: Iterable[int], *, limit: int = 6) -> str:
     if len(texts) > limit:
         others = sum(map(len, named[limit:]))
         return f"ranks {', '.join(texts[:limit])} and {count(others, 'other')}"
-    listed = " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
-    return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
+    return f"rank {listed(texts)}" if len(ordered) == 1 else f"ranks {listed(texts)}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list: ``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def count(number: int, singular: str, plural: str | None = None) -> str:
