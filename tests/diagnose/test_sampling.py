@@ -8,7 +8,7 @@ import pytest
 
 from diagnose.micro_jobs import Job, micro_step
 from diagnose.streams import gathered
-from rankscope.core.edetector import SAMPLING, alarm_level
+from rankscope.core.budget import SAMPLING, alarm_level
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT
 from rankscope.core.summarize import summarize

@@ -30,7 +30,7 @@ from rankscope.core.bets import (
     distances,
     rank_units,
 )
-from rankscope.core.edetector import ShiryaevRoberts
+from rankscope.core.budget import ShiryaevRoberts
 from rankscope.core.recent import RECENT, RecentSteps, friedman
 from rankscope.core.state import State, StateError, Stateful
 

@@ -14,14 +14,14 @@ import numpy as np
 from rankscope.core.apart import HEALED
 from rankscope.core.arrays import Floats
 from rankscope.core.bets import AT_ONCE, Kind, pair_bets
-from rankscope.core.direction import upper_triangle
-from rankscope.core.edetector import (
+from rankscope.core.budget import (
     FAR_BELOW,
     PAIRS,
     alarm_level,
     bound_in_words,
     false_alarm_bound,
 )
+from rankscope.core.direction import upper_triangle
 from rankscope.core.exchangeability import Ahead, ExchangeabilityTest
 from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rankscope.core.bets import Kind
-from rankscope.core.edetector import bound_in_words, false_alarm_bound
+from rankscope.core.budget import bound_in_words, false_alarm_bound
 from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
 from rankscope.core.signals import Compared, Signal, Table

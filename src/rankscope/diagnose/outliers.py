@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rankscope.core.apart import HEALED
 from rankscope.core.arrays import Floats
 from rankscope.core.bets import Kind
-from rankscope.core.edetector import FAR_BELOW, OUTLIERS, alarm_level
+from rankscope.core.budget import FAR_BELOW, OUTLIERS, alarm_level
 from rankscope.core.recent import RECENT
 from rankscope.core.signals import Source
 from rankscope.core.state import State, StateError

@@ -22,14 +22,14 @@ import numpy as np
 
 from rankscope.core.arrays import Floats
 from rankscope.core.block_ratio import ratio_of_sums
-from rankscope.core.dispersion import expected_std, population_std
-from rankscope.core.edetector import (
+from rankscope.core.budget import (
     SAMPLING,
     ShiryaevRoberts,
     alarm_level,
     bound_in_words,
     false_alarm_bound,
 )
+from rankscope.core.dispersion import expected_std, population_std
 from rankscope.core.finding import Severity
 from rankscope.core.noise_scale import micro_share, micro_squares, noise_of_steps
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks

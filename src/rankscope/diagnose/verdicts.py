@@ -7,7 +7,7 @@ a finding: what is certain comes from findings, and from exact equality.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rankscope.core.edetector import bound_in_words
+from rankscope.core.budget import bound_in_words
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.dispersion_words import (
     Values,

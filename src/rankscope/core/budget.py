@@ -1,4 +1,4 @@
-"""Shiryaev–Roberts e-detectors, and the false-alarm budget that all of them share.
+"""The false-alarm budget of all statistical detectors, and the e-detectors that spend it.
 
 ``R_t = (1 + R_{t−1})·e_t`` sums, over all steps at which a fault may have begun, the evidence
 since then. When each e_t has an expectation of at most 1 given the past, ``R_t − t`` is a
