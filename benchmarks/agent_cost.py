@@ -2,7 +2,7 @@
 
 Steps of a made-up healthy job (24 blocks, embedding and head; sketches; samples drawn as a
 ``DistributedSampler`` would; a thread to itself) run through the agent's chain in batches:
-``undo_common_scale``, ``summarize_many``, ``Diagnosis.observe_many``, ``RunWriter.add_many``, and
+``undo_common_scale``, ``summarize``, ``Diagnosis.observe_many``, ``RunWriter.add_many``, and
 the flushes that follow. Times are of the process, with all its threads.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.scale import undo_common_scale
 from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.core.summarize import summarize_many
+from rankscope.core.summarize import summarize
+from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.record import RunWriter
 
@@ -154,7 +154,7 @@ class Chain:
     def take(self, steps: Sequence[GatheredStep]) -> None:
         """Take consecutive steps."""
         unscaled = self._timed("undo_common_scale", lambda: [undo_common_scale(s) for s in steps])
-        reports = self._timed("summarize_many", partial(summarize_many, unscaled))
+        reports = self._timed("summarize", lambda: [summarize(step) for step in unscaled])
         self._timed("observe_many", partial(self.diagnosis.observe_many, reports))
         self._timed("add_many", partial(self._writer.add_many, reports))
 

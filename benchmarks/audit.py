@@ -26,8 +26,7 @@ from rankscope.capture.fold import fold
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.core.audit import AUDIT_WIDTH, AuditPart, residuals, total_of
-from rankscope.core.groups import Groups, group_parameters
-from rankscope.core.sections import cut_sections
+from rankscope.core.groups import Groups, cut_sections, group_parameters
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.audit_levels import ExpectedResiduals

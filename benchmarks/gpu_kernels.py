@@ -25,8 +25,7 @@ from torch import Tensor
 
 from rankscope.capture import GradientTotals, Sketcher
 from rankscope.capture.state.digest import digest_bits
-from rankscope.core.groups import group_parameters
-from rankscope.core.sections import Sections, cut_sections
+from rankscope.core.groups import Sections, cut_sections, group_parameters
 
 Named = Sequence[tuple[str, Tensor]]
 _SIZES = (1, 3, 1021, 4093, 4094, 8191, 20_464, 368_387, 3_000_017)

@@ -158,7 +158,7 @@ class _Training:
     def __init__(self, tensors: int, ddp: dict[str, Any], counting: _Counting) -> None:
         from rankscope.capture import ReadReduced
         from rankscope.capture.guard import Guard
-        from rankscope.core.tiers import Tier
+        from rankscope.core.plan import Tier
         from rankscope.session.collector import StepCollector
         from rankscope.session.instruments import Options, choose_instruments
         from rankscope.session.wrapping import find_wrapper

@@ -30,7 +30,7 @@ from rankscope.capture import ReadReduced, loss, optimizer, passes, samples, ske
 from rankscope.capture.guard import ForeignHook, Guard
 from rankscope.capture.state import exact_evidence, meter, rng
 from rankscope.capture.taps import ddp
-from rankscope.core.tiers import Tier
+from rankscope.core.plan import Tier
 from rankscope.session import collector, local_step
 from rankscope.session.collector import StepCollector
 from rankscope.session.instruments import Options, choose_instruments

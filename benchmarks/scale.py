@@ -22,9 +22,8 @@ from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with
 from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.consensus import narrowing_for
 from rankscope.core.measured import sizes_of
-from rankscope.core.recorded import MAX_PAIRED_WORKERS
 from rankscope.core.signals import DType, Source, Table, signals
-from rankscope.core.step import GatheredStep
+from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep
 from rankscope.core.summarize import summarize
 
 WORKERS = (8, 64, 1024, 10_240)

@@ -23,8 +23,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rankscope.core.finding import Finding as Finding
     from rankscope.core.finding import Severity as Severity
+    from rankscope.core.plan import Tier as Tier
     from rankscope.core.step import StepReport as StepReport
-    from rankscope.core.tiers import Tier as Tier
     from rankscope.errors import RankscopeError as RankscopeError
     from rankscope.record import Run as Run
     from rankscope.reduce.fixed_order import fixed_order as fixed_order
@@ -39,7 +39,7 @@ _HOMES = {
     "Scope": "rankscope.session.scope",
     "Severity": "rankscope.core.finding",
     "StepReport": "rankscope.core.step",
-    "Tier": "rankscope.core.tiers",
+    "Tier": "rankscope.core.plan",
     "fixed_order": "rankscope.reduce.fixed_order",
     "order_free": "rankscope.reduce.order_free",
     "watch": "rankscope.session.start",

@@ -18,8 +18,7 @@ from rankscope.capture.canary import cost as canary_memory
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import StepMemory, is_out_of_memory
 from rankscope.core.canary_messages import Answer
-from rankscope.core.canary_plan import Planned, first_by_default
-from rankscope.core.canary_schedule import SPACING
+from rankscope.core.canary_plan import SPACING, Planned, first_by_default
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
 from rankscope.core.step import MISSING_INT, GatheredStep

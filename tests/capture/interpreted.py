@@ -25,8 +25,7 @@ from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.tap import LocalGradient
 from rankscope.capture.totals import GradientTotals
 from rankscope.capture.transfer import launch
-from rankscope.core.groups import Groups
-from rankscope.core.sections import Sections
+from rankscope.core.groups import Groups, Sections
 
 
 class InterpretedKernel:

@@ -19,9 +19,8 @@ from rankscope.capture import (
     transfer,
 )
 from rankscope.capture.fold import fold
-from rankscope.core.groups import group_parameters
+from rankscope.core.groups import cut_sections, group_parameters
 from rankscope.core.measured import measured_of
-from rankscope.core.sections import cut_sections
 
 WIDTH = 101
 NARROW = 13

@@ -12,8 +12,7 @@ from capture.sketch_oracle import first_position, truth
 from rankscope.capture import GradientTotals, NormMeter, Sketcher
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.core.groups import group_parameters
-from rankscope.core.sections import cut_sections
+from rankscope.core.groups import cut_sections, group_parameters
 from rankscope.errors import UnsupportedError
 
 WIDTH = 251

@@ -6,8 +6,7 @@ import torch
 
 from rankscope.capture import NormMeter, Sketcher
 from rankscope.capture.taps.fsdp2_shard import ShardPlace, measure_shards
-from rankscope.core.groups import group_parameters
-from rankscope.core.sections import cut_sections
+from rankscope.core.groups import cut_sections, group_parameters
 
 SHAPES = {"a.w": (40, 25), "a.b": (30,), "b.w": (10, 7)}
 WIDTH = 61

@@ -13,8 +13,7 @@ from rankscope.capture.sketch import DEFAULT_WIDTH
 from rankscope.capture.state import trace
 from rankscope.capture.state.digest import digest_tensor
 from rankscope.capture.state.trace import TraceMeter, TraceReader
-from rankscope.core.replicas import StateKind
-from rankscope.core.trace import TRACE_WIDTH
+from rankscope.core.replicas import TRACE_WIDTH, StateKind
 
 CPU = torch.device("cpu")
 P, R = StateKind.PARAMETER, StateKind.REDUCED

@@ -12,7 +12,7 @@ import pytest
 from cli.test_main import HELP, call, options_of
 from rankscope.capture import ReadReduced
 from rankscope.cli.run import ReducedOption
-from rankscope.core.tiers import Tier
+from rankscope.core.plan import Tier
 from rankscope.integrations import run_script
 from rankscope.integrations.job import Job
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from rankscope.core.audit import AuditPart, residuals, residuals_by_row, residuals_of_all, total_of
-from rankscope.core.groups import group_parameters
-from rankscope.core.sections import cut_sections
+from rankscope.core.groups import cut_sections, group_parameters
 
 SIZES = {"a.w": 7, "a.b": 3, "b.w": 4}
 LIMIT = 5

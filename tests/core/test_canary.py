@@ -9,8 +9,15 @@ from diagnose.streams import gathered
 from rankscope.core.batches import BatchError, PlainBatch, pack_batch, unpack_batch
 from rankscope.core.canary import CanaryResults, Verdict, differing_state, judge, results_of
 from rankscope.core.canary_messages import Answer, pack_plan, pack_run, unpack_plan, unpack_run
-from rankscope.core.canary_plan import CanaryPlan, Planned, all_asked
-from rankscope.core.canary_schedule import RETRY_AFTER, SHARE, SPACING, EverySteps, WithinShare
+from rankscope.core.canary_plan import (
+    RETRY_AFTER,
+    SHARE,
+    SPACING,
+    CanaryPlan,
+    Planned,
+    Schedule,
+    all_asked,
+)
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
 from rankscope.core.replicas import StateDifference, StateKind
@@ -216,19 +223,19 @@ def test_a_canary_that_a_worker_missed_is_tried_once_more():
 
 
 def test_a_schedule():
-    seen = planned(CanaryPlan(3, EverySteps(100)), 0, 350)
+    seen = planned(CanaryPlan(3, Schedule(100)), 0, 350)
     assert [one.run_at for one in seen] == [32, 132, 232, 332]
     assert [(one.suspect, one.peer) for one in seen] == [(0, 1), (1, 2), (2, 0), (0, 1)]
     assert {one.reason for one in seen} == {"scheduled"}
     assert not any(one.of_finding or one.by_default for one in seen)
-    assert len(planned(CanaryPlan(3, EverySteps(1)), 0, 100)) == 4  # one after the other
+    assert len(planned(CanaryPlan(3, Schedule(1)), 0, 100)) == 4  # one after the other
 
 
 @pytest.mark.parametrize(("step_seconds", "cost"), [(0.016, 0.1), (2.0, 3.0), (0.1, 0.0001)])
 def test_without_a_schedule_there_is_one_at_once_and_then_within_a_share_of_the_time(
     step_seconds, cost
 ):
-    plan, runs = CanaryPlan(4, WithinShare()), []
+    plan, runs = CanaryPlan(4, Schedule()), []
     num_steps = 20_000
     for step in range(num_steps):
         if plan.current is not None and step == plan.current.run_at:
@@ -245,7 +252,7 @@ def test_without_a_schedule_there_is_one_at_once_and_then_within_a_share_of_the_
 
 
 def test_one_that_nobody_asked_for_is_tried_more_and_more_rarely_where_it_comes_to_nothing():
-    plan, begun = CanaryPlan(4, WithinShare()), [0]  # the first is known without a word
+    plan, begun = CanaryPlan(4, Schedule()), [0]  # the first is known without a word
     for step in range(20_000):
         if plan.current is not None and step == plan.current.run_at:
             assert not plan.give_up()
@@ -271,7 +278,7 @@ def test_all_is_counted_from_the_newest_step_that_is_known():
 
 @pytest.mark.parametrize("every", [1, 50, 199])
 def test_scheduled_canaries_do_not_put_off_those_of_findings(every):
-    plan = CanaryPlan(4, EverySteps(every))
+    plan = CanaryPlan(4, Schedule(every))
     planned(plan, 0, 310)
     both = [finding(), finding("rank-1", ranks=(1,))]
     of_findings = [one for one in planned(plan, 310, 1000, findings=both) if one.of_finding]
@@ -290,7 +297,7 @@ def test_one_that_is_asked_for_waits_for_the_present_one():
 
 
 def test_one_worker_has_nobody_to_compare_with():
-    assert planned(CanaryPlan(1, EverySteps(10)), 0, 100, findings=[finding()], asked=True) == []
+    assert planned(CanaryPlan(1, Schedule(10)), 0, 100, findings=[finding()], asked=True) == []
 
 
 def test_all_must_ask():

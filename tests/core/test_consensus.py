@@ -19,7 +19,7 @@ from rankscope.core.direction import (
     gram,
     has_direction,
     leave_one_out,
-    mean_cosine,
+    mean_and_min_cosine,
     norm_weighted_cosine,
 )
 
@@ -50,7 +50,7 @@ def check_against_pairs(sketches, groups, tolerance, given=None):
         exact_W = leave_one_out(gram(rows))
         np.testing.assert_allclose(consensus.group_cosine_rest_Wg[:, g], exact_W, **close)
     values = step_values(consensus)
-    exact_mean = mean_cosine(cosines_from_gram(gram_WW))
+    exact_mean = mean_and_min_cosine(cosines_from_gram(gram_WW))[0]
     assert values["cosine_mean"] == pytest.approx(exact_mean, abs=tolerance, nan_ok=True)
     exact_weighted = norm_weighted_cosine(gram_WW)
     assert values["cosine_weighted"] == pytest.approx(exact_weighted, abs=tolerance, nan_ok=True)
@@ -96,7 +96,7 @@ def test_one_huge_worker_hides_the_rest_from_nobody_but_itself(num_workers, fact
     np.testing.assert_allclose(found.cosine_rest_W[others], exact_W[others], atol=1e-9)
     if factor == 1e6:
         assert found.cosine_rest_W[1] == pytest.approx(exact_W[1], abs=1e-6)
-    exact_mean = mean_cosine(cosines_from_gram(gram(sketches)))
+    exact_mean = mean_and_min_cosine(cosines_from_gram(gram(sketches)))[0]
     assert found.cosine_mean == pytest.approx(exact_mean, abs=1e-9)
 
 
@@ -162,7 +162,7 @@ def test_narrow_sketches_err_as_the_docs_say():
         rows = rng.normal(size=(num_workers, size)) + 0.2 * rng.normal(size=size)
         signs = rng.choice([-1.0, 1.0], size)
         exact = gram(rows)
-        exact_W, exact_mean = leave_one_out(exact), mean_cosine(cosines_from_gram(exact))
+        exact_W, exact_mean = leave_one_out(exact), mean_and_min_cosine(cosines_from_gram(exact))[0]
         sketches = np.stack([np.bincount(buckets, row * signs, wide) for row in rows])
         for width in squares:
             narrowed = narrow(sketches.astype(np.float32), width).widened()

@@ -14,8 +14,7 @@ from rankscope.core.direction import (
     gram,
     leave_one_out,
     leave_one_out_from_mean,
-    mean_cosine,
-    min_cosine,
+    mean_and_min_cosine,
     norm_weighted_cosine,
     norm_weighted_cosine_from_mean,
     upper_triangle,
@@ -65,8 +64,10 @@ def test_every_form_agrees_with_naive_loops(rows):
     pairs = naive_pairs(rows)
     defined = [value for value in pairs if not math.isnan(value)]
     np.testing.assert_allclose(upper_triangle(cosines_WW), pairs, atol=1e-11)
-    np.testing.assert_allclose(mean_cosine(cosines_WW), naive_mean(pairs), atol=1e-11)
-    np.testing.assert_allclose(min_cosine(cosines_WW), min(defined, default=NAN), atol=1e-11)
+    np.testing.assert_allclose(mean_and_min_cosine(cosines_WW)[0], naive_mean(pairs), atol=1e-11)
+    np.testing.assert_allclose(
+        mean_and_min_cosine(cosines_WW)[1], min(defined, default=NAN), atol=1e-11
+    )
     np.testing.assert_allclose(norm_weighted_cosine(gram(rows)), naive_weighted(rows), atol=1e-11)
 
 
@@ -87,7 +88,9 @@ def test_the_order_of_workers_changes_nothing_but_the_order(rows, random):
     random.shuffle(order)
     before, after = cosines_from_gram(gram(rows)), cosines_from_gram(gram(rows[order]))
     np.testing.assert_allclose(after, before[np.ix_(order, order)], atol=1e-12)
-    np.testing.assert_allclose(mean_cosine(after), mean_cosine(before), atol=1e-12)
+    np.testing.assert_allclose(
+        mean_and_min_cosine(after)[0], mean_and_min_cosine(before)[0], atol=1e-12
+    )
     np.testing.assert_allclose(
         leave_one_out(gram(rows[order])), leave_one_out(gram(rows))[order], atol=1e-9
     )
@@ -136,7 +139,9 @@ def test_mean_cosine_follows_from_the_sum_of_unit_gradients():
     rows = np.random.default_rng(1).standard_normal((9, 40)) + 0.3
     units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     expected = (np.linalg.norm(units.sum(axis=0)) ** 2 - 9) / (9 * 8)
-    assert mean_cosine(cosines_from_gram(gram(rows))) == pytest.approx(expected, abs=1e-13)
+    assert mean_and_min_cosine(cosines_from_gram(gram(rows)))[0] == pytest.approx(
+        expected, abs=1e-13
+    )
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 8, 64, 130])
@@ -148,7 +153,7 @@ def test_identical_gradients_have_cosine_exactly_one(num_workers, scale):
     assert (cosines_from_gram(gram_WW) == 1.0).all()
     assert (leave_one_out(gram_WW) == 1.0).all()
     assert norm_weighted_cosine(gram_WW) == 1.0
-    assert mean_cosine(cosines_from_gram(gram_WW)) == 1.0
+    assert mean_and_min_cosine(cosines_from_gram(gram_WW))[0] == 1.0
 
 
 def test_opposite_gradients_have_cosine_exactly_minus_one():
@@ -166,7 +171,9 @@ def test_a_worker_without_direction_is_left_out(poison):
     cosines_WW = cosines_from_gram(gram_WW)
     assert np.isnan(cosines_WW[1]).all()
     assert np.isnan(cosines_WW[:, 1]).all()
-    assert mean_cosine(cosines_WW) == pytest.approx(naive_mean(naive_pairs(healthy)), abs=1e-12)
+    assert mean_and_min_cosine(cosines_WW)[0] == pytest.approx(
+        naive_mean(naive_pairs(healthy)), abs=1e-12
+    )
     assert norm_weighted_cosine(gram_WW) == pytest.approx(naive_weighted(healthy), abs=1e-12)
     rest = leave_one_out(gram_WW)
     assert math.isnan(rest[1])
@@ -177,8 +184,8 @@ def test_a_worker_without_direction_is_left_out(poison):
 def test_without_two_directions_nothing_is_defined(rows):
     gram_WW = gram(rows)
     cosines_WW = cosines_from_gram(gram_WW)
-    assert math.isnan(mean_cosine(cosines_WW))
-    assert math.isnan(min_cosine(cosines_WW))
+    assert math.isnan(mean_and_min_cosine(cosines_WW)[0])
+    assert math.isnan(mean_and_min_cosine(cosines_WW)[1])
     assert math.isnan(norm_weighted_cosine(gram_WW))
     assert np.isnan(leave_one_out(gram_WW)).all()
 

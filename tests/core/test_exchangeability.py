@@ -16,7 +16,7 @@ from rankscope.core.bets import (
     rank_units,
     worker_bets,
 )
-from rankscope.core.edetector import ShiryaevRoberts
+from rankscope.core.budget import ShiryaevRoberts
 from rankscope.core.exchangeability import ExchangeabilityTest
 from rankscope.core.state import StateError
 

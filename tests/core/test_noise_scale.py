@@ -1,6 +1,7 @@
 """Noise of gradients from norms alone, against gradients whose noise is known."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +9,10 @@ import pytest
 from rankscope.core.block_ratio import BlockRatio, Estimate, ratio_of_sums
 from rankscope.core.direction import norm_weighted_cosine_from_mean
 from rankscope.core.noise_scale import (
-    gradient_noise,
     micro_share,
     micro_shares,
     micro_squares,
+    noise_of_steps,
     noise_scale,
 )
 
@@ -19,6 +20,15 @@ WORKERS, MICRO, SIZE = 4, 3, 200
 TRUTH = np.linspace(-0.3, 0.5, SIZE)
 STD = np.linspace(0.5, 2.0, SIZE)
 SIGNAL, NOISE = float(TRUTH @ TRUTH), float(STD @ STD)
+
+
+def gradient_noise(norms, reduced, micro_squares_W, num_micro, share=math.nan):
+    """The noise of one step, as plain numbers."""
+    micro = math.nan if micro_squares_W is None else micro_squares_W.mean()
+    numbers = np.square(norms).mean(), reduced, micro, num_micro, share
+    found = noise_of_steps(*(np.array([number]) for number in numbers), len(norms))
+    names = ("between", "within", "noise", "signal", "units")
+    return SimpleNamespace(**{name: getattr(found, f"{name}_T")[0] for name in names})
 
 
 def observe(rng, *, shared=False, kinds=0.0):

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.core.block_ratio import BlockRatio, ratio_of_sums
-from rankscope.core.dispersion import population_std
-from rankscope.core.nulls import expected_std, weighted_mean_and_sem
+from rankscope.core.dispersion import expected_std, population_std, weighted_mean_and_sem
 
 NAN = float("nan")
 units = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 300)), max_size=12)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from rankscope.core.edetector import ShiryaevRoberts
+from rankscope.core.budget import ShiryaevRoberts
 from rankscope.core.permutation import (
     STRENGTHS,
     Units,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rankscope.core.direction import gram
-from rankscope.core.scale import undo_common_scale
 from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.core.summarize import summarize
+from rankscope.core.weighting import undo_common_scale
 
 W, K, G, NARROW = 4, 50, 3, 7
 LOCAL = signals(Table.WORKERS, Source.LOCAL)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.core.groups import Groups, group_parameters
-from rankscope.core.sections import SECTION_ELEMENTS, Range, cut_sections
+from rankscope.core.groups import SECTION_ELEMENTS, Groups, Range, cut_sections, group_parameters
 
 
 @given(

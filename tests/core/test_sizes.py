@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.core.sizes import SizeEffect
+from rankscope.diagnose.outlier_parts import SizeEffect
 
 UNITS = 8
 BOTH = np.array([True, False])  # the first signal follows a power, the second the logarithm

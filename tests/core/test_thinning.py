@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from rankscope.core.drawn import DrawnSamples
+from rankscope.core.arrays import mix
 from rankscope.core.samples import SampleLedger
-from rankscope.core.share import MAX_HALVINGS, SampleShare, mix
+from rankscope.core.share import MAX_HALVINGS, SampleShare
 from rankscope.core.sorted_map import SortedMap
-from rankscope.core.thinning import Followed, ThinningLedger
+from rankscope.core.thinning import DrawnSamples, Followed, ThinningLedger
 
 
 def draw(ledger, step, batches):
@@ -70,7 +70,7 @@ def test_the_number_of_different_samples_is_as_exact_as_it_says():
         samples = np.random.default_rng(seed).integers(0, 1 << 62, 8_000)
         for step, batch in enumerate(samples.reshape(40, 2, 100)):
             draw(ledger, step, batch)
-        number, error = ledger.distinct
+        number, error = ledger.scale_up(ledger.followed)
         assert ledger.drawn == 8_000
         assert ledger.followed <= 256
         assert error == pytest.approx(np.sqrt(8_000 * ledger.one_in), rel=0.3)
@@ -86,7 +86,7 @@ def test_up_to_its_capacity_it_counts_what_the_exact_ledger_counts():
         batches = list(rng.integers(0, 500, (4, 6)))
         assert draw(thinning, step, batches) == exact.observe(step, batches)
     assert thinning.one_in == 1
-    assert thinning.distinct == (exact.distinct, 0.0)
+    assert thinning.followed == exact.distinct
 
 
 def test_a_thinned_ledger_knows_of_its_share_what_an_exact_one_knows():
@@ -116,7 +116,7 @@ def test_a_ledger_goes_on_from_its_state():
         counts = draw(one, step, batches)
         if step >= 20:
             assert draw(other, step, batches) == counts
-            assert (other.one_in, other.distinct) == (one.one_in, one.distinct)
+            assert (other.one_in, other.followed) == (one.one_in, one.followed)
 
 
 @pytest.mark.parametrize("capacity", [1 << 20, 1500])
@@ -143,4 +143,4 @@ def test_steps_that_are_counted_together_are_counted_the_same(capacity):
         else:
             assert [(one.counts, one.drawn, one.remembered) for one in found] == expected
     assert 3 < refused < 40
-    assert (together.one_in, together.distinct) == (alone.one_in, alone.distinct)
+    assert (together.one_in, together.followed) == (alone.one_in, alone.followed)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from diagnose.streams import gathered
-from rankscope.core.nulls import weighted_mean_and_sem
+from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.step import GatheredStep
 
 SIZE = 60

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered, replicated, sharded, with_replacement
+from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.finding import Severity
-from rankscope.core.nulls import weighted_mean_and_sem
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run

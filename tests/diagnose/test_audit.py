@@ -8,8 +8,7 @@ import pytest
 from diagnose.reductions import SIZES, audited, flipped, gradients, healthy, reduced, watch
 from rankscope.core.direction import gram, leave_one_out
 from rankscope.diagnose.audit import ReductionAudit
-from rankscope.diagnose.audit_group import STEPS
-from rankscope.diagnose.audit_levels import sums_of_gradients
+from rankscope.diagnose.audit_levels import STEPS, sums_of_gradients
 from rankscope.diagnose.evidence import Observation
 
 

@@ -11,10 +11,9 @@ from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.step import MISSING_INT
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.canary import CanaryVerdicts
-from rankscope.diagnose.causes import LATENESS
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.diagnose.evidence import Observation
-from rankscope.diagnose.rules import RULES, describe
+from rankscope.diagnose.rules import LATENESS, RULES, describe
 
 
 def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None):

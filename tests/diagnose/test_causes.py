@@ -3,8 +3,7 @@
 import pytest
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.causes import LATENESS, explained_by, ranked
-from rankscope.diagnose.rules import RULES
+from rankscope.diagnose.rules import LATENESS, RULES, explained_by, ranked
 
 
 def finding(cause, severity=Severity.ERROR, first=0, id=None):  # noqa: A002

@@ -7,10 +7,9 @@ import pytest
 
 from diagnose.streams import accumulated, gathered, sharded, with_replacement
 from rankscope.core.finding import Severity
-from rankscope.core.order import PeriodFinder
 from rankscope.core.step import MISSING_INT
 from rankscope.core.summarize import summarize
-from rankscope.diagnose.epochs import RepeatedOrder
+from rankscope.diagnose.epochs import PeriodFinder, RepeatedOrder
 from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.rules import describe
 from rankscope.record.states import pack_state, unpack_state

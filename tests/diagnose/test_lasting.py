@@ -2,8 +2,8 @@
 
 import pytest
 
-from rankscope.diagnose.lasting import HEALED_AFTER, Lasting
-from rankscope.diagnose.minority import name_values, odd_ranks
+from rankscope.core.replicas import odd_ranks
+from rankscope.diagnose.lasting import HEALED_AFTER, Lasting, name_values
 
 
 def shows(seen, *steps):

@@ -8,11 +8,13 @@ import pytest
 
 from diagnose.streams import gathered
 from rankscope.core.finding import Severity
+from rankscope.core.signals import SIGNALS, Compared, DType, Signal, Source, Table, Tail
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.rules import describe
+from rankscope.record.schema import arrow_schema
 
 NO_SAMPLES = np.empty(0, np.int64)
 
@@ -478,3 +480,26 @@ def test_a_worker_that_differs_in_some_steps_only_is_not_steadily_apart(every, s
     job.run(detector, 200, sometimes)
     assert detector.set_apart == (2,)
     assert detector.steadily_apart == steady
+
+
+def test_a_signal_that_is_declared_as_compared_is_compared_and_recorded(monkeypatch):
+    momentum = Signal(
+        "momentum_norm",
+        Table.WORKERS,
+        DType.FLOAT,
+        "",
+        "L2 norm of the optimizer's momentum",
+        Source.LOCAL,
+        Tail.BOTH,
+        Compared("momentum norm", observed=False),
+    )
+    monkeypatch.setattr("rankscope.core.signals.SIGNALS", (*SIGNALS, momentum))
+    detector, rng, told = WorkerOutliers(4), np.random.default_rng(0), []
+    for step in range(60):
+        samples = [np.array([100 * step + rank]) for rank in range(4)]
+        norms = rng.lognormal(0, 0.05, 4) * np.where(np.arange(4) == 2, 1.5, 1)
+        one = gathered(step, samples, loss=rng.normal(2, 0.1, 4), momentum_norm=norms)
+        told += detector.observe(Observation(StepReport(one, {})))
+    assert {evidence.ranks for evidence in told} == {(2,)}
+    assert told[-1].fields["what"].startswith("momentum norm")
+    assert "momentum_norm" in arrow_schema(Table.WORKERS).names

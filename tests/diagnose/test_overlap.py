@@ -6,9 +6,9 @@ import pytest
 
 from diagnose.streams import replicated, reports, sharded, with_replacement
 from rankscope.core.finding import Severity
+from rankscope.diagnose.epochs import KEY
 from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.overlap import OverlappingShards
-from rankscope.diagnose.padding import KEY
 from rankscope.diagnose.rules import describe
 from rankscope.record.states import pack_state, unpack_state
 

@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered as unobserved
-from rankscope.core.direction import cosines_from_gram, mean_cosine, norm_weighted_cosine
-from rankscope.core.reduction import clip_limit, norm_of_mean
+from rankscope.core.direction import cosines_from_gram, mean_and_min_cosine, norm_weighted_cosine
 from rankscope.core.step import StepReport
 from rankscope.diagnose.evidence import Observation
-from rankscope.diagnose.reduction import STEPS, STEPS_APPLIED, ReductionChecks
+from rankscope.diagnose.reduction import (
+    STEPS,
+    STEPS_APPLIED,
+    ReductionChecks,
+    clip_limit,
+    norm_of_mean,
+)
 from rankscope.diagnose.rules import describe
 
 SIZE = 600
@@ -39,7 +44,7 @@ def watch(gradients_TWP, reduce, applied=None, noise=0.01, loss_scale=None):
         gram_WW = gradients_WP @ gradients_WP.T
         cosines = {
             "cosine_weighted": norm_weighted_cosine(gram_WW),
-            "cosine_mean": mean_cosine(cosines_from_gram(gram_WW)),
+            "cosine_mean": mean_and_min_cosine(cosines_from_gram(gram_WW))[0],
         }
         reduced = np.linalg.norm(reduce(gradients_WP, step)) * np.exp(noise * rng.standard_normal())
         workers = {"grad_norm": np.linalg.norm(gradients_WP, axis=1)}

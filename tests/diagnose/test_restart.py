@@ -11,8 +11,7 @@ from diagnose.streams import gathered, replicated, sharded
 from rankscope.core.state import StateError
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.detectors import NonFinite
-from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run, diagnosis_of
-from rankscope.diagnose.restart import state_after
+from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run, diagnosis_of, state_after
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.record.files import to_plain

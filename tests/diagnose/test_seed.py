@@ -4,7 +4,8 @@ import pytest
 
 from diagnose.stepping import observe, words
 from rankscope.core.finding import Severity
-from rankscope.diagnose.seed import PlannedSeed, seeds_of
+from rankscope.diagnose.diagnosis import seeds_of
+from rankscope.diagnose.settings import PlannedSeed
 
 
 @pytest.mark.parametrize(

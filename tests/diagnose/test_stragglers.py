@@ -5,11 +5,10 @@ import pytest
 
 from diagnose.streams import gathered
 from rankscope.core.finding import Severity
-from rankscope.core.lateness import find_onset, typical_worker
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis, hosts_of
 from rankscope.diagnose.evidence import Observation
-from rankscope.diagnose.stragglers import WARM_UP, WINDOW, Stragglers
+from rankscope.diagnose.stragglers import WARM_UP, WINDOW, Stragglers, find_onset, typical_worker
 
 TWO_WINDOWS = WARM_UP + 2 * WINDOW
 HOSTS = ["a"] * 4 + ["b"] * 4

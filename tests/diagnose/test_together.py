@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered, sharded
-from rankscope.core.scale import undo_common_scale
-from rankscope.core.summarize import summarize, summarize_many
+from rankscope.core.summarize import summarize
+from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
 
 GROUPS = ("embedding", "layers.0", "head")
@@ -141,15 +141,6 @@ def test_the_jobs_have_something_to_find():
     }
     assert {"outlier-1", "numerics.nonfinite", "reduction-spike"} <= causes
     assert {"data.overlapping_shards", "token-weighting-one-worker"} <= causes
-
-
-def test_steps_that_are_summarized_together():
-    steps = [make_step(t, [np.arange(3) + 9 * w for w in range(4)], t % 2 == 0) for t in range(9)]
-    for one, step in zip(summarize_many(steps), steps, strict=True):
-        expected = summarize(step)
-        assert digest(dict(one.values)) == digest(dict(expected.values))
-        assert digest(dict(one.derived)) == digest(dict(expected.derived))
-        assert digest([one.cosines_WW]) == digest([expected.cosines_WW])
 
 
 def test_nothing_comes_of_no_steps():

@@ -7,8 +7,7 @@ import pytest
 
 from diagnose.streams import gathered
 from rankscope.core.finding import Severity
-from rankscope.core.recorded import as_recorded
-from rankscope.core.step import MISSING_INT
+from rankscope.core.step import MISSING_INT, as_recorded
 from rankscope.core.summarize import summarize
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
 from rankscope.diagnose.evidence import Observation

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.replicas import StateDifference, StateKind
+from rankscope.core.replicas import TRACE_WIDTH, StateDifference, StateKind, Trace
 from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
-from rankscope.core.trace import TRACE_WIDTH, Trace
 from rankscope.record import Run, RunWriter
 
 SIZES = {"embedding": 305, "layers.0": 244, "head": 122}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.core import coverage as core_coverage
-from rankscope.core.coverage import DistinctSamples
+from rankscope.core import share as core_share
+from rankscope.core.share import DistinctSamples
 from rankscope.core.signals import Table
 from rankscope.record import Run, RunWriter, bounded, writer
 from record.run_files import make_finding
@@ -170,4 +170,4 @@ def test_memory_stays_bounded(monkeypatch):
         samples.add(np.arange(first, first + 50))
         assert len(samples._hashes) <= 100
         assert samples._num_waiting < 150
-    assert core_coverage.CAPACITY == 65_536
+    assert core_share.CAPACITY == 65_536

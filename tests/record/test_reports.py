@@ -6,10 +6,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope.core.recorded import as_recorded
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.signals import DType, Source, Table, signals
-from rankscope.core.step import MISSING_INT, GatheredStep
+from rankscope.core.step import MISSING_INT, GatheredStep, as_recorded
 from rankscope.core.summarize import summarize
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter

@@ -5,10 +5,9 @@ import dataclasses
 import numpy as np
 
 from rankscope import Run
-from rankscope.core.recorded import as_recorded
-from rankscope.core.replicas import StateKind
+from rankscope.core.replicas import TRACE_WIDTH, StateKind, Trace
 from rankscope.core.signals import Table
-from rankscope.core.trace import TRACE_WIDTH, Trace
+from rankscope.core.step import as_recorded
 from rankscope.record import RunWriter, writer
 from record.step_reports import make_report
 

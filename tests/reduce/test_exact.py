@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.core.direction import cosines_from_gram, gram
-from rankscope.core.gram import sum_shares
+from rankscope.core.direction import cosines_from_gram, gram, sum_shares
 from rankscope.reduce.exact import ExactGram, pack_share
 from support.exact import (
     PLAIN,

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from rankscope import Run
-from rankscope.core.groups import group_parameters
-from rankscope.core.sections import cut_sections
+from rankscope.core.groups import cut_sections, group_parameters
 from rankscope.core.signals import Table
 from rankscope.diagnose.diagnosis import diagnose_run
 from support.audited import (

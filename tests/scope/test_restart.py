@@ -10,8 +10,8 @@ import torch
 
 from rankscope import Run
 from rankscope.agent.layout import Layout
-from rankscope.core.recorded import as_recorded
 from rankscope.core.signals import Table
+from rankscope.core.step import as_recorded
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.errors import RunError
 from rankscope.record import RunWriter, begin, writer

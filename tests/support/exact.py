@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.core.gram import sum_shares
+from rankscope.core.direction import sum_shares
 from rankscope.reduce.exact import ExactGram, pack_share
 from support.models import make_model
 from support.modes import MODES, Mode, micro_batches

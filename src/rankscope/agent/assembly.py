@@ -18,13 +18,12 @@ from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage, columns_of
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.audit import residuals_of_all
-from rankscope.core.gram import sum_shares
+from rankscope.core.direction import sum_shares
+from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.measured import Measured, measured_of
-from rankscope.core.nulls import weighted_mean_and_sem
-from rankscope.core.replicas import StateDigests, StateKind, differences
-from rankscope.core.scale import undo_common_scale
+from rankscope.core.replicas import TRACE_WIDTH, StateDigests, StateKind, Trace, differences
 from rankscope.core.step import MISSING_INT, GatheredStep, MeasuredGradient
-from rankscope.core.trace import TRACE_WIDTH, Trace
+from rankscope.core.weighting import undo_common_scale
 
 _Kinds = tuple[StateKind, ...]
 _Named = tuple[_Kinds, tuple[str, ...]]

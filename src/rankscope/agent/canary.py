@@ -17,8 +17,13 @@ from rankscope.agent.frames import Kind
 from rankscope.core.batches import BatchError, unpack_batch
 from rankscope.core.canary import CanaryResults, Verdict, judge, results_of
 from rankscope.core.canary_messages import Answer, pack_plan, pack_run
-from rankscope.core.canary_plan import SCHEDULED, CanaryPlan, Planned, all_asked
-from rankscope.core.canary_schedule import EverySteps, WithinShare
+from rankscope.core.canary_plan import (
+    SCHEDULED,
+    CanaryPlan,
+    Planned,
+    Schedule,
+    all_asked,
+)
 from rankscope.core.finding import Finding
 from rankscope.core.step import GatheredStep
 from rankscope.errors import RunError
@@ -53,7 +58,7 @@ class CanaryDirector:
     Args:
         num_workers: W.
         every: Steps from one scheduled canary to the next; None for one at the beginning, and
-            more of them within :data:`~rankscope.core.canary_schedule.SHARE` of the time.
+            more of them within :data:`~rankscope.core.canary_plan.SHARE` of the time.
         first_step: Number of the run's first step.
         run_dir: Where replay bundles are saved; None for nowhere.
         log: Takes lines for the log of the training.
@@ -71,7 +76,7 @@ class CanaryDirector:
         self._num_workers = num_workers
         self._run_dir = run_dir
         self._log: Log = logging.getLogger("rankscope").log if log is None else log
-        schedule = WithinShare() if every is None else EverySteps(every)
+        schedule = Schedule(every)
         self._plan = CanaryPlan(num_workers, schedule, first_step)
         self._answers: dict[int, Answer] = {}
         self._sent = self._ended = self._announced = False

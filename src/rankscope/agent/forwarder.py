@@ -16,7 +16,7 @@ from rankscope.agent.layout import Layout
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import host_summary
-from rankscope.core.recorded import MAX_PAIRED_WORKERS
+from rankscope.core.step import MAX_PAIRED_WORKERS
 
 if TYPE_CHECKING:
     from rankscope.agent.host_link import HostLink

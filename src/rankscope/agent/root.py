@@ -23,9 +23,8 @@ from rankscope.agent.reports import pack_report
 from rankscope.agent.summary import HostSummary, lean_layout, with_directions
 from rankscope.core.finding import Finding
 from rankscope.core.governor import LAG, Governor
-from rankscope.core.recorded import MAX_PAIRED_WORKERS
-from rankscope.core.step import GatheredStep, StepReport
-from rankscope.core.summarize import summarize_many
+from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
+from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import diagnosis_of
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
@@ -216,7 +215,7 @@ class Root:
 
     def _judge(self, steps: Sequence[Sequence[StepMessage]]) -> None:
         """Judge consecutive steps; together they cost less."""
-        reports = summarize_many([self._gathered(messages) for messages in steps])
+        reports = [summarize(self._gathered(messages)) for messages in steps]
         found = self._diagnosis.observe_many(reports)
         self._writer.add_many(reports)
         for report, findings in zip(reports, found, strict=True):

@@ -26,8 +26,7 @@ from torch import Tensor
 from rankscope.capture.kernels import PERIOD, ParameterSigns, choose_kernel, period_signs
 from rankscope.capture.multi_tensor import Cut, Source, Together
 from rankscope.capture.totals import GradientTotals
-from rankscope.core.groups import Groups
-from rankscope.core.sections import Range, Sections
+from rankscope.core.groups import Groups, Range, Sections
 from rankscope.errors import UsageError
 
 DEFAULT_WIDTH = 4093

@@ -1,7 +1,7 @@
 """What a pass over gradients leaves behind: a few numbers and a short sketch for each row.
 
 A row is a group of parameters or, where the reduction is audited, a section of one
-(:mod:`rankscope.core.sections`); the sections of a group are neighbours.
+(:mod:`rankscope.core.groups`); the sections of a group are neighbours.
 
 All of it lies in one stretch of memory, so that it is emptied and copied by one operation:
 

@@ -25,9 +25,8 @@ from rankscope.cli.report_files import (
 from rankscope.cli.verdict import render_differences, render_run, render_study
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import Assessment, assess
-from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.diagnose.diagnosis import diagnose_run
-from rankscope.diagnose.rules import page_of
+from rankscope.diagnose.rules import explained_by, page_of, ranked
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.files import is_file, to_plain

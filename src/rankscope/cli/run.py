@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rankscope.core.plan import Plan
-from rankscope.core.tiers import Tier
+from rankscope.core.plan import Plan, Tier
 from rankscope.errors import UsageError
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from rankscope.cli.paper import heading, plain, points, show
 from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.causes import explained_by, ranked
+from rankscope.diagnose.rules import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web.study_words import (
     Entry,

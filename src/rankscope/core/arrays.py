@@ -1,4 +1,6 @@
-"""The kinds of arrays that signatures name."""
+"""The kinds of arrays that signatures name, and what is asked of arrays everywhere."""
+
+import hashlib
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,6 +8,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
+
+_HALF = np.uint64(32)
+_FACTORS = tuple(map(np.uint64, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93)))
 
 
 def median(values: Floats) -> Floats:
@@ -16,3 +21,18 @@ def median(values: Floats) -> Floats:
     ordered, count = np.sort(values, axis=-1), values.shape[-1]
     upper: Floats = ordered[..., count // 2]
     return upper if count % 2 else (ordered[..., count // 2 - 1] + upper) / 2
+
+
+def mix(values: Ints) -> NDArray[np.uint64]:
+    """Return one 64-bit hash per number: xor, shift and multiply, three times over."""
+    bits: NDArray[np.uint64] = np.array(values, np.int64).view(np.uint64)
+    for factor in _FACTORS:
+        bits ^= bits >> _HALF
+        bits *= factor
+    bits ^= bits >> _HALF
+    return bits
+
+
+def digest_of(content: bytes) -> int:
+    """Return a 63-bit digest of bytes, in order."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1

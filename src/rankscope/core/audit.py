@@ -2,7 +2,7 @@
 
 Sketches are linear: the sketch of the workers' mean gradient is the mean of their sketches. So the
 norm of ``mean_i S(g_i) - S(r)`` tells how far the reduced gradient r is from that mean, element by
-element. It is taken for each section of the gradient (:mod:`rankscope.core.sections`), and needs
+element. It is taken for each section of the gradient (:mod:`rankscope.core.groups`), and needs
 one sum over workers, whose size does not grow with their number. Beyond 64 workers each host brings
 the sum over its own, of the whole gradient and of a few sections in turn.
 

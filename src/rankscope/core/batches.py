@@ -40,10 +40,10 @@ class PlainBatch:
 
 def pack_batch(batch: PlainBatch) -> bytes:
     """Return a batch as bytes: a header in JSON, then array after array."""
-    arrays = [np.ascontiguousarray(array) for array in (batch.samples, *batch.arrays)]
+    arrays = (batch.samples, *batch.arrays)
     header = {
         "structure": batch.structure,
-        "arrays": [[a.dtype.str, list(b.shape)] for a, b in zip(arrays, _all(batch), strict=True)],
+        "arrays": [[array.dtype.str, list(array.shape)] for array in arrays],
     }
     return pack_headed(header, *(array.tobytes() for array in arrays))
 
@@ -87,7 +87,3 @@ def unpack_headed(packed: bytes | memoryview) -> tuple[Any, memoryview]:
         return json.loads(bytes(content[_LENGTH:at])), content[at:]
     except ValueError as error:
         raise BatchError(f"these bytes hold no batch ({error})") from error
-
-
-def _all(batch: PlainBatch) -> tuple[NDArray[Any], ...]:
-    return (batch.samples, *batch.arrays)

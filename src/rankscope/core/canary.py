@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Ints
-from rankscope.core.replicas import RUNNING_STATISTICS, StateKind
+from rankscope.core.replicas import RUNNING_STATISTICS, StateKind, odd_ranks
 from rankscope.core.step import MISSING_INT, GatheredStep
 
 ROUNDING = 1e-4
@@ -149,8 +149,8 @@ def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryV
         return _judge_unsteady(results, distances_W, unsteady, differing)
     if agreed:
         return CanaryVerdict(Verdict.DATA, (results.suspect,), distance, exact=True)
-    odd, settled = _odd_ones_out(keys_WD)
-    return _blame(odd, settled, distance, differing)
+    odd = odd_ranks(list(map(tuple, keys_WD.tolist())))
+    return _blame(odd, len(odd) < len(keys_WD), distance, differing)
 
 
 def _judge_unsteady(
@@ -177,19 +177,6 @@ def _blame(
         return CanaryVerdict(Verdict.STATE, ranks, distance)
     verdict = Verdict.HARDWARE if settled else Verdict.INCONCLUSIVE
     return CanaryVerdict(verdict, odd, distance)
-
-
-def _odd_ones_out(keys_WD: Ints) -> tuple[tuple[int, ...], bool]:
-    """Return the workers outside of the largest class of equal rows.
-
-    Returns:
-        Ranks, and whether that class is a majority; all ranks where it is none.
-    """
-    _, class_W, counts = np.unique(keys_WD, axis=0, return_inverse=True, return_counts=True)
-    class_W, num_workers = class_W.reshape(-1), len(keys_WD)
-    if 2 * counts.max() <= num_workers:
-        return tuple(range(num_workers)), False
-    return _ranks(class_W != counts.argmax()), True
 
 
 def _distances(results: CanaryResults) -> Floats:

@@ -7,7 +7,7 @@ step in which they were computed. Nothing is ever pickled.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from rankscope.core.batches import (
     BatchError,
@@ -41,14 +41,8 @@ class Answer:
 
     def pack(self) -> bytes:
         """Return its bytes."""
-        header = {
-            "capture_at": self.capture_at,
-            "autocast": self.autocast,
-            "versions": dict(self.versions),
-            "declined": self.declined,
-            "ends": self.ends,
-        }
-        return pack_headed(header, self.batch)
+        header = asdict(self)
+        return pack_headed(header, header.pop("batch"))
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "Answer":

@@ -14,10 +14,61 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.canary_schedule import RETRY_AFTER, SPACING, Schedule
 from rankscope.core.finding import Finding
 from rankscope.core.governor import LAG
 from rankscope.core.step import MISSING_INT, GatheredStep
+
+SPACING = 200
+"""Steps between two canaries of findings, or of a schedule within a share, at least."""
+
+RETRY_AFTER = 64
+"""Steps until a canary that some worker missed is tried again."""
+
+SHARE = 0.002
+"""Of the training's time: what canaries that nobody asked for may cost."""
+
+_MOST_BACKING_OFF = 4  # of the wait, by factors of four
+
+
+class Schedule:
+    """When canaries run that no finding led to: every so many steps, or within a share of time.
+
+    Within a share there is one canary at the beginning, and after one of c seconds the next is due
+    when c/share seconds have passed. One that came to nothing is tried again later and later: what
+    a model cannot do it will not do in the next step.
+
+    Args:
+        every: Steps from one canary to the next; None: nobody asked for a schedule.
+        share: Of the training's time, without ``every``.
+
+    Attributes:
+        by_default: Whether nobody asked for it.
+    """
+
+    def __init__(self, every: int | None = None, *, share: float = SHARE) -> None:
+        self._every = every
+        self.by_default = every is None
+        self._share = share
+        self._cost = self._since = 0.0
+        self._not_before = self._failures = 0
+
+    def see(self, seconds: float) -> None:
+        """Take the time of a step."""
+        self._since += seconds
+
+    def due(self, step: int) -> bool:
+        """Return whether one is to be decided now."""
+        if self._every is not None:
+            return step % self._every == 0
+        return step >= self._not_before and self._share * self._since >= self._cost
+
+    def ended(self, step: int, cost: float, *, failed: bool) -> None:
+        """Take the end of one, and the seconds that it took."""
+        self._since, self._cost = 0.0, cost
+        self._failures = self._failures + 1 if failed else 0
+        backing_off = min(self._failures, _MOST_BACKING_OFF)
+        self._not_before = step + (RETRY_AFTER << 2 * (backing_off - 1) if failed else SPACING)
+
 
 TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclusive"})
 """Causes of statistical findings that a canary can explain."""

@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Floats, Floats32, Ints
-from rankscope.core.direction import ROUNDING
+from rankscope.core.arrays import Floats, Floats32, Ints, mix
+from rankscope.core.direction import ROUNDING, snapped
 
 _LOST = 2.0**-11
 """A sum this much smaller than its terms is mostly their rounding to half precision."""
@@ -176,9 +176,9 @@ def consensus_of(sketches_WK: Floats, group_sketches_gWk: Floats) -> Consensus:
     mean = weighted = float("nan")
     if count >= 2:
         unit_K = (1.0 / np.where(norms_W > 0, norms_W, np.inf)) @ rows_WK
-        mean = _snapped((float(unit_K @ unit_K) - count) / (count * (count - 1)))
+        mean = snapped((float(unit_K @ unit_K) - count) / (count * (count - 1)))
         above = float(total_K @ total_K) - float(defined @ defined)
-        weighted = _snapped(above / float(defined @ (defined.sum() - defined)))
+        weighted = snapped(above / float(defined @ (defined.sum() - defined)))
     groups = [_against_rest(*_with_direction(rows)) for rows in group_sketches_gWk]
     return Consensus(
         num_directions=count,
@@ -237,15 +237,8 @@ def _against_rest(rows_WK: Floats, norms_W: Floats) -> Floats:
 
 @functools.lru_cache(maxsize=16)
 def _signs(count: int) -> Floats32:
-    """Return ±1 for each entry of a sketch, the same on every host (SplitMix64)."""
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    signs = (1.0 - 2.0 * (mixed >> np.uint64(63)).astype(np.float32)).astype(np.float32)
+    """Return ±1 for each entry of a sketch, the same on every host."""
+    highest_bits = mix(np.arange(1, count + 1)) >> np.uint64(63)
+    signs = (1.0 - 2.0 * highest_bits.astype(np.float32)).astype(np.float32)
     signs.flags.writeable = False
     return signs
-
-
-def _snapped(cosine: float) -> float:
-    """Bring a cosine within rounding of ±1 to ±1."""
-    return float(np.sign(cosine)) if abs(cosine) >= 1.0 - ROUNDING else cosine

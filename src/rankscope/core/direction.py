@@ -7,6 +7,7 @@ A zero or non-finite gradient has no direction. Its cosines are NaN and every me
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,18 +65,8 @@ def cosines_from_gram(gram_WW: Floats) -> Floats:
     return cosines_WW
 
 
-def mean_cosine(cosines_WW: Floats) -> float:
-    """Return the mean over pairs i < j that are defined, or NaN when there are none."""
-    return mean_and_min_cosine(cosines_WW)[0]
-
-
-def min_cosine(cosines_WW: Floats) -> float:
-    """Return the smallest cosine over pairs i < j that are defined, or NaN without any."""
-    return mean_and_min_cosine(cosines_WW)[1]
-
-
 def mean_and_min_cosine(cosines_WW: Floats) -> tuple[float, float]:
-    """Return :func:`mean_cosine` and :func:`min_cosine` together."""
+    """Return the mean and the smallest over pairs i < j that are defined, or NaN without any."""
     pairs = upper_triangle(cosines_WW)
     pairs = pairs[np.isfinite(pairs)]
     if not pairs.size:
@@ -240,7 +231,11 @@ def _sum_of_products(norms_W: Floats) -> float:
 def _ratio(numerator: float, denominator: float) -> float:
     if denominator <= 0:
         return math.nan
-    cosine = numerator / denominator
+    return snapped(numerator / denominator)
+
+
+def snapped(cosine: float) -> float:
+    """Bring a cosine within rounding of ±1 to ±1."""
     return math.copysign(1.0, cosine) if abs(cosine) >= 1.0 - ROUNDING else cosine
 
 
@@ -262,3 +257,23 @@ def _sums_without_own(matrices_WW: Floats) -> Floats:
     below_right = below[..., ::-1].cumsum(-1)[..., ::-1][..., 2:, 2:]
     beside: Floats = above_left.diagonal(0, -2, -1) + below_right.diagonal(0, -2, -1)
     return beside + 2.0 * above_right.diagonal(2, -2, -1)
+
+
+def sum_shares(packed_WT: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Return the Gram matrix ``[W, W]`` of the local gradients from all workers' packed shares.
+
+    Rows and columns of workers whose gradient holds an infinity or NaN are NaN.
+
+    Args:
+        packed_WT: Upper triangle with diagonal of each worker's share, row by row.
+    """
+    num_workers = len(packed_WT)
+    gram_WW = np.zeros((num_workers, num_workers))
+    rows, columns = np.triu_indices(num_workers)
+    with np.errstate(invalid="ignore"):
+        gram_WW[rows, columns] = packed_WT.sum(axis=0, dtype=np.float64)
+    gram_WW[columns, rows] = gram_WW[rows, columns]
+    broken_W = ~np.isfinite(gram_WW.diagonal())
+    gram_WW[broken_W, :] = np.nan
+    gram_WW[:, broken_W] = np.nan
+    return gram_WW

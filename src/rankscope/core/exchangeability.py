@@ -30,10 +30,9 @@ from rankscope.core.bets import (
     distances,
     rank_units,
 )
-from rankscope.core.edetector import ShiryaevRoberts
-from rankscope.core.friedman import friedman
-from rankscope.core.recent import RECENT, RecentSteps
-from rankscope.core.state import State, StateError
+from rankscope.core.budget import ShiryaevRoberts
+from rankscope.core.recent import RECENT, RecentSteps, friedman
+from rankscope.core.state import State, StateError, Stateful
 
 MANY = 8
 LEVEL_OF_MANY, LEVEL_OF_FEW = 1e-2, 1e-3
@@ -92,7 +91,7 @@ class Ahead:
     counts_TR: Floats
 
 
-class ExchangeabilityTest:
+class ExchangeabilityTest(Stateful):
     """Compares units in several signals, step after step, in constant memory.
 
     Args:
@@ -154,7 +153,7 @@ class ExchangeabilityTest:
             together[:, list(self._apart)] = np.nan
         ranked = rank_units(together)
         middle_S, away, current_S = distances(ranked)
-        measured = _as_slice(rows)
+        measured = as_slice(rows)
         scales_S = self._scales(ranked, current_S, measured)
         e = self._e[:, : len(rows)]
         self._betting.write_e_values(ranked, away, scales_S, e)
@@ -177,7 +176,7 @@ class ExchangeabilityTest:
         num_steps, num_rows, width = shape = values_TRU.shape
         ranked = rank_units(values_TRU.reshape(-1, width))
         middle, away, current = distances(ranked)
-        measured = _as_slice(rows)
+        measured = as_slice(rows)
         scales = np.full((num_steps, num_rows), np.nan)
         pasts = counts = scales
         if width >= 3:
@@ -448,7 +447,7 @@ def _evidence_since(recent_TU: Floats, unit: int, bets: Sequence[Bet]) -> Floats
     return since_BT
 
 
-def _as_slice(rows: Ints) -> Rows:
+def as_slice(rows: Ints) -> Rows:
     """Return ascending indices as a slice where they are neighbours: it selects without a copy."""
     neighbours = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1
     return slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else rows

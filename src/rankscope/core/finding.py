@@ -17,6 +17,12 @@ class Severity(IntEnum):
         return self.name.lower()
 
 
+_ORDER = (
+    *("id", "status", "step", "cause", "severity", "ranks", "groups", "first_step", "last_step"),
+    *("evidence", "explanation", "next_check"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A statement about a run with its evidence, cause, and the next thing to check.
@@ -51,19 +57,13 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the event as ``findings.jsonl`` holds it: plain JSON values."""
+        plain = {name: getattr(self, name) for name in _ORDER}
         return {
-            "id": self.id,
-            "status": self.status,
-            "step": self.step,
-            "cause": self.cause,
+            **plain,
             "severity": str(self.severity),
             "ranks": list(self.ranks),
             "groups": list(self.groups),
-            "first_step": self.first_step,
-            "last_step": self.last_step,
             "evidence": dict(self.evidence),
-            "explanation": self.explanation,
-            "next_check": self.next_check,
         }
 
     @classmethod

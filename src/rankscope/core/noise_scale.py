@@ -32,7 +32,6 @@ Legend of shapes: T steps, W workers, M micro-batches of each.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,59 +41,16 @@ from rankscope.core.block_ratio import Estimate
 
 
 @dataclass(frozen=True, slots=True)
-class GradientNoise:
-    """What the norms of one step say about the noise of gradients; NaN where unknown.
+class NoiseOfSteps:
+    """What the norms of T steps say about the noise of gradients; NaN where unknown.
 
     Attributes:
-        between: Variance of the workers' gradients around their mean (trace, unbiased).
-        within: The same as their micro-batches predict it, whatever the workers share.
-        noise: tr Σ of one unit: of a micro-batch where these are known, else of a worker.
-        signal: |G|², without bias, so possibly negative in a single step.
-        units: How many units the reduced gradient averages.
+        between_T: Variance of the workers' gradients around their mean (trace, unbiased).
+        within_T: The same as their micro-batches predict it, whatever the workers share.
+        noise_T: tr Σ of one unit: of a micro-batch where these are known, else of a worker.
+        signal_T: |G|², without bias, so possibly negative in a single step.
+        units_T: How many units the reduced gradient averages.
     """
-
-    between: float
-    within: float
-    noise: float
-    signal: float
-    units: int
-
-
-def gradient_noise(
-    norms_W: Floats,
-    reduced_norm: float,
-    micro_squares_W: Floats | None,
-    num_micro: int,
-    share: float = math.nan,
-) -> GradientNoise:
-    """Return the noise of one step.
-
-    Args:
-        norms_W: Norm of each worker's gradient, the mean of its micro-batches' ones.
-        reduced_norm: Norm of the mean of the workers' gradients.
-        micro_squares_W: Sum of the squared norms of each worker's micro-batches; None or NaN
-            where unknown.
-        num_micro: M, micro-batches of each worker; 1 when unknown or when workers differ in it.
-        share: s from :func:`micro_share`; NaN where unknown, as ``within`` is then.
-    """
-    with np.errstate(over="ignore"):
-        squares_W = np.square(np.asarray(norms_W, np.float64))
-    width, reduced = len(squares_W), reduced_norm * reduced_norm
-    square = float(squares_W.mean())
-    between, signal = _split(square, reduced, width) if width > 1 else _UNKNOWN
-    if num_micro < 2 or micro_squares_W is None:
-        return GradientNoise(between, math.nan, between, signal, width)
-    mean_square = float(micro_squares_W.mean()) / num_micro
-    within = (mean_square / num_micro - share * square) / (1 - share)
-    if math.isnan(mean_square):
-        return GradientNoise(between, math.nan, between, signal, width)
-    noise, signal = _split(mean_square, reduced, width * num_micro)
-    return GradientNoise(between, within, noise, signal, width * num_micro)
-
-
-@dataclass(frozen=True, slots=True)
-class NoiseOfSteps:
-    """:class:`GradientNoise` of T steps, one array for each of its numbers."""
 
     between_T: Floats
     within_T: Floats
@@ -121,7 +77,7 @@ def noise_of_steps(
     shares_T: Floats,
     width: int,
 ) -> NoiseOfSteps:
-    """Return the noise of many steps: bit for bit what :func:`gradient_noise` says of each.
+    """Return the noise of many steps.
 
     Args:
         squares_T: Mean over workers of the squared norm of their gradient.
@@ -134,9 +90,9 @@ def noise_of_steps(
     with np.errstate(all="ignore"):
         reduced_T = reduced_norms_T * reduced_norms_T
         unknown_T = np.full(len(squares_T), math.nan)
-        between_T, signal_T = (
-            _split(squares_T, reduced_T, width) if width > 1 else (unknown_T, unknown_T)
-        )
+        between_T, signal_T = unknown_T, unknown_T
+        if width > 1:
+            between_T, signal_T = _split(squares_T, reduced_T, width)
         mean_squares_T = micro_squares_T / num_micro_T
         within_T = (mean_squares_T / num_micro_T - shares_T * squares_T) / (1 - shares_T)
         finer_T = (num_micro_T >= 2) & ~np.isnan(mean_squares_T)
@@ -223,16 +179,11 @@ def noise_scale(inverse: Estimate) -> Estimate:
     )
 
 
-_UNKNOWN = (math.nan, math.nan)
 _EQUAL = 1e-3
 """Multipliers whose sums differ by less, relative to the largest, are the same but for rounding."""
 
 
-@overload
-def _split(one: float, mean_of_all: float, count: int) -> tuple[float, float]: ...
-@overload
-def _split(one: Floats, mean_of_all: Floats, count: Ints | int) -> tuple[Floats, Floats]: ...
-def _split(one: Any, mean_of_all: Any, count: Any) -> tuple[Any, Any]:
+def _split(one: Floats, mean_of_all: Floats, count: Ints | int) -> tuple[Floats, Floats]:
     """Return noise and signal from the mean square of a unit and the square of the mean."""
     noise = count * (one - mean_of_all) / (count - 1)
     return noise, (count * mean_of_all - one) / (count - 1)

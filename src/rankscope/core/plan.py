@@ -1,12 +1,34 @@
-"""What the user intends, where only intent can tell a fault from a decision."""
+"""What the user declares: how much is compared, and what the run is meant to do."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
 
 from rankscope.errors import UsageError
+
+
+class Tier(StrEnum):
+    """What ``watch`` measures of the gradients' directions.
+
+    P parameters, W workers, G groups, k sketch width.
+    """
+
+    SCALARS = "scalars"
+    """Norms of local and reduced gradients. One read of each, a few numbers per worker and group.
+    Exact: norms, the mean cosine weighted by the norms and, under DDP without bucket views, each
+    worker's cosine with the sum of all others, for one more read of both. No pairs, no groups."""
+    SKETCH = "sketch"
+    """Norms, and a sketch of k floats per worker and 251 per group. One read of the gradient.
+    Norms are exact; every pair's cosine errs by about (1 − cos²)/√k, a group's by the same with
+    251."""
+    EXACT = "exact"
+    """Besides, the exact inner products of all pairs, out of a reduction of our own that takes
+    the place of DDP's all-reduce: all-to-all, sum in the order of ranks, all-gather. The bytes of
+    an all-reduce; the bits of the reduced gradient are those of that order."""
+
 
 LOSS_WEIGHTINGS = ("token", "worker")
 RANDOM = ("same", "different")
@@ -61,24 +83,7 @@ class Plan:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise UsageError(f"plan has entries {', '.join(known)}; got {unknown[0]!r}")
-        weighting, random = given.get("loss_weighting"), given.get("random")
-        _check_choice("loss_weighting", weighting, LOSS_WEIGHTINGS)
-        _check_choice("random", random, RANDOM)
-        flags = {name: given.get(name, False) for name in ("repeats", "local_buffers")}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise UsageError(f"plan's {name} must be True or False, got {flag!r}")
-        seed, local_steps = _whole(given, "seed"), _whole(given, "local_steps")
-        if local_steps is not None and local_steps < 1:
-            raise UsageError(f"plan's local_steps must be at least 1, got {local_steps}")
-        return cls(
-            weighting,
-            _rates(given.get("learning_rate")),
-            random,
-            seed=seed,
-            local_steps=local_steps,
-            **flags,
-        )
+        return cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -88,8 +93,13 @@ class Plan:
         return entries
 
 
-def _whole(given: Mapping[str, Any], name: str) -> int | None:
-    value = given.get(name)
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"plan's {name} must be True or False, got {value!r}")
+    return value
+
+
+def _whole(name: str, value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -97,13 +107,22 @@ def _whole(given: Mapping[str, Any], name: str) -> int | None:
     return int(value)
 
 
-def _check_choice(name: str, value: object, known: Sequence[str]) -> None:
+def _positive(name: str, value: Any) -> int | None:
+    number = _whole(name, value)
+    if number is not None and number < 1:
+        raise UsageError(f"plan's {name} must be at least 1, got {number}")
+    return number
+
+
+def _choice(name: str, value: Any) -> str | None:
+    known = {"loss_weighting": LOSS_WEIGHTINGS, "random": RANDOM}[name]
     if value is not None and value not in known:
         choices = " or ".join(map(repr, known))
         raise UsageError(f"plan's {name} must be {choices}, got {value!r}")
+    return None if value is None else str(value)
 
 
-def _rates(given: Any) -> float | tuple[float, ...] | None:
+def _rates(name: str, given: Any) -> float | tuple[float, ...] | None:
     if given is None:
         return None
     several = isinstance(given, Sequence) and not isinstance(given, str)
@@ -112,7 +131,7 @@ def _rates(given: Any) -> float | tuple[float, ...] | None:
     if wrong or not rates:
         got = repr(wrong[0]) if wrong else "an empty list"
         raise UsageError(
-            "plan's learning_rate must be a number of at least 0, or a list with one for each "
+            f"plan's {name} must be a number of at least 0, or a list with one for each "
             f"call of optimizer.step, got {got}"
         )
     return tuple(map(float, rates)) if several else float(given)
@@ -122,3 +141,14 @@ def _is_rate(rate: object) -> bool:
     if isinstance(rate, bool) or not isinstance(rate, Real):
         return False
     return math.isfinite(rate) and float(rate) >= 0
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "loss_weighting": _choice,
+    "learning_rate": _rates,
+    "random": _choice,
+    "repeats": _flag,
+    "local_buffers": _flag,
+    "seed": _whole,
+    "local_steps": _positive,
+}

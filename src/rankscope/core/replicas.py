@@ -6,21 +6,22 @@ difference is exact evidence, and its place in the model tells where to look.
 """
 
 import functools
-import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Ints
+from rankscope.core.arrays import Ints, digest_of
 
 if TYPE_CHECKING:
     from array import array
 
 Bools = NDArray[np.bool_]
+_T = TypeVar("_T")
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """What torch calls the buffers of a normalisation over batches."""
@@ -100,21 +101,42 @@ class StateDifference:
         Returns:
             Ranks in order; all workers concerned where no majority agrees.
         """
-        odd: list[int] = []
-        for ranks in _classes(self.kind, replicas_W):
-            values, counts = np.unique(self.digests_W[ranks], return_counts=True)
-            if len(values) < 2:
-                continue
-            most = int(counts.argmax())
-            agreed = counts[most] * 2 > len(ranks)
-            odd += [r for r in ranks if not agreed or self.digests_W[r] != values[most]]
+        odd = [
+            ranks[index]
+            for ranks in _classes(self.kind, replicas_W)
+            for index in odd_ranks(self.digests_W[ranks].tolist())
+        ]
         return tuple(sorted(odd))
+
+
+def odd_ranks(values: Sequence[Hashable | None]) -> tuple[int, ...]:
+    """Return the ranks whose value is not that of most; all known ones where no majority agrees.
+
+    Args:
+        values: One per rank; None where it is unknown, which is no difference.
+
+    Returns:
+        Ranks in order; nothing when all known values agree.
+    """
+    known = [rank for rank, value in enumerate(values) if value is not None]
+    counts = Counter(values[rank] for rank in known)
+    if len(counts) < 2:
+        return ()
+    common = majority(counts)
+    return tuple(rank for rank in known if common is None or values[rank] != common)
+
+
+def majority(counts: "Counter[_T]") -> _T | None:
+    """Return the value that more than half of all have, None without one."""
+    if not counts:
+        return None
+    value, most = counts.most_common(1)[0]
+    return value if 2 * most > counts.total() else None
 
 
 def digest_of_digests(digests_D: "Ints | NDArray[np.uint64] | array[int]") -> int:
     """Return one 63-bit digest of several digests of 64 bits, in order."""
-    digest = hashlib.blake2b(digests_D.tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return digest_of(digests_D.tobytes())
 
 
 def differences(
@@ -153,8 +175,7 @@ def differences(
 @functools.lru_cache(maxsize=256)
 def _digest_of_items(kinds: tuple[StateKind, ...], names: tuple[str, ...]) -> int:
     text = "\n".join(f"{kind} {name}" for kind, name in zip(kinds, names, strict=True))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return digest_of(text.encode())
 
 
 def _classes(kind: StateKind, replicas_W: Ints) -> list[list[int]]:
@@ -168,3 +189,28 @@ def _replicas(replicas_W: Ints) -> list[list[int]]:
     for rank, replica in enumerate(replicas_W.tolist()):
         ranks[replica].append(rank)
     return [ranks[replica] for replica in sorted(ranks) if len(ranks[replica]) > 1]
+
+
+TRACE_WIDTH = 61
+"""Numbers in the sketch of a tensor: the distance of two of them is known to about 9 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Tensors of one worker in one step. N tensors, k numbers a sketch.
+
+    Attributes:
+        kinds: What each is of ``[N]``: a parameter after the step, a reduced gradient, …
+        names: Its canonical name in the model ``[N]``.
+        digests_N: Digest of its bits.
+        norms_N: Its L2 norm.
+        sketches_NK: Its linear sketch: that of a difference is the difference of sketches.
+        initial: What the model held before this step, in the first one that is traced.
+    """
+
+    kinds: tuple[StateKind, ...]
+    names: tuple[str, ...]
+    digests_N: NDArray[np.int64]
+    norms_N: NDArray[np.float64]
+    sketches_NK: NDArray[np.float32]
+    initial: "Trace | None" = None

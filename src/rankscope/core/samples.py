@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Ints
-from rankscope.core.share import MAX_HALVINGS, SampleShare, mix
+from rankscope.core.arrays import Ints, mix
+from rankscope.core.share import MAX_HALVINGS, SampleShare
 from rankscope.core.sorted_map import SortedMap, in_order
 from rankscope.core.state import Stateful
 
@@ -103,18 +103,12 @@ class SampleLedger(Stateful):
         self._first_owners = SortedMap(np.int32)
         self._pairs = SortedMap(np.int8)
         self._pairs_complete = True
-        self._drawn = 0
         self._exact = True
 
     @property
     def capacity(self) -> int:
         """Different samples that it can remember."""
         return self._capacity
-
-    @property
-    def drawn(self) -> int:
-        """Samples drawn so far, by all workers together."""
-        return self._drawn
 
     @property
     def distinct(self) -> int:
@@ -138,18 +132,23 @@ class SampleLedger(Stateful):
         """
         samples_P, ranks_P, drawn = _pairs_of(samples)
         first_P = _differs_from_previous(samples_P)
-        samples_U, firsts_U, shared_P, sample_of_P = samples_P, ranks_P, None, None
+        samples_U, firsts_U, shared_P = samples_P, ranks_P, None
+        sample_of_P: Ints | slice = slice(None)
         if not first_P.all():  # several workers drew the same sample
             samples_U, firsts_U = samples_P[first_P], ranks_P[first_P]
             sample_of_P = np.cumsum(first_P) - 1
             shared_P = (np.bincount(sample_of_P) > 1)[sample_of_P]
-        seen_U = self._first_owners.find(samples_U)[0]
+        seen_U, owners_U = self._first_owners.find(samples_U)
         new_U = ~seen_U
         keys_P = _pair_keys(samples_P, ranks_P)
-        own_P, cross_P = self._owned(keys_P, seen_U if sample_of_P is None else seen_U[sample_of_P])
-        crossing_by_rank = self._cross(samples_P[cross_P], ranks_P[cross_P], len(samples))
+        own_P, cross_P = self._owned(keys_P, seen_U[sample_of_P])
+        at_C = cross_P.nonzero()[0]
+        at_C = at_C[_differs_from_previous(samples_P[at_C])]  # the first others to draw it
+        samples_C, owners_C = samples_P[at_C], owners_U[sample_of_P][at_C]
+        crossing = self._cross(
+            samples_C, ranks_P[at_C], np.zeros_like(at_C), owners_C, (1, len(samples))
+        )
         self._remember(samples_U[new_U], firsts_U[new_U], keys_P[~own_P])
-        self._drawn += drawn
         sharing = () if shared_P is None else np.unique(ranks_P[shared_P]).tolist()
         links = () if shared_P is None else _links(samples_P[shared_P], ranks_P[shared_P])
         return SampleCounts(
@@ -158,7 +157,7 @@ class SampleLedger(Stateful):
             new=int(np.count_nonzero(new_U)),
             repeated_own=int(np.count_nonzero(own_P)),
             repeated_cross=int(np.count_nonzero(cross_P)),
-            crossing_by_rank=crossing_by_rank,
+            crossing_by_rank=tuple(crossing[0].tolist()),
             repeated_in_batch=drawn - len(samples_P),
             shared=0 if shared_P is None else int(np.count_nonzero(first_P & shared_P)),
             sharing_ranks=tuple(sharing),
@@ -178,10 +177,10 @@ class SampleLedger(Stateful):
         seen_D, owners_D = self._first_owners.find(drawn.samples)
         keys_D = _pair_keys(drawn.samples, drawn.ranks)
         own_D, cross_D = self._owned(keys_D, seen_D)
-        crossing = self._cross_many(drawn, owners_D, cross_D, (num_steps, num_workers))
+        crossers = (drawn.samples[cross_D], drawn.ranks[cross_D], drawn.steps[cross_D])
+        crossing = self._cross(*crossers, owners_D[cross_D], (num_steps, num_workers))
         new_D = ~seen_D
         self._remember(drawn.samples[new_D], drawn.ranks[new_D], keys_D[~own_D])
-        self._drawn += len(drawn.samples)
         counts_S4 = np.stack(
             [
                 np.bincount(drawn.steps[which], minlength=num_steps)
@@ -196,24 +195,6 @@ class SampleLedger(Stateful):
             )
         ]
 
-    def _cross_many(
-        self,
-        drawn: "Draws",
-        owners_D: NDArray[Any],
-        cross_D: NDArray[np.bool_],
-        shape: tuple[int, int],
-    ) -> Ints:
-        """Count crossings per step and worker ``[S, W]``, and mark the owners as having crossed."""
-        fresh_D = cross_D & (owners_D >= 0)
-        takers = np.zeros(shape, np.int64)
-        if fresh_D.any():
-            owners_C, steps_C = owners_D[fresh_D], drawn.steps[fresh_D]
-            self._first_owners.replace(drawn.samples[fresh_D], -1 - owners_C)
-            for ranks_C in (drawn.ranks[fresh_D], owners_C):
-                places = steps_C * shape[1] + ranks_C
-                takers += np.bincount(places, minlength=takers.size).reshape(shape)
-        return takers
-
     def count_new(self, samples: Sequence[Ints]) -> int:
         """Return how many different samples of a step the ledger does not remember."""
         samples_U = in_order(flat_samples(samples))
@@ -227,26 +208,32 @@ class SampleLedger(Stateful):
         self._first_owners.keep(share.admits)
         self._pairs.keep(share.admits_hashes)
 
-    def _cross(self, samples: Ints, ranks: Ints, num_workers: int) -> tuple[int, ...]:
-        """Count crossings per worker, and mark the owners of samples that have crossed.
+    def _cross(
+        self,
+        samples_C: Ints,
+        ranks_C: Ints,
+        steps_C: Ints,
+        owners_C: NDArray[Any],
+        shape: tuple[int, int],
+    ) -> Ints:
+        """Count crossings per step and worker ``[S, W]``, and mark the owners as having crossed.
 
         Args:
-            samples: Those that cross, in order; each first by the second worker to draw it.
-            ranks: Who draws them.
-            num_workers: W.
+            samples_C: Different samples that only others drew before.
+            ranks_C: The second worker to draw each.
+            steps_C: The step in which it does, by index.
+            owners_C: The first; negative where the sample has crossed already.
+            shape: S and W.
         """
-        if not len(samples):
-            return (0,) * num_workers
-        first = _differs_from_previous(samples)
-        samples_C = samples[first]
-        owners_C = self._first_owners.find(samples_C)[1]
         fresh_C = owners_C >= 0
-        if not fresh_C.any():
-            return (0,) * num_workers
-        seconds = ranks[first][fresh_C]
-        self._first_owners.replace(samples_C[fresh_C], -1 - owners_C[fresh_C])
-        takers = np.concatenate([seconds, owners_C[fresh_C]])
-        return tuple(np.bincount(takers, minlength=num_workers).tolist())
+        takers = np.zeros(shape, np.int64)
+        if fresh_C.any():
+            firsts, steps = owners_C[fresh_C], steps_C[fresh_C]
+            self._first_owners.replace(samples_C[fresh_C], -1 - firsts)
+            for ranks in (ranks_C[fresh_C], firsts):
+                places = steps * shape[1] + ranks
+                takers += np.bincount(places, minlength=takers.size).reshape(shape)
+        return takers
 
     def _owned(
         self, keys_P: Ints, seen_P: NDArray[np.bool_]

@@ -6,9 +6,11 @@ where the other values of the same source are given; nothing else lists columns.
 """
 
 import functools
-import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, NamedTuple
+
+from rankscope.core.arrays import digest_of
 
 
 class Table(StrEnum):
@@ -57,6 +59,21 @@ class Tail(StrEnum):
     BOTH = "both"
 
 
+class Compared(NamedTuple):
+    """How detectors compare the workers in a signal.
+
+    Attributes:
+        label: Its name in findings.
+        relative: Whether a deviation is told as a part of the median where all values are
+            positive; else always as an absolute difference.
+        observed: Whether only steps whose gradients were measured have it.
+    """
+
+    label: str
+    relative: bool = True
+    observed: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Signal:
     """The declaration of one column.
@@ -69,6 +86,7 @@ class Signal:
         meaning: One line in plain words, shown in docs and reports.
         source: Where the value comes from.
         tail: Which direction is suspicious.
+        compared: How detectors look for workers that differ in it; None where they do not.
     """
 
     name: str
@@ -78,6 +96,7 @@ class Signal:
     meaning: str
     source: Source
     tail: Tail = Tail.NONE
+    compared: Compared | None = None
 
     @property
     def is_quantity(self) -> bool:
@@ -86,10 +105,11 @@ class Signal:
         return self.source is not Source.KEY and (self.dtype is DType.FLOAT or counted)
 
 
-def _declare(table: Table, *rows: tuple[str, DType, str, Source, Tail, str]) -> tuple[Signal, ...]:
+def _declare(table: Table, *rows: tuple[Any, ...]) -> tuple[Signal, ...]:
+    """Return signals from rows: name, type, unit, source, tail, meaning and, if any, compared."""
     return tuple(
-        Signal(name, table, dtype, unit, meaning, source, tail)
-        for name, dtype, unit, source, tail, meaning in rows
+        Signal(name, table, dtype, unit, meaning, source, tail, *compared)
+        for name, dtype, unit, source, tail, meaning, *compared in rows
     )
 
 
@@ -126,17 +146,17 @@ SIGNALS: tuple[Signal, ...] = (
         Table.WORKERS,
         ("step", _INT, "", _KEY, _NONE, "as in steps"),
         ("rank", _INT, "", _KEY, _NONE, "rank of the worker in its data-parallel group"),
-        ("loss", _FLOAT, "nats/token", _LOCAL, _BOTH, "local loss per label token, before averaging; micro-batches count as they do in the gradient"),
+        ("loss", _FLOAT, "nats/token", _LOCAL, _BOTH, "local loss per label token, before averaging; micro-batches count as they do in the gradient", Compared("loss", observed=False)),
         ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given"),
         ("loss_sem", _FLOAT, "nats/token", _LOCAL, _NONE, "standard error of the local loss, from its micro-batches or samples"),
-        ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction"),
+        ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction", Compared("gradient norm")),
         ("grad_norm_estimated", _BOOL, "", _LOCAL, _NONE, "whether grad_norm is an estimate, since the gradient was only seen in parts: ZeRO 2 and 3 or order_free with accumulation"),
         ("grad_max", _FLOAT, "", _LOCAL, _BOTH, "largest magnitude of an element of the local gradient"),
         ("grad_nonfinite", _INT, "elements", _LOCAL, _HIGH, "elements of the local gradient that are infinite or NaN"),
         ("grad_scale", _FLOAT, "", _LOCAL, _BOTH, "what the loss was multiplied by before backward (scaler, accumulation), summed over micro-batches; its median over workers is undone in all gradient columns"),
         ("grad_carried_over", _BOOL, "", _LOCAL, _HIGH, "whether the gradient was not zeroed before the step: then it is not measured"),
         ("reduced_norm", _FLOAT, "", _LOCAL, _NONE, "L2 norm of the part of the reduced gradient that this worker holds"),
-        ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between this worker's gradient and the sum of all others'"),
+        ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between this worker's gradient and the sum of all others'", Compared("direction", relative=False)),
         ("nonfinite", _BOOL, "", _LOCAL, _HIGH, "whether the local loss or gradient holds an infinity or NaN"),
         ("num_samples", _INT, "samples", _LOCAL, _NONE, "samples in the local batch"),
         ("samples_named", _BOOL, "", _LOCAL, _NONE, "whether the training names its samples; else digests of their content stand for them"),
@@ -204,8 +224,8 @@ SIGNALS: tuple[Signal, ...] = (
         ("step", _INT, "", _KEY, _NONE, "as in steps"),
         ("rank", _INT, "", _KEY, _NONE, "as in workers"),
         ("group", _TEXT, "", _KEY, _NONE, "group of parameters: a transformer block, the embedding, the head"),
-        ("grad_norm", _FLOAT, "", _SEQ, _BOTH, "L2 norm of the group's local gradient"),
-        ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between the group's local gradient and the sum of all other workers'"),
+        ("grad_norm", _FLOAT, "", _SEQ, _BOTH, "L2 norm of the group's local gradient", Compared("gradient norm")),
+        ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between the group's local gradient and the sum of all other workers'", Compared("direction", relative=False)),
         ("reduction_residual", _FLOAT, "", _DERIVED, _HIGH, "relative distance of the group's reduced gradient on this rank from the mean of the workers' gradients: the largest among parts of at most 10 M elements"),
     ),
     *_declare(
@@ -242,6 +262,11 @@ def signals(table: Table, *sources: Source) -> tuple[Signal, ...]:
     )
 
 
+def compared_signals(table: Table) -> tuple[Signal, ...]:
+    """Return the columns of one table in which detectors compare the workers, in order."""
+    return tuple(signal for signal in signals(table) if signal.compared is not None)
+
+
 def signal(table: Table, name: str) -> Signal:
     """Return the declaration of one column.
 
@@ -255,5 +280,4 @@ def signal(table: Table, name: str) -> Signal:
 def schema_hash() -> int:
     """Return a 63-bit digest of all declarations; equal on workers that can talk to each other."""
     text = "\n".join(f"{s.table} {s.name} {s.dtype} {s.source}" for s in SIGNALS)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return digest_of(text.encode())

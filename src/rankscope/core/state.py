@@ -16,7 +16,7 @@ A class that derives from :class:`Stateful` needs no code for it::
 Attributes may be None, numbers, text, members of an enumeration, numpy arrays, other ``Stateful``
 objects, and tuples, lists, sets, deques and dicts of these. A ``Stateful`` dataclass is made anew;
 any other object, and an enumeration, is restored into the one that the constructor has put in its
-place.
+place. Objects are told apart by the name of their class, wherever it is defined.
 """
 
 from collections import deque
@@ -55,7 +55,7 @@ class Stateful:
     SETTINGS: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        _CLASSES[_name(cls)] = cls
+        _CLASSES[cls.__name__] = cls
 
     def state(self) -> State:
         """Return a copy of what the object remembers.
@@ -90,7 +90,7 @@ class Stateful:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Stateful):
-        return {"object": value.state(), "class": _name(type(value))}
+        return {"object": value.state(), "class": type(value).__name__}
     if isinstance(value, Enum):
         return {"enum": value.value}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -145,15 +145,16 @@ def _decode_tagged(encoded: Mapping[str, Any], now: Any) -> Any:
 
 
 def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
-    kind, state = _CLASSES.get(encoded["class"]), encoded["object"]
+    name, state = encoded["class"].rpartition(".")[2], encoded["object"]
+    kind = _CLASSES.get(name)
     if kind is None:
         raise StateError(f"there is no class {encoded['class']}")
     if _is_made_anew(kind):
         if set(state) != set(_fields(kind)):
             raise StateError(f"this is not the state of a {kind.__name__}")
         return kind(**{name: _decode(item) for name, item in state.items()})
-    if type(now) is not kind:
-        raise StateError(f"there is no {kind.__name__} to take this state")
+    if type(now).__name__ != name or not isinstance(now, Stateful):
+        raise StateError(f"there is no {name} to take this state")
     now.restore(state)
     return now
 
@@ -164,10 +165,6 @@ def _is_made_anew(kind: type) -> bool:
 
 def _fields(kind: Any) -> list[str]:
     return [field.name for field in fields(kind)]
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _may_replace(value: Any, now: Any) -> bool:

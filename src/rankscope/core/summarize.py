@@ -1,7 +1,6 @@
 """From the workers' raw values to the step that the record holds."""
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,7 @@ from rankscope.core.direction import (
     norm_weighted_cosine,
     norm_weighted_cosine_from_mean,
 )
-from rankscope.core.dispersion import mean_and_std, value_range
-from rankscope.core.nulls import expected_std
+from rankscope.core.dispersion import expected_std, mean_and_std, value_range
 from rankscope.core.signals import Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.weighting import follow_tokens
@@ -58,11 +56,6 @@ def summarize(gathered: GatheredStep) -> StepReport:
         cosines_WW,
         _group_directions(gathered),
     )
-
-
-def summarize_many(steps: Sequence[GatheredStep]) -> list[StepReport]:
-    """Return :func:`summarize` of each of several steps, bit for bit."""
-    return [summarize(gathered) for gathered in steps]
 
 
 def _dispersions(gathered: GatheredStep) -> dict[str, float]:

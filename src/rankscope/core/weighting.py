@@ -3,16 +3,21 @@
 A unit (a worker, or a micro-batch) with a mean loss over n tokens, multiplied by m before
 backward, gives each of its tokens the weight m/n. Legend: R groups of units that one step adds up,
 U units in a group.
+
+The multiplier that most workers share is undone before gradients are compared.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Floats
+from rankscope.core.arrays import Floats, median
 from rankscope.core.state import Stateful
+from rankscope.core.step import GatheredStep
 
 Bools = NDArray[np.bool_]
 
@@ -75,39 +80,23 @@ def as_matrix(parts: Sequence[Floats]) -> Floats:
     return matrix
 
 
-def token_products(losses_RU: Floats, tokens_RU: Floats) -> tuple[float, float]:
-    """Return the sums of x² and of xy: x log tokens, y log losses, each minus its group's mean.
+def token_products(losses_RU: Floats, tokens_RU: Floats) -> Floats:
+    """Return the sums of x² and of xy in each group ``[R, 2]``.
 
     Args:
         losses_RU: Losses of units; NaN where unknown.
         tokens_RU: Their tokens; NaN where unknown.
+
+    Returns:
+        With x log tokens and y log losses, each minus its group's mean.
     """
     both = np.array([tokens_RU, losses_RU])
     known_RU = (both > 0).all(axis=0) & np.isfinite(tokens_RU + losses_RU)
-    if not known_RU.any():
-        return 0.0, 0.0
     logs = np.log(np.where(known_RU, both, 1.0))  # 0 where unknown
     number_R1 = np.maximum(known_RU.sum(axis=1, keepdims=True), 1)
     logs -= logs.sum(axis=2, keepdims=True) / number_R1
-    x_RU, y_RU = logs if known_RU.all() else np.where(known_RU, logs, 0.0)
-    return float((x_RU * x_RU).sum()), float((x_RU * y_RU).sum())
-
-
-def token_products_of_steps(losses_SU: Floats, tokens_SU: Floats) -> list[tuple[float, float]]:
-    """Return :func:`token_products` of each of S steps, in which one group of units adds up."""
-    both = np.array([tokens_SU, losses_SU])
-    positive_S: Bools = np.logical_and.reduce(both > 0, axis=(0, 2))
-    known_S: Bools = positive_S & np.isfinite(losses_SU + tokens_SU).all(axis=1)
-    logs = np.log(np.where(known_S[:, None], both, 1.0))
-    logs -= logs.sum(axis=2, keepdims=True) / both.shape[2]
-    x_SU, y_SU = logs
-    products = zip(
-        (x_SU * x_SU).sum(axis=1).tolist(), (x_SU * y_SU).sum(axis=1).tolist(), strict=True
-    )
-    return [
-        found if known else token_products(losses_SU[s, None], tokens_SU[s, None])
-        for s, (found, known) in enumerate(zip(products, known_S.tolist(), strict=True))
-    ]
+    x_RU, y_RU = np.where(known_RU, logs, 0.0)
+    return np.stack([(x_RU * x_RU).sum(axis=1), (x_RU * y_RU).sum(axis=1)], axis=1)
 
 
 class TokenSums(Stateful):
@@ -125,10 +114,10 @@ class TokenSums(Stateful):
 
     def add(self, losses_RU: Floats, tokens_RU: Floats) -> None:
         """Take the losses of units, and their tokens; NaN where unknown."""
-        self.take(token_products(losses_RU, tokens_RU))
+        self.take(token_products(losses_RU, tokens_RU).sum(axis=0).tolist())
 
-    def take(self, products: tuple[float, float]) -> None:
-        """Take what :func:`token_products` returns for a step."""
+    def take(self, products: Sequence[float]) -> None:
+        """Take the sums of x² and xy of a step, see :func:`token_products`."""
         self._xx += products[0]
         self._xy += products[1]
 
@@ -145,3 +134,53 @@ def _range(values_RU: Floats, known_RU: Bools) -> Floats:
     highest_R = np.where(known_RU, values_RU, -np.inf).max(axis=1, initial=-np.inf)
     lowest_R = np.where(known_RU, values_RU, np.inf).min(axis=1, initial=np.inf)
     return np.asarray(highest_R - lowest_R)
+
+
+_NORMS = ("grad_norm", "grad_max", "reduced_norm")
+
+
+def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
+    """Divide all gradients of a step by the factor that most workers put on their loss.
+
+    Gradient scalers multiply the loss by thousands, accumulation divides it. The factor is the
+    median over workers of ``grad_scale``, one for all: a single worker whose loss is scaled
+    otherwise still stands out by its gradient. Without a known factor nothing changes.
+
+    Args:
+        gathered: Gradients as the hooks saw them.
+
+    Returns:
+        The same step with gradients of the unscaled loss, averaged over micro-batches.
+    """
+    scale = common_scale(gathered)
+    if math.isnan(scale):
+        return gathered
+    if scale == 1 and all(len(norms) == 1 for norms in gathered.micro_norms):
+        return gathered
+    norms = {name: gathered.workers[name] / scale for name in _NORMS if name in gathered.workers}
+    return replace(
+        gathered,
+        workers={**gathered.workers, **norms},
+        micro_norms=tuple(norms * len(norms) / scale for norms in gathered.micro_norms),
+        sketches_WK=_divided(gathered.sketches_WK, scale),
+        group_norms_WG=_divided(gathered.group_norms_WG, scale),
+        group_sketches_WGK=_divided(gathered.group_sketches_WGK, scale),
+        gram_WW=_divided(gathered.gram_WW, scale**2),
+        reduced_products_W=_divided(gathered.reduced_products_W, scale**2),
+    )
+
+
+def common_scale(gathered: GatheredStep) -> float:
+    """Return the factor that most workers put on their loss; NaN when it is not known."""
+    scales_W = np.abs(gathered.workers["grad_scale"])
+    first = float(scales_W[0])
+    if 0 < first < math.inf and np.count_nonzero(scales_W == first) == len(scales_W):
+        return first
+    known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
+    return float(median(known)) if known.size else math.nan
+
+
+def _divided(values: NDArray[Any] | None, scale: float) -> NDArray[Any] | None:
+    if values is None or scale == 1:
+        return values
+    return (values / scale).astype(values.dtype, copy=False)

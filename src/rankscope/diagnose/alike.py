@@ -14,14 +14,20 @@ import numpy as np
 from rankscope.core.apart import HEALED
 from rankscope.core.arrays import Floats
 from rankscope.core.bets import AT_ONCE, Kind, pair_bets
-from rankscope.core.budget import FAR_BELOW, PAIRS, alarm_level, bound_in_words, false_alarm_bound
+from rankscope.core.budget import (
+    FAR_BELOW,
+    PAIRS,
+    alarm_level,
+    bound_in_words,
+    false_alarm_bound,
+)
 from rankscope.core.direction import upper_triangle
 from rankscope.core.exchangeability import Ahead, ExchangeabilityTest
 from rankscope.core.finding import Severity
-from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation, Stretch
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
+from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.rules import count
 
 FEWEST, MOST = 3, 64
 """Numbers of workers among which pairs are compared."""
@@ -33,13 +39,15 @@ _ROW = np.zeros(1, np.int64)
 Pair = tuple[int, int]
 
 
-class AlikePairs:
+class AlikePairs(Detector):
     """Finds workers whose gradients resemble each other more than those of other pairs.
 
     Args:
         num_workers: W.
         not_compared: Tells which workers are to be left out of the step.
     """
+
+    SETTINGS = ("_num_workers", "_not_compared", "_pairs", "_ahead")
 
     def __init__(self, num_workers: int, not_compared: Callable[[], Sequence[int]]) -> None:
         self._num_workers = num_workers if FEWEST <= num_workers <= MOST else 0
@@ -50,8 +58,8 @@ class AlikePairs:
         )
         self._active: set[int] = set()
         self._ranks: set[int] = set()
-        self._first = self._last = -1
-        self._count = self._told = self._steps = 0
+        self._span = Span()
+        self._told = self._steps = 0
         self._excess = 0.0
         self._many = False
         self._ahead: tuple[Stretch, range, Ahead] | None = None
@@ -76,31 +84,6 @@ class AlikePairs:
     def close(self) -> Iterable[Evidence]:
         """End the run; tells the last state."""
         return (self._evidence(),) if self._active else ()
-
-    def state(self) -> State:
-        """Return a copy of all that it remembers."""
-        return {
-            "test": self._test.state(),
-            "active": sorted(self._active),
-            "ranks": sorted(self._ranks),
-            "numbers": [self._first, self._last, self._count, self._told, self._steps],
-            "excess": self._excess,
-            "many": self._many,
-        }
-
-    def restore(self, state: State) -> None:
-        """Remember what a detector of as many workers remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
-        try:
-            self._test.restore(state["test"])
-            self._active, self._ranks = set(state["active"]), set(state["ranks"])
-            self._first, self._last, self._count, self._told, self._steps = state["numbers"]
-            self._excess, self._many = float(state["excess"]), bool(state["many"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"this is not the state of a search for pairs: {error}") from error
 
     def _take_ahead(self, step: Observation) -> bool:
         """Take a step in which all pairs are compared, if there are others to look ahead in.
@@ -157,58 +140,52 @@ class AlikePairs:
         odd = self._test.odd_ones_out(members, 0, age)
         involved = {worker for index in odd or () for worker in self._pairs[index]}
         self._many = self._many or odd is None or 2 * len(involved) >= self._num_workers
-        if self._count == 0:
-            self._first = self._test.onset(strongest, 0, Kind.UP)
-            self._count = max(1, gathered.step - self._first)
+        if self._span.count == 0:
+            self._span.first = self._test.onset(strongest, 0, Kind.UP)
+            self._span.count = max(1, gathered.step - self._span.first)
         apart = self._test.set_apart
         for index, pair in enumerate(self._pairs):
             if block.issuperset(pair) and index not in apart:
                 self._test.set_unit_apart(index)
                 self._active.add(index)
         self._ranks |= block
-        self._last = gathered.step
+        self._span.last = gathered.step
 
     def _follow(self, step: int) -> bool:
         """Count on and take healed pairs back; return whether that is worth telling."""
         if not self._active:
             return False
-        self._count += 1
+        self._span.count += 1
         certain = {pair: self._test.certainty(pair) for pair in self._active}
         if max(certain.values()) >= 1:
-            self._last = step
+            self._span.last = step
         if max(certain.values()) > HEALED:
-            return self._count >= 2 * self._told
+            return self._span.count >= 2 * self._told
         for pair in self._active:  # a block heals as a whole
             self._test.take_back(pair)
         self._active = set()
         return True
 
     def _evidence(self) -> Evidence:
-        self._told = self._count
+        self._told = self._span.count
         ranks = tuple(sorted(self._ranks))
         many = self._many or 2 * len(ranks) >= self._num_workers
-        return Evidence(
-            cause="data.overlapping_shards",
-            severity=Severity.NOTE if many else Severity.WARNING,
-            ranks=ranks,
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "ranks": name_ranks(ranks),
-                "first": f"{self._first:,}",
+        self._span.open = bool(self._active)
+        return self._span.evidence(
+            "data.overlapping_shards",
+            Severity.NOTE if many else Severity.WARNING,
+            ranks,
+            {
                 "above": f"{self._above():+.2f}".replace("-", "−"),
-                "now": "" if self._active else f" It was last seen at step {self._last:,}.",
                 "steps": count(self._steps, "step"),
                 "bound": bound_in_words(self._steps),
             },
-            numbers={
+            {
                 "cosine_above_other_pairs": self._above(),
                 "steps_compared": self._steps,
                 "false_alarm_probability": false_alarm_bound(self._steps),
             },
             key=KEY,
-            status="open" if self._active else "closed",
         )
 
     def _above(self) -> float:

@@ -11,11 +11,12 @@ from rankscope.core.dispersion import finite_mean
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.course import course_of
 from rankscope.diagnose.dispersion_words import Values
 from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
-from rankscope.diagnose.verdicts import Verdict, judge, statements
+from rankscope.diagnose.verdicts import Course, Verdict, judge, statements
 from rankscope.record import Coverage, Run
+from rankscope.record.states import START_FILE, read_number
+from rankscope.record.tables import step_range
 
 _MEANS = (
     "loss_std",
@@ -72,6 +73,20 @@ def assess(run: Run) -> Assessment:
         recommendation=verdict.recommendation,
         values=values,
     )
+
+
+def course_of(run: Run) -> Course:
+    """Return how far a recorded run came.
+
+    Raises:
+        RunError: The files of its steps cannot be listed.
+    """
+    steps = step_range(run.path, Table.STEPS)
+    return Course(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
+
+
+def _earlier_steps(run: Run) -> int | None:
+    return read_number(run.path / START_FILE, "num_steps") if "continues" in run.info else 0
 
 
 def measure(run: Run) -> Values:

@@ -25,38 +25,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats
-from rankscope.core.finding import Severity
-from rankscope.core.scale import common_scale
-from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep, StepReport
-from rankscope.diagnose.audit_group import STEPS, USUAL, GroupHistory, Streak
-from rankscope.diagnose.audit_levels import ExpectedResiduals, sums_of_gradients
-from rankscope.diagnose.evidence import Evidence, Observation, Stretch
-from rankscope.diagnose.rules import count, name_ranks
-from rankscope.diagnose.whole_audit import WholeAudit
+from rankscope.core.weighting import common_scale
+from rankscope.diagnose.audit_levels import (
+    ELEMENT,
+    LOSSY,
+    LOW_PRECISION,
+    ONE_WORKER,
+    STEPS,
+    USUAL,
+    ExpectedResiduals,
+    GroupHistory,
+    ReductionFault,
+    Streak,
+    sums_of_gradients,
+)
+from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
+from rankscope.diagnose.rules import count, listed
 
 ALIKE = 3.0
 """Times that most groups' residuals may be off their median when one rounding explains them."""
 
-ELEMENT, ONE_WORKER = "reduction-spike", "reduction-one-worker"
-LOW_PRECISION, LOSSY = "numerics.reduction_error", "reduction-lossy"
-
 _NAMED = 4  # groups that a sentence names
 _LARGEST_FLOAT16 = 65504.0
-
-
-@dataclass(frozen=True)
-class _Fault(Stateful):
-    """What is known of one kind of error, over the whole run."""
-
-    first: int
-    last: int
-    steps: int
-    groups: tuple[str, ...]
-    ranks: tuple[int, ...]
-    residual: float
-    limit: float
-    fits: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +64,11 @@ class _Step:
     lasting_G: Floats
 
 
-class ReductionAudit(Stateful):
+class ReductionAudit(Detector):
     """Corrupted elements, single workers that differ, and reductions in too narrow a type.
 
-    It needs ``watch(reduced="sketch")``. Without groups it judges the whole gradient, by its past.
+    It needs ``watch(reduced="sketch")`` and two or more groups of parameters: with one, say
+    ``groups="none"``, the residual is recorded but not judged.
 
     Args:
         num_workers: W.
@@ -96,9 +88,8 @@ class ReductionAudit(Stateful):
         self._expected = ExpectedResiduals(num_workers, reduced_in)
         self._ahead: tuple[Stretch, Mapping[int, Floats]] | None = None
         self._groups: dict[str, GroupHistory] = {}
-        self._found: dict[str, _Fault] = {}
+        self._found: dict[str, ReductionFault] = {}
         self._step = 0
-        self._whole = WholeAudit(num_workers, reduced_in, hook=hook)
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; tells what is wrong with its reduction, or with those of many steps."""
@@ -106,8 +97,7 @@ class ReductionAudit(Stateful):
         if self._num_workers < 2 or not gathered.observed:
             return ()
         if gathered.residuals_WG is None or gathered.group_norms_WG is None:
-            residual = float(step.report.values.get("reduction_residual", np.nan))
-            return self._whole.observe(gathered.step, residual)
+            return ()
         self._step = gathered.step
         now = self._judge(gathered, gathered.residuals_WG, self._sums(step))
         told = [*self._check_workers(now), *self._check_groups(now)]
@@ -124,7 +114,7 @@ class ReductionAudit(Stateful):
             told.append(self._tell(ELEMENT, last, worst))
             for name in last:
                 waiting[name].high.steps = 0
-        return [*(self._evidence(key) for key in told), *self._whole.close()]
+        return [self._evidence(key) for key in told]
 
     def _judge(self, gathered: GatheredStep, residuals_WG: Floats, sums_G: Floats) -> _Step:
         """Return the groups whose residuals are known, and what to expect of them."""
@@ -282,7 +272,7 @@ class ReductionAudit(Stateful):
         fits: str = "",
     ) -> str:
         """Add what is new to what is known of an error; returns its key."""
-        fault = _Fault(
+        fault = ReductionFault(
             first=self._step if since is None else since,
             last=self._step if last is None else last,
             steps=steps,
@@ -308,34 +298,9 @@ class ReductionAudit(Stateful):
 
     def _evidence(self, key: str) -> Evidence:
         fault = self._found[key]
-        warning = key in (LOW_PRECISION, LOSSY)
         types = sorted({self._expected.type_of(group) for group in fault.groups})
-        return Evidence(
-            cause="numerics.reduction_error",
-            key=key,
-            severity=Severity.WARNING if warning else Severity.ERROR,
-            ranks=fault.ranks,
-            first_step=fault.first,
-            last_step=fault.last,
-            count=fault.steps,
-            groups=fault.groups,
-            fields={
-                "where": name_groups(fault.groups),
-                "who": name_ranks(fault.ranks),
-                "first": fault.first,
-                "residual": f"{fault.residual:.2g}",
-                "against": f"where rounding gives {fault.limit:.1g} at most",
-                "steps": count(fault.steps, "audited step"),
-                "fits": fault.fits,
-                "meant": " or ".join(types),
-            },
-            numbers={
-                "residual": fault.residual,
-                "limit": fault.limit,
-                "steps": fault.steps,
-                "fits": fault.fits,
-            },
-        )
+        against = f"where rounding gives {fault.limit:.1g} at most"
+        return fault.evidence(key, name_groups(fault.groups), against, " or ".join(types))
 
 
 def _sums_of_steps(reports: Sequence[StepReport]) -> dict[int, Floats]:
@@ -379,7 +344,5 @@ def name_groups(groups: Sequence[str]) -> str:
     """Return groups as words, a long list cut: ``the groups a, b, c, d and 3 others``."""
     if len(groups) == 1:
         return f"group {groups[0]}"
-    named = ", ".join(groups[:_NAMED])
-    if len(groups) > _NAMED:
-        return f"the groups {named} and {count(len(groups) - _NAMED, 'other')}"
-    return f"the groups {', '.join(groups[:-1])} and {groups[-1]}"
+    rest = [count(len(groups) - _NAMED, "other")] if len(groups) > _NAMED else []
+    return f"the groups {listed([*groups[:_NAMED], *rest])}"

@@ -1,6 +1,6 @@
 """The detector that reads canaries: what all workers computed on the same two batches."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,37 +15,35 @@ from rankscope.core.canary import (
 )
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
-from rankscope.diagnose.causes import LATENESS
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.rules import LATENESS, count, name_ranks
 
 DATA = "canary-data"
 DIFFERS = "canary-differs"
 NONDETERMINISTIC = "canary-nondeterministic"
 INCONCLUSIVE = "canary-inconclusive"
 
-KEYS = {
-    Verdict.DATA: DATA,
-    Verdict.STATE: DIFFERS,
-    Verdict.HARDWARE: DIFFERS,
-    Verdict.NONDETERMINISTIC: NONDETERMINISTIC,
-    Verdict.INCONCLUSIVE: INCONCLUSIVE,
+_KINDS: Mapping[Verdict, tuple[str, str, list[str]]] = {
+    Verdict.DATA: (DATA, "data.worker_outlier", []),
+    Verdict.STATE: (DIFFERS, "state.parameters_differ", []),
+    Verdict.HARDWARE: (
+        DIFFERS,
+        "compute.worker_outlier",
+        ["state.parameters_differ", "env.mismatch"],
+    ),
+    Verdict.NONDETERMINISTIC: (
+        NONDETERMINISTIC,
+        "compute.nondeterministic",
+        ["compute.worker_outlier"],
+    ),
+    Verdict.INCONCLUSIVE: (
+        INCONCLUSIVE,
+        "inconclusive",
+        ["compute.worker_outlier", "state.parameters_differ", "env.mismatch"],
+    ),
 }
-"""Names of the findings, and of the rules that put them into words."""
+"""By verdict: the finding and its rule, the cause, and what else may be the cause."""
 
-CAUSES = {
-    Verdict.DATA: "data.worker_outlier",
-    Verdict.STATE: "state.parameters_differ",
-    Verdict.HARDWARE: "compute.worker_outlier",
-    Verdict.NONDETERMINISTIC: "compute.nondeterministic",
-    Verdict.INCONCLUSIVE: "inconclusive",
-}
-
-_OTHER_CAUSES = {
-    Verdict.HARDWARE: ["state.parameters_differ", "env.mismatch"],
-    Verdict.INCONCLUSIVE: ["compute.worker_outlier", "state.parameters_differ", "env.mismatch"],
-    Verdict.NONDETERMINISTIC: ["compute.worker_outlier"],
-}
 _MOST_TOLD = 16
 
 _WHY_STATE = "their parameters or buffers are known to differ from the others'"
@@ -57,7 +55,7 @@ _CHECK_HARDWARE = "Compare device model, driver, library versions and precision 
 {ranks} with another worker's; if these are equal, test the device"
 
 
-class CanaryVerdicts(Stateful):
+class CanaryVerdicts(Detector):
     """What canaries prove: data, state, hardware or non-determinism.
 
     A canary that agrees proves that a worker's data differ only where the worker does differ, in
@@ -88,14 +86,10 @@ class CanaryVerdicts(Stateful):
         verdict = judge(results, differing=tuple(sorted(known)))
         if verdict.verdict is Verdict.DATA and results.suspect not in self._suspected():
             return ()
-        key = KEYS[verdict.verdict]
+        key = _KINDS[verdict.verdict][0]
         told = self._told.setdefault(key, _Told(gathered.step))
         told.add(gathered.step, verdict, describe_results(results, verdict))
         return (self._evidence(key, told),)
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _settle(self, differing: set[int]) -> Iterable[Evidence]:
         """Turn to state what looked like hardware: digests take turns, and may come later."""
@@ -109,11 +103,12 @@ class CanaryVerdicts(Stateful):
 
     def _evidence(self, key: str, told: "_Told") -> Evidence:
         verdict = Verdict(told.verdict)
+        _, cause, other_causes = _KINDS[verdict]
         numbers: dict[str, Any] = {"canaries": told.count, "verdict": str(verdict), **told.numbers}
-        if verdict in _OTHER_CAUSES:
-            numbers["other_causes"] = _OTHER_CAUSES[verdict]
+        if other_causes:
+            numbers["other_causes"] = other_causes
         return Evidence(
-            cause=CAUSES[verdict],
+            cause=cause,
             severity=self._severity(verdict, told),
             ranks=told.ranks,
             first_step=told.first,
@@ -184,8 +179,6 @@ def _fields(told: _Told, verdict: Verdict, num_workers: int) -> dict[str, object
     return {
         "step": f"{told.last:,}",
         "workers": count(num_workers, "worker"),
-        "Ranks": ranks.capitalize(),
-        "ranks": ranks,
         "suspect": f"rank {numbers['suspect']}",
         "peer": f"rank {numbers['peer']}",
         "loss": f"{numbers['losses'][0]:.4g}",

@@ -10,17 +10,16 @@ import numpy as np
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.sorted_map import in_order
-from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Lasting, Span
+from rankscope.diagnose.rules import count
 
 _SKIPS_IN_A_ROW = 20
 _ZERO_IN_A_ROW = 8
 
 
-class DuplicateBatches(Stateful):
+class DuplicateBatches(Detector):
     """Whole batches that are the same on two or more workers.
 
     Small batches can coincide by chance, so at least three different samples must coincide, in
@@ -39,9 +38,7 @@ class DuplicateBatches(Stateful):
         self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         self._groups: set[tuple[int, ...]] = set()
         self._useful = num_workers
-        self._first = -1
-        self._last = -1
-        self._count = 0
+        self._span = Span()
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks when it shows enough identical batches."""
@@ -60,42 +57,27 @@ class DuplicateBatches(Stateful):
         self._streaks = streaks
         if not certain:
             return ()
-        if self._count == 0:
-            self._first = min(streaks[group][0] for group in certain)
+        self._span.see(number, first=min(streaks[group][0] for group in certain))
         self._groups.update(certain)
         self._useful = self._num_workers - sum(len(group) - 1 for group in certain)
-        self._last = number
-        self._count += 1
         return (self._evidence(),)
 
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
-
     def _evidence(self) -> Evidence:
-        ranks = tuple(sorted({rank for group in self._groups for rank in group}))
-        return Evidence(
-            cause="data.duplicate_batches",
-            severity=Severity.NOTE if self._repeats else Severity.ERROR,
-            ranks=ranks,
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "Ranks": name_ranks(ranks).capitalize(),
-                "steps": count(self._count, "step"),
-                "workers": self._num_workers,
-                "useful": count(self._useful, "worker"),
-            },
-            numbers={
-                "steps": self._count,
+        ranks = {rank for group in self._groups for rank in group}
+        return self._span.evidence(
+            "data.duplicate_batches",
+            Severity.NOTE if self._repeats else Severity.ERROR,
+            ranks,
+            {"workers": self._num_workers, "useful": count(self._useful, "worker")},
+            {
+                "steps": self._span.count,
                 "groups": [list(group) for group in sorted(self._groups)[:16]],
                 "workers_with_own_batches": self._useful,
             },
         )
 
 
-class NonFinite(Stateful):
+class NonFinite(Detector):
     """Infinities and NaN in local losses and gradients.
 
     A gradient scaler overflows now and then on purpose, and the optimizer skips that step: a
@@ -105,9 +87,7 @@ class NonFinite(Stateful):
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
-        self._first = -1
-        self._last = -1
-        self._count = 0
+        self._span = Span()
         self._severity = Severity.NOTE
         self._applied = False
         self._skips_in_a_row = 0
@@ -119,9 +99,7 @@ class NonFinite(Stateful):
             self._skips_in_a_row = 0
             return ()
         ranks = np.flatnonzero(gathered.workers["nonfinite"])
-        self._first = gathered.step if self._count == 0 else self._first
-        self._last = gathered.step
-        self._count += 1
+        self._span.see(gathered.step)
         in_loss = _has_bad_loss(gathered, ranks)
         for rank in ranks.tolist():
             self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
@@ -132,32 +110,19 @@ class NonFinite(Stateful):
             self._severity = Severity.ERROR
         return (self._evidence(),)
 
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
-
     def _evidence(self) -> Evidence:
-        ranks = tuple(sorted(self._seen))
         what = "loss" if "loss" in self._seen.values() else "gradient"
-        return Evidence(
-            cause="numerics.nonfinite",
-            severity=self._severity,
-            ranks=ranks,
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "ranks": name_ranks(ranks),
-                "steps": count(self._count, "step"),
-                "first": self._first,
-                "what": what,
-                "applied": ", and the optimizer went on" if self._applied else "",
-            },
-            numbers={"steps": self._count, "in": what},
+        applied = ", and the optimizer went on" if self._applied else ""
+        return self._span.evidence(
+            "numerics.nonfinite",
+            self._severity,
+            self._seen,
+            {"what": what, "applied": applied},
+            {"steps": self._span.count, "in": what},
         )
 
 
-class NoGradient(Stateful):
+class NoGradient(Detector):
     """Local gradients that are zero in every element, on all workers, in eight steps in a row.
 
     Args:
@@ -178,26 +143,11 @@ class NoGradient(Stateful):
         ranks = range(self._num_workers) if ends == (0, 0) else ()
         return (self._evidence(),) if self._zero.observe(step.gathered.step, ranks) else ()
 
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
-
     def _evidence(self) -> Evidence:
-        zero = self._zero
-        return Evidence(
-            cause="loss.no_gradient",
-            severity=Severity.WARNING,
-            ranks=tuple(sorted(zero.ranks)),
-            first_step=zero.first,
-            last_step=zero.last,
-            count=zero.count,
-            status="open" if zero.open else "closed",
-            fields={
-                "steps": count(zero.count, "step"),
-                "first": zero.first,
-                "over": "" if zero.open else " It is over now.",
-            },
-            numbers={"steps": zero.count},
+        over = "" if self._zero.open else " It is over now."
+        zero, numbers = self._zero, {"steps": self._zero.count}
+        return zero.evidence(
+            "loss.no_gradient", Severity.WARNING, zero.ranks, {"over": over}, numbers
         )
 
 

@@ -1,15 +1,22 @@
-"""The diagnosis of a run: feeds steps to the detectors and turns evidence into findings."""
+"""The diagnosis of a run: feeds steps to the detectors and turns evidence into findings.
 
+A run's directory holds what its detectors remembered when its tables were last written
+(``detectors.npz``). What came later is in the tables, and is diagnosed again from there. With what
+is known at its end, the run that continues it begins (``detectors-start.npz``), and its first step
+has the number after the last one that is known.
+"""
+
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from rankscope.core.finding import Finding
 from rankscope.core.plan import Plan
-from rankscope.core.recorded import as_recorded
 from rankscope.core.state import State, StateError
-from rankscope.core.step import StepReport
+from rankscope.core.step import StepReport, as_recorded
 from rankscope.diagnose.alike import AlikePairs
 from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.canary import CanaryVerdicts
@@ -25,15 +32,16 @@ from rankscope.diagnose.reduction import ReductionChecks
 from rankscope.diagnose.resume import ResumeMismatch
 from rankscope.diagnose.rules import RULES, describe, go_back
 from rankscope.diagnose.sampling import Sampling
-from rankscope.diagnose.seed import PlannedSeed, seeds_of
-from rankscope.diagnose.settings import DifferentSettings
+from rankscope.diagnose.settings import DifferentSettings, PlannedSeed
 from rankscope.diagnose.stragglers import Stragglers
 from rankscope.diagnose.unequal import UnequalState
 from rankscope.diagnose.weighting import TokenWeighting
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import to_plain
-from rankscope.record.states import START_FILE, read_state
+from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
+
+_log = logging.getLogger("rankscope")
 
 _TOGETHER = 64  # steps of a record that are diagnosed at a time
 
@@ -245,34 +253,44 @@ def _character(finding: Finding) -> tuple[object, ...]:
     return finding.status, finding.cause, finding.severity, finding.ranks, finding.groups
 
 
-def hosts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the host of each rank, as ``run.json`` states it; nothing unless it has them all."""
+def _by_rank(info: Mapping[str, Any], name: str) -> list[Any]:
+    """Return one entry of each rank, as ``run.json`` states it, None where a rank has none."""
     entries = info.get("ranks")
     entries = entries if isinstance(entries, list) else []
-    hosts = {e.get("rank"): e.get("host") for e in entries if isinstance(e, Mapping)}
-    named = tuple(hosts.get(rank) for rank in range(len(hosts)))
-    return tuple(str(host) for host in named) if all(named) else ()
+    told = {e.get("rank"): e.get(name) for e in entries if isinstance(e, Mapping)}
+    return [told.get(rank) for rank in range(len(told))]
+
+
+def _option(info: Mapping[str, Any], name: str) -> Any:
+    options = info.get("options")
+    return options.get(name) if isinstance(options, Mapping) else None
+
+
+def hosts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the host of each rank, as ``run.json`` states it; nothing unless it has them all."""
+    hosts = _by_rank(info, "host")
+    return tuple(map(str, hosts)) if all(hosts) else ()
 
 
 def facts_of(info: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Return the environment of each rank, as ``run.json`` states it; nothing unless of all."""
-    entries = info.get("ranks")
-    entries = entries if isinstance(entries, list) else []
-    facts = {e.get("rank"): e.get("environment") for e in entries if isinstance(e, Mapping)}
-    named = [facts.get(rank) for rank in range(len(facts))]
-    return tuple(one for one in named if one) if all(named) else ()
+    facts = _by_rank(info, "environment")
+    return tuple(facts) if all(facts) else ()
+
+
+def seeds_of(info: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return the seed of each rank's sampler, as ``run.json`` states it."""
+    return tuple(_by_rank(info, "sampler_seed"))
 
 
 def plan_of(info: Mapping[str, Any]) -> Plan:
     """Return what a run is meant to do, as ``run.json`` states it."""
-    options = info.get("options")
-    return Plan.of(options.get("plan") if isinstance(options, Mapping) else None)
+    return Plan.of(_option(info, "plan"))
 
 
 def reduced_in_of(info: Mapping[str, Any]) -> Mapping[str, str] | None:
     """Return in which type each group is meant to be reduced, as ``run.json`` states it."""
-    options = info.get("options")
-    types = options.get("reduced_in") if isinstance(options, Mapping) else None
+    types = _option(info, "reduced_in")
     return types if isinstance(types, Mapping) else None
 
 
@@ -290,9 +308,8 @@ def has_comm_hook(info: Mapping[str, Any]) -> bool:
 
 def has_replacement(info: Mapping[str, Any]) -> bool:
     """Return whether all ranks' data loaders draw with replacement, as ``run.json`` states it."""
-    ranks = info.get("ranks")
-    told = [isinstance(e, Mapping) and e.get("with_replacement") is True for e in ranks or ()]
-    return bool(told) and all(told)
+    told = _by_rank(info, "with_replacement")
+    return bool(told) and all(one is True for one in told)
 
 
 def diagnosis_of(run: Run) -> Diagnosis:
@@ -351,3 +368,56 @@ def _state_at_start(run: Run) -> State:
             "again; its findings are in findings.jsonl"
         )
     return state
+
+
+def state_after(
+    previous: Path, num_workers: int, hosts: Sequence[str], groups: Sequence[str]
+) -> State | None:
+    """Return what is known at the end of a run, for a restarted job to begin with.
+
+    Args:
+        previous: The directory of the run before; its process may have been killed.
+        num_workers: Workers of the restarted job.
+        hosts: Host of each rank of the restarted job.
+        groups: Its groups of parameters.
+
+    Returns:
+        The state of a diagnosis; None when the detectors have to start anew, which is logged.
+    """
+    try:
+        state = _diagnosis_after(previous, num_workers, groups).state()
+        Diagnosis(num_workers, hosts).restore(unpack_state(pack_state(state)))  # as all ranks will
+        return state
+    except (StateError, RunError) as error:
+        reason = str(error)
+    except Exception as error:  # whatever it is, a job must not fail to start for it
+        _log.debug("cannot go on from %s", previous, exc_info=error)
+        reason = repr(error)
+    _log.warning("the detectors start anew, not from %s: %s", previous, reason)
+    return None
+
+
+def _diagnosis_after(previous: Path, num_workers: int, groups: Sequence[str]) -> Diagnosis:
+    run = Run.open(previous)
+    if run.num_workers != num_workers:
+        raise StateError(f"it had {run.num_workers} workers, this job has {num_workers}")
+    if list(run.info.get("options", {}).get("groups", groups)) != list(groups):
+        raise StateError("it had other groups of parameters")
+    diagnosis = diagnosis_of(run)  # what came later was meant to follow that run's plan
+    diagnosis.restore(_last_state(previous))
+    for report in run.iter_reports(diagnosis.next_step):
+        diagnosis.observe(report)
+    diagnosis.close()
+    return diagnosis
+
+
+def _last_state(previous: Path) -> State:
+    """Return the last state that a run wrote; the one it began with if it was killed before."""
+    for name in (STATE_FILE, START_FILE):
+        try:
+            state = read_state(previous / name)
+        except StateError as error:
+            raise StateError(f"{name} is of no use: {error}") from error
+        if state is not None:
+            return state
+    raise StateError(f"it has no {STATE_FILE}")

@@ -7,11 +7,10 @@ import numpy as np
 
 from rankscope.core.environment import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
 from rankscope.core.finding import Severity
-from rankscope.core.state import Stateful
+from rankscope.core.replicas import odd_ranks
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.minority import name_values, odd_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Lasting, known_values, name_values
 from rankscope.diagnose.rules import count, name_ranks
 
 CAUSE = "env.mismatch"
@@ -23,7 +22,7 @@ _TITLES = {"revision": "source revision", "revision_changed": "source files"}
 _MOST_TOLD = 6
 
 
-class EnvironmentMismatch(Stateful):
+class EnvironmentMismatch(Detector):
     """Workers whose versions, device, flags, vocabulary or source differ, or their precision.
 
     What each rank said when it started is compared once; it is told with the first step. The
@@ -55,15 +54,9 @@ class EnvironmentMismatch(Stateful):
         codes_W = step.gathered.workers["precision"]
         known_W = codes_W != MISSING_INT
         if np.count_nonzero(known_W) > 1:
-            ranks = odd_ranks(
-                [c if k else None for c, k in zip(codes_W.tolist(), known_W, strict=True)]
-            )
-            changed |= self._precision.observe(number, ranks)
+            odd = odd_ranks(known_values(codes_W, known_W))
+            changed |= self._precision.observe(number, odd)
         return (self._evidence(),) if changed else ()
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _start(self, step: int) -> bool:
         """Begin a run, or go on with one; return whether what is known has changed."""
@@ -97,7 +90,6 @@ class EnvironmentMismatch(Stateful):
             count=max(1, seen.count),
             fields={
                 "what": "; ".join(words) or "no difference any more",
-                "ranks": name_ranks(ranks),
             },
             numbers={"differences": words, "steps_in_another_precision": seen.count},
             status="open" if self._odd or seen.open else "closed",

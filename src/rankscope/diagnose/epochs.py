@@ -1,19 +1,79 @@
-"""The detector of epochs that all have the same order.
+"""The detectors of epochs that all have the same order, and of what pads an epoch's end.
 
 A sampler that is not told the epoch deals the same batches in the same order again and again. No
 worker differs from another then, and no metric of a single step shows it.
+
+Samples that a sampler repeats at an epoch's end, so that all workers have as many, are no fault.
+They explain repeats that somebody may find in the record.
 """
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
-from rankscope.core.order import PeriodFinder, ShortCycles
+from rankscope.core.replicas import digest_of_digests
+from rankscope.core.samples import SampleCounts, flat_samples
+from rankscope.core.sorted_map import SortedMap, count_common, in_order
 from rankscope.core.state import Stateful
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.repeats import RecentBatches
 from rankscope.diagnose.rules import count
+
+_GENERATION = 1 << 19
+
+
+class PeriodFinder(Stateful):
+    """Counts how many steps in a row came before, all the same number of steps ago.
+
+    A batch is an int64 digest. Remembers 12 bytes per step, in two generations: when the younger
+    one is full, the older one is forgotten.
+
+    Args:
+        generation: Steps of one generation.
+    """
+
+    SETTINGS = ("_generation",)
+
+    def __init__(self, generation: int = _GENERATION) -> None:
+        self._generation = generation
+        self._young = SortedMap(np.int32)
+        self._old = SortedMap(np.int32)
+        self._earliest = 0
+        self.period = 0
+        self.run = 0
+        self.first = -1
+
+    def restart(self, step: int) -> None:
+        """From this step on, compare with no step before it."""
+        self._earliest = step
+        self.period = self.run = 0
+
+    def observe(self, step: int, digest: int) -> None:
+        """Take the batch of one step, in order.
+
+        Afterwards ``run`` steps in a row, from ``first`` on, repeat those ``period`` steps before
+        them; 0 when this one does not.
+        """
+        latest = self._young.get(digest), self._old.get(digest)
+        before = max(-1 if at is None else at for at in latest)
+        self._remember(digest, step)
+        if before < self._earliest:
+            self.period = self.run = 0
+        elif step - before == self.period:
+            self.run += 1
+        else:
+            self.period, self.run, self.first = step - before, 1, step
+
+    def _remember(self, digest: int, step: int) -> None:
+        if len(self._young) >= self._generation:
+            self._young, self._old = self._old, self._young
+            self._young.keep(lambda keys: np.zeros(len(keys), bool))
+        self._young.put_one(digest, step)
+
 
 FEW = 16
 """Batches that are repeated on purpose, in a test whether the model can learn them by heart."""
@@ -22,7 +82,7 @@ _LEAST_STEPS = 8
 _SHARE = 4  # of a period must have come again
 
 
-class RepeatedOrder(Stateful):
+class RepeatedOrder(Detector):
     """The batches of all workers come again in the same order.
 
     A step's batch is known by the digests of all workers' batches in the order of ranks. It must
@@ -42,11 +102,11 @@ class RepeatedOrder(Stateful):
     def __init__(self, num_workers: int, repeats: bool = False) -> None:
         self._intended = repeats
         self._finder = PeriodFinder()
-        self._cycles = ShortCycles(num_workers, FEW - 1)
+        self._recent = RecentBatches(num_workers, FEW - 1)
         self._ended = False
         self._on_purpose = 0
-        self._first = self._last = self._period = -1
-        self._count = 0
+        self._span = Span()
+        self._period = -1
         self._severity = Severity.NOTE
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
@@ -54,21 +114,21 @@ class RepeatedOrder(Stateful):
         gathered = step.gathered
         digests_W = gathered.workers["batch_digest"]
         if self._ended:
-            self.restarted(gathered.step)
+            self._ended, self._on_purpose = False, 0
+            self._finder.restart(gathered.step)
         if not step.some_known("batch_digest"):
             return ()
-        self._on_purpose = self._on_purpose + 1 if self._cycles.observe(digests_W) else 0
+        again_W = self._recent.observe(digests_W) | (digests_W == MISSING_INT)
+        self._on_purpose = self._on_purpose + 1 if again_W.all() else 0
         finder = self._finder
-        finder.observe(gathered.step, _digest(digests_W))
+        finder.observe(gathered.step, digest_of_digests(digests_W))
         if finder.run < max(_LEAST_STEPS, finder.period / _SHARE):
             return ()
         few = finder.period < FEW or self._on_purpose >= finder.run
         severity = Severity.NOTE if few or self._intended else Severity.WARNING
-        if not self._count or severity > self._severity:
-            self._first, self._period = finder.first, finder.period
-            self._severity, self._count = severity, 0
-        self._count = self._count + 1 if self._count else finder.run
-        self._last = gathered.step
+        if not self._span.count or severity > self._severity:
+            self._span, self._period, self._severity = Span(), finder.period, severity
+        self._span.see(gathered.step, first=finder.first, before=finder.run - 1)
         return (self._evidence(),)
 
     def close(self) -> Iterable[Evidence]:
@@ -76,31 +136,76 @@ class RepeatedOrder(Stateful):
         self._ended = True
         return ()
 
-    def restarted(self, step: int) -> None:
-        """Take ``step`` as the first one of a restarted job."""
-        self._ended = False
-        self._on_purpose = 0
-        self._finder.restart(step)
-
     def _evidence(self) -> Evidence:
-        return Evidence(
-            cause="data.repeated_order",
-            severity=self._severity,
-            ranks=(),
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "first": f"{self._first:,}",
-                "before": f"{self._first - self._period:,}",
-                "period": count(self._period, "step"),
-                "steps": count(self._count, "step"),
-            },
-            numbers={"period": self._period, "repeated_steps": self._count},
+        span = self._span
+        return span.evidence(
+            "data.repeated_order",
+            self._severity,
+            (),
+            {"before": f"{span.first - self._period:,}", "period": count(self._period, "step")},
+            {"period": self._period, "repeated_steps": span.count},
         )
 
 
-def _digest(digests_W: np.typing.NDArray[np.int64]) -> int:
-    """Return one digest of all workers' batches, in the order of ranks."""
-    digest = hashlib.blake2b(np.ascontiguousarray(digests_W).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+KEY = "padding-duplicates"
+
+_NONE = np.empty(0, np.int64)
+
+
+class Padding(Stateful):
+    """Looks at the end of the first epoch, where repeats begin.
+
+    A step with some new samples and a few repeats is padded if no step before it repeats any, the
+    next one draws nothing new, so a new epoch has begun, and the repeats are fewer than workers,
+    or all come from the epoch's first step.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._start = _NONE
+        self._looking = num_workers > 1
+        self._repeats = 0
+        self._step = -1
+
+    def observe(
+        self, step: int, counts: SampleCounts, batches: Sequence[Ints]
+    ) -> Iterable[Evidence]:
+        """Take one step; speaks once, after the first epoch's end.
+
+        Args:
+            step: Its number.
+            counts: What it draws.
+            batches: Samples of each worker.
+        """
+        if not self._looking or not counts.drawn:
+            return ()
+        if self._repeats:
+            self._looking, self._start = False, _NONE
+            return () if counts.new else (self._evidence(),)
+        repeats = counts.drawn - counts.new
+        if repeats:
+            few = repeats < self._num_workers
+            of_the_start = count_common(flat_samples(batches), self._start) == repeats
+            self._looking = counts.new > 0 and (few or of_the_start)
+            self._repeats, self._step = repeats, step
+        if not len(self._start):
+            self._start = in_order(flat_samples(batches))
+        return ()
+
+    def _evidence(self) -> Evidence:
+        return Evidence(
+            cause="data.overlapping_shards",
+            severity=Severity.NOTE,
+            ranks=(),
+            first_step=self._step,
+            last_step=self._step,
+            count=1,
+            fields={"step": f"{self._step:,}", "repeats": count(self._repeats, "sample")},
+            numbers={"repeated": self._repeats},
+            key=KEY,
+        )

@@ -25,7 +25,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.rules import name_ranks
 
 KEY = "gross-outlier"
 KEY_AGAIN = "gross-outliers"
@@ -116,7 +116,6 @@ class GrossOutliers(Stateful):
             fields={
                 "count": f"{count:,}",
                 "total": f"{total:,}",
-                "ranks": name_ranks([int(worker)]),
                 "what": self._labels[int(signal)],
                 "step": f"{step:,}",
                 "z": f"{z:,.0f}",
@@ -194,20 +193,10 @@ class GrossValues(Stateful):
             ranks |= self._compare(label, values_W, left_out, step)
         if not self._seen.observe(step, ranks):
             return []
-        seen = self._seen
+        seen, said = self._seen, {"what": self._said}
+        numbers = {"steps": seen.count, **self._numbers}
         return [
-            Evidence(
-                cause="inconclusive",
-                severity=Severity.NOTE,
-                ranks=tuple(sorted(seen.ranks)),
-                first_step=seen.first,
-                last_step=seen.last,
-                count=seen.count,
-                fields={"what": self._said, "steps": count(seen.count, "step")},
-                numbers={"steps": seen.count, **self._numbers},
-                key=KEY_AT_ONCE,
-                status="open" if seen.open else "closed",
-            )
+            seen.evidence("inconclusive", Severity.NOTE, seen.ranks, said, numbers, key=KEY_AT_ONCE)
         ]
 
     def _compare(

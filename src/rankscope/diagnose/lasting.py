@@ -1,14 +1,80 @@
-"""How long a fault that steps show or do not show has lasted, and on whom."""
+"""On whom a fault is, the minority among those that should agree, and how long it has lasted."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.finding import Severity
+from rankscope.core.replicas import majority
 from rankscope.core.state import Stateful
+from rankscope.diagnose.evidence import Evidence
+from rankscope.diagnose.rules import name_ranks
+
+_T = TypeVar("_T", bound=Hashable)
+
+_MOST_GROUPS = 4
 
 HEALED_AFTER = 16
 """Steps without a trace of it, one after the other, after which a fault has healed."""
 
 
-class Lasting(Stateful):
+class Span(Stateful):
+    """The steps that showed a fault.
+
+    Attributes:
+        open: Whether it is still there, as far as is known.
+        first: The first step that showed it; -1 before.
+        last: The last step that showed it; -1 before.
+        count: How many steps showed it.
+    """
+
+    def __init__(self) -> None:
+        self.open = True
+        self.first = self.last = -1
+        self.count = 0
+
+    def see(self, step: int, *, first: int | None = None, before: int = 0) -> None:
+        """Take a step that shows it.
+
+        Args:
+            step: Its number.
+            first: If nothing was told before, the first step that showed it; this one by default.
+            before: And how many steps did before this one.
+        """
+        if not self.count:
+            self.first, self.count = step if first is None else first, before
+        self.last = step
+        self.count += 1
+
+    def evidence(
+        self,
+        cause: str,
+        severity: Severity,
+        ranks: Iterable[int] = (),
+        fields: Mapping[str, object] | None = None,
+        numbers: Mapping[str, object] | None = None,
+        *,
+        key: str = "",
+    ) -> Evidence:
+        """Return what is known of the fault as evidence."""
+        return Evidence(
+            cause=cause,
+            severity=severity,
+            ranks=tuple(sorted(ranks)),
+            first_step=self.first,
+            last_step=self.last,
+            count=self.count,
+            fields=fields or {},
+            numbers=numbers or {},
+            key=key,
+            status="open" if self.open else "closed",
+        )
+
+
+class Lasting(Span):
     """Follows one kind of fault through the steps that could show it.
 
     Args:
@@ -18,8 +84,6 @@ class Lasting(Stateful):
     Attributes:
         open: Whether it is there: told, and not healed since.
         ranks: The workers on which it was there at some time.
-        first: The first step that showed it; -1 before.
-        last: The last step that showed it; -1 before.
         count: Steps that showed it on enough workers to be told.
     """
 
@@ -30,11 +94,9 @@ class Lasting(Stateful):
         self._in_a_row = in_a_row
         self._shown: dict[int, tuple[int, int]] = {}
         self._quiet = 0
+        super().__init__()
         self.open = False
         self.ranks: set[int] = set()
-        self.first = -1
-        self.last = -1
-        self.count = 0
 
     def observe(self, step: int, ranks: Iterable[int]) -> bool:
         """Take one step that could show the fault.
@@ -65,11 +127,34 @@ class Lasting(Stateful):
         return False
 
     def _show(self, step: int, ranks: set[int]) -> None:
-        if self.count == 0:
-            self.first = min(self._shown[rank][0] for rank in ranks)
-            self.count = max(self._shown[rank][1] for rank in ranks) - 1
+        first = min(self._shown[rank][0] for rank in ranks)
+        self.see(step, first=first, before=max(self._shown[rank][1] for rank in ranks) - 1)
         self.ranks |= ranks
-        self.last = step
-        self.count += 1
         self._quiet = 0
         self.open = True
+
+
+def known_values(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[Any]:
+    """Return values of the workers as a list, None where one is unknown."""
+    return [v if known else None for v, known in zip(values_W.tolist(), known_W, strict=True)]
+
+
+def name_values(values: Sequence[_T | None], word: Callable[[_T], str] = str) -> str:
+    """Return who has what: ``0.3 on rank 3, 0.1 on the others``.
+
+    Args:
+        values: One per rank; None where it is unknown.
+        word: Turns a value into words.
+    """
+    ranks: dict[_T, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            ranks.setdefault(value, []).append(rank)
+    common = majority(Counter({value: len(own) for value, own in ranks.items()}))
+    rest = [value for value in ranks if value != common]
+    parts = [f"{word(value)} on {name_ranks(ranks[value])}" for value in rest[:_MOST_GROUPS]]
+    if len(rest) > _MOST_GROUPS:
+        parts.append(f"other values on {len(rest) - _MOST_GROUPS} more")
+    if common is not None:
+        parts.append(f"{word(common)} on the others")
+    return ", ".join(parts)

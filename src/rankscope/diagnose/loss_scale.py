@@ -14,7 +14,8 @@ from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, follow_tokens
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span
 from rankscope.diagnose.rules import count, name_ranks
 
 ONE_WORKER = "loss-scale-one-worker"
@@ -26,7 +27,7 @@ _POWERS = 3
 _LARGEST = 1e300  # of as many workers as there can be, the sum is finite
 
 
-class LossScale(Stateful):
+class LossScale(Detector):
     """Multipliers that do not average to 1, and workers whose multiplier differs.
 
     Summed over a step's micro-batches and averaged over workers, the multipliers of a mean loss
@@ -57,8 +58,7 @@ class LossScale(Stateful):
         self._streak_first = -1
         self._called = False  # the optimizer, in some step
         self._carried = 0.0  # multipliers since then
-        self._first = self._last = -1
-        self._count = 0
+        self._span = Span()
         self._factor = ""
         self._value = math.nan
         self._odd = _OddWorkers()
@@ -67,7 +67,7 @@ class LossScale(Stateful):
         """Take the multipliers of one step; speaks of wrong ones."""
         gathered = step.gathered
         workers = gathered.workers
-        self._sums.take(step.token_products)
+        self._sums.take(step.stretch.token_products[step.index])
         scales_W = np.abs(workers["grad_scale"])
         known = scales_W.min() > 0 and scales_W.max() < _LARGEST  # false with NaN
         sizes = {len(micro) for micro in gathered.micro_losses}
@@ -85,10 +85,6 @@ class LossScale(Stateful):
         micro = max(sizes, default=1)
         self._notice_scaler(scale, micro)
         return () if math.isnan(total) else self._observe_mean(gathered, scale, total, micro)
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _take_turn(self, step: Observation, scale: float) -> float:
         """Return the sum of multipliers since the optimizer's last call; NaN before the next.
@@ -124,10 +120,10 @@ class LossScale(Stateful):
             self._streak_first = gathered.step
         if not factor or self._streak[1] < _STEPS:
             return ()
-        if not self._count or factor != self._factor:
-            self._first, self._count = self._streak_first, _STEPS - 1
-        self._factor, self._value, self._last = factor, scale, gathered.step
-        self._count += 1
+        if factor != self._factor:
+            self._span = Span()
+        self._span.see(gathered.step, first=self._streak_first, before=_STEPS - 1)
+        self._factor, self._value = factor, scale
         return (self._evidence(micro),)
 
     def _name(self, scale: float, micro: int) -> str:
@@ -148,26 +144,17 @@ class LossScale(Stateful):
         return " or ".join(names)
 
     def _evidence(self, micro: int) -> Evidence:
-        return Evidence(
-            cause="loss.scale",
-            severity=Severity.WARNING,
-            ranks=tuple(range(self._num_workers)),
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "first": f"{self._first:,}",
+        return self._span.evidence(
+            "loss.scale",
+            Severity.WARNING,
+            range(self._num_workers),
+            {
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
-                "steps": count(self._count, "step"),
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
-            numbers={
-                "multiplier": self._value,
-                "micro_batches": micro,
-                "steps": self._count,
-            },
+            {"multiplier": self._value, "micro_batches": micro, "steps": self._span.count},
         )
 
 
@@ -183,8 +170,7 @@ class _OddWorkers(Stateful):
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, int, int]] = {}
         self._ranks: set[int] = set()
-        self._first = self._last = -1
-        self._count = 0
+        self._span = Span()
 
     def observe(self, step: int, scales_W: Floats) -> Iterable[Evidence]:
         """Take the multipliers of a step in which they differ."""
@@ -201,12 +187,9 @@ class _OddWorkers(Stateful):
         certain = {rank for rank in odd if self._seen[rank][1] >= _STEPS_OF_ONE}
         if not certain:
             return ()
-        if not self._count:
-            self._first = min(self._seen[rank][2] for rank in certain)
-            self._count = _STEPS_OF_ONE - 1
+        first = min(self._seen[rank][2] for rank in certain)
+        self._span.see(step, first=first, before=_STEPS_OF_ONE - 1)
         self._ranks |= certain
-        self._last = step
-        self._count += 1
         return (self._evidence(len(scales_W)),)
 
     def _evidence(self, num_workers: int) -> Evidence:
@@ -214,23 +197,18 @@ class _OddWorkers(Stateful):
         ranks = tuple(odd) if num_workers > 2 else (0, 1)
         ratios = sorted({round(self._seen[rank][0], 6) for rank in odd})
         listed = " and ".join(f"{ratio:.4g}" for ratio in ratios[:3])
-        return Evidence(
-            cause="loss.scale",
-            severity=Severity.WARNING,
-            ranks=ranks,
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
+        return self._span.evidence(
+            "loss.scale",
+            Severity.WARNING,
+            ranks,
+            {
                 "who": name_ranks(odd),
                 "others": "the others'" if num_workers > 2 else "rank 0's",
                 "ratio": listed,
-                "first": f"{self._first:,}",
-                "steps": count(self._count, "step"),
             },
-            numbers={
+            {
                 "ratios": {str(rank): self._seen[rank][0] for rank in odd[:16]},
-                "steps": self._count,
+                "steps": self._span.count,
             },
             key=ONE_WORKER,
         )

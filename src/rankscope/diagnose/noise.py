@@ -10,9 +10,8 @@ from rankscope.core.arrays import Floats, Ints
 from rankscope.core.block_ratio import BlockRatio, Estimate, ratio_of_sums
 from rankscope.core.noise_scale import NoiseOfSteps, micro_shares, noise_of_steps, noise_scale
 from rankscope.core.norm_null import MIN_WORKERS, stds_of_norms
-from rankscope.core.recorded import MAX_PAIRED_WORKERS
 from rankscope.core.signals import Table
-from rankscope.core.step import MISSING_INT
+from rankscope.core.step import MAX_PAIRED_WORKERS, MISSING_INT
 from rankscope.record import Columns, Run
 
 Numbers = Mapping[str, float | int | None]
@@ -67,13 +66,13 @@ def noise_numbers(run: Run) -> Numbers:
     """Return the ratio of gradient dispersions and the noise scale of a run, with intervals.
 
     The noise scale is in samples when all numbers of samples are known, else in units:
-    micro-batches when these have norms, else workers. A long run's workers are read from their
-    mean and spread in each step, and its micro-batches in an even choice of steps.
+    micro-batches when these have norms, else workers. Workers are read from their mean and spread
+    in each step, and a long run's micro-batches in an even choice of steps.
 
     Raises:
         RunError: A file of the run cannot be read.
     """
-    noise, samples_T = _noise_of(_steps_of_long(run) if run.is_long else _steps_of(run))
+    noise, samples_T = _noise_of(_steps_of(run))
     ratio = _ratio(noise.between_T, noise.within_T, root=True)
     in_samples = bool(len(samples_T) and np.isfinite(samples_T).all())
     size_T = samples_T if in_samples else np.ones(len(samples_T))
@@ -104,7 +103,7 @@ def expected_cosines(run: Run) -> tuple[Ints, Floats]:
     Raises:
         RunError: A file of the run cannot be read.
     """
-    steps = _steps_of_long(run) if run.is_long else _steps_of(run)
+    steps = _steps_of(run)
     squares = (steps.squares_T, steps.reduced_T, steps.micro_squares_T)
     within_T = noise_of_steps(*squares, steps.num_micro_T, steps.shares_T, steps.width).within_T
     known_T = np.isfinite(within_T) & (steps.squares_T > 0) & (steps.width > 1)
@@ -189,32 +188,12 @@ def _noise_of(steps: _Steps) -> tuple[NoiseOfSteps, Floats]:
 
 
 def _steps_of(run: Run) -> _Steps:
-    steps_T, norms_TW = run.per_worker("grad_norm")
-    _, samples_TW = run.per_worker("num_samples")
-    columns = run.columns(Table.STEPS, "step", "grad_norm_reduced")
-    micro = run.columns(Table.MICRO, *_MICRO)
-    width = norms_TW.shape[1]
-    micro_squares_T, num_micro_T, shares_T = _micro(micro, steps_T, width)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return _Steps(
-            steps_T=steps_T,
-            squares_T=np.square(norms_TW).mean(axis=1),
-            reduced_T=_at(steps_T, columns["step"], columns["grad_norm_reduced"]),
-            samples_T=_unless_zero(samples_TW.sum(axis=1)),
-            micro_squares_T=micro_squares_T,
-            num_micro_T=num_micro_T,
-            shares_T=shares_T,
-            width=width,
-        )
-
-
-def _steps_of_long(run: Run) -> _Steps:
     columns = run.columns(
         Table.STEPS, "step", "grad_norm_mean", "grad_norm_std", "grad_norm_reduced", "samples_drawn"
     )
     steps_T = columns["step"]
     micro = run.sampled(Table.MICRO, *_MICRO, max_rows=MAX_MICRO_ROWS)
-    if len(micro["step"]):
+    if run.is_long and len(micro["step"]):
         kept_T = np.isin(steps_T, micro["step"])
         columns = {name: column[kept_T] for name, column in columns.items()}
         steps_T = columns["step"]
@@ -255,14 +234,6 @@ def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints, Floa
     equal_T = (counts_TW == counts_TW[:, :1]).all(axis=1)
     num_micro_T = np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)
     return means_T, num_micro_T, micro_shares(scales_TW, scale_squares_TW, num_micro_T)
-
-
-def _at(steps_T: Ints, known_R: Ints, values_R: Floats) -> Floats:
-    """Return the values of these steps, NaN where they are not among the known ones."""
-    if not len(known_R):
-        return np.full(len(steps_T), np.nan)
-    at = np.minimum(np.searchsorted(known_R, steps_T), len(known_R) - 1)
-    return np.where(known_R[at] == steps_T, values_R[at], np.nan)
 
 
 def _unless_zero(values_T: Floats) -> Floats:

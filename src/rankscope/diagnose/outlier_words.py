@@ -2,14 +2,17 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rankscope.core.bets import Kind
 from rankscope.core.budget import bound_in_words, false_alarm_bound
 from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.core.signals import Compared, Signal, Table
+from rankscope.core.signals import signal as find_signal
+from rankscope.diagnose.evidence import Evidence
+from rankscope.diagnose.rules import count
 
 NAMED_WORKERS = 16
 """Workers whose differences a finding tells one by one."""
@@ -18,24 +21,30 @@ _NAMED_GROUPS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
-    """What is compared.
+class WorkerSignal:
+    """A signal of the worker as a whole, or of one of its groups of parameters.
 
     Attributes:
-        name: Column in the record.
-        label: Its name in words.
-        relative: Whether a deviation is a part of the median where all values are positive, or
-            always an absolute difference.
+        declared: Its declaration; one in which workers are compared.
         group: Group of parameters; empty for the worker as a whole.
     """
 
-    name: str
-    label: str
-    relative: bool
+    declared: Signal
     group: str = ""
 
+    @property
+    def name(self) -> str:
+        """Column in the record."""
+        return self.declared.name
 
-Traces = Sequence[tuple[Signal, Trace]]
+    @property
+    def how(self) -> Compared:
+        """How it is compared."""
+        assert self.declared.compared is not None
+        return self.declared.compared
+
+
+Traces = Sequence[tuple[WorkerSignal, Trace]]
 
 
 @dataclass(slots=True)
@@ -91,7 +100,7 @@ class Fault:
         """Return it as plain JSON values."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         plain["traces"] = [
-            [worker, [[asdict(signal), *_trace_to_plain(trace)] for signal, trace in traces]]
+            [worker, [_trace_to_plain(*pair) for pair in traces]]
             for worker, traces in self.traces.items()
         ]
         return plain
@@ -106,7 +115,7 @@ class Fault:
         """
         fault = cls(**{name: plain[name] for name in _PLAIN})
         fault.traces = {
-            int(worker): [(Signal(**signal), _trace_from_plain(*rest)) for signal, *rest in traces]
+            int(worker): [_trace_from_plain(*trace) for trace in traces]
             for worker, traces in plain["traces"]
         }
         return fault
@@ -115,38 +124,22 @@ class Fault:
 _PLAIN = tuple(each.name for each in fields(Fault) if each.name != "traces")
 
 
-def _trace_to_plain(trace: Trace) -> list[Any]:
+def _trace_to_plain(signal: WorkerSignal, trace: Trace) -> list[Any]:
     numbers = [trace.log_evidence, trace.age, trace.deviation, trace.relative]
-    return [trace.signal, trace.kind.value, *numbers]
+    return [signal.name, signal.group, trace.signal, trace.kind.value, *numbers]
 
 
-def _trace_from_plain(signal: int, kind: str, *numbers: Any) -> Trace:
-    return Trace(signal, Kind(kind), *numbers)
-
-
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """What a finding says of a fault.
-
-    Attributes:
-        cause: Name of the cause.
-        severity: How bad it is.
-        groups: The groups of parameters that stand out; empty when all or none do.
-        fields: For the templates of the rules.
-        numbers: Evidence for the record.
-    """
-
-    cause: str
-    severity: Severity
-    groups: tuple[str, ...]
-    fields: Mapping[str, object]
-    numbers: Mapping[str, Any]
+def _trace_from_plain(
+    name: str, group: str, place: int, kind: str, *numbers: Any
+) -> tuple[WorkerSignal, Trace]:
+    declared = find_signal(Table.GROUPS if group else Table.WORKERS, name)
+    return WorkerSignal(declared, group), Trace(place, Kind(kind), *numbers)
 
 
 def describe_fault(
     fault: Fault, num_workers: int, hosts: Sequence[str], num_steps: int, num_groups: int
-) -> Statement:
-    """Return what is to be said of a fault.
+) -> Evidence:
+    """Return a fault as evidence.
 
     Args:
         fault: The fault.
@@ -158,15 +151,11 @@ def describe_fault(
     groups = _groups(fault, num_groups)
     one = len(fault.ranks) == 1
     words = {
-        "Ranks": name_ranks(fault.ranks).capitalize(),
-        "ranks": name_ranks(fault.ranks),
         "differ": "differs" if one else "differ",
         "stand": "stands" if one else "stand",
-        "first": f"{fault.first_step:,}",
         "what": _what(fault, num_workers),
         "where": _where(groups, fault),
         "host": _host(fault.ranks, hosts),
-        "now": "" if fault.is_open else f" It was last seen at step {fault.last_step:,}.",
         "steps": count(num_steps, "step"),
         "bound": bound_in_words(num_steps),
         "workers": num_workers,
@@ -176,7 +165,19 @@ def describe_fault(
         "false_alarm_probability": false_alarm_bound(num_steps),
         "workers": {str(w): _numbers(fault.traces[w]) for w in fault.ranks[:NAMED_WORKERS]},
     }
-    return Statement(_cause(fault), _severity(fault, num_workers), groups, words, numbers)
+    return Evidence(
+        cause=_cause(fault),
+        severity=_severity(fault, num_workers),
+        ranks=tuple(fault.ranks),
+        first_step=fault.first_step,
+        last_step=fault.last_step,
+        count=max(1, fault.count),
+        fields=words,
+        numbers=numbers,
+        key=fault.key,
+        groups=groups,
+        status="open" if fault.is_open else "closed",
+    )
 
 
 def _cause(fault: Fault) -> str:
@@ -213,8 +214,8 @@ def _strength(traces: Traces) -> float:
     return max((trace.log_evidence for _, trace in traces), default=0.0)
 
 
-def _phrase(signal: Signal, trace: Trace, size: str) -> str:
-    label = f"{signal.label} of {signal.group}" if signal.group else signal.label
+def _phrase(signal: WorkerSignal, trace: Trace, size: str) -> str:
+    label = f"{signal.how.label} of {signal.group}" if signal.group else signal.how.label
     if trace.kind is Kind.SPREAD:
         return f"{label} now high, now low (up to {size})"
     if trace.kind is Kind.RARE:
@@ -222,19 +223,19 @@ def _phrase(signal: Signal, trace: Trace, size: str) -> str:
     return f"{label} {size}"
 
 
-def _apart(signal: Signal, trace: Trace) -> str:
+def _apart(signal: WorkerSignal, trace: Trace) -> str:
     """Return how far two workers lie apart; each deviates from the middle between them."""
     deviation = abs(trace.deviation)
-    if signal.relative and trace.relative and deviation < 1:
+    if signal.how.relative and trace.relative and deviation < 1:
         return f"by a factor of {(1 + deviation) / (1 - deviation):.2f}"
     return "different" if deviation != deviation else f"by {2 * deviation:.2g}"
 
 
-def _size(signal: Signal, trace: Trace) -> str:
+def _size(signal: WorkerSignal, trace: Trace) -> str:
     deviation = trace.deviation
     if deviation != deviation:
         return "different"
-    if not signal.relative:
+    if not signal.how.relative:
         return f"{deviation:+.2f}".replace("-", "−")
     if not trace.relative:  # of values around zero, parts of their median say nothing
         return f"{deviation:+.2g}".replace("-", "−")
@@ -280,7 +281,7 @@ def _numbers(traces: Traces) -> list[dict[str, Any]]:
             **({"group": signal.group} if signal.group else {}),
             "how": trace.kind.value,
             "deviation": trace.deviation if trace.deviation == trace.deviation else None,
-            **({} if trace.relative or not signal.relative else {"unit": "absolute"}),
+            **({} if trace.relative or not signal.how.relative else {"unit": "absolute"}),
             "log10_evidence": round(trace.log_evidence / 2.302585092994046, 1),
         }
         for signal, trace in list(traces)[:8]

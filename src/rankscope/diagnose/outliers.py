@@ -17,16 +17,19 @@ from rankscope.core.arrays import Floats
 from rankscope.core.bets import Kind
 from rankscope.core.budget import FAR_BELOW, OUTLIERS, alarm_level
 from rankscope.core.recent import RECENT
+from rankscope.core.signals import Source
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.gross import GrossOutliers, GrossValues
 from rankscope.diagnose.outlier_parts import (
-    TOTALS,
     Part,
     group_signals,
+    groups_of,
     log_sizes,
     of_usual_size,
+    total_signals,
+    totals_of,
 )
 from rankscope.diagnose.outlier_words import NAMED_WORKERS, Fault, Traces, describe_fault
 from rankscope.diagnose.outlook import Outlook
@@ -40,7 +43,7 @@ _PART_OF_STRONGEST = 0.6
 _SHORTEST_WAIT, _WAIT = 20, 10
 
 
-class WorkerOutliers:
+class WorkerOutliers(Detector):
     """Finds workers that differ from the others.
 
     Args:
@@ -51,11 +54,14 @@ class WorkerOutliers:
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._num_workers = num_workers
         self._hosts = tuple(hosts)
-        self._totals = Part(num_workers, TOTALS)
+        self._totals = Part(num_workers, total_signals())
         self._groups: Part | None = None
         self._batches = RecentBatches(num_workers)
-        self._gross = GrossOutliers([signal.label for signal in TOTALS], num_workers)
-        self._values = GrossValues([signal.label for signal in TOTALS[:2]], num_workers)
+        signals = self._totals.signals
+        local = [signal for signal in signals if signal.declared.source is Source.LOCAL]
+        self._positive = [signal for signal in local if signal.how.relative]
+        self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
+        self._values = GrossValues([signal.how.label for signal in self._positive], num_workers)
         self._outlook = Outlook(self._totals, self._batches)
         self._faults: list[Fault] = []
         self._left_out: list[int] = []
@@ -104,10 +110,8 @@ class WorkerOutliers:
 
     def _see_values(self, step: Observation) -> list[Evidence]:
         """Look for values that are gross at first sight, on workers that can be compared."""
-        workers, names = step.gathered.workers, [signal.name for signal in TOTALS[:2]]
-        return self._values.observe(
-            [workers[name] for name in names], self.not_compared, step.gathered.step
-        )
+        values = [step.gathered.workers[signal.name] for signal in self._positive]
+        return self._values.observe(values, self.not_compared, step.gathered.step)
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
         z_SW, apart = self._totals.test.z_SU, list(self.set_apart)
@@ -160,28 +164,23 @@ class WorkerOutliers:
         # unlike the others for no fault.
         usable_W = of_usual_size(gathered.workers["num_samples"])
         if not self._outlook.no_repeats:
-            usable_W = usable_W & ~self._batches.observe(gathered)
+            usable_W = usable_W & ~self._batches.observe(gathered.workers["batch_digest"])
         for group in step.identical:  # one of them speaks for all
             usable_W[list(group[1:])] = False
         self._left_out = (~usable_W).nonzero()[0].tolist()
-        rows = [gathered.workers["loss"]]
-        if gathered.observed:
-            rows.append(gathered.workers["grad_norm"])
-            if "cosine_rest" in report.derived and not step.identical:  # copies agree with copies
-                rows.append(report.derived["cosine_rest"])
+        copies, unknown_W = bool(step.identical), np.full(self._num_workers, np.nan)
+        values = totals_of(report, self._totals.signals, copies=copies)
+        totals_SW = np.array([unknown_W if one is None else one for one in values])
         sizes_W = log_sizes(gathered.workers["loss_weight"])
-        self._totals.observe(np.array(rows), usable_W, sizes_W, gathered.step)
-        norms_WG = gathered.group_norms_WG
-        if not gathered.observed or norms_WG is None or len(gathered.groups) < 2:
+        self._totals.observe(totals_SW, usable_W, sizes_W, gathered.step)
+        groups_RW = groups_of(report, copies=copies)
+        if groups_RW is None:
             return
         if self._groups is None or self._groups.group_names != list(gathered.groups):
             self._groups = Part(self._num_workers, group_signals(gathered.groups))
             for worker in self.set_apart:
                 self._groups.test.set_unit_apart(worker)
-        columns = [norms_WG.T]
-        if report.group_cosine_rest_WG is not None and not step.identical:
-            columns.append(report.group_cosine_rest_WG.T)
-        self._groups.observe(np.concatenate(columns), usable_W, sizes_W, gathered.step)
+        self._groups.observe(groups_RW, usable_W, sizes_W, gathered.step)
 
     @property
     def _parts(self) -> tuple[Part, ...]:
@@ -218,7 +217,7 @@ class WorkerOutliers:
         if not traces:
             return False
         (signal, strongest), totals = traces[0], self._totals
-        checks = [(totals, index) for index in range(len(TOTALS))]
+        checks = [(totals, index) for index in range(len(totals.signals))]
         if signal.group and self._groups is not None:
             checks.append((self._groups, strongest.signal))
         return any(
@@ -344,21 +343,5 @@ class WorkerOutliers:
             if not fault.tie:
                 since = fault.last_step - fault.first_step + 1
                 fault.traces[worker] = self._traces(worker, since) or fault.traces[worker]
-        said = describe_fault(fault, self._num_workers, self._hosts, self._steps, self._num_groups)
-        return Evidence(
-            cause=said.cause,
-            severity=said.severity,
-            ranks=tuple(fault.ranks),
-            first_step=fault.first_step,
-            last_step=fault.last_step,
-            count=max(1, fault.count),
-            fields=said.fields,
-            numbers=said.numbers,
-            key=fault.key,
-            groups=said.groups,
-            status="open" if fault.is_open else "closed",
-        )
-
-    @property
-    def _num_groups(self) -> int:
-        return 0 if self._groups is None else len(self._groups.signals) // 2
+        num_groups = 0 if self._groups is None else len(self._groups.group_names)
+        return describe_fault(fault, self._num_workers, self._hosts, self._steps, num_groups)

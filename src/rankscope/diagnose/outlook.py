@@ -6,15 +6,16 @@ are compared one by one, with the same result, bit for bit.
 Legend of shapes: S steps that are handled together, T of them in a run, R signals, W workers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.core.arrays import Floats
+from rankscope.core.arrays import Floats, Ints
 from rankscope.core.bets import AT_ONCE
 from rankscope.core.step import StepReport
 from rankscope.diagnose.evidence import Observation, Stretch
-from rankscope.diagnose.outlier_parts import Part, PartAhead, log_sizes
+from rankscope.diagnose.outlier_parts import Part, PartAhead, groups_of, log_sizes, totals_of
 from rankscope.diagnose.repeats import RecentBatches
 
 
@@ -81,80 +82,66 @@ class Outlook:
         self.no_repeats = False
         if len(stretch.reports) < 2:
             return
-        columns = stretch.columns
-        self.no_repeats = self._batches.observe_many(columns["batch_digest"])
+        self.no_repeats = self._batches.observe_many(stretch.column("batch_digest"))
         if not self.no_repeats:
             return
         self._stretch = stretch
-        usual_S = (columns["num_samples"] == columns["num_samples"][:, :1]).all(axis=1)
         self._comparable = [
-            usual and stretch.samples.all_differ(index)
-            for index, usual in enumerate(usual_S.tolist())
+            stretch.summary("alike", "num_samples", index) and stretch.samples.all_differ(index)
+            for index in range(len(stretch.reports))
         ]
 
     def _look_ahead(self, stretch: Stretch, first: int, groups: Part | None) -> _Run | None:
         reports = self._alike(stretch, first, groups)
-        gathered = reports[0].gathered
-        totals_TRW = np.stack([_totals(report) for report in reports])
-        plain_T = self._totals.plain(totals_TRW)
-        groups_TRW = None
-        if gathered.observed and gathered.group_norms_WG is not None and len(gathered.groups) > 1:
-            if groups is None or groups.group_names != list(gathered.groups):
+        totals_TRW, rows = self._totals_of(reports)
+        plain_T = self._totals.plain(totals_TRW, rows)
+        in_groups = [groups_of(report) for report in reports]
+        groups_TRW = np.stack([one for one in in_groups if one is not None] or [np.empty((0, 0))])
+        group_rows = np.arange(groups_TRW.shape[1])
+        if len(group_rows):
+            if groups is None or groups.group_names != list(reports[0].gathered.groups):
                 return None  # they are new
-            groups_TRW = np.stack([_groups(report) for report in reports])
-            plain_T = plain_T & groups.plain(groups_TRW)
+            plain_T = plain_T & groups.plain(groups_TRW, group_rows)
         length = len(reports) if plain_T.all() else int(plain_T.argmin())
         if length < 2:
             return None
-        sizes_TW = log_sizes(stretch.columns["loss_weight"][first : first + length])
+        sizes_TW = log_sizes(stretch.column("loss_weight")[first : first + length])
         return _Run(
             first,
             length,
-            self._totals.look_ahead(totals_TRW[:length], sizes_TW),
-            None
-            if groups is None or groups_TRW is None
-            else groups.look_ahead(groups_TRW[:length], sizes_TW),
+            self._totals.look_ahead(totals_TRW[:length], rows, sizes_TW),
+            groups.look_ahead(groups_TRW[:length], group_rows, sizes_TW)
+            if groups is not None and len(group_rows)
+            else None,
         )
+
+    def _totals_of(self, reports: Sequence[StepReport]) -> tuple[Floats, Ints]:
+        """Return what steps that are alike measure of workers ``[T, R, W]``, and which signals."""
+        signals = self._totals.signals
+        values = [totals_of(report, signals) for report in reports]
+        rows = [index for index, one in enumerate(values[0]) if one is not None]
+        measured = [[row_W for row_W in one if row_W is not None] for one in values]
+        return np.array(measured, np.float64), np.array(rows)
 
     def _alike(self, stretch: Stretch, first: int, groups: Part | None) -> list[StepReport]:
         """Return the steps from one on that measure the same, as many as go together."""
         reports = stretch.reports
-        kind = _kind(reports[first])
-        rows = 3 if groups is None or not reports[first].observed else len(groups.signals)
+        kind = self._kind(reports[first])
+        alone = groups is None or not reports[first].observed
+        rows = len(self._totals.signals if alone or groups is None else groups.signals)
         most = max(2, AT_ONCE // (rows * reports[first].gathered.num_workers))
         end = first + 1
         while (
             end < min(len(reports), first + most)
             and self._comparable[end]
-            and _kind(reports[end]) == kind
+            and self._kind(reports[end]) == kind
         ):
             end += 1
         return list(reports[first:end])
 
-
-def _kind(report: StepReport) -> tuple[object, ...]:
-    """Return what a step measures."""
-    gathered = report.gathered
-    if not gathered.observed:
-        return (False,)
-    cosines = "cosine_rest" in report.derived, report.group_cosine_rest_WG is None
-    return True, *cosines, gathered.group_norms_WG is None, gathered.groups
-
-
-def _totals(report: StepReport) -> Floats:
-    """Return what is compared of workers as wholes ``[R, W]``."""
-    workers = report.gathered.workers
-    if not report.observed:
-        return np.array([workers["loss"]])
-    rows = [workers["loss"], workers["grad_norm"]]
-    if "cosine_rest" in report.derived:
-        rows.append(report.derived["cosine_rest"])
-    return np.array(rows)
-
-
-def _groups(report: StepReport) -> Floats:
-    """Return what is compared of groups ``[R, W]``."""
-    norms_WG, cosines_WG = report.gathered.group_norms_WG, report.group_cosine_rest_WG
-    assert norms_WG is not None
-    parts = [norms_WG.T] if cosines_WG is None else [norms_WG.T, cosines_WG.T]
-    return np.concatenate(parts)
+    def _kind(self, report: StepReport) -> tuple[object, ...]:
+        """Return what a step measures."""
+        measured = [one is None for one in totals_of(report, self._totals.signals)]
+        norms, cosines = report.gathered.group_norms_WG, report.group_cosine_rest_WG
+        groups = report.observed, norms is None, cosines is None, report.gathered.groups
+        return (*measured, *(groups if report.observed else ()))

@@ -6,7 +6,6 @@ how severe the finding is.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,9 +15,9 @@ from rankscope.core.samples import SampleCounts, flat_samples
 from rankscope.core.sorted_map import count_common
 from rankscope.core.state import Stateful
 from rankscope.core.thinning import Followed, ThinningLedger
-from rankscope.diagnose.evidence import Evidence, Groups, Observation
-from rankscope.diagnose.padding import Padding
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.epochs import Padding
+from rankscope.diagnose.evidence import Detector, Evidence, Groups, Observation
+from rankscope.diagnose.rules import count
 
 SURE = 1e-6
 LIKELY = 1e-4
@@ -28,7 +27,7 @@ _STEPS_OF_OVERLAP = 3
 _NONE = np.empty(0, np.int64)
 
 
-class OverlappingShards(Stateful):
+class OverlappingShards(Detector):
     """Different workers that draw the same samples within an epoch.
 
     The length of an epoch is unknown here. But in a healthy job, the first repeats come when every
@@ -134,10 +133,9 @@ class OverlappingShards(Stateful):
         near = self._near(batches, counts.repeated_cross)
         if not counts.repeats and self._pending.is_empty:
             return ()
-        overlap = _Overlap.of(step, counts, lengths, groups, near)
-        if self._first is None and overlap.size:
+        if self._first is None and counts.repeated_cross + counts.shared:
             self._first = step
-        self._pending.add(overlap)
+        self._pending.add(step, counts, lengths, groups, near)
         if not counts.new:  # repeats without new samples may be the next epoch: wait
             return ()
         news = self._pending.steps > 0
@@ -145,10 +143,6 @@ class OverlappingShards(Stateful):
         self._pending = _Account(self._num_workers)
         proven = self._new_since > self._global_batch and self._known.steps >= _STEPS_OF_OVERLAP
         return (self._evidence(),) if proven and news else ()
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _near(self, batches: Sequence[Ints], cross: int) -> int:
         """Return how many of the cross repeats may have the content of a draw in the step before.
@@ -191,7 +185,6 @@ class OverlappingShards(Stateful):
             last_step=known.last,
             count=overlaps,
             fields={
-                "Ranks": name_ranks(ranks).capitalize(),
                 "overlaps": count(overlaps, "draw") + of,
                 "chance": f"{max(chance, 1e-12):.2g}",
                 "own": count(known.own, "draw"),
@@ -208,47 +201,6 @@ class OverlappingShards(Stateful):
                 "samples_distinct_error": round(error),
                 "follows_one_sample_in": one_in,
             },
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    """What one step contributes to the evidence for an overlap."""
-
-    step: int
-    drawn: int
-    workers: int
-    cross: int
-    near: (
-        int  # of the cross repeats, those that follow so closely that a file's order explains them
-    )
-    own: int
-    shared: int
-    in_batch: int
-    pairs: tuple[tuple[int, int, int], ...]
-    crossing_by_rank: tuple[int, ...]
-    groups: Groups
-
-    @property
-    def size(self) -> int:
-        return self.cross + self.shared
-
-    @classmethod
-    def of(
-        cls, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int
-    ) -> "_Overlap":
-        return cls(
-            step=step,
-            drawn=sum(lengths),
-            workers=len(lengths),
-            cross=counts.repeated_cross,
-            near=near,
-            own=counts.repeated_own,
-            shared=counts.shared,
-            in_batch=counts.repeated_in_batch,
-            pairs=counts.shared_between,
-            crossing_by_rank=counts.crossing_by_rank,
-            groups=groups,
         )
 
 
@@ -274,27 +226,39 @@ class _Account(Stateful):
         """Whether no step added anything."""
         return not (self.steps or self.own)
 
-    def add(self, overlap: _Overlap) -> None:
-        """Add one step."""
-        self.own += overlap.own + overlap.in_batch
-        if overlap.workers > 1:
-            inside = (overlap.drawn / overlap.workers - 1) / (overlap.drawn - 1)
-            self.far_apart.add(overlap.cross - overlap.near, overlap.own, 1 / overlap.workers)
-            self.close_by.add(overlap.shared, overlap.in_batch, inside)
-        if not overlap.size:
+    def add(
+        self, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int
+    ) -> None:
+        """Add one step.
+
+        Args:
+            step: Its number.
+            counts: What it drew, of what is followed.
+            lengths: Samples drawn by each worker that drew any.
+            groups: Workers with identical batches.
+            near: Cross repeats that follow so closely that a file's order explains them.
+        """
+        cross, own, workers = counts.repeated_cross, counts.repeated_own, len(lengths)
+        self.own += own + counts.repeated_in_batch
+        if workers > 1:
+            inside = (sum(lengths) / workers - 1) / (sum(lengths) - 1)
+            self.far_apart.add(cross - near, own, 1 / workers)
+            self.close_by.add(counts.shared, counts.repeated_in_batch, inside)
+        if not cross + counts.shared:
             return
-        self.cross += overlap.cross
-        self.shared += overlap.shared
+        self.cross += cross
+        self.shared += counts.shared
         self.steps += 1
-        self.first = overlap.step if self.first < 0 else self.first
-        self.last = overlap.step
-        links = sum(overlap.crossing_by_rank) // 2 + sum(number for _, _, number in overlap.pairs)
+        self.first = step if self.first < 0 else self.first
+        self.last = step
+        pairs = counts.shared_between
+        links = sum(counts.crossing_by_rank) // 2 + sum(number for _, _, number in pairs)
         self._links += links
-        self._log_odds += links * math.log(max(overlap.workers, 2) / 2)
-        self._links_W += np.array(overlap.crossing_by_rank, np.int64)
-        for i, j, number in overlap.pairs:
+        self._log_odds += links * math.log(max(workers, 2) / 2)
+        self._links_W += np.array(counts.crossing_by_rank, np.int64)
+        for i, j, number in pairs:
             self._links_W[[i, j]] += number
-        for group in overlap.groups:
+        for group in groups:
             if self._links_W[group[0]]:
                 self._alike.update(group)
 

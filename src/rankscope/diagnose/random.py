@@ -1,6 +1,6 @@
 """The detector of random numbers that workers share, or do not share though they should."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,12 +8,11 @@ from numpy.typing import NDArray
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.plan import Plan
-from rankscope.core.state import Stateful
+from rankscope.core.replicas import odd_ranks
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.minority import odd_ranks
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Lasting, known_values
+from rankscope.diagnose.rules import listed, name_ranks
 
 STEPS_NEEDED = 3
 
@@ -31,7 +30,7 @@ _OF_LOADERS = {
 }
 
 
-class EqualRandom(Stateful):
+class EqualRandom(Detector):
     """Workers that draw the same random numbers; by plan, those that draw different ones.
 
     - Forward passes of several workers that start from equal states of a generator that they move.
@@ -70,10 +69,6 @@ class EqualRandom(Stateful):
             told.append(self._loader_evidence())
         return told
 
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
-
     def _see_generators(self, step: int, workers: Mapping[str, Ints]) -> Iterable[Evidence]:
         used_W = np.maximum(workers["rng_used"], 0)
         forward: set[int] = set()
@@ -84,7 +79,10 @@ class EqualRandom(Stateful):
             if not moved_W.any():
                 continue
             moved_W &= digests_W != MISSING_INT
-            ranks = (_apart if self._same else _sharing)(digests_W, moved_W)
+            if self._same:
+                ranks = odd_ranks(known_values(digests_W, moved_W))
+            else:
+                ranks = _sharing(digests_W, moved_W)
             forward.update(rank for rank in ranks if used_W[rank] & bits)
             between.update(rank for rank in ranks if used_W[rank] & bits << _SHIFT)
             for rank in ranks:
@@ -116,54 +114,33 @@ class EqualRandom(Stateful):
     def _evidence(
         self, seen: Lasting, used: int, key: str, severity: Severity = Severity.WARNING
     ) -> Evidence:
-        ranks = tuple(sorted(seen.ranks))
         generators = [name for bit, name in _GENERATORS.items() if used & bit]
-        return Evidence(
-            cause=DIFFERS if self._same else IDENTICAL,
-            severity=severity,
-            ranks=ranks,
-            first_step=seen.first,
-            last_step=seen.last,
-            count=seen.count,
-            fields={
-                "ranks": name_ranks(ranks),
-                "steps": count(seen.count, "step"),
-                "generators": _listed(generators),
-                "over": _over(seen),
-            },
-            numbers={"steps": seen.count, "generators": generators},
+        return seen.evidence(
+            DIFFERS if self._same else IDENTICAL,
+            severity,
+            seen.ranks,
+            {"generators": listed(generators)},
+            {"steps": seen.count, "generators": generators},
             key=key,
-            status="open" if seen.open else "closed",
         )
 
     def _loader_evidence(self) -> Evidence:
-        seen = self._loaders
-        ranks = tuple(sorted(seen.ranks))
         generators = [name for bit, name in _OF_LOADERS.values() if self._shared & bit]
         where = [f"several processes of {name_ranks(self._inside)}"] if self._inside else []
         if self._across:
             where.append(f"{name_ranks(self._across)} among each other")
-        return Evidence(
-            cause=IDENTICAL,
-            severity=Severity.WARNING,
-            ranks=ranks,
-            first_step=seen.first,
-            last_step=seen.last,
-            count=seen.count,
-            fields={
-                "generators": _listed(generators),
-                "where": " and ".join(where),
-                "steps": count(seen.count, "step"),
-                "over": _over(seen),
-            },
-            numbers={
-                "steps": seen.count,
+        return self._loaders.evidence(
+            IDENTICAL,
+            Severity.WARNING,
+            self._loaders.ranks,
+            {"generators": listed(generators), "where": " and ".join(where)},
+            {
+                "steps": self._loaders.count,
                 "generators": generators,
                 "alike_inside": sorted(self._inside),
                 "alike_across": sorted(self._across),
             },
             key=LOADERS,
-            status="open" if seen.open else "closed",
         )
 
 
@@ -175,17 +152,3 @@ def _sharing(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:
         return ()
     _, inverse, counts = np.unique(values_W[ranks], return_inverse=True, return_counts=True)
     return tuple(ranks[counts[inverse] > 1].tolist())
-
-
-def _apart(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:
-    """Return the workers whose value is not that of most."""
-    values = zip(values_W.tolist(), known_W, strict=True)
-    return odd_ranks([value if known else None for value, known in values])
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
-
-
-def _over(seen: Lasting) -> str:
-    return "" if seen.open else f" It was last seen at step {seen.last:,}."

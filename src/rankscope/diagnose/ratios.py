@@ -7,6 +7,7 @@ from rankscope.core.block_ratio import BlockRatio, Estimate, difference, ratio_o
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Evidence
+from rankscope.diagnose.lasting import Span
 
 CERTAIN_Z = 5.0
 """Standard errors that a ratio must lie from where it should be."""
@@ -71,7 +72,7 @@ class RatioWatch(Stateful):
             "late": later.value,
             "standard_errors": self._drift.distance,
         }
-        return self._drift.evidence(self._drift_key, "inconclusive", fields, numbers)
+        return self._drift.describe(self._drift_key, "inconclusive", fields, numbers)
 
     def _say_level(self, ratio: Estimate) -> Evidence:
         low = ratio.value < 1
@@ -84,17 +85,15 @@ class RatioWatch(Stateful):
         }
         numbers = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
         cause = "data.duplicate_batches" if low else "inconclusive"
-        return self._level.evidence("sampling.ratio", cause, fields, numbers)
+        return self._level.describe("sampling.ratio", cause, fields, numbers)
 
 
-class _Note(Stateful):
+class _Note(Span):
     """A note that opens when it is certain, and closes when what it says is no longer so."""
 
     def __init__(self) -> None:
-        self.is_open = False
-        self.first = -1
-        self.last = -1
-        self.count = 0
+        super().__init__()
+        self.open = False
         self.distance = 0.0
 
     def update(self, step: int, is_so: bool | None, distance: float) -> bool:
@@ -103,31 +102,20 @@ class _Note(Stateful):
         Returns:
             Whether there is something to tell.
         """
-        before = self.is_open
+        before = self.open
         if is_so is not None:
-            self.is_open = is_so
-        if self.is_open:
-            self.first = step if self.first < 0 else self.first
-            self.last, self.distance = step, distance
-            self.count += 1
-        return before or self.is_open
+            self.open = is_so
+        if self.open:
+            self.see(step)
+            self.distance = distance
+        return before or self.open
 
-    def evidence(
+    def describe(
         self, key: str, cause: str, fields: dict[str, str], numbers: dict[str, float]
     ) -> Evidence:
         """Return the note."""
-        return Evidence(
-            cause=cause,
-            severity=Severity.NOTE,
-            ranks=(),
-            first_step=self.first,
-            last_step=self.last,
-            count=self.count,
-            fields=fields,
-            numbers={name: v if math.isfinite(v) else None for name, v in numbers.items()},
-            key=key,
-            status="open" if self.is_open else "closed",
-        )
+        known = {name: v if math.isfinite(v) else None for name, v in numbers.items()}
+        return self.evidence(cause, Severity.NOTE, (), fields, known, key=key)
 
 
 def _has_drifted(earlier: Estimate, later: Estimate) -> bool | None:

@@ -1,7 +1,15 @@
 """The detector of reductions that return something else than the mean of the local gradients.
 
 It works on norms: what the reduced gradient's should be follows from the workers' norms and
-cosines, to 2 %. A single step proves nothing, a ratio that stays the same over many steps does.
+cosines. A single step proves nothing, a ratio that stays the same over many steps does.
+
+For W gradients g_i with mean m:
+
+    W^2 |m|^2  =  sum_i |g_i|^2  +  sum_{i != j} g_i . g_j
+
+and the last sum is ``cosine_weighted * sum_{i != j} |g_i| |g_j|``. With cosines from sketches of
+width k the norm of the mean is known to about ``sqrt(2/k)`` of it, 2 % for k = 4,093, as long as
+the gradients do not oppose each other.
 """
 
 import math
@@ -12,12 +20,57 @@ import numpy as np
 
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
-from rankscope.core.reduction import clip_limit, norm_of_mean
-from rankscope.core.scale import common_scale
-from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.core.weighting import common_scale
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.rules import count
+
+LEAST_SHARE = 0.25
+"""Of ``sum |g_i|^2``: where ``W^2 |m|^2`` is smaller, gradients oppose each other too much."""
+
+
+def norm_of_mean(norms_W: Floats, cosine_weighted: float) -> float:
+    """Return the norm of the mean of W gradients.
+
+    Args:
+        norms_W: Their norms.
+        cosine_weighted: Their mean cosine, weighted by the products of norms.
+
+    Returns:
+        The norm; NaN where it cannot be told.
+    """
+    if len(norms_W) < 2 or not math.isfinite(cosine_weighted):
+        return float("nan")
+    scale = float(norms_W.max())
+    if not 0 < scale < math.inf or norms_W.min() < 0:
+        return float("nan")
+    scaled_W = norms_W / scale
+    squares = float((scaled_W * scaled_W).sum())
+    products = float(scaled_W.sum()) ** 2 - squares
+    total = squares + cosine_weighted * products
+    if total < LEAST_SHARE * squares:
+        return float("nan")
+    return scale * math.sqrt(total) / len(norms_W)
+
+
+def clip_limit(reduced_norm: float, cosine_mean: float, num_workers: int) -> float:
+    """Return the length that all W gradients had when they were reduced, if all had the same.
+
+    Unit vectors with mean cosine c have a mean of norm ``sqrt((1 + (W - 1) c) / W)``.
+
+    Args:
+        reduced_norm: Norm of the reduced gradient.
+        cosine_mean: Mean cosine of the local gradients.
+        num_workers: W.
+
+    Returns:
+        The common length; NaN where it cannot be told.
+    """
+    share = (1 + (num_workers - 1) * cosine_mean) / num_workers
+    if not math.isfinite(share) or share * num_workers < LEAST_SHARE:
+        return float("nan")
+    return reduced_norm / math.sqrt(share)
+
 
 STEPS = 16
 """Observed steps that must agree."""
@@ -36,7 +89,7 @@ _EXACT = 2e-3
 _PINNED = 1e-4
 
 
-class ReductionChecks(Stateful):
+class ReductionChecks(Detector):
     """Wrong scale, stale results, and gradients clipped before the reduction.
 
     Args:
@@ -66,10 +119,6 @@ class ReductionChecks(Stateful):
                 self._check_pinned(gathered.step, norms_W),
             ]
         return [evidence for evidence in told if evidence is not None]
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _summary(self, step: Observation, norms_W: Floats) -> tuple[float, ...]:
         """Return the reduced and the expected norm, and the limit if all were clipped."""
@@ -185,8 +234,6 @@ class ReductionChecks(Stateful):
             last_step=step,
             count=steps + 1,
             fields={
-                "Ranks": name_ranks(ranks).capitalize(),
-                "first": first,
                 "factor": f"{factor:.3g}",
                 "what": what,
                 "limit": f"{limit:.3g}",

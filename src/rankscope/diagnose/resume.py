@@ -1,23 +1,278 @@
-"""The detector of restarts that do not go on with the data where the job was interrupted."""
+"""The detector of restarts that do not go on with the data where the job was interrupted.
+
+Every sample is kept with the last step that drew it. So the samples of the interrupted epoch fall
+into those that it had drawn, and its rest. Legend: U different samples in a step.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
-from rankscope.core.resume import RestartWatch, Resumption
+from rankscope.core.samples import flat_samples
+from rankscope.core.share import SampleShare
+from rankscope.core.sorted_map import SortedMap, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.core.thinning import DrawnSamples
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.rules import count, name_ranks
+
+Bools = NDArray[np.bool_]
+
+_CHUNK = 8  # draws that decide together whether a new epoch has begun
+_EARLY_STEPS, _EARLY_DRAWS, _EARLY_SHARE = 4, 64, 0.02
+_LEAST, _BY_CHANCE = 16, 5
+_WIDEST = 8  # steps of the old job in one of the new
+
+
+class Resumption(StrEnum):
+    """How a restarted job went on."""
+
+    MIXED = "mixed"
+    """Samples that the epoch had drawn came again among those of its rest."""
+    FROM_START = "from start"
+    """All steps of the epoch came again in order, and then its rest."""
+    FROM_CHECKPOINT = "from checkpoint"
+    """Some of its last steps came again in order, and then its rest."""
+
+
+class RestartWatch(Stateful):
+    """Follows epochs, and after a restart the rest of the one that was interrupted.
+
+    A healthy job draws that rest first. When it draws samples again that the epoch had drawn
+    before, the rest is used up, but for fewer than one global batch that an epoch's end leaves
+    out. So what proves a fault is a rest that still arrives after many samples have come again:
+    more of them than sampling with replacement would repeat, too.
+
+    Beyond ``capacity`` different samples, only a random share of them is followed.
+
+    Args:
+        num_workers: W.
+        capacity: Different samples to remember, 12 bytes each.
+    """
+
+    SETTINGS = ("_capacity",)
+
+    def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
+        self._capacity = capacity
+        self._share = SampleShare()
+        self._last = SortedMap(np.int32)
+        self._most_drawn = 0
+        self.epoch = -1
+        self._num_epochs = 0
+        self._drawn = self._repeated = 0
+        self._chunk_start, self._chunk_drawn, self._chunk_again = -1, 0, 0
+        self.boundary = -1
+        self.interrupted = -1
+        self._watching = False
+        self._before = (0, 0)
+        self.again = 0
+        self.again_W = np.zeros(num_workers, np.int64)
+        self._taken = self._steps = self._rest = self._since = 0
+        self._replaying = False
+        self.replayed_from = -1
+        self._replayed_to = -1
+        self._mixed = False
+        self._in_first_epoch = True
+        self._end = self._last_step = -1
+
+    @property
+    def one_in(self) -> int:
+        """How many samples stand behind one that is followed; 1 as long as it is exact."""
+        return self._share.one_in
+
+    def restart(self, step: int) -> None:
+        """Take ``step`` as the first one of a restarted job."""
+        self._end_chunk()
+        drawn, repeated = self._drawn, self._repeated
+        overlaps = repeated >= _CHUNK and repeated > _EARLY_SHARE * drawn
+        self._watching = drawn > 0 and not overlaps
+        self.boundary, self.interrupted = step, self.epoch
+        self._before = drawn, repeated
+        self.again, self.again_W = 0, np.zeros_like(self.again_W)
+        self._taken = self._steps = self._rest = self._since = 0
+        self._replaying, self.replayed_from, self._replayed_to = True, -1, -1
+        self._mixed = False
+        self._in_first_epoch = self._num_epochs <= 1
+        self._end = self._last_step
+
+    def observe(self, step: int, samples: Sequence[Ints]) -> Resumption | None:
+        """Take the samples of one step, one array per worker.
+
+        Returns:
+            How the restarted job went on, in the step that shows it, and for MIXED in later steps
+            that show more of it.
+        """
+        self._most_drawn = max(self._most_drawn, sum(map(len, samples)))
+        followed = self._share.of(samples)
+        flat = flat_samples(followed)
+        samples_U = in_order(flat)
+        known_U, last_U = self._last.put(samples_U, np.full(len(samples_U), step, np.int32))
+        last_U = np.where(known_U, last_U, np.int64(-1))
+        verdict = None
+        if self._watching and len(samples_U):
+            again_U = (last_U >= self.interrupted) & (last_U < self.boundary)
+            ranks = np.repeat(np.arange(len(followed)), [len(batch) for batch in followed])
+            again_D = again_U[samples_U.searchsorted(flat)]
+            again_W = np.bincount(ranks[again_D], minlength=len(followed))
+            verdict = self._judge(last_U, again_U, again_W)
+        self._follow_epoch(step, last_U)
+        self._last_step = step if len(samples_U) else self._last_step
+        while len(self._last) > self._capacity and self._share.can_halve:
+            self._halve()
+        return verdict
+
+    def observe_many(self, steps: Sequence[int], drawn: DrawnSamples) -> list[Ints] | None:
+        """Remember what several steps draw, where no restart is being watched.
+
+        Args:
+            steps: Their numbers.
+            drawn: What they draw.
+
+        Returns:
+            For each step the last steps that drew its samples, for :meth:`follow`; None where
+            :meth:`observe` has to be asked, and nothing has changed.
+        """
+        if len(drawn) < 2 or self._watching or not drawn.no_repeats:
+            return None
+        admitted_D = self._share.admits(drawn.flat)
+        order = drawn.order[admitted_D[drawn.order]]
+        if len(self._last) + len(order) > self._capacity:
+            return None
+        step_D = np.array(steps, np.int32)[drawn.step_of_draw]
+        known_O, before_O = self._last.put(drawn.flat[order], step_D[order])
+        last_D = np.full(len(step_D), -1, np.int64)
+        last_D[order] = np.where(known_O, before_O, np.int64(-1))
+        admitted_S = np.bincount(drawn.step_of_draw[admitted_D], minlength=len(drawn))
+        return np.split(last_D[admitted_D], np.cumsum(admitted_S)[:-1])
+
+    def follow(self, step: int, drawn: int, last_U: Ints) -> None:
+        """Take a step of which :meth:`observe_many` has told the last steps.
+
+        Args:
+            step: Its number.
+            drawn: How many samples it draws.
+            last_U: What was told.
+        """
+        self._most_drawn = max(self._most_drawn, drawn)
+        self._follow_epoch(step, last_U)
+        self._last_step = step if len(last_U) else self._last_step
+
+    def _judge(self, last_U: Ints, again_U: Bools, again_W: Ints) -> Resumption | None:
+        rest = self._num_of_rest(last_U)
+        decided_before = self._is_decided()
+        self._steps += 1
+        self._taken += len(last_U)
+        self._since += int(np.sum(last_U >= self.boundary))
+        self.again += int(again_U.sum())
+        self.again_W += again_W
+        if self._replaying:
+            self._replaying = self._goes_on_replaying(last_U, again_U, rest)
+            if self._replaying:
+                return None
+        self._rest += rest if decided_before else 0
+        if self._rest > self._tolerance() and not self._mixed:
+            return self._decide()
+        self._watching = not self._is_over()
+        return Resumption.MIXED if self._mixed and again_U.any() else None
+
+    def _num_of_rest(self, last_U: Ints) -> int:
+        """Count samples of the epoch's rest; in the first epoch, those never seen before."""
+        if self._in_first_epoch:
+            return int(np.sum(last_U < 0))
+        return int(np.sum((last_U >= 0) & (last_U < self.interrupted)))
+
+    def _decide(self) -> Resumption:
+        if not self._has_replayed():
+            self._mixed = True
+            return Resumption.MIXED
+        self._watching = False
+        self.epoch, (self._drawn, self._repeated) = self.interrupted, self._before
+        self._num_epochs = 1 if self._in_first_epoch else self._num_epochs
+        whole = self.replayed_from == self.interrupted
+        return Resumption.FROM_START if whole else Resumption.FROM_CHECKPOINT
+
+    def _goes_on_replaying(self, last_U: Ints, again_U: Bools, rest: int) -> bool:
+        """Return whether this step repeats what followed on the one before, up to the restart."""
+        if not again_U.any():
+            return False
+        low, high = int(last_U[again_U].min()), int(last_U[again_U].max())
+        gap = low - self._replayed_to
+        furthest = 1 if self.one_in == 1 else 2 * _WIDEST
+        follows = self.replayed_from >= 0 and 0 <= gap <= furthest
+        reached = high == self._end
+        alone = bool(again_U.all())
+        begins = self.replayed_from < 0 and alone and high - low <= _WIDEST
+        ends = reached and int(again_U.sum()) + rest == len(last_U)
+        if not (begins or (follows and (alone or ends))):
+            self._replayed_to = -1
+            return False
+        self.replayed_from = low if self.replayed_from < 0 else self.replayed_from
+        self._replayed_to = high
+        return not reached
+
+    def _is_decided(self) -> bool:
+        """Return whether so many samples came again that a rest after them proves a fault."""
+        if self._has_replayed():
+            return True
+        drawn, repeated = self._before
+        by_chance = 3 * (self._taken / drawn) * (repeated + _BY_CHANCE)
+        return not self._replaying and self.again > _LEAST + by_chance
+
+    def _has_replayed(self) -> bool:
+        """Return whether all steps from some step to the restart came again in order."""
+        return self.replayed_from >= 0 and self._replayed_to == self._end
+
+    def _is_over(self) -> bool:
+        """Return whether the job has proved to go on, or whole epochs have passed."""
+        begun = self._steps >= _EARLY_STEPS and self._taken >= _EARLY_DRAWS
+        goes_on = begun and self.again < _EARLY_SHARE * self._taken
+        return (goes_on and not self._has_replayed()) or 2 * self._since > self._taken
+
+    def _tolerance(self) -> float:
+        """Samples that an epoch's end may leave out, and the step that crosses its border."""
+        expected = 2 * self._most_drawn / self.one_in
+        return expected + (4 * math.sqrt(expected) if self.one_in > 1 else 0)
+
+    def _follow_epoch(self, step: int, last_U: Ints) -> None:
+        if self.epoch < 0:
+            self.epoch, self._num_epochs = step, 1
+        if self._chunk_drawn == 0:
+            self._chunk_start = step
+        self._chunk_drawn += len(last_U)
+        self._chunk_again += int(np.count_nonzero(last_U >= self.epoch))
+        if self._chunk_drawn >= _CHUNK:
+            self._end_chunk()
+
+    def _end_chunk(self) -> None:
+        if 2 * self._chunk_again > self._chunk_drawn:  # most of it came before: the next epoch
+            self.epoch, self._num_epochs = self._chunk_start, self._num_epochs + 1
+            self._drawn, self._repeated = self._chunk_drawn, 0
+        else:
+            self._drawn += self._chunk_drawn
+            self._repeated += self._chunk_again
+        self._chunk_drawn = self._chunk_again = 0
+
+    def _halve(self) -> None:
+        self._share.halve()
+        self._last.keep(self._share.admits)
+        self._drawn, self._repeated = self._drawn // 2, self._repeated // 2
+        self._before = max(self._before[0] // 2, 1), self._before[1] // 2
+        for name in ("again", "_taken", "_rest", "_since"):
+            setattr(self, name, getattr(self, name) // 2)
+        self.again_W //= 2
+
 
 FROM_START, DONE_TWICE = "epoch-begun-again", "steps-done-twice"
 """Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
 
 
-class ResumeMismatch(Stateful):
+class ResumeMismatch(Detector):
     """After a restart, samples that the interrupted epoch had drawn come again before its rest.
 
     A restart is known from ``close``: a step after it belongs to a job that continues this one,
@@ -43,7 +298,6 @@ class ResumeMismatch(Stateful):
         self._watch = RestartWatch(num_workers, capacity)
         self._ahead = None
         self._ended = False
-        self._epoch = -1
         self._lr_by_step: dict[int, float] = {}
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan

@@ -2,16 +2,19 @@
 
 Explanations are templates. Their fields come from the detector that found the evidence; a cause
 has one entry for each severity that it can have.
+
+One fault leaves many traces: when a worker's gradients are not reduced, its parameters drift, and
+its loss follows. The table also says what explains what (``explains``).
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
-from rankscope.core.finding import Severity
+from rankscope.core.finding import Finding, Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +118,58 @@ def name_ranks(ranks: Iterable[int], *, limit: int = 6) -> str:
     if len(texts) > limit:
         others = sum(map(len, named[limit:]))
         return f"ranks {', '.join(texts[:limit])} and {count(others, 'other')}"
-    listed = " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
-    return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
+    return f"rank {listed(texts)}" if len(ordered) == 1 else f"ranks {listed(texts)}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list: ``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """Return a number with its noun: ``1 step``, ``1,200 steps``."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+LATENESS = 192
+"""Steps by which a cause may be found later than its consequence: digests take turns."""
+
+
+def explained_by(finding: Finding, others: Iterable[Finding]) -> Finding | None:
+    """Return the finding of which this one is a mere consequence, None if there is none.
+
+    Args:
+        finding: The finding.
+        others: All findings of the run.
+    """
+    for other in others:
+        if other.id != finding.id and _explains(other, finding):
+            return other
+    return None
+
+
+def ranked(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings with the most probable cause first, consequences of others last.
+
+    Args:
+        findings: All findings of a run.
+
+    Returns:
+        The same findings: those that nothing explains first; among them the most severe, open
+        before closed, then the earliest.
+    """
+    consequence: Mapping[str, bool] = {
+        finding.id: explained_by(finding, findings) is not None for finding in findings
+    }
+    return sorted(
+        findings,
+        key=lambda f: (consequence[f.id], -f.severity, f.status != "open", f.first_step),
+    )
+
+
+def _explains(cause: Finding, effect: Finding) -> bool:
+    rule = RULES.get(cause.id) or RULES.get(cause.cause)
+    if rule is None or cause.severity < effect.severity:
+        return False
+    named = effect.cause in rule.explains or effect.id in rule.explains
+    return named and cause.first_step <= effect.first_step + LATENESS

@@ -22,16 +22,20 @@ import numpy as np
 
 from rankscope.core.arrays import Floats
 from rankscope.core.block_ratio import ratio_of_sums
-from rankscope.core.budget import SAMPLING, alarm_level, bound_in_words, false_alarm_bound
-from rankscope.core.dispersion import population_std
-from rankscope.core.edetector import ShiryaevRoberts
+from rankscope.core.budget import (
+    SAMPLING,
+    ShiryaevRoberts,
+    alarm_level,
+    bound_in_words,
+    false_alarm_bound,
+)
+from rankscope.core.dispersion import expected_std, population_std
 from rankscope.core.finding import Severity
-from rankscope.core.noise_scale import GradientNoise, gradient_noise, micro_share, micro_squares
-from rankscope.core.nulls import expected_std
+from rankscope.core.noise_scale import micro_share, micro_squares, noise_of_steps
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
-from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep, StepReport
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span
 from rankscope.diagnose.ratios import RatioWatch
 from rankscope.diagnose.repeats import Repeats
 from rankscope.diagnose.rules import count
@@ -58,7 +62,7 @@ class _News(Enum):
     CLOSED = "closed"
 
 
-class Sampling(Stateful):
+class Sampling(Detector):
     """Compares the spread between workers with the spread inside them.
 
     Args:
@@ -102,14 +106,9 @@ class Sampling(Stateful):
         self._recent.append((observed, expected, _all_distinct(step.report)))
         found = list(self._bet(gathered))
         found += self._losses.add(gathered.step, observed, expected, exact=self._exact)
-        noise = None if apart else noise_of(step.report)
-        if noise is not None:
-            found += self._gradients.add(gathered.step, noise.between, noise.within, exact=True)
+        if not apart:
+            found += self._gradients.add(gathered.step, *noise_of(step.report), exact=True)
         return found
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _bet(self, gathered: GatheredStep) -> Iterable[Evidence]:
         """Bet on the rank of the spread between workers among other deals of the units."""
@@ -157,7 +156,7 @@ class Sampling(Stateful):
         return self._evidence("sampling.too_similar", cause, self._similar, self._low, what)
 
     def _say_different(self) -> Evidence:
-        losses, norms = self._high.evidence.mean(axis=1).tolist()
+        losses, norms = self._high.evidence_of_each.mean(axis=1).tolist()
         what = "losses" if losses >= norms else "gradient norms"
         return self._evidence(
             "sampling.too_different", "inconclusive", Severity.NOTE, self._high, what
@@ -168,35 +167,30 @@ class Sampling(Stateful):
     ) -> Evidence:
         ratio = _recent_ratio(list(self._recent)[-alarm.duration :])
         known = math.isfinite(ratio)
-        return Evidence(
-            cause=cause,
-            severity=severity,
-            ranks=(),
-            first_step=alarm.first,
-            last_step=alarm.last,
-            count=alarm.count,
-            fields={
-                "first": f"{alarm.first:,}",
+        return alarm.evidence(
+            cause,
+            severity,
+            (),
+            {
                 "what": what,
                 "ratio": f" (losses {ratio:.2f} times as far as sampling explains)"
                 if known
                 else "",
-                "until": "" if alarm.is_open else f" until step {alarm.last:,}",
+                "until": "" if alarm.open else f" until step {alarm.last:,}",
                 "steps": count(self._steps, "step"),
                 "bound": bound_in_words(self._steps),
             },
-            numbers={
+            {
                 "steps": alarm.count,
                 "steps_compared": self._steps,
                 "dispersion_ratio": ratio if known else None,
                 "false_alarm_probability": false_alarm_bound(self._steps),
             },
             key=key,
-            status="open" if alarm.is_open else "closed",
         )
 
 
-class _Alarm(Stateful):
+class _Alarm(Span):
     """E-detectors with equal weights that alarm together.
 
     Once they have, their evidence is kept from growing further, so that they heal in bounded time.
@@ -209,17 +203,15 @@ class _Alarm(Stateful):
     SETTINGS = ("_level",)
 
     def __init__(self, level: float, *shape: int) -> None:
+        super().__init__()
+        self.open = False
         self._level = level
         self._detectors = ShiryaevRoberts(*shape)
         self._fed: deque[int] = deque(maxlen=RECENT)
-        self.is_open = False
-        self.first = -1
-        self.last = -1
-        self.count = 0
         self.duration = 1
 
     @property
-    def evidence(self) -> Floats:
+    def evidence_of_each(self) -> Floats:
         """Evidence of each of them."""
         return self._detectors.evidence.astype(np.float64)
 
@@ -230,12 +222,12 @@ class _Alarm(Stateful):
             self._fed.append(step)
             self.duration = min(self.duration + 1, RECENT)
         total = float(self._detectors.evidence.mean())
-        if not self.is_open:
+        if not self.open:
             return self._open(step) if total >= self._level else _News.NONE
         cap = _HEADROOM * self._level
         np.minimum(self._detectors.evidence, cap, out=self._detectors.evidence)
         if total < _HEALED * self._level:
-            self.is_open = False
+            self.open = False
             return _News.CLOSED
         if float(e.mean()) <= 1.0:
             return _News.NONE
@@ -251,7 +243,7 @@ class _Alarm(Stateful):
         self.first = began if self.first < 0 else self.first
         self.last = step
         self.count += self.duration
-        self.is_open = True
+        self.open = True
         return _News.OPENED
 
 
@@ -286,15 +278,26 @@ def _loss_stds(gathered: GatheredStep, values: Mapping[str, float]) -> tuple[flo
     return population_std(workers["loss"]), expected_std(workers["loss_sem"])
 
 
-def noise_of(report: StepReport) -> GradientNoise | None:
-    """Return what a step's norms say about the noise of gradients; None when not observed."""
+def noise_of(report: StepReport) -> tuple[float, float]:
+    """Return the variance between workers' gradients, and the one that micro-batches explain.
+
+    NaN where unknown, as when the step was not observed.
+    """
     if not report.observed:
-        return None
+        return math.nan, math.nan
     gathered = report.gathered
     squares_W, num_micro = micro_squares(gathered.micro_norms)
-    reduced = report.values.get("grad_norm_reduced", math.nan)
-    share = micro_share(gathered.micro_scales, num_micro)
-    return gradient_noise(gathered.workers["grad_norm"], reduced, squares_W, num_micro, share)
+    with np.errstate(over="ignore"):
+        square = float(np.square(gathered.workers["grad_norm"]).mean())
+    noise = noise_of_steps(
+        np.array([square]),
+        np.array([report.values.get("grad_norm_reduced", math.nan)]),
+        np.array([math.nan if squares_W is None else squares_W.mean()]),
+        np.array([num_micro]),
+        np.array([micro_share(gathered.micro_scales, num_micro)]),
+        gathered.num_workers,
+    )
+    return float(noise.between_T[0]), float(noise.within_T[0])
 
 
 def _all_distinct(report: StepReport) -> bool:

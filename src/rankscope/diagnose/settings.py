@@ -1,6 +1,6 @@
-"""The detectors of optimizers that are set, or called, differently on some workers."""
+"""The detectors of settings that differ between workers, or from the plan."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.plan import Plan
-from rankscope.core.state import State, Stateful
+from rankscope.core.replicas import odd_ranks
+from rankscope.core.state import State
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.minority import name_values, odd_ranks
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Lasting, known_values, name_values
+from rankscope.diagnose.rules import name_ranks
 
 STEPS_NEEDED = 3
 """Optimizer steps in which the learning rate departs from the plan before it is told."""
@@ -31,7 +31,7 @@ _DIGESTS = {
 }
 
 
-class DifferentSettings(Stateful):
+class DifferentSettings(Detector):
     """Settings and calls of the optimizer that differ between workers, or from the plan.
 
     - Learning rate, weight decay or any other setting differs between workers in a step.
@@ -106,7 +106,7 @@ class DifferentSettings(Stateful):
             known |= int(np.count_nonzero(known_W)) > 1
             if _alike(values_W, known_W):
                 continue
-            values = _values(values_W, known_W)
+            values = known_values(values_W, known_W)
             ranks.update(self._odd(values))
             parts.append(f"{words} is {name_values(values, _speller(values))}")
         for name, words in _DIGESTS.items():
@@ -117,7 +117,7 @@ class DifferentSettings(Stateful):
             known_W = active_W & (digests_W != MISSING_INT)
             known |= int(np.count_nonzero(known_W)) > 1
             if not _alike(digests_W, known_W):
-                odd = self._odd(_values(digests_W, known_W))
+                odd = self._odd(known_values(digests_W, known_W))
                 ranks.update(odd)
                 parts.append(f"{words} differ on {name_ranks(odd)}")
         self._what = "; ".join(parts) or self._what
@@ -144,25 +144,27 @@ class DifferentSettings(Stateful):
         if np.count_nonzero(known_W) < 2:
             return
         ranks: tuple[int, ...] = ()
-        if not _all_equal(before_W) and not _alike(before_W, known_W):
-            values = _values(before_W, known_W)
+        if not _alike(before_W, known_W):
+            values = known_values(before_W, known_W)
             ranks = odd_ranks(values)
             self._called = name_values(values, _times)
         if self._calls.observe(number, ranks):
             yield self._calls_evidence()
 
     def _settings_evidence(self) -> Evidence:
-        return self._evidence(
-            "state.hyperparameters_differ", Severity.ERROR, self._settings, {"what": self._what}
-        )
+        seen, what = self._settings, {"what": self._what}
+        numbers = {"steps": seen.count, **what}
+        cause = "state.hyperparameters_differ"
+        return seen.evidence(cause, Severity.ERROR, seen.ranks, what, numbers)
 
     def _calls_evidence(self) -> Evidence:
-        return self._evidence(
+        called = {"called": self._called}
+        return self._calls.evidence(
             "state.parameters_differ",
             Severity.ERROR,
-            self._calls,
-            {"called": self._called},
-            {"other_causes": ["state.optimizer_differs"]},
+            self._calls.ranks,
+            called,
+            {"steps": self._calls.count, **called, "other_causes": ["state.optimizer_differs"]},
             key=CALLS,
         )
 
@@ -214,46 +216,19 @@ class DifferentSettings(Stateful):
     def _schedule_evidence(self) -> Evidence:
         at, rate, planned = self._departure
         spell = _speller([rate, planned])
-        return self._evidence(
+        words = {"at": f"{at:,}", "rate": spell(rate), "planned": spell(planned)}
+        return self._schedule.evidence(
             "state.schedule",
             Severity.WARNING,
-            self._schedule,
-            {"at": f"{at:,}", "rate": spell(rate), "planned": spell(planned)},
-            {"optimizer_step": at, "learning_rate": rate, "planned": planned},
-            ranks=(),
-        )
-
-    def _evidence(
-        self,
-        cause: str,
-        severity: Severity,
-        seen: Lasting,
-        fields: Mapping[str, object],
-        numbers: Mapping[str, object] | None = None,
-        *,
-        key: str = "",
-        ranks: tuple[int, ...] | None = None,
-    ) -> Evidence:
-        ranks = tuple(sorted(seen.ranks)) if ranks is None else ranks
-        return Evidence(
-            cause=cause,
-            severity=severity,
-            ranks=ranks,
-            first_step=seen.first,
-            last_step=seen.last,
-            count=seen.count,
-            fields={
-                "Ranks": name_ranks(ranks).capitalize(),
-                "ranks": name_ranks(ranks),
-                "first": f"{seen.first:,}",
-                "last": f"{seen.last:,}",
-                "steps": count(seen.count, "step"),
-                "over": "" if seen.open else f" It was last seen at step {seen.last:,}.",
-                **fields,
+            (),
+            words,
+            {
+                "steps": self._schedule.count,
+                **words,
+                "optimizer_step": at,
+                "learning_rate": rate,
+                "planned": planned,
             },
-            numbers={"steps": seen.count, **fields, **(numbers or {})},
-            key=key,
-            status="open" if seen.open else "closed",
         )
 
 
@@ -273,19 +248,9 @@ def _calls(step: Observation) -> Ints:
     return calls_W
 
 
-def _all_equal(values_W: NDArray[np.float64 | np.int64]) -> bool:
-    return bool((values_W == values_W[0]).all())
-
-
 def _alike(values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_]) -> bool:
     known = values_W[known_W]
     return len(known) < 2 or bool((known == known[0]).all())
-
-
-def _values(
-    values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_]
-) -> list[float | int | None]:
-    return [v if known else None for v, known in zip(values_W.tolist(), known_W, strict=True)]
 
 
 def _speller(values: Iterable[float | None]) -> Callable[[float], str]:
@@ -297,3 +262,50 @@ def _speller(values: Iterable[float | None]) -> Callable[[float], str]:
 
 def _times(calls: float) -> str:
     return ("never", "once", "twice")[int(calls)] if calls < 3 else f"{calls:,} times"
+
+
+KEY = "seed-not-planned"
+
+
+class PlannedSeed(Detector):
+    """Compares the seed of each rank's sampler, as it was at the start, with the plan's.
+
+    Args:
+        planned: The seed that is intended; None if the plan does not say.
+        seeds: Each rank's, None where it is not known; empty when nothing is known.
+    """
+
+    SETTINGS = ("_planned", "_wrong")
+
+    def __init__(self, planned: int | None, seeds: Sequence[int | None] = ()) -> None:
+        self._planned = planned
+        self._wrong = {
+            rank: seed
+            for rank, seed in enumerate(seeds)
+            if None not in (planned, seed) and seed != planned
+        }
+        self._told = False
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks with the first one after a start."""
+        if self._told or not self._wrong:
+            return ()
+        self._told = True
+        number = step.gathered.step
+        ranks = tuple(self._wrong)
+        return (
+            Evidence(
+                cause="state.schedule",
+                key=KEY,
+                severity=Severity.WARNING,
+                ranks=ranks,
+                first_step=number,
+                last_step=number,
+                count=1,
+                fields={
+                    "planned": self._planned,
+                    "seeds": ", ".join(map(str, dict.fromkeys(self._wrong.values()))),
+                },
+                numbers={"planned": self._planned, "seeds": list(self._wrong.values())},
+            ),
+        )

@@ -8,16 +8,87 @@ Legend of shapes: S steps of a window, W workers.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
-from rankscope.core.lateness import Bools, Lateness, find_end, find_onset, typical_worker
-from rankscope.core.state import State, Stateful
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.core.state import State
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span
 from rankscope.diagnose.rules import name_ranks
+
+Bools = NDArray[np.bool_]
+
+_MARGIN = 0.10  # of the step's time, over the typical worker
+_LEAST_SECONDS = 2e-3  # below, it is the operating system's
+_MOST = 0.75  # of a window's steps
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """What a window of steps says of the workers.
+
+    Attributes:
+        steps_S: Step numbers.
+        seconds: Time of a step.
+        margin: Seconds behind from which on a worker is slow.
+        behind_SW: Seconds by which a worker was ready later than the typical one; NaN if unknown.
+        slow_W: Whether a worker was clearly slow.
+        lingers_W: Whether one that was slow before still is.
+    """
+
+    steps_S: Ints
+    seconds: float
+    margin: float
+    behind_SW: Floats
+    slow_W: Bools
+    lingers_W: Bools
+
+    @classmethod
+    def of(cls, steps_S: Ints, seconds_S: Floats, behind_SW: Floats) -> "Lateness":
+        """Judge a window.
+
+        Args:
+            steps_S: Step numbers.
+            seconds_S: Time of each step.
+            behind_SW: Seconds by which each worker was ready later than the typical one; NaN if
+                unknown, but known of a worker in each step at least.
+        """
+        seconds = float(np.median(seconds_S))
+        margin = max(_MARGIN * seconds, _LEAST_SECONDS)
+        slow_W = np.mean(behind_SW >= margin, axis=0) >= _MOST
+        last_S = np.nanargmax(behind_SW, axis=1)
+        if np.mean(slow_W[last_S]) <= 0.5:
+            slow_W = np.zeros_like(slow_W)
+        lingers_W = np.mean(behind_SW >= margin / 2, axis=0) >= 0.5
+        return cls(steps_S.copy(), seconds, margin, behind_SW.copy(), slow_W, lingers_W)
+
+
+def typical_worker(seconds_W: Floats) -> float:
+    """Return the lower median over the workers whose value is known, at least one of them."""
+    known = seconds_W[np.isfinite(seconds_W)]
+    middle = (len(known) - 1) // 2
+    return float(np.partition(known, middle)[middle])
+
+
+def find_onset(behind_S: Floats, level: float) -> int:
+    """Return where a series changed from about 0 to about ``level`` for good.
+
+    The most likely place if the noise is normal: where the sum of ``behind − level/2`` to the end
+    is largest.
+    """
+    return len(behind_S) - 1 - int(np.argmax(np.cumsum((behind_S - level / 2)[::-1])))
+
+
+def find_end(behind_S: Floats, level: float) -> int:
+    """Return the number of steps after which a series fell from about ``level`` to about 0."""
+    sums_S = np.cumsum(behind_S - level / 2)
+    return int(np.argmax(sums_S)) + 1 if sums_S.max() > 0 else 0
+
 
 WARM_UP = 10
 """Steps that are left out: they compile, allocate and fill caches."""
@@ -27,7 +98,7 @@ WINDOW = 50
 _PATIENCE = 2  # windows in a row, to speak and to fall silent
 
 
-class Stragglers:
+class Stragglers(Detector):
     """Workers that are clearly slower than the typical one, most of the time.
 
     The typical worker of a step is the median one, the faster of the two middle ones if their
@@ -56,7 +127,7 @@ class Stragglers:
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks at the end of a window."""
-        gone, self._gone = tuple(place.evidence() for place in self._gone), []
+        gone, self._gone = tuple(place.describe() for place in self._gone), []
         return gone + self._take(step)
 
     def close(self) -> Iterable[Evidence]:
@@ -79,8 +150,8 @@ class Stragglers:
             now = places.get(before.key)
             if now is not None and now.ranks == before.ranks:
                 now.restore(before.state())
-            elif before.is_open:
-                before.end()
+            elif before.open:
+                before.open = False
                 self._gone.append(before)
 
     def _take(self, step: Observation) -> tuple[Evidence, ...]:
@@ -105,10 +176,10 @@ class Stragglers:
         confirmed_W = window.slow_W & before_W
         for place in self._places:
             if place.take(confirmed_W, self._windows):
-                yield place.evidence()
+                yield place.describe()
 
 
-class _Place(Stateful):
+class _Place(Span):
     """A host with its ranks, or a single rank; and what is known of it.
 
     Args:
@@ -121,10 +192,9 @@ class _Place(Stateful):
     def __init__(self, ranks: Sequence[int], host: str = "") -> None:
         self.ranks = tuple(ranks)
         self._host = host
-        self._open = False
+        super().__init__()
+        self.open = False
         self._slow: list[int] = []
-        self._first = self._last = -1
-        self._count = 0
         self._lost = self._behind = self._share = 0.0
         self._quiet = 0
 
@@ -147,16 +217,7 @@ class _Place(Stateful):
     @property
     def was_slow(self) -> bool:
         """Whether it is slow, or has been."""
-        return self._count > 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is slow."""
-        return self._open
-
-    def end(self) -> None:
-        """Say that it is slow no longer."""
-        self._open = False
+        return self.count > 0
 
     def take(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
         """Take the latest window and those before it; return whether there is news.
@@ -166,7 +227,7 @@ class _Place(Stateful):
             windows: The latest windows in order, one more than it takes to be slow.
         """
         confirmed = [rank for rank in self.ranks if confirmed_W[rank]]
-        if not self._open:
+        if not self.open:
             if confirmed:
                 self._begin(confirmed, windows)
             return bool(confirmed)
@@ -179,50 +240,46 @@ class _Place(Stateful):
             self._measure(behind_S, latest)
         else:
             self._quiet += 1
-            self._open = self._quiet < _PATIENCE
+            self.open = self._quiet < _PATIENCE
         if self._quiet <= 1:
             end = find_end(behind_S, self._behind)
             self._add(latest.steps_S[:end], behind_S[:end], latest.margin)
-        return lingers or not self._open
+        return lingers or not self.open
 
-    def evidence(self) -> Evidence:
+    def describe(self) -> Evidence:
         """Return what is known."""
-        healed = "" if self._open else f" to step {self._last:,}"
-        return Evidence(
-            cause="time.straggler",
-            severity=Severity.NOTE,
-            ranks=tuple(self._slow),
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "When": f"{'From' if healed else 'Since'} step {self._first:,}{healed}",
+        healed = "" if self.open else f" to step {self.last:,}"
+        return self.evidence(
+            "time.straggler",
+            Severity.NOTE,
+            self._slow,
+            {
+                "When": f"{'From' if healed else 'Since'} step {self.first:,}{healed}",
                 "who": self._name(),
                 "behind": _duration(self._behind),
                 "share": f"{self._share:.0%}",
                 "lost": _duration(self._lost),
             },
-            numbers={
+            {
                 "seconds_behind": self._behind,
                 "share_of_step": self._share,
                 "seconds_lost": self._lost,
-                "slow_steps": self._count,
+                "slow_steps": self.count,
                 **({"host": self._host} if self._host else {}),
             },
             key=self.key,
-            status="open" if self._open else "closed",
         )
 
     def _begin(self, slow: list[int], windows: Sequence[Lateness]) -> None:
-        self._open, self._quiet = True, 0
+        self.open, self._quiet = True, 0
         self._slow = slow
-        self._count, self._lost = 0, 0.0
+        self.count, self._lost = 0, 0.0
         latest = windows[-1]
         steps = np.concatenate([window.steps_S for window in windows])
         behind = np.concatenate([self._lateness(window) for window in windows])
         self._measure(behind[-len(latest.steps_S) :], latest)
         start = find_onset(behind, self._behind)
-        self._first = int(steps[start])
+        self.first = int(steps[start])
         self._add(steps[start:], behind[start:], latest.margin)
 
     def _measure(self, behind_S: Floats, latest: Lateness) -> None:
@@ -232,8 +289,8 @@ class _Place(Stateful):
     def _add(self, steps_S: Ints, behind_S: Floats, margin: float) -> None:
         """Add the steps in which it was behind."""
         over_S = behind_S >= margin / 2
-        self._last = int(steps_S[over_S].max(initial=self._last))
-        self._count += int(np.count_nonzero(over_S))
+        self.last = int(steps_S[over_S].max(initial=self.last))
+        self.count += int(np.count_nonzero(over_S))
         self._lost += float(np.sum(behind_S[over_S]))
 
     def _lateness(self, window: Lateness) -> Floats:

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
-from rankscope.core.replicas import StateDifference, StateKind
+from rankscope.core.replicas import StateDifference, StateKind, odd_ranks
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import known_values
+from rankscope.diagnose.rules import count
 
 HEALED_AFTER = 128
 """Steps without a difference, after which a fault is over: twice the turn of all tensors."""
@@ -36,20 +37,11 @@ _CAUSES = {
     StateKind.BROADCAST: "state.buffers_differ",
     StateKind.STATISTICS: "state.buffers_differ",
     StateKind.OPTIMIZER: "state.optimizer_differs",
-    StateKind.REDUCED: "sync.gradients_differ",
-    StateKind.APPLIED: "sync.gradients_differ",
 }
-_STATE = (
-    StateKind.PARAMETER,
-    StateKind.BUFFER,
-    StateKind.BROADCAST,
-    StateKind.STATISTICS,
-    StateKind.OPTIMIZER,
-)
 _DRIFTING = "running-statistics"
 
 
-class UnequalState(Stateful):
+class UnequalState(Detector):
     """Parameters, buffers, optimizer state and reduced gradients that differ between workers.
 
     - A parameter, buffer or optimizer state whose digests differ. Running statistics that DDP
@@ -101,10 +93,6 @@ class UnequalState(Stateful):
                 told.append(self._evidence(key, fault))
         return told
 
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
-
     def _evidence(self, key: str, fault: "_Fault") -> Evidence:
         meant = key == _DRIFTING or (self._local_buffers and key == "state.buffers_differ")
         severity = Severity.NOTE if meant else Severity.ERROR
@@ -121,8 +109,9 @@ class UnequalState(Stateful):
             words = "the optimizer was called with gradients that no reduction had seen"
             yield _Seen("sync.not_reduced", unreduced, words=words)
         layout_W = workers["state_layout"]
-        odd = [] if step.alike("state_layout") else _minority(layout_W, layout_W != MISSING_INT)
-        if odd:
+        if not step.alike("state_layout") and (
+            odd := odd_ranks(known_values(layout_W, layout_W != MISSING_INT))
+        ):
             words = "names, shapes or types"
             yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
         if self._local_steps:
@@ -131,12 +120,12 @@ class UnequalState(Stateful):
         if not gathered.differences and (not gathered.observed or step.alike("reduced_norm")):
             return
         yield from self._gradients(gathered, replicas_W)
-        for kind in _STATE:
+        for kind, cause in _CAUSES.items():
             found = [d for d in gathered.differences if d.kind is kind]
             if found:
                 own_key = _DRIFTING if kind is StateKind.STATISTICS else ""
-                odd = _odd(found, replicas_W)
-                yield _Seen(_CAUSES[kind], odd, _names(found), own_key=own_key)
+                ranks = _odd(found, replicas_W)
+                yield _Seen(cause, ranks, _names(found), own_key=own_key)
 
     def _after_averages(self, step: Observation) -> Iterable["_Seen"]:
         """Yield what differs after the average that a number of local steps has to contain."""
@@ -288,11 +277,7 @@ class _Fault(Stateful):
             key=key,
             status="open" if self.open else "closed",
             fields={
-                "Ranks": name_ranks(ranks).capitalize(),
-                "ranks": name_ranks(ranks),
                 "differ": "differs" if len(ranks) == 1 else "differ",
-                "first": self.first,
-                "steps": count(self.steps, "step"),
                 "names": self._name_words(),
                 "words": self.words,
                 **_apart(len(ranks) < num_workers),
@@ -342,20 +327,6 @@ def _odd(found: Sequence[StateDifference], replicas_W: Ints) -> list[int]:
 
 def _names(found: Sequence[StateDifference]) -> list[str]:
     return [difference.name for difference in found]
-
-
-def _minority(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[int]:
-    """Return the workers whose value is not that of most; all of them where no majority agrees."""
-    if (values_W == values_W[0]).all():
-        return []
-    ranks = np.flatnonzero(known_W)
-    values, counts = np.unique(values_W[ranks], return_counts=True)
-    if len(values) < 2:
-        return []
-    most = int(counts.argmax())
-    if 2 * counts[most] <= len(ranks):
-        return [int(rank) for rank in ranks]
-    return [int(rank) for rank in ranks if values_W[rank] != values[most]]
 
 
 def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int], bool] | None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from rankscope.core.budget import bound_in_words
 from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.causes import ranked
-from rankscope.diagnose.course import Course
 from rankscope.diagnose.dispersion_words import (
     Values,
     say_dispersion,
@@ -19,7 +17,7 @@ from rankscope.diagnose.dispersion_words import (
     short,
     spread_in_words,
 )
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.rules import count, name_ranks, ranked
 
 NOTHING_TO_CHANGE = "Nothing to change."
 _ALIKE_LOSS = 1e-6
@@ -34,6 +32,32 @@ class Verdict:
     headline: str
     recommendation: str
     severity: Severity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How far a run came.
+
+    Attributes:
+        status: As in ``run.json``: ``running``, ``complete`` or ``incomplete``.
+        last_step: The last step on record; -1 without any.
+        earlier_steps: Steps of the runs that it continues, as far as detectors remember them; None
+            where that is not known.
+    """
+
+    status: str = "running"
+    last_step: int = -1
+    earlier_steps: int | None = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more steps will come."""
+        return self.status != "running"
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the record has steps and ends before it should."""
+        return self.status == "incomplete" and self.last_step >= 0
 
 
 _BEGUN = Course()

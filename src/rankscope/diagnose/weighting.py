@@ -12,11 +12,11 @@ import numpy as np
 
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
-from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, log_spread
-from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.rules import count
 
 MICRO, STARVED = "token-weighting-micro-batches", "token-weighting-one-worker"
 """Keys of the findings between micro-batches, and of one worker with very few tokens."""
@@ -29,7 +29,7 @@ _WINDOW = 64
 _FEW, _FEW_STEPS = 8, 8
 
 
-class TokenWeighting(Stateful):
+class TokenWeighting(Detector):
     """Label tokens against how the loss is weighted.
 
     Judges steps in which all multipliers are equal though token counts differ. Multipliers that
@@ -60,12 +60,8 @@ class TokenWeighting(Stateful):
         if self._intended:
             return ()
         gathered = step.gathered
-        self._between.sums.take(step.token_products)
+        self._between.sums.take(step.stretch.token_products[step.index])
         return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
-
-    def close(self) -> Iterable[Evidence]:
-        """End the run."""
-        return ()
 
     def _observe_workers(self, step: Observation) -> Iterable[Evidence]:
         gathered, workers = step.gathered, step.gathered.workers
@@ -74,7 +70,7 @@ class TokenWeighting(Stateful):
         if self._between.sums.found:
             return found
         if self._starved.observe(gathered.step, scales_W, tokens_W):
-            found.append(self._starved.evidence(gathered.step))
+            found.append(self._starved.describe())
         if self._starved.ranks:
             tokens_W = tokens_W.copy()
             tokens_W[list(self._starved.ranks)] = np.nan
@@ -83,7 +79,7 @@ class TokenWeighting(Stateful):
             spread = step.stretch.token_spreads[step.index]
         if self._between.observe(gathered.step, spread):
             ranks = tuple(np.flatnonzero(np.isfinite(scales_W + tokens_W)).tolist())
-            found.append(self._between.evidence("", ranks))
+            found.append(self._between.describe("", ranks))
         return found
 
     def _observe_micro_batches(self, gathered: GatheredStep) -> Iterable[Evidence]:
@@ -99,19 +95,18 @@ class TokenWeighting(Stateful):
             return ()
         if not self._inside.observe(gathered.step, float(spread_W[known_W].mean())):
             return ()
-        return (self._inside.evidence(MICRO, tuple(np.flatnonzero(known_W).tolist())),)
+        return (self._inside.describe(MICRO, tuple(np.flatnonzero(known_W).tolist())),)
 
 
-class _Spread(Stateful):
+class _Spread(Span):
     """Follows by how much the weights of tokens differ inside the latest steps."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sums = TokenSums()
         self._latest: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._ratio = 1.0
         self._largest = 1.0
-        self._first = self._last = -1
-        self._count = 0
 
     def observe(self, step: int, log_ratio: float) -> bool:
         """Take one step, NaN when it cannot be judged; return whether there is news."""
@@ -123,49 +118,38 @@ class _Spread(Stateful):
         ratio = math.exp(sum(one for _, one in self._latest) / len(self._latest))
         if ratio < NOTE:
             return False
-        if not self._count:
-            shown = [at for at, one in self._latest if one >= math.log(NOTE)]
-            self._first, self._count = shown[0], len(shown) - 1
+        if not self.count:
             self._largest = math.exp(max(one for _, one in self._latest))
+        shown = [at for at, one in self._latest if one >= math.log(NOTE)]
+        self.see(step, first=shown[0], before=len(shown) - 1)
         self._ratio = max(self._ratio, ratio)
         self._largest = max(self._largest, math.exp(log_ratio))
-        self._last = step
-        self._count += 1
         return True
 
-    def evidence(self, key: str, ranks: tuple[int, ...]) -> Evidence:
+    def describe(self, key: str, ranks: Iterable[int]) -> Evidence:
         """Return what is known so far."""
-        return Evidence(
-            cause="loss.token_weighting",
-            severity=Severity.WARNING if self._ratio >= WARNING else Severity.NOTE,
-            ranks=ranks,
-            first_step=self._first,
-            last_step=self._last,
-            count=self._count,
-            fields={
-                "first": f"{self._first:,}",
-                "ratio": f"{self._ratio:.2g}",
-                "largest": f"{self._largest:.2g}",
-                "steps": count(self._count, "step"),
-            },
-            numbers={
+        return self.evidence(
+            "loss.token_weighting",
+            Severity.WARNING if self._ratio >= WARNING else Severity.NOTE,
+            ranks,
+            {"ratio": f"{self._ratio:.2g}", "largest": f"{self._largest:.2g}"},
+            {
                 "token_weight_ratio": self._ratio,
                 "token_weight_ratio_largest": self._largest,
-                "steps": self._count,
+                "steps": self.count,
             },
             key=key,
         )
 
 
-class _Starved(Stateful):
+class _Starved(Span):
     """Workers that have hardly any label tokens, step after step, and count like the others."""
 
     def __init__(self, num_workers: int) -> None:
+        super().__init__()
         self.ranks: set[int] = set()
         self._score_W = np.zeros(num_workers, np.int64)
         self._since_W = np.zeros(num_workers, np.int64)
-        self._first = -1
-        self._count = 0
         self._tokens = self._typical = math.nan
 
     def observe(self, step: int, scales_W: Floats, tokens_W: Floats) -> bool:
@@ -183,35 +167,25 @@ class _Starved(Stateful):
         named_W = few_W & np.isin(np.arange(len(few_W)), list(self.ranks))
         if not named_W.any():
             return False
-        if not self._count:
-            self._first = int(self._since_W[named_W].min())
-            self._count = _FEW_STEPS - 1
-        self._count += 1
+        self.see(step, first=int(self._since_W[named_W].min()), before=_FEW_STEPS - 1)
         self._tokens, self._typical = float(tokens_W[named_W].max()), typical
         return True
 
-    def evidence(self, step: int) -> Evidence:
+    def describe(self) -> Evidence:
         """Return what is known so far."""
-        ranks = tuple(sorted(self.ranks))
-        return Evidence(
-            cause="loss.token_weighting",
-            severity=Severity.WARNING,
-            ranks=ranks,
-            first_step=self._first,
-            last_step=step,
-            count=self._count,
-            fields={
-                "Ranks": name_ranks(ranks).capitalize(),
-                "have": "have" if len(ranks) > 1 else "has",
-                "first": f"{self._first:,}",
-                "steps": count(self._count, "step"),
+        return self.evidence(
+            "loss.token_weighting",
+            Severity.WARNING,
+            self.ranks,
+            {
+                "have": "have" if len(self.ranks) > 1 else "has",
                 "tokens": count(round(self._tokens), "label token"),
                 "typical": f"{self._typical:,.0f}",
             },
-            numbers={
+            {
                 "label_tokens": self._tokens,
                 "label_tokens_typical": self._typical,
-                "steps": self._count,
+                "steps": self.count,
                 "other_causes": ["data.worker_outlier"],
             },
             key=STARVED,

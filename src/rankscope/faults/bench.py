@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankscope import Finding, Run, Severity
-from rankscope.diagnose.causes import ranked
+from rankscope.diagnose.rules import ranked
 from rankscope.errors import UsageError
 from rankscope.faults.catalogue import Fault, FaultClass, Hits
 from rankscope.faults.injectors import INJECTORS

@@ -306,7 +306,7 @@ class Run:
         """Yield the recorded steps as detectors saw them live: every number has the same bits.
 
         What no table holds (sketches, inner products) is missing in them, see
-        :func:`rankscope.core.recorded.as_recorded`. Holds about one file of each table in memory
+        :func:`rankscope.core.step.as_recorded`. Holds about one file of each table in memory
         at a time. Steps that are written meanwhile are left out.
 
         Args:

@@ -27,7 +27,7 @@ Rows = Mapping[Table, Columns | None]
 def read_reports(run: Path, first_step: int = 0) -> Iterator[StepReport]:
     """Yield the recorded steps in order, each with all that its rows hold.
 
-    Equal, bit for bit, to what :func:`rankscope.core.recorded.as_recorded` made of them when they
+    Equal, bit for bit, to what :func:`rankscope.core.step.as_recorded` made of them when they
     were live. Holds about one file of each table in memory at a time; steps that are written
     meanwhile are left out.
 

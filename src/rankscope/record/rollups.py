@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope.core.arrays import Floats, Ints
-from rankscope.core.coverage import DistinctSamples
 from rankscope.core.rollup import (
     LEVELS,
     Bins,
@@ -28,6 +27,7 @@ from rankscope.core.rollup import (
     quantities,
     rollup_signals,
 )
+from rankscope.core.share import DistinctSamples
 from rankscope.core.signals import DType, Signal, Table
 from rankscope.core.step import MISSING_INT
 from rankscope.record.rows import Rows

@@ -6,10 +6,15 @@ import numpy as np
 
 from rankscope.core.arrays import Floats
 from rankscope.core.direction import upper_triangle
-from rankscope.core.recorded import MAX_PAIRED_WORKERS, has_micro_batches, known_micro_norms
+from rankscope.core.replicas import Trace
 from rankscope.core.signals import Source, Table, signals
-from rankscope.core.step import GatheredStep, StepReport
-from rankscope.core.trace import Trace
+from rankscope.core.step import (
+    MAX_PAIRED_WORKERS,
+    GatheredStep,
+    StepReport,
+    has_micro_batches,
+    known_micro_norms,
+)
 from rankscope.record.schema import Array
 
 Rows = Mapping[str, Array | list[Array]]

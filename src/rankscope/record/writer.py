@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope.core.finding import Finding
+from rankscope.core.replicas import TRACE_WIDTH
 from rankscope.core.signals import DType, Signal, Table, signals
 from rankscope.core.state import State
 from rankscope.core.step import StepReport
-from rankscope.core.trace import TRACE_WIDTH
 from rankscope.errors import RunError
 from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
 from rankscope.record.files import append, extend, is_file, replace, to_plain, write_error

@@ -4,7 +4,7 @@ import logging
 
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.replay import check_module
-from rankscope.core.recorded import MAX_PAIRED_WORKERS
+from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.session.wrapping import Wrapped
 
@@ -18,7 +18,7 @@ def check_canary(wrapped: Wrapped, *, wanted: bool, every: int | None) -> bool:
         wrapped: The model.
         wanted: Whether the user left them on.
         every: Steps from one scheduled canary to the next; None for as many as cost next to
-            nothing, see :class:`rankscope.core.canary_schedule.WithinShare`.
+            nothing, see :class:`rankscope.core.canary_plan.Schedule`.
 
     Raises:
         UsageError: The options contradict each other.

@@ -18,10 +18,16 @@ from rankscope.capture.taps.fsdp2_model import LastingParameters
 from rankscope.capture.taps.reduced_types import reduced_types
 from rankscope.capture.taps.tap import GradientObserver, Guarded
 from rankscope.core.audit import AUDIT_WIDTH
-from rankscope.core.groups import Groups, GroupsOption, group_parameters
-from rankscope.core.recorded import MAX_PAIRED_WORKERS as MAX_PAIRED
-from rankscope.core.sections import SECTION_ELEMENTS, Sections, cut_sections
-from rankscope.core.tiers import Tier
+from rankscope.core.groups import (
+    SECTION_ELEMENTS,
+    Groups,
+    GroupsOption,
+    Sections,
+    cut_sections,
+    group_parameters,
+)
+from rankscope.core.plan import Tier
+from rankscope.core.step import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.reduce.exact import ExactGram, check_exact
 from rankscope.session.wrapping import Wrapped

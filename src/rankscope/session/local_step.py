@@ -20,7 +20,7 @@ from rankscope.capture.loss import MicroBatchLoss
 from rankscope.capture.state.trace import PendingTrace
 from rankscope.capture.state.turn import PendingState
 from rankscope.core.arrays import Ints
-from rankscope.core.trace import Trace
+from rankscope.core.replicas import Trace
 
 _DOUBLE = 8  # bytes
 _LEAST_SCALER = 1024.0

@@ -263,7 +263,7 @@ def _begin(
 def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
     if previous is None:
         return None
-    from rankscope.diagnose.restart import state_after  # detectors: only where a run goes on
+    from rankscope.diagnose.diagnosis import state_after  # detectors: only where a run goes on
 
     _wait_for_agent(previous)
     hosts = [str(rank["host"]) for rank in info["ranks"]]

@@ -24,8 +24,7 @@ from rankscope.capture.state.training_facts import (
 )
 from rankscope.core.canary_plan import first_by_default
 from rankscope.core.groups import GroupsOption
-from rankscope.core.plan import Plan
-from rankscope.core.tiers import Tier
+from rankscope.core.plan import Plan, Tier
 from rankscope.errors import UsageError
 from rankscope.session.canary import LiveCanary
 from rankscope.session.canary_check import check_canary

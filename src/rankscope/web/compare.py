@@ -12,7 +12,7 @@ import altair as alt
 
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import Assessment, assess
-from rankscope.diagnose.causes import explained_by, ranked
+from rankscope.diagnose.rules import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web import bins, series
 from rankscope.web.document import spec_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.causes import explained_by, ranked
+from rankscope.diagnose.rules import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web.study_words import Entry, Study, alike, headline_of, why_heading, why_they_differ
 from rankscope.web.words import (

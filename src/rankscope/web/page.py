@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.diagnose.assessment import Assessment, assess
-from rankscope.diagnose.causes import explained_by, ranked
+from rankscope.diagnose.rules import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web.document import render, write_text
 from rankscope.web.parts import Spec, Tables

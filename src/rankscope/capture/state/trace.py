@@ -31,8 +31,7 @@ from rankscope.capture.state.leaves import digest_optimizer
 from rankscope.capture.state.plan import Place, Slice
 from rankscope.capture.state.readings import PendingReading, Reading
 from rankscope.capture.totals import GradientTotals
-from rankscope.core.replicas import StateKind
-from rankscope.core.trace import TRACE_WIDTH, Trace
+from rankscope.core.replicas import TRACE_WIDTH, StateKind, Trace
 
 UNREADABLE = PendingDigest(word_of("cannot be read"))
 

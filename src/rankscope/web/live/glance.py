@@ -10,7 +10,7 @@ import numpy as np
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Finding
 from rankscope.core.signals import Table
-from rankscope.diagnose.causes import ranked
+from rankscope.diagnose.rules import ranked
 from rankscope.record import Run
 from rankscope.web.live.catalog import Place, Stamp
 from rankscope.web.words import title_of, title_of_finding
