@@ -12,8 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rankscope.capture.state.digest import digest_tensor
 from rankscope.capture.state.fingerprint import digest_of, numpy_state, python_state, torch_state
-from rankscope.doctor.result import Facts
-from rankscope.doctor.stage import Bench
+from rankscope.doctor.stage import Bench, Facts
 from rankscope.errors import UsageError
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
