@@ -15,7 +15,6 @@ from rankscope.doctor import (
 )
 from rankscope.doctor.functions import find_function, in_one_line
 from rankscope.doctor.meeting import Place, find_place
-from rankscope.doctor.model_facts import dropouts
 from rankscope.errors import UsageError
 
 
@@ -281,7 +280,7 @@ def test_modules_that_drop_at_random():
             "plain": nn.Linear(2, 2),
         }
     )
-    assert dropouts(built_model) == ["on", "recurrent", "attention"]
+    assert model.dropouts(built_model) == ["on", "recurrent", "attention"]
 
 
 # The user's functions

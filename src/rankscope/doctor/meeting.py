@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,27 +19,12 @@ import torch.distributed as dist
 from rankscope.errors import UsageError
 
 _c10d: Any = dist  # its stores have no types
+Store = Any
 
 _ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 PAUSE = 0.01
 """Seconds between two looks at the store."""
-
-
-class Store(Protocol):
-    """What is used of torch's stores."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Write a value."""
-
-    def get(self, key: str) -> bytes:
-        """Read a value; waits until there is one."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have been written; does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +82,7 @@ def open_stores(place: Place, seconds: float) -> tuple[Store, Store]:
         UsageError: It cannot be reached.
     """
     if not place.launched:
-        store: Store = _c10d.HashStore()
+        store = _c10d.HashStore()
         return store, store
     hosting = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     prefix = f"rankscope-doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -108,8 +93,7 @@ def open_stores(place: Place, seconds: float) -> tuple[Store, Store]:
 
 def inside(store: Store, name: str) -> Store:
     """Return a part of a store, whose keys are not those of the rest."""
-    part: Store = _c10d.PrefixStore(name, store)
-    return part
+    return _c10d.PrefixStore(name, store)
 
 
 def choose_device(place: Place) -> torch.device:
@@ -186,7 +170,7 @@ class Meeting:
 
     def count_in(self, topic: str) -> int:
         """Return how many have called this for a topic, this call included."""
-        return self.store.add(topic, 1)
+        return int(self.store.add(topic, 1))
 
     def _set(self, key: str, value: Any) -> None:
         self.store.set(key, zlib.compress(json.dumps(value).encode()))
@@ -198,14 +182,13 @@ class Meeting:
 def _connect(seconds: float, *, host: bool) -> Store:
     address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
     try:
-        store: Store = _c10d.TCPStore(
+        return _c10d.TCPStore(
             address,
             port,
             is_master=host,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
         )
-        return store
     except (RuntimeError, ValueError) as error:
         raise UsageError(
             f"rank {os.environ['RANK']} cannot reach rank 0 at {address}:{port} within "

@@ -188,10 +188,9 @@ def join(bench: Bench) -> Facts:
     began = time.perf_counter()
     backend = choose_backend(bench.place, bench.device)
     own = bench.device.type != "cpu" and backend != "gloo"
-    store: Any = bench.store
     dist.init_process_group(
         backend,
-        store=store,
+        store=bench.store,
         rank=bench.place.rank,
         world_size=bench.place.num_ranks,
         timeout=timedelta(seconds=3 * bench.options.seconds + 60),  # ours is shorter, and names who
