@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from rankscope.doctor import determinism
-from rankscope.doctor.repeated_operators import RepeatedOperators, same_bits
-from rankscope.doctor.result import Status
-from rankscope.doctor.stage import Bench, Options
+from rankscope.doctor.determinism import RepeatedOperators, same_bits
+from rankscope.doctor.stage import Bench, Options, Status
 
 sys.path.insert(0, str(Path(__file__).parent))
 import patients

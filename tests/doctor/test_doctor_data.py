@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from rankscope.doctor import Status, loader
-from rankscope.doctor.batches import label_tokens_of, samples_of
-from rankscope.doctor.loader_facts import look
-from rankscope.doctor.overlap import chance_of_few, compare
+from rankscope.doctor.loader import chance_of_few, compare
+from rankscope.doctor.loader_facts import label_tokens_of, look, samples_of
 
 
 def one(results, name):

@@ -4,19 +4,17 @@ import pytest
 import torch
 from torch import nn
 
+from rankscope.diagnose.minority import odd_ranks
 from rankscope.doctor import (
     Status,
     collectives,
     environment,
     model,
-    repeatability,
     speed,
     topology,
 )
-from rankscope.doctor.launcher import Place, find_place
-from rankscope.doctor.model_facts import dropouts
-from rankscope.doctor.result import unlike_most
-from rankscope.doctor.user_code import find_function, in_one_line
+from rankscope.doctor.functions import find_function, in_one_line
+from rankscope.doctor.meeting import Place, find_place
 from rankscope.errors import UsageError
 
 
@@ -29,8 +27,8 @@ def one(results, name):
     ("values", "odd"),
     [("aaaa", ()), ("aaba", (2,)), ("aabb", (0, 1, 2, 3)), ("ab", (0, 1)), ("abcc", (0, 1, 2, 3))],
 )
-def test_who_is_unlike_most(values, odd):
-    assert unlike_most(list(values)) == odd
+def test_who_is_odd(values, odd):
+    assert odd_ranks(list(values)) == odd
 
 
 # Topology
@@ -186,13 +184,13 @@ def sums(digests="aaaaaaaaaa", error=1e-9):
     ],
 )
 def test_repeated_sums(facts, status, ranks):
-    [result] = repeatability.judge(facts)
+    [result] = collectives.judge_repeats(facts)
     assert (result.status, result.ranks) == (status, ranks)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_bound_of_rounding_holds_in_any_order_and_the_sums_cancel(dtype):
-    terms = repeatability.ill_conditioned(5, repeatability.DTYPES[dtype])
+    terms = collectives.ill_conditioned(5, collectives.DTYPES[dtype])
     exact = terms.double()
     size = exact.abs().sum(0)
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 1, 3]):
@@ -200,7 +198,7 @@ def test_the_bound_of_rounding_holds_in_any_order_and_the_sums_cancel(dtype):
         for rank in order:
             total += terms[rank]
         error = ((total.double() - exact.sum(0)).abs() / size).max()
-        assert 0 < error <= repeatability._bound(dtype, 5)
+        assert 0 < error <= collectives._bound(dtype, 5)
     assert float((exact.sum(0).abs() / size).median()) < 0.01
 
 
@@ -282,7 +280,7 @@ def test_modules_that_drop_at_random():
             "plain": nn.Linear(2, 2),
         }
     )
-    assert dropouts(built_model) == ["on", "recurrent", "attention"]
+    assert model.dropouts(built_model) == ["on", "recurrent", "attention"]
 
 
 # The user's functions

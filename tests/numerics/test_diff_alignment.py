@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from numerics.diff_runs import Training, write_training
 from rankscope.errors import RunError
 from rankscope.numerics.diff import DiffClass, compare_runs
-from rankscope.numerics.diff.alignment import (
+from rankscope.numerics.diff.parting import growth_of
+from rankscope.numerics.diff.reading import (
     MAX_VOTES,
+    Side,
     _best_offset,
     align,
     dealt_otherwise,
     same_samples,
 )
-from rankscope.numerics.diff.growth import growth_of
-from rankscope.numerics.diff.reading import Side
 from rankscope.numerics.diff.result import Curve
 from rankscope.record import Run
 

@@ -9,11 +9,9 @@ import pytest
 
 from rankscope.core.rounding import ulp_distance
 from rankscope.errors import UsageError
-from rankscope.numerics.exact import exact_sums
 from rankscope.numerics.gradients import Kind, LocalGradients, synthetic
-from rankscope.numerics.measured import SumOptions
-from rankscope.numerics.spread import measure
-from rankscope.numerics.summation import Arithmetic, Divide, Scheme, reduce_mean
+from rankscope.numerics.spread import SumOptions, measure
+from rankscope.numerics.summation import Arithmetic, Divide, Scheme, exact_sums, reduce_mean
 from rankscope.numerics.words import sentences, size
 
 SMALL = SumOptions(workers=(8,), orders=12, max_elements=4096)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope.errors import UsageError
-from rankscope.numerics.exact import exact_sums
 from rankscope.numerics.summation import (
     TYPES,
     Arithmetic,
     Divide,
     Scheme,
+    exact_sums,
     num_buckets,
     reduce_buffers,
     reduce_mean,

@@ -6,7 +6,7 @@ import pytest
 from rankscope.core import share as core_share
 from rankscope.core.share import DistinctSamples
 from rankscope.core.signals import Table
-from rankscope.record import Run, RunWriter, bounded, writer
+from rankscope.record import Run, RunWriter, tables, writer
 from record.run_files import make_finding
 from record.step_reports import make_report
 
@@ -46,7 +46,7 @@ def test_frames_of_a_run_that_grows_meanwhile_are_those_that_were_asked_for(
         made.add(make_report(step))
         made.flush()
     steps_T, cosines_TWW = Run.open(made.path).cosines()
-    count = bounded._num_rows
+    count = tables._num_rows
 
     def count_then_grow(file):
         counted = count(file)
@@ -54,7 +54,7 @@ def test_frames_of_a_run_that_grows_meanwhile_are_those_that_were_asked_for(
         made.flush()  # every fourth one merges row groups
         return counted
 
-    monkeypatch.setattr(bounded, "_num_rows", count_then_grow)
+    monkeypatch.setattr(tables, "_num_rows", count_then_grow)
     few, few_TWW = Run.open(made.path).cosines(max_frames=3)
     assert few.tolist() == sorted({0, (flushes - 1) // 2, flushes - 1})
     np.testing.assert_array_equal(few_TWW, cosines_TWW[np.isin(steps_T, few)])

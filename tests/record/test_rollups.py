@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.core.rollup import bin_width, bins_of_steps, joined, quantities, rollup_signals
 from rankscope.core.signals import DType, Table, signals
-from rankscope.record import Run, RunWriter, overview, writer
+from rankscope.record import Run, RunWriter, rollups, writer
 from record.step_reports import make_report
 
 W = 3
@@ -144,7 +144,7 @@ def test_other_workers_begin_another_bin(tmp_path):
 
 @pytest.mark.parametrize("max_bins", [700, 240, 12, 11, 5, 2, 1])
 def test_an_overview_holds_what_the_rows_hold(finished, monkeypatch, max_bins):
-    monkeypatch.setattr(overview, "MAX_ROWS", 0 if max_bins < 700 else overview.MAX_ROWS)
+    monkeypatch.setattr(rollups, "MAX_ROWS", 0 if max_bins < 700 else rollups.MAX_ROWS)
     width = {700: 1, 240: 64, 12: 64, 11: 128, 5: 256, 2: 1024, 1: 2048}[max_bins]
     views = Run.open(finished).overviews("loss", "num_samples", max_bins=max_bins)
     for name, view in views.items():
@@ -158,7 +158,7 @@ def test_a_run_that_is_read_whole_has_narrow_bins(finished):
 
 
 def test_without_roll_ups_the_rows_give_the_same(copy, monkeypatch):
-    monkeypatch.setattr(overview, "MAX_ROWS", 0)
+    monkeypatch.setattr(rollups, "MAX_ROWS", 0)
     rolled = Run.open(copy).overview("cosine_rest")
     shutil.rmtree(copy / "rollups")
     assert_is(Run.open(copy).overview("cosine_rest"), by_hand(copy, "cosine_rest", 64))
@@ -166,7 +166,7 @@ def test_without_roll_ups_the_rows_give_the_same(copy, monkeypatch):
 
 
 def test_only_the_end_of_the_rows_is_read_beside_roll_ups(copy, monkeypatch):
-    monkeypatch.setattr(overview, "MAX_ROWS", 0)
+    monkeypatch.setattr(rollups, "MAX_ROWS", 0)
     expected = by_hand(copy, "loss", 64)
     parts = sorted((copy / "workers").iterdir())
     assert len(parts) > 6
@@ -176,7 +176,7 @@ def test_only_the_end_of_the_rows_is_read_beside_roll_ups(copy, monkeypatch):
 
 
 def test_what_roll_ups_lack_comes_from_the_rows(copy, monkeypatch):
-    monkeypatch.setattr(overview, "MAX_ROWS", 0)
+    monkeypatch.setattr(rollups, "MAX_ROWS", 0)
     for file in (copy / "rollups").glob("*/part-*"):
         rows = pq.read_table(file)
         pq.write_table(rows.drop_columns([n for n in rows.column_names if "loss_" in n]), file)
@@ -186,13 +186,13 @@ def test_what_roll_ups_lack_comes_from_the_rows(copy, monkeypatch):
 
 
 def test_flags_and_digests_have_an_overview_of_their_rows(finished, monkeypatch):
-    monkeypatch.setattr(overview, "MAX_ROWS", 0)
+    monkeypatch.setattr(rollups, "MAX_ROWS", 0)
     view = Run.open(finished).overview("nonfinite")
     assert_is(view, by_hand(finished, "nonfinite", 64))
 
 
 def test_a_run_that_is_not_closed_is_told_to_its_last_flush(tmp_path, monkeypatch):
-    monkeypatch.setattr(overview, "MAX_ROWS", 0)
+    monkeypatch.setattr(rollups, "MAX_ROWS", 0)
     run = RunWriter(tmp_path / "run", {"num_workers": W})
     for number, report in enumerate(reports(260, first=0), start=1):
         run.add(report)

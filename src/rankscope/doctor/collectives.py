@@ -1,7 +1,8 @@
-"""Whether collectives return what they should: patterns of small integers with known results.
+"""Whether collectives return what they should, and the same bits each time.
 
-Sums of integers up to 256 are exact in fp32, bf16 and fp16, in whatever order they are added, so
-any other result is wrong.
+Patterns of small integers have known results: sums of integers up to 256 are exact in fp32, bf16
+and fp16, in whatever order they are added, so any other result is wrong. Sums of ill-conditioned
+numbers are repeated, and held against float64.
 """
 
 import hashlib
@@ -12,16 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankscope.diagnose.minority import odd_ranks
 from rankscope.diagnose.rules import name_ranks
-from rankscope.doctor.result import CheckResult, Facts, Status, unlike_most
-from rankscope.doctor.stage import Bench, Stage
+from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
 
-NAME, TITLE = "collectives", "Collectives"
+NAME, REPEATED = "collectives", "repeatability"
 
 SIZES = (1, 1_023, 65_537, 250_000)
 LARGEST_IN_ALL = 4_000_000
 """Elements over all workers that an operation moves at most in this check."""
 EXACT_IN_BF16 = 256
+
+REPETITIONS = 10
+REPEATED_SIZE = 65_536
+
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+"""Largest relative error of one rounding."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,20 +60,18 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
         bad = [rank for rank, one in enumerate(seen) if one["wrong"]]
         if bad:
             wrong[f"{name}: {seen[bad[0]]['example']}"] = bad
-        elif case["same"] and unlike_most([one["digest"] for one in seen]):
-            unlike[name] = unlike_most([one["digest"] for one in seen])
+        elif case["same"] and odd_ranks([one["digest"] for one in seen]):
+            unlike[name] = odd_ranks([one["digest"] for one in seen])
     unsupported = [str(name) for name in facts[0]["unsupported"]]
     numbers = {"cases": len(facts[0]["cases"]), "wrong": wrong, "unsupported": unsupported}
     if wrong or unlike:
         told = [f"{name_ranks(ranks)}, {name}" for name, ranks in wrong.items()]
         told += [f"{name_ranks(ranks)}, {name}: other bits" for name, ranks in unlike.items()]
-        more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
         return [
             CheckResult(
                 NAME,
-                TITLE,
                 Status.ERROR,
-                "; ".join(told[:3]) + more,
+                listed(told, between="; "),
                 "Do not train on this: every gradient passes through these operations. Update or "
                 "replace driver, communication library and network card of these ranks' hosts.",
                 numbers,
@@ -77,11 +82,11 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
         ]
     left_out = f"; not supported here: {', '.join(unsupported)}" if unsupported else ""
     found = f"{len(facts[0]['cases'])} results exact, with the same bits on all ranks{left_out}"
-    return [CheckResult(NAME, TITLE, Status.OK, found, numbers=numbers)]
+    return [CheckResult(NAME, Status.OK, found, numbers=numbers)]
 
 
-def digest(tensor: Tensor) -> str:
-    """Return a digest of a tensor's bytes."""
+def _digest(tensor: Tensor) -> str:
+    """Return a digest of a tensor's bytes, made on the host by nothing that is tested here."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
 
@@ -187,16 +192,97 @@ def _case(operation: str, dtype: str, came: Tensor, expected: Tensor, same: bool
         "name": name,
         "wrong": len(wrong),
         "example": example,
-        "digest": digest(came),
+        "digest": _digest(came),
         "same": same,
     }
 
 
+def repeat(bench: Bench) -> Facts:
+    """Sum ill-conditioned numbers ten times, in both types."""
+    return {dtype: _repeat(dtype, bench) for dtype in ROUNDOFF}
+
+
+def judge_repeats(facts: Sequence[Facts]) -> list[CheckResult]:
+    """Say whether sums repeat, agree between workers, and are as exact as their type allows."""
+    num_ranks = len(facts)
+    errors = {dtype: max(float(fact[dtype]["error"]) for fact in facts) for dtype in ROUNDOFF}
+    numbers: dict[str, Any] = {
+        dtype: {
+            "relative_error": errors[dtype],
+            "bound": _bound(dtype, num_ranks),
+            "different_results": max(len(set(fact[dtype]["digests"])) for fact in facts),
+        }
+        for dtype in ROUNDOFF
+    }
+    exactness = "relative error " + ", ".join(f"{errors[d]:.1g} in {d}" for d in ROUNDOFF)
+    for dtype in ROUNDOFF:
+        odd = odd_ranks([tuple(fact[dtype]["digests"]) for fact in facts])
+        if odd:
+            found = f"the same all-reduce in {dtype} gave other bits on {name_ranks(odd)}"
+            advice = (
+                "Ranks that add different gradients drift apart: check driver and communication "
+                "library of these ranks' hosts."
+            )
+            return [CheckResult(REPEATED, Status.ERROR, found, advice, numbers, odd)]
+        if not errors[dtype] <= _bound(dtype, num_ranks):
+            found = (
+                f"sums in {dtype} are off by {errors[dtype]:.1e} of their terms, more than "
+                f"rounding explains ({_bound(dtype, num_ranks):.1e})"
+            )
+            advice = "Do not train on this: check driver, communication library and network."
+            return [CheckResult(REPEATED, Status.ERROR, found, advice, numbers)]
+    varying = [dtype for dtype in ROUNDOFF if numbers[dtype]["different_results"] > 1]
+    if varying:
+        found = f"the same numbers gave different bits from time to time in {' and '.join(varying)}"
+        advice = (
+            "Two runs of the same training will differ. Fix the communication library's algorithm "
+            "and protocol if runs must repeat (for NCCL: NCCL_ALGO and NCCL_PROTO)."
+        )
+        return [CheckResult(REPEATED, Status.WARNING, found, advice, numbers)]
+    found = f"{REPETITIONS} all-reduces alike in {' and '.join(ROUNDOFF)}; {exactness}"
+    return [CheckResult(REPEATED, Status.OK, found, numbers=numbers)]
+
+
+def _bound(dtype: str, num_ranks: int) -> float:
+    """Return the largest error of a sum, in terms of the sum of the terms' sizes, in any order."""
+    return (1 + ROUNDOFF[dtype]) ** (num_ranks - 1) - 1
+
+
+def _repeat(dtype: str, bench: Bench) -> dict[str, Any]:
+    terms = ill_conditioned(bench.place.num_ranks, DTYPES[dtype])
+    mine = terms[bench.place.rank].to(bench.device)
+    results = []
+    for _ in range(REPETITIONS):
+        values = mine.clone()
+        dist.all_reduce(values)
+        results.append(values)
+    exact = terms.to(torch.float64)
+    error = (results[0].cpu().to(torch.float64) - exact.sum(0)).abs() / exact.abs().sum(0)
+    return {
+        "digests": [_digest(result) for result in results],
+        "error": float(error.max()),
+    }
+
+
+def ill_conditioned(num_ranks: int, dtype: torch.dtype) -> Tensor:
+    """Return numbers of many sizes whose sums over workers nearly cancel, ``[W, n]``.
+
+    Every worker makes the same ones; no common random generator is touched.
+    """
+    size = min(REPEATED_SIZE, max(1, LARGEST_IN_ALL // num_ranks))
+    generator = torch.Generator().manual_seed(20)
+    sizes = 10 ** (6 * torch.rand(num_ranks, size, generator=generator, dtype=torch.float64) - 3)
+    terms = sizes * torch.randn(num_ranks, size, generator=generator, dtype=torch.float64)
+    if num_ranks > 1:
+        terms[-1] = -terms[:-1].sum(0) + 1e-3 * terms[-1]
+    return terms.to(dtype)
+
+
 STAGE = Stage(
     NAME,
-    TITLE,
     look,
     judge,
     together=True,
     advice="The backend failed in a plain collective: see its message and the rank's log.",
 )
+REPEATED_STAGE = Stage(REPEATED, repeat, judge_repeats, together=True)

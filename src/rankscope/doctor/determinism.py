@@ -4,6 +4,7 @@ import inspect
 import re
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 from rankscope.capture.canary.batch import CanaryDeclined, capture_batch
 from rankscope.capture.canary.replay import run_batch
 from rankscope.core.batches import PlainBatch
 from rankscope.diagnose.rules import name_ranks
-from rankscope.doctor.repeated_operators import RepeatedOperators
-from rankscope.doctor.result import CheckResult, Facts, Status
-from rankscope.doctor.stage import Bench, Options, Stage
+from rankscope.doctor.functions import not_asked
+from rankscope.doctor.stage import Bench, CheckResult, Facts, Options, Stage, Status, listed
 
-NAME, TITLE = "determinism", "Repeated steps"
+NAME = "determinism"
 
 RUNS = 4
 """Runs of the same batch that are compared."""
@@ -34,6 +36,12 @@ SHARE_OF_TWO = 0.8
 _SEED = 20
 _ALERT = re.compile(r"^(.*?) does not have a deterministic implementation")
 _SHOWN = 4
+
+_UNINITIALISED = ("empty", "new_empty", "resize")
+"""Beginnings of the names of operators whose result has no value yet."""
+_NO_REPEAT = ("c10d", "_c10d_functional", "c10d_functional", "profiler", "inductor", "prims")
+_BACKWARD = "in the backward pass"
+_FORWARD = "in the forward pass"
 
 Run = Callable[[], int]
 """Runs the batch and returns a digest of all bits of loss and gradient."""
@@ -61,7 +69,7 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
     """Say whether steps repeat, which operators do not, and what a flag would do about it."""
     declined = next((fact["declined"] for fact in facts if "declined" in fact), None)
     if declined is not None:
-        return [CheckResult(NAME, TITLE, Status.SKIPPED, declined)]
+        return [CheckResult(NAME, Status.SKIPPED, declined)]
     numbers = {"ranks": [dict(fact) for fact in facts]}
     ranks = tuple(r for r, fact in enumerate(facts) if _varies(fact))
     operators = _merged(facts, "operators")
@@ -77,9 +85,9 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
             "They can give other bits from run to run, for other inputs or under load. Where runs "
             "must repeat, replace them."
         )
-        found += f"; torch has no deterministic implementation of {_listed(alerts)}"
-        return [CheckResult(NAME, TITLE, Status.NOTE, found, advice, numbers)]
-    return [CheckResult(NAME, TITLE, Status.OK, found, numbers=numbers)]
+        found += f"; torch has no deterministic implementation of {listed(alerts, _SHOWN)}"
+        return [CheckResult(NAME, Status.NOTE, found, advice, numbers)]
+    return [CheckResult(NAME, Status.OK, found, numbers=numbers)]
 
 
 def _unrepeatable(
@@ -89,7 +97,7 @@ def _unrepeatable(
     found = f"the same batch gave other bits from run to run {who}"
     fixed = all(facts[rank]["fixed"] for rank in ranks)
     if operators:
-        found += f": {_listed(operators)}"
+        found += f": {listed(operators, _SHOWN)}"
     if fixed:
         advice = (
             "torch.use_deterministic_algorithms(True) gives the same bits each time; a step takes "
@@ -111,8 +119,8 @@ def _unrepeatable(
         )
     alerts = _merged(facts, "alerts")
     if alerts and not fixed:
-        advice += f" torch has no deterministic implementation of {_listed(alerts)}."
-    return CheckResult(NAME, TITLE, Status.WARNING, found, advice, numbers, ranks)
+        advice += f" torch has no deterministic implementation of {listed(alerts, _SHOWN)}."
+    return CheckResult(NAME, Status.WARNING, found, advice, numbers, ranks)
 
 
 def _run_all(
@@ -236,11 +244,6 @@ def _merged(facts: Sequence[Facts], key: str) -> list[str]:
     return sorted({str(name) for fact in facts for name in fact[key]})
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
 def _checked(facts: Sequence[Facts]) -> str:
     repeated = min(fact["operators_repeated"] for fact in facts)
     return f", and so did {repeated:,} operators one by one" if repeated else ""
@@ -251,13 +254,129 @@ def _cost(facts: Sequence[Facts]) -> float:
     return float(median(fact["cost"] for fact in facts if fact["cost"] is not None))
 
 
+class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each operator twice on the same inputs; what the computation gets are the first results.
+
+    A comparison of two whole runs only shows the first operator that differs: all that follow
+    differ as well. Here each operator repeats on its own, below autograd, in forward and backward
+    alike.
+
+    Args:
+        device: Where the computation runs.
+
+    Attributes:
+        num_repeated: Calls that were repeated.
+        differing: How many calls of each operator differed, by name and pass:
+            ``aten::index_add in the backward pass``.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._on_device: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self.num_repeated = 0
+        self.differing: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and run it again where that tells something."""
+        kwargs = kwargs or {}
+        if not _repeatable(func):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            inputs, others = tree_map(_copied, (args, kwargs))
+            again = self._after_same_state(func, inputs, others)
+            result = func(*args, **kwargs)
+            before = _tensors((args, kwargs, result))
+            after = _tensors((inputs, others, again()))
+        else:
+            again = self._after_same_state(func, args, kwargs)
+            result = func(*args, **kwargs)
+            before, after = _tensors(result), _tensors(again())
+        self.num_repeated += 1
+        if not all(map(same_bits, before, after)):
+            where = _BACKWARD if torch._C._current_graph_task_id() != -1 else _FORWARD
+            self.differing[f"{func._schema.name} {where}"] += 1
+        return result
+
+    def _after_same_state(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
+        """Return what runs an operator again from the random state of this moment."""
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if not random:
+            return lambda: func(*args, **kwargs)
+        leaves = tree_flatten((args, kwargs))[0]
+        generators = [value for value in leaves if isinstance(value, torch.Generator)]
+        before = self._states(generators)
+
+        def again() -> Any:
+            after = self._states(generators)
+            self._put_back(generators, before)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._put_back(generators, after)
+
+        return again
+
+    def _states(self, generators: Sequence[torch.Generator]) -> list[Tensor]:
+        """Return the states of given generators, and of torch's own."""
+        states = [*(g.get_state() for g in generators), torch.get_rng_state()]
+        if self._on_device is not None:
+            states.append(self._on_device.get_rng_state(self._device))
+        return states
+
+    def _put_back(self, generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+        for generator, state in zip(generators, states, strict=False):
+            generator.set_state(state)
+        torch.set_rng_state(states[len(generators)])
+        if self._on_device is not None:
+            self._on_device.set_rng_state(states[-1], self._device)
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same bits; those that have no plain bits count as equal.
+
+    Waits for the device.
+    """
+    if first is second or first.layout is not torch.strided or first.is_meta:
+        return True
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.is_quantized or not first.numel():
+        return True
+    return torch.equal(_bits(first), _bits(second))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain if plain.dtype is torch.bool else plain.reshape(-1).view(torch.uint8)
+
+
+def _repeatable(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace in _NO_REPEAT:
+        return False
+    name = schema.name.partition("::")[2].lstrip("_")
+    return not (name.startswith(_UNINITIALISED) or getattr(func, "is_view", False))
+
+
+def _copied(value: Any) -> Any:
+    plain = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.detach().clone() if plain else value
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    def found() -> Iterator[Tensor]:
+        for value in tree_flatten(values)[0]:
+            if isinstance(value, Tensor):
+                yield value
+
+    return list(found())
+
+
 def stage(options: Options) -> Stage:
     """Return the stage; it says that it is skipped unless there are a model and batches."""
     if options.model and options.loader:
-        return Stage(NAME, TITLE, look, judge, needs_group=False)
-
-    def not_asked(facts: Sequence[Facts]) -> list[CheckResult]:
-        found = "not asked for: give --model and --loader"
-        return [CheckResult(NAME, TITLE, Status.SKIPPED, found)]
-
-    return Stage(NAME, TITLE, lambda bench: {}, not_asked, needs_group=False)
+        return Stage(NAME, look, judge, needs_group=False)
+    return not_asked(NAME, "--model and --loader")

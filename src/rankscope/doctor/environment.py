@@ -6,11 +6,11 @@ from typing import Any
 
 from rankscope.capture.state.environment import environment_facts, source_revision
 from rankscope.core.environment import DECIDES_BITS, HARMLESS, is_compared
+from rankscope.diagnose.minority import odd_ranks
 from rankscope.diagnose.rules import count, name_ranks
-from rankscope.doctor.result import CheckResult, Facts, Status, unlike_most
-from rankscope.doctor.stage import Bench, Stage
+from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
 
-NAME, TITLE = "environment", "Environment"
+NAME = "environment"
 
 _DECIDES_BITS = DECIDES_BITS | {"CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED"}
 """Variables that change what is computed, from run to run too, not only how fast."""
@@ -35,22 +35,13 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
     numbers = {"compared": len(names), "different": different}
     if not different:
         found = f"{count(len(names), 'fact')} alike: {_versions(facts[0])}"
-        return [CheckResult(NAME, TITLE, Status.OK, found, numbers=numbers)]
+        return [CheckResult(NAME, Status.OK, found, numbers=numbers)]
     ordered = sorted(different, key=lambda name: (-_status(name).level, name))
-    shown = [_in_words(name, different[name]) for name in ordered[:5]]
-    more = f"; and {len(ordered) - 5} more" if len(ordered) > 5 else ""
-    odd = {r for name in ordered for r in unlike_most([repr(v) for v in different[name]])}
-    return [
-        CheckResult(
-            NAME,
-            TITLE,
-            _status(ordered[0]),
-            "; ".join(shown) + more,
-            _advice(ordered),
-            numbers,
-            ranks=tuple(sorted(odd)),
-        )
-    ]
+    told = [_in_words(name, different[name]) for name in ordered]
+    odd = {r for name in ordered for r in odd_ranks([repr(v) for v in different[name]])}
+    found = listed(told, 5, between="; ")
+    advice = _advice(ordered)
+    return [CheckResult(NAME, _status(ordered[0]), found, advice, numbers, tuple(sorted(odd)))]
 
 
 def _status(name: str) -> Status:
@@ -71,9 +62,7 @@ def _advice(names: Sequence[str]) -> str:
 
 
 def _in_words(name: str, values: Sequence[Any]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault("not set" if value is None else str(value)[:40], []).append(rank)
+    groups = ranks_by(["not set" if value is None else str(value)[:40] for value in values])
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     return f"{name}: {', '.join(f'{name_ranks(ranks)} {value}' for value, ranks in ordered[:3])}"
 
@@ -84,4 +73,4 @@ def _versions(fact: Facts) -> str:
     )
 
 
-STAGE = Stage(NAME, TITLE, look, judge, needs_group=False)
+STAGE = Stage(NAME, look, judge, needs_group=False)

@@ -10,16 +10,17 @@ import torch.distributed as dist
 
 from rankscope.diagnose.rules import name_ranks
 from rankscope.doctor.absence import (
+    FINISHED,
+    TOLD,
+    Watcher,
     failed_somewhere,
     gone_while_working,
     skipped,
     unfinished,
 )
+from rankscope.doctor.functions import in_one_line
 from rankscope.doctor.meeting import Meeting
-from rankscope.doctor.result import CheckResult
-from rankscope.doctor.stage import Bench, Stage
-from rankscope.doctor.user_code import in_one_line
-from rankscope.doctor.watcher import FINISHED, TOLD, Watcher
+from rankscope.doctor.stage import Bench, CheckResult, Stage
 from rankscope.errors import RankscopeError, UsageError
 from rankscope.record.files import to_plain
 

@@ -1,27 +1,48 @@
 """Whether ranks read different data, equally much of it, and in a new order each epoch."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from rankscope.diagnose.minority import odd_ranks
+from rankscope.diagnose.overlap import LIKELY, SURE
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.loader_facts import look
-from rankscope.doctor.overlap import Overlap, compare
-from rankscope.doctor.result import CheckResult, Facts, Status, unlike_most
-from rankscope.doctor.stage import Stage
+from rankscope.doctor.stage import CheckResult, Facts, Stage, Status
 
 SHARDS, COUNTS, WEIGHTING, ORDER = "shards", "batch_counts", "loss_weighting", "epoch_order"
-TITLES = {
-    SHARDS: "Shards",
-    COUNTS: "Batch counts",
-    WEIGHTING: "Loss weighting",
-    ORDER: "Epoch order",
-}
-
-SURE, LIKELY = 1e-6, 1e-4
-"""Probabilities of an innocent reading below which an overlap is an error, or a warning."""
 UNEVEN, VERY_UNEVEN, TILTED = 1.1, 4.0, 1.5
 """Factors between label tokens: of a step for a note and a warning, of the whole for a warning."""
+SAME_SHARE = 0.5
+"""Share of steps in which two ranks have the same batch, from which they read the same data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What ranks drew together.
+
+    Attributes:
+        drawn: Samples drawn by all ranks.
+        distinct: Different ones among them.
+        repeats: Draws of a sample that had been drawn before, but for those of padding.
+        own: Those of them whose rank had drawn the sample before itself.
+        padding: Repeats at the epoch's end, fewer than ranks.
+        chance: Probability of so few own repeats if data only hold some content several times, or
+            ranks draw with replacement: each repeat then hits its own rank with 1/W at least.
+        same_batches: Groups of ranks that read the same batches.
+        ranks: Ranks that drew what another rank had drawn.
+    """
+
+    drawn: int
+    distinct: int
+    repeats: int
+    own: int
+    padding: int
+    chance: float
+    same_batches: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
 
 
 def judge(facts: Sequence[Facts]) -> list[CheckResult]:
@@ -30,9 +51,8 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
 
 
 def _shards(facts: Sequence[Facts]) -> CheckResult:
-    title = TITLES[SHARDS]
     if len(facts) == 1:
-        return CheckResult(SHARDS, title, Status.SKIPPED, "one rank has nobody to compare with")
+        return CheckResult(SHARDS, Status.SKIPPED, "one rank has nobody to compare with")
     declared = _declared(facts)
     if declared:
         return declared
@@ -40,14 +60,13 @@ def _shards(facts: Sequence[Facts]) -> CheckResult:
     if unread:
         return CheckResult(
             SHARDS,
-            title,
             Status.SKIPPED,
             f"the samples of a batch could not be told apart (it is a {unread[0]['kind']})",
             "Batches of tensors, of text, or tuples and mappings of these are understood.",
         )
     if not any(fact["tokens"] for fact in facts):
         found = "no rank got a batch"
-        return CheckResult(SHARDS, title, Status.ERROR, found, "Check what the loader reads.")
+        return CheckResult(SHARDS, Status.ERROR, found, "Check what the loader reads.")
     ended = all(fact["ended"] for fact in facts)
     overlap = compare([fact["samples"] for fact in facts], ended=ended)
     meant = all(fact["with_replacement"] for fact in facts)
@@ -59,7 +78,7 @@ def _declared(facts: Sequence[Facts]) -> CheckResult | None:
     samplers = [fact["sampler"] for fact in facts]
     ranks = [sampler.get("rank") for sampler in samplers]
     replicas = [sampler.get("num_replicas") for sampler in samplers]
-    seeds = [sampler.get("seed") for sampler in samplers]
+    seeds = [str(sampler.get("seed")) for sampler in samplers]
     numbers = {"samplers": samplers}
     if None in ranks or None in replicas:
         return None
@@ -74,20 +93,19 @@ def _declared(facts: Sequence[Facts]) -> CheckResult | None:
     elif len(set(ranks)) < len(ranks):
         odd = tuple(r for r, number in enumerate(ranks) if ranks.count(number) > 1)
         found = f"the samplers of {name_ranks(odd)} take the same shard"
-    elif unlike_most(seeds) and any(sampler.get("shuffle", True) for sampler in samplers):
-        odd = unlike_most(seeds)
-        told = ", ".join(map(str, seeds[:8]))
+    elif odd_ranks(seeds) and any(sampler.get("shuffle", True) for sampler in samplers):
+        odd = odd_ranks(seeds)
+        told = ", ".join(seeds[:8])
         found = f"samplers shuffle with different seeds ({told}), so their shards overlap"
     if not found:
         return None
     advice = (
         "Give every rank's sampler the same seed, the number of ranks, and the rank's own number."
     )
-    return CheckResult(SHARDS, TITLES[SHARDS], Status.ERROR, found, advice, numbers, odd)
+    return CheckResult(SHARDS, Status.ERROR, found, advice, numbers, odd)
 
 
 def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> CheckResult:
-    title = TITLES[SHARDS]
     read = (
         f"{overlap.distinct:,} different samples of {overlap.drawn:,} read"
         f"{'' if whole_epoch else ', a part of the epoch'}"
@@ -105,7 +123,6 @@ def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> Check
         groups = ", and ".join(name_ranks(group) for group in overlap.same_batches)
         return CheckResult(
             SHARDS,
-            title,
             Status.ERROR,
             f"{groups} read the same batches; {read}",
             "Give each rank a shard of its own: a DistributedSampler in the data loader, or, for "
@@ -115,12 +132,11 @@ def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> Check
         )
     if meant:
         shared = f"{read}; the loaders draw with replacement, so ranks share samples on purpose"
-        return CheckResult(SHARDS, title, Status.OK, shared, numbers=numbers)
+        return CheckResult(SHARDS, Status.OK, shared, numbers=numbers)
     if overlap.chance < LIKELY:
         sure = overlap.chance < SURE
         return CheckResult(
             SHARDS,
-            title,
             Status.ERROR if sure else Status.WARNING,
             f"ranks draw each other's samples: {count(overlap.repeats - overlap.own, 'sample')} "
             f"came on more than one rank; {read}",
@@ -134,22 +150,21 @@ def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> Check
             "all ranks have equally many"
         )
         advice = "Harmless; drop_last=True in the sampler avoids it."
-        return CheckResult(SHARDS, title, Status.NOTE, found, advice, numbers)
+        return CheckResult(SHARDS, Status.NOTE, found, advice, numbers)
     shared = (
         f"{count(overlap.repeats, 'repeat')}, no more between ranks than within them"
         if overlap.repeats
         else "none on two ranks"
     )
-    return CheckResult(SHARDS, title, Status.OK, f"{read}, {shared}", numbers=numbers)
+    return CheckResult(SHARDS, Status.OK, f"{read}, {shared}", numbers=numbers)
 
 
 def _counts(facts: Sequence[Facts]) -> CheckResult:
-    title = TITLES[COUNTS]
     lengths = [fact["length"] for fact in facts]
     read = [len(fact["tokens"]) for fact in facts]
     numbers = {"read": read, "lengths": lengths}
     if None not in lengths and len(set(lengths)) > 1:
-        return _uneven(lengths, unlike_most(lengths), numbers)
+        return _uneven(lengths, odd_ranks(lengths), numbers)
     ends = [number for number, fact in zip(read, facts, strict=True) if fact["ended"]]
     short = [r for r, fact in enumerate(facts) if fact["ended"] and read[r] < max(read)]
     if ends and short:
@@ -160,7 +175,7 @@ def _counts(facts: Sequence[Facts]) -> CheckResult:
         found = f"{count(lengths[0], 'batch', 'batches')} on each rank, {min(read):,} of them read"
     else:
         found = f"at least {count(min(read), 'batch', 'batches')} on each rank"
-    return CheckResult(COUNTS, title, Status.OK, found, numbers=numbers)
+    return CheckResult(COUNTS, Status.OK, found, numbers=numbers)
 
 
 def _uneven(numbers_W: Sequence[int], odd: tuple[int, ...], numbers: dict[str, Any]) -> CheckResult:
@@ -168,7 +183,6 @@ def _uneven(numbers_W: Sequence[int], odd: tuple[int, ...], numbers: dict[str, A
     least = [rank for rank, number in enumerate(numbers_W) if number == fewest]
     return CheckResult(
         COUNTS,
-        TITLES[COUNTS],
         Status.ERROR,
         f"{name_ranks(least)} {'has' if len(least) == 1 else 'have'} "
         f"{count(fewest, 'batch', 'batches')}, others up to {most:,}",
@@ -181,14 +195,13 @@ def _uneven(numbers_W: Sequence[int], odd: tuple[int, ...], numbers: dict[str, A
 
 
 def _weighting(facts: Sequence[Facts]) -> CheckResult:
-    title = TITLES[WEIGHTING]
     steps = min(len(fact["tokens"]) for fact in facts)
     tokens = [fact["tokens"][:steps] for fact in facts]
     if len(facts) == 1:
-        return CheckResult(WEIGHTING, title, Status.SKIPPED, "one rank has nobody to compare with")
+        return CheckResult(WEIGHTING, Status.SKIPPED, "one rank has nobody to compare with")
     if not steps or any(number is None for rank in tokens for number in rank):
         found = "no label tokens were recognised in the batches (whole numbers under 'labels')"
-        return CheckResult(WEIGHTING, title, Status.SKIPPED, found)
+        return CheckResult(WEIGHTING, Status.SKIPPED, found)
     columns = list(zip(*tokens, strict=True))
     factors = [max(column) / max(min(column), 1) for column in columns]
     totals = [sum(rank) for rank in tokens]
@@ -198,7 +211,7 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
     empty = sum(min(column) == 0 < max(column) for column in columns)
     if usual < UNEVEN and tilt < TILTED and not empty:
         found = f"{count(min(totals), 'label token')} or more on each rank, alike in each step"
-        return CheckResult(WEIGHTING, title, Status.OK, found, numbers=numbers)
+        return CheckResult(WEIGHTING, Status.OK, found, numbers=numbers)
     grave = usual >= VERY_UNEVEN or tilt >= TILTED
     found = (
         f"ranks differ in label tokens per step, × {usual:.2g} typically and × {largest:.2g} at "
@@ -211,7 +224,6 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
         found += f"; in {count(empty, 'step')} a rank has none"
     return CheckResult(
         WEIGHTING,
-        title,
         Status.WARNING if grave else Status.NOTE,
         found,
         "If the loss is a mean over each rank's own tokens, multiply it by W × own tokens / tokens "
@@ -222,29 +234,27 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
 
 
 def _order(facts: Sequence[Facts]) -> CheckResult:
-    title = TITLES[ORDER]
     if any(not fact["recognised"] or not fact["tokens"] for fact in facts):
-        return CheckResult(ORDER, title, Status.SKIPPED, "samples were not recognised")
+        return CheckResult(ORDER, Status.SKIPPED, "samples were not recognised")
     if any(fact["one_pass"] for fact in facts):
         found = "the loader can be read once only, so there is no second epoch"
-        return CheckResult(ORDER, title, Status.OK, found)
+        return CheckResult(ORDER, Status.OK, found)
     how = str(facts[0]["set_epoch"])
     still = [rank for rank, fact in enumerate(facts) if not fact["changes_alone"]]
     fixed = [rank for rank in still if not facts[rank]["changes_when_told"]]
     sampler = str(facts[0]["sampler"]["class"])
     numbers = {"set_epoch": how, "sampler": sampler, "same_order": still}
     if not still:
-        return CheckResult(ORDER, title, Status.OK, "it changes by itself", numbers=numbers)
+        return CheckResult(ORDER, Status.OK, "it changes by itself", numbers=numbers)
     if not fixed:
         found = f"it changes when {how}(epoch) is called, and not without"
         advice = f"Make sure that the training calls {how}(epoch) before each epoch."
-        return CheckResult(ORDER, title, Status.NOTE, found, advice, numbers)
+        return CheckResult(ORDER, Status.NOTE, found, advice, numbers)
     meant = facts[fixed[0]]["sampler"].get("shuffle") is False or sampler == "SequentialSampler"
     told = f", also after {how}(1)" if how else ""
     who = "" if len(fixed) == len(facts) else f" on {name_ranks(fixed)}"
     return CheckResult(
         ORDER,
-        title,
         Status.NOTE if meant else Status.WARNING,
         f"two epochs begin with the same batches{who}{told}" + ("; shuffling is off" * meant),
         "Shuffle anew in each epoch, unless the order is meant.",
@@ -253,9 +263,76 @@ def _order(facts: Sequence[Facts]) -> CheckResult:
     )
 
 
+def compare(samples: Sequence[Sequence[Sequence[int]]], *, ended: bool) -> Overlap:
+    """Compare what ranks have drawn.
+
+    Args:
+        samples: Digests by rank, batch and sample.
+        ended: Whether all ranks have read to the epoch's end.
+    """
+    num_ranks = len(samples)
+    steps = max(map(len, samples), default=0)
+    seen: dict[int, set[int]] = {}
+    repeats = own = padding = 0
+    ranks: set[int] = set()
+    for step in range(steps):
+        again: list[tuple[int, int]] = []
+        for rank, batches in enumerate(samples):
+            for digest in batches[step] if step < len(batches) else ():
+                if digest in seen:
+                    again.append((rank, digest))
+                    own += rank in seen[digest]
+                seen.setdefault(digest, set()).add(rank)
+        if ended and step == steps - 1 and len(again) < num_ranks and not repeats:
+            padding, own = len(again), 0
+        else:
+            repeats += len(again)
+            ranks |= {member for _, digest in again for member in seen[digest]}
+    return Overlap(
+        drawn=sum(len(batch) for batches in samples for batch in batches),
+        distinct=len(seen),
+        repeats=repeats,
+        own=own,
+        padding=padding,
+        chance=chance_of_few(own, repeats, 1 / num_ranks),
+        same_batches=_same_batches(samples),
+        ranks=tuple(sorted(ranks)),
+    )
+
+
+def chance_of_few(hits: int, trials: int, probability: float) -> float:
+    """Return the probability of at most so many hits, of a binomial distribution."""
+    if not trials or probability >= 1:
+        return 1.0
+    terms = (
+        math.lgamma(trials + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(trials - k + 1)
+        + k * math.log(probability)
+        + (trials - k) * math.log1p(-probability)
+        for k in range(hits + 1)
+    )
+    return min(1.0, math.fsum(map(math.exp, terms)))
+
+
+def _same_batches(samples: Sequence[Sequence[Sequence[int]]]) -> tuple[tuple[int, ...], ...]:
+    """Return groups of ranks that have the same batch in most steps, whatever its inner order."""
+    keys = [[hash(tuple(sorted(batch))) for batch in batches] for batches in samples]
+    groups: list[list[int]] = []
+    for rank, mine in enumerate(keys):
+        for group in groups:
+            theirs = keys[group[0]]
+            shared = sum(a == b for a, b in zip(mine, theirs, strict=False))
+            if mine and shared >= SAME_SHARE * max(len(mine), len(theirs)):
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return tuple(tuple(group) for group in groups if len(group) > 1)
+
+
 STAGE = Stage(
     "loader",
-    "Data",
     look,
     judge,
     advice="The function must work on each rank as in the training. The process group exists "

@@ -1,32 +1,119 @@
-"""How the workers tell each other what they found: through a store, never by a collective.
+"""Where the workers meet: who each of them is, and how they tell each other what they found.
 
-Writing to a store needs nobody else, so a worker that hangs or fails holds up no other; those that
-wait for its word see that it is missing, and know who it is.
+They write to a store and use no collective. Writing needs nobody else, so a worker that hangs or
+fails holds up no other; those that wait for its word see that it is missing, and know who it is.
 """
 
 import json
+import os
 import time
 import zlib
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankscope.errors import UsageError
+
+_c10d: Any = dist  # its stores have no types
+Store = Any
+
+_ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 PAUSE = 0.01
 """Seconds between two looks at the store."""
 
 
-class Store(Protocol):
-    """What is used of torch's stores."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This worker's place among the others.
 
-    def set(self, key: str, value: bytes) -> None:
-        """Write a value."""
+    Attributes:
+        rank: Its rank, from 0.
+        num_ranks: Number of ranks that the launcher promises.
+        local_rank: Its number on its host.
+        num_local: Number of ranks on its host.
+        launched: Whether a launcher such as ``torchrun`` started it.
+    """
 
-    def get(self, key: str) -> bytes:
-        """Read a value; waits until there is one."""
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    num_local: int = 1
+    launched: bool = False
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
 
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have been written; does not wait."""
+def find_place(environment: Mapping[str, str]) -> Place:
+    """Read the launcher's variables.
+
+    Raises:
+        UsageError: Some of them are missing, or are no numbers that fit together.
+    """
+    if "RANK" not in environment:
+        return Place()
+    missing = [name for name in _ADDRESS if not environment.get(name)]
+    if missing:
+        raise UsageError(
+            f"RANK is set and {' and '.join(missing)} not: the workers cannot find each other; "
+            "start rankscope doctor with torchrun"
+        )
+    rank, num_ranks = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if not 0 <= rank < num_ranks:
+        raise UsageError(
+            f"expected RANK from 0 to WORLD_SIZE − 1, got RANK={rank} and WORLD_SIZE={num_ranks}; "
+            "correct what the launcher sets"
+        )
+    return Place(
+        rank,
+        num_ranks,
+        _number(environment, "LOCAL_RANK", rank),
+        _number(environment, "LOCAL_WORLD_SIZE", 1),
+        launched=True,
+    )
+
+
+def open_stores(place: Place, seconds: float) -> tuple[Store, Store]:
+    """Open two connections to the place where workers meet: one for each of a worker's threads.
+
+    Raises:
+        UsageError: It cannot be reached.
+    """
+    if not place.launched:
+        store = _c10d.HashStore()
+        return store, store
+    hosting = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    prefix = f"rankscope-doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    stores = (_connect(seconds, host=hosting), _connect(seconds, host=False))
+    first, second = (inside(store, prefix) for store in stores)
+    return first, second
+
+
+def inside(store: Store, name: str) -> Store:
+    """Return a part of a store, whose keys are not those of the rest."""
+    return _c10d.PrefixStore(name, store)
+
+
+def choose_device(place: Place) -> torch.device:
+    """Return this worker's device, and make it the current one.
+
+    More workers than accelerators share them.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or dist.get_default_backend_for_device(accelerator) == "gloo":
+        return torch.device("cpu")  # none, or one over which ranks cannot talk
+    device = torch.device(accelerator.type, place.local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def choose_backend(place: Place, device: torch.device) -> str:
+    """Return the device's own backend; gloo where workers share an accelerator."""
+    if device.type != "cpu" and place.num_local > torch.accelerator.device_count():
+        return "gloo"
+    return dist.get_default_backend_for_device(device)
 
 
 class Meeting:
@@ -83,10 +170,39 @@ class Meeting:
 
     def count_in(self, topic: str) -> int:
         """Return how many have called this for a topic, this call included."""
-        return self.store.add(topic, 1)
+        return int(self.store.add(topic, 1))
 
     def _set(self, key: str, value: Any) -> None:
         self.store.set(key, zlib.compress(json.dumps(value).encode()))
 
     def _get(self, key: str) -> Any:
         return json.loads(zlib.decompress(self.store.get(key)))
+
+
+def _connect(seconds: float, *, host: bool) -> Store:
+    address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
+    try:
+        return _c10d.TCPStore(
+            address,
+            port,
+            is_master=host,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"rank {os.environ['RANK']} cannot reach rank 0 at {address}:{port} within "
+            f"{seconds:g} s; check MASTER_ADDR, MASTER_PORT and that rank 0 was started"
+        ) from error
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError as error:
+        raise UsageError(
+            f"expected a whole number in {name}, got {text!r}; correct what the launcher sets"
+        ) from error

@@ -1,6 +1,8 @@
 """Puts the preflight together: who is here, where all meet, and what is checked in which order."""
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from rankscope.doctor import (
@@ -8,20 +10,15 @@ from rankscope.doctor import (
     determinism,
     environment,
     functions,
-    group,
     loader,
     model,
-    repeatability,
     speed,
     topology,
 )
 from rankscope.doctor.examination import Examination
-from rankscope.doctor.launcher import choose_device, find_place, inside, open_stores
-from rankscope.doctor.meeting import Meeting
-from rankscope.doctor.quiet import QuietOutput
-from rankscope.doctor.result import CheckResult
-from rankscope.doctor.stage import Bench, Options, Stage
-from rankscope.doctor.user_code import split_name
+from rankscope.doctor.functions import split_name
+from rankscope.doctor.meeting import Meeting, choose_device, find_place, inside, open_stores
+from rankscope.doctor.stage import Bench, CheckResult, Options, Stage
 from rankscope.errors import UsageError
 
 
@@ -73,12 +70,12 @@ def stages(options: Options) -> list[Stage]:
         topology.STAGE,
         environment.STAGE,
         *functions.stages(options),
-        group.STAGE,
+        topology.GROUP_STAGE,
         collectives.STAGE,
-        repeatability.STAGE,
+        collectives.REPEATED_STAGE,
         speed.STAGE,
-        model.STAGE if options.model else functions.not_asked("model", "Model and optimizer"),
-        loader.STAGE if options.loader else functions.not_asked("loader", "Data"),
+        model.STAGE if options.model else functions.not_asked("model"),
+        loader.STAGE if options.loader else functions.not_asked("loader"),
         determinism.stage(options),
     ]
 
@@ -94,3 +91,46 @@ def _check(options: Options) -> None:
         raise UsageError(f"--batches must be at least 1, got {options.batches}")
     if not options.seconds > 0:
         raise UsageError(f"--seconds must be positive, got {options.seconds:g}")
+
+
+class QuietOutput:
+    """Sends what is printed elsewhere, also by libraries in C, until :meth:`restore`.
+
+    Rank 0's standard output goes to its standard error, so that what the command prints is alone;
+    the other ranks print nothing.
+
+    Args:
+        rank: This worker's rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._lock = threading.Lock()
+        self._saved: dict[int, int] = {}
+        self._stdout = sys.stdout
+        _flush()
+        if rank == 0:
+            sys.stdout = sys.stderr
+            self._saved[1] = os.dup(1)
+            os.dup2(2, 1)
+        else:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for number in (1, 2):
+                self._saved[number] = os.dup(number)
+                os.dup2(nowhere, number)
+            os.close(nowhere)
+
+    def restore(self) -> None:
+        """Print as before; further calls do nothing."""
+        with self._lock:
+            saved, self._saved = self._saved, {}
+        if saved:
+            _flush()
+            sys.stdout = self._stdout
+        for number, copy in saved.items():
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

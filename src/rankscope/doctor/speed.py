@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 
 from rankscope.diagnose.rules import name_ranks
-from rankscope.doctor.result import CheckResult, Facts, Status
-from rankscope.doctor.stage import Bench, Stage
+from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status
 
-BANDWIDTH, BANDWIDTH_TITLE = "bandwidth", "Bandwidth"
-STRAGGLERS, STRAGGLERS_TITLE = "stragglers", "Slow ranks"
+BANDWIDTH, STRAGGLERS = "bandwidth", "stragglers"
 
 SIZES = {"1 KB": 1_000, "1 MB": 1_000_000, "25 MB": 25_000_000}
 SECONDS_PER_SIZE = 0.4
@@ -50,9 +48,9 @@ def _judge_bandwidth(facts: Sequence[Facts]) -> CheckResult:
     numbers = {name: {"seconds": seconds[name], "bytes_per_second": rates[name]} for name in SIZES}
     if len(facts) == 1:
         found = "one rank has nobody to talk to"
-        return CheckResult(BANDWIDTH, BANDWIDTH_TITLE, Status.SKIPPED, found)
+        return CheckResult(BANDWIDTH, Status.SKIPPED, found)
     told = (f"{name} {_time(seconds[name])} ({_rate(rates[name])})" for name in SIZES)
-    return CheckResult(BANDWIDTH, BANDWIDTH_TITLE, Status.OK, ", ".join(told), numbers=numbers)
+    return CheckResult(BANDWIDTH, Status.OK, ", ".join(told), numbers=numbers)
 
 
 def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
@@ -76,7 +74,6 @@ def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
         more = f" and {len(slow) - 6} more" if len(slow) > 6 else ""
         return CheckResult(
             STRAGGLERS,
-            STRAGGLERS_TITLE,
             Status.NOTE,
             f"slower than the median at the same computation: {told}{more}{load}",
             "All ranks wait for the slowest in each step. Look for other processes, heat or "
@@ -86,7 +83,7 @@ def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
         )
     slowest = max(seconds) / usual if usual else 1.0
     found = f"the slowest takes {slowest:.2f} × the median{load}"
-    return CheckResult(STRAGGLERS, STRAGGLERS_TITLE, Status.OK, found, numbers=numbers)
+    return CheckResult(STRAGGLERS, Status.OK, found, numbers=numbers)
 
 
 def _latency(size: int, bench: Bench) -> float:
@@ -175,10 +172,4 @@ def _rate(bytes_per_second: float) -> str:
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
-STAGE = Stage(
-    "speed",
-    "Speed",
-    look,
-    judge,
-    together=True,
-)
+STAGE = Stage("speed", look, judge, together=True)

@@ -1,17 +1,21 @@
-"""Who is there: ranks, hosts and devices against what the launcher promised."""
+"""Who is there, against what the launcher promised, and whether all join one process group."""
 
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from rankscope.diagnose.minority import odd_ranks
 from rankscope.diagnose.rules import count, name_ranks
-from rankscope.doctor.result import CheckResult, Facts, Status, unlike_most
-from rankscope.doctor.stage import Bench, Stage
+from rankscope.doctor.meeting import choose_backend
+from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, ranks_by
 
-NAME, TITLE = "topology", "Ranks and devices"
+NAME, GROUP = "topology", "process_group"
 
 Problem = tuple[Status, str, str, Sequence[int]]
 """Status, what was found, what to do, and the ranks concerned."""
@@ -46,7 +50,6 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
     return [
         CheckResult(
             NAME,
-            TITLE,
             problems[0][0] if problems else Status.OK,
             found,
             " ".join(advice for _, _, advice, _ in problems),
@@ -70,137 +73,95 @@ def _in_words(facts: Sequence[Facts]) -> str:
     return f"{count(len(facts), 'rank')} on {where}{each}, {' and '.join(kinds)}"
 
 
-def _alone(facts: Sequence[Facts]) -> list[Problem]:
+def _alone(facts: Sequence[Facts]) -> Iterator[Problem]:
     fact = facts[0]
     if fact["world_size"] > 1:
-        return []
+        return
     tasks = int(fact["tasks"] or 1) if str(fact["tasks"] or 1).isdigit() else 1
     if tasks > 1:
-        return [
-            (
-                Status.WARNING,
-                f"one rank, though the scheduler started {tasks} tasks: each would train alone",
-                "Start the job with torchrun, or set RANK and WORLD_SIZE from the scheduler's "
-                "variables.",
-                (),
-            )
-        ]
-    how = "one rank was started" if fact["launched"] else "started without a launcher"
-    return [
-        (
-            Status.NOTE,
-            f"{how}, so there is nothing to compare between ranks",
-            "Start it as the training is: torchrun --nproc-per-node N -m rankscope doctor.",
+        yield (
+            Status.WARNING,
+            f"one rank, though the scheduler started {tasks} tasks: each would train alone",
+            "Start the job with torchrun, or set RANK and WORLD_SIZE from the scheduler's "
+            "variables.",
             (),
         )
-    ]
+        return
+    how = "one rank was started" if fact["launched"] else "started without a launcher"
+    yield (
+        Status.NOTE,
+        f"{how}, so there is nothing to compare between ranks",
+        "Start it as the training is: torchrun --nproc-per-node N -m rankscope doctor.",
+        (),
+    )
 
 
-def _promises(facts: Sequence[Facts]) -> list[Problem]:
+def _promises(facts: Sequence[Facts]) -> Iterator[Problem]:
     sizes = [fact["world_size"] for fact in facts]
-    odd = unlike_most(sizes)
+    odd = odd_ranks(sizes)
     if odd:
-        return [
-            (
-                Status.ERROR,
-                f"ranks disagree on WORLD_SIZE: {sorted(set(sizes))}",
-                "Start all ranks by one launcher.",
-                odd,
-            )
-        ]
-    problems: list[Problem] = []
+        found = f"ranks disagree on WORLD_SIZE: {sorted(set(sizes))}"
+        yield Status.ERROR, found, "Start all ranks by one launcher.", odd
+        return
     for host, ranks in _hosts(facts).items():
         promised = {facts[rank]["num_local"] for rank in ranks}
         if facts[0]["launched"] and promised != {len(ranks)}:
             said = " and ".join(map(str, sorted(promised)))
-            problems.append(
-                (
-                    Status.NOTE,
-                    f"{count(len(ranks), 'rank')} on {host}, where LOCAL_WORLD_SIZE says {said}",
-                    "Several containers with one host name look like this; else correct what the "
-                    "launcher sets.",
-                    ranks,
-                )
+            yield (
+                Status.NOTE,
+                f"{count(len(ranks), 'rank')} on {host}, where LOCAL_WORLD_SIZE says {said}",
+                "Several containers with one host name look like this; else correct what the "
+                "launcher sets.",
+                ranks,
             )
-    return problems
 
 
-def _uneven(facts: Sequence[Facts]) -> list[Problem]:
+def _uneven(facts: Sequence[Facts]) -> Iterator[Problem]:
     hosts = _hosts(facts)
-    sizes = {host: len(ranks) for host, ranks in hosts.items()}
-    if len(set(sizes.values())) == 1:
-        return []
-    fewest = min(sizes, key=lambda host: sizes[host])
-    return [
-        (
-            Status.WARNING,
-            f"hosts have different numbers of ranks, {fewest} only {sizes[fewest]}",
-            "Start the same number on each host, unless this is meant.",
-            hosts[fewest],
-        )
-    ]
+    fewest = min(hosts, key=lambda host: len(hosts[host]))
+    if len(set(map(len, hosts.values()))) > 1:
+        found = f"hosts have different numbers of ranks, {fewest} only {len(hosts[fewest])}"
+        advice = "Start the same number on each host, unless this is meant."
+        yield Status.WARNING, found, advice, hosts[fewest]
 
 
-def _shared(facts: Sequence[Facts]) -> list[Problem]:
+def _shared(facts: Sequence[Facts]) -> Iterator[Problem]:
     users: dict[tuple[str, str], list[int]] = {}
     for rank, fact in enumerate(facts):
         if fact["device_id"]:
             users.setdefault((fact["host"], fact["device_id"]), []).append(rank)
-    return [
-        (
-            Status.ERROR,
-            f"{name_ranks(ranks)} share one device ({facts[ranks[0]]['device']} of {host})",
-            "Give each rank a device of its own: start as many ranks as there are devices, and "
-            "choose by LOCAL_RANK.",
-            ranks,
-        )
-        for (host, _), ranks in users.items()
-        if len(ranks) > 1
-    ]
+    for (host, _), ranks in users.items():
+        if len(ranks) > 1:
+            yield (
+                Status.ERROR,
+                f"{name_ranks(ranks)} share one device ({facts[ranks[0]]['device']} of {host})",
+                "Give each rank a device of its own: start as many ranks as there are devices, "
+                "and choose by LOCAL_RANK.",
+                ranks,
+            )
 
 
-def _kinds(facts: Sequence[Facts]) -> list[Problem]:
-    odd = unlike_most([fact["device_kind"] for fact in facts])
-    if not odd:
-        return []
-    kinds = sorted({str(fact["device_kind"]) for fact in facts})
-    return [
-        (
-            Status.ERROR,
-            f"ranks have different kinds of device: {' and '.join(kinds)}",
-            f"Check drivers and visible devices on the host of {name_ranks(odd)}.",
-            odd,
-        )
-    ]
+def _kinds(facts: Sequence[Facts]) -> Iterator[Problem]:
+    odd = odd_ranks([fact["device_kind"] for fact in facts])
+    if odd:
+        kinds = sorted({str(fact["device_kind"]) for fact in facts})
+        found = f"ranks have different kinds of device: {' and '.join(kinds)}"
+        advice = f"Check drivers and visible devices on the host of {name_ranks(odd)}."
+        yield Status.ERROR, found, advice, odd
 
 
-def _idle(facts: Sequence[Facts]) -> list[Problem]:
-    idle = {
-        host: facts[ranks[0]]["devices"] - len(ranks)
-        for host, ranks in _hosts(facts).items()
-        if facts[ranks[0]]["devices"] > len(ranks)
-    }
-    if not idle:
-        return []
-    number = sum(idle.values())
-    return [
-        (
-            Status.NOTE,
-            f"{count(number, 'device')} without a rank",
-            "Start more ranks, unless this is meant.",
-            (),
-        )
-    ]
+def _idle(facts: Sequence[Facts]) -> Iterator[Problem]:
+    idle = sum(max(facts[ranks[0]]["devices"] - len(ranks), 0) for ranks in _hosts(facts).values())
+    if idle:
+        found = f"{count(idle, 'device')} without a rank"
+        yield Status.NOTE, found, "Start more ranks, unless this is meant.", ()
 
 
 _CHECKS = (_alone, _promises, _uneven, _shared, _kinds, _idle)
 
 
 def _hosts(facts: Sequence[Facts]) -> dict[str, list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for rank, fact in enumerate(facts):
-        hosts.setdefault(str(fact["host"]), []).append(rank)
-    return hosts
+    return ranks_by([str(fact["host"]) for fact in facts])
 
 
 def _device_name(device: torch.device) -> str:
@@ -222,4 +183,51 @@ def _device_id(device: torch.device) -> str:
     return str(getattr(properties, "uuid", "") or device)
 
 
-STAGE = Stage(NAME, TITLE, look, judge, needs_group=False)
+def join(bench: Bench) -> Facts:
+    """Join the process group that the other checks use; count workers by a first all-reduce."""
+    began = time.perf_counter()
+    backend = choose_backend(bench.place, bench.device)
+    own = bench.device.type != "cpu" and backend != "gloo"
+    dist.init_process_group(
+        backend,
+        store=bench.store,
+        rank=bench.place.rank,
+        world_size=bench.place.num_ranks,
+        timeout=timedelta(seconds=3 * bench.options.seconds + 60),  # ours is shorter, and names who
+        device_id=bench.device if own else None,
+    )
+    ones = torch.ones(1, device=bench.device)
+    dist.all_reduce(ones)
+    counted = int(ones.item())
+    return {"backend": backend, "counted": counted, "seconds": time.perf_counter() - began}
+
+
+def judge_group(facts: Sequence[Facts]) -> list[CheckResult]:
+    """Compare the number of workers that were counted with those that are there."""
+    seconds = max(fact["seconds"] for fact in facts)
+    backends = [str(fact["backend"]) for fact in facts]
+    numbers = {"backend": backends[0], "seconds": seconds}
+    wrong = [rank for rank, fact in enumerate(facts) if fact["counted"] != len(facts)]
+    odd = odd_ranks(backends)
+    if odd or wrong:
+        found = (
+            f"ranks chose different backends: {' and '.join(sorted(set(backends)))}"
+            if odd
+            else f"a first all-reduce counted {facts[wrong[0]]['counted']} of {len(facts)} ranks"
+        )
+        advice = "Check that all ranks have the same kind of device, and one launcher."
+        ranks = odd or tuple(wrong)
+        return [CheckResult(GROUP, Status.ERROR, found, advice, numbers, ranks)]
+    found = f"{backends[0]}, joined within {seconds:.1f} s"
+    return [CheckResult(GROUP, Status.OK, found, numbers=numbers)]
+
+
+STAGE = Stage(NAME, look, judge, needs_group=False)
+GROUP_STAGE = Stage(
+    GROUP,
+    join,
+    judge_group,
+    together=True,
+    advice="Check that ranks reach each other over the network (interfaces, firewall), and that "
+    "the backend is built into torch.",
+)

@@ -83,35 +83,20 @@ def synthetic(
     rng = np.random.default_rng(seed)
     arrays = {}
     for layer, columns in enumerate(np.array_split(np.arange(num_elements), 4)):
-        values = _VALUES[kind](rng, num_workers, len(columns)) * 10.0 ** (-2 - layer)
+        values = _made_up(kind, rng, num_workers, len(columns)) * 10.0 ** (-2 - layer)
         arrays[f"layers.{layer}"] = values.astype(np.float32)
     return LocalGradients("synthetic", str(kind), arrays)
 
 
-def _normal(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float64]:
-    return rng.standard_normal((rows, columns))
-
-
-def _coherent(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float64]:
-    common: NDArray[np.float64] = 3.0 * rng.standard_normal(columns)
-    return common + rng.standard_normal((rows, columns))
-
-
-def _heavy_tailed(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float64]:
-    return np.asarray(rng.standard_t(2, (rows, columns)))
-
-
-def _cancelling(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float64]:
+def _made_up(kind: Kind, rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float64]:
+    if kind is Kind.HEAVY_TAILED:
+        return np.asarray(rng.standard_t(2, (rows, columns)))
+    common = 3.0 * rng.standard_normal(columns) if kind is Kind.COHERENT else 0.0
     values = rng.standard_normal((rows, columns))
-    return np.asarray(values - values.mean(axis=0) + 1e-3 * rng.standard_normal(columns))
-
-
-_VALUES = {
-    Kind.NORMAL: _normal,
-    Kind.COHERENT: _coherent,
-    Kind.HEAVY_TAILED: _heavy_tailed,
-    Kind.CANCELLING: _cancelling,
-}
+    if kind is Kind.CANCELLING:
+        values -= values.mean(axis=0)
+        common = 1e-3 * rng.standard_normal(columns)
+    return np.asarray(values + common)
 
 
 def read(path: Path) -> LocalGradients:

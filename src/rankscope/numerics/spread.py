@@ -71,19 +71,26 @@ The order of a cell's algorithm is a permutation of the workers (which place in 
 tree each of them has); for ``arrival`` it is one permutation for each bucket.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from rankscope.numerics.case import Case, Sample, describe_world, draw_sample
-from rankscope.numerics.exact import Reference, check_reference
+from rankscope.numerics.case import (
+    Case,
+    Cell,
+    LayerError,
+    Sample,
+    SumOptions,
+    World,
+    describe_world,
+    draw_sample,
+)
 from rankscope.numerics.gradients import LocalGradients, for_workers
-from rankscope.numerics.measured import Cell, LayerError, SumOptions, World
-from rankscope.numerics.summation import Divide, Scheme
+from rankscope.numerics.summation import Reference, Scheme, check_reference
 from rankscope.numerics.words import sentences
+from rankscope.record.files import to_plain
 
 __all__ = ["Cell", "LayerError", "SumOptions", "Sums", "World", "measure"]
 
@@ -113,12 +120,12 @@ class Sums:
             "source": self.source,
             "options": options,
             "notes": list(self.notes),
-            "reference": self.reference.to_json(),
+            "reference": asdict(self.reference),
             "worlds": [asdict(world) for world in self.worlds],
             "cells": [asdict(cell) for cell in self.cells],
             "layers": [asdict(layer) for layer in self.layers],
         }
-        plain: dict[str, Any] = _plain(values)
+        plain: dict[str, Any] = to_plain(values)
         plain["sentences"] = sentences(plain)
         return plain
 
@@ -209,14 +216,3 @@ def _limits_of_float16(cells: Sequence[Cell], layers: Sequence[LayerError]) -> I
             f"Up to {100 * share:.2g} % of the sums overflowed in float16, whose largest number is "
             "65,504; they are left out of its errors."
         )
-
-
-def _plain(value: Any) -> Any:
-    """Return plain JSON values; numbers that are not finite become None."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return str(value) if isinstance(value, Divide) else value

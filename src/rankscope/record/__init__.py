@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rankscope.record.begin import SCHEMA_VERSION as SCHEMA_VERSION
     from rankscope.record.files import RunTakenError as RunTakenError
-    from rankscope.record.overview import Overview as Overview
     from rankscope.record.reader import Run as Run
     from rankscope.record.rollups import Coverage as Coverage
+    from rankscope.record.rollups import Overview as Overview
     from rankscope.record.schema import arrow_schema as arrow_schema
     from rankscope.record.tables import Columns as Columns
     from rankscope.record.writer import RunWriter as RunWriter
@@ -35,7 +35,7 @@ _HOMES = {
     "SCHEMA_VERSION": "begin",
     "Columns": "tables",
     "Coverage": "rollups",
-    "Overview": "overview",
+    "Overview": "rollups",
     "Run": "reader",
     "RunTakenError": "files",
     "RunWriter": "writer",

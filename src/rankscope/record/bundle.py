@@ -18,7 +18,7 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -40,7 +40,13 @@ FOLDER = "replay"
 FORMAT = 1
 
 _INFO = "bundle.json"
+_FILES = ("suspect.npz", "peer.npz")
 _DAMAGES = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "reason": str, "step": int, "suspect": int, "peer": int,
+    "num_workers": int, "seed": int, "autocast": str,
+}
+"""Attributes of a bundle that are one text or number, in the order of the file."""
 _INT_COLUMNS = ("digests_W", "again_W", "peer_digests_W")
 _FLOAT_COLUMNS = ("losses_W", "norms_W", "peer_losses_W", "peer_norms_W")
 
@@ -106,7 +112,7 @@ def save_bundle(run_dir: Path, bundle: ReplayBundle) -> Path:
     try:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
-        for file, batch in zip(_files(), bundle.batches, strict=True):
+        for file, batch in zip(_FILES, bundle.batches, strict=True):
             (hidden / file).write_bytes(_archive(batch))
         replace(hidden / _INFO, info)
         hidden.replace(target)
@@ -144,7 +150,7 @@ def load_bundle(path: Path) -> ReplayBundle:
     try:
         batches = [
             _read_batch(folder / file, structure)
-            for file, structure in zip(_files(), info["structures"], strict=True)
+            for file, structure in zip(_FILES, info["structures"], strict=True)
         ]
         return _bundle(info, (batches[0], batches[1]))
     except RunError:
@@ -182,13 +188,7 @@ def verdict_to_json(verdict: CanaryVerdict) -> dict[str, Any]:
 def _info(bundle: ReplayBundle) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "reason": bundle.reason,
-        "step": bundle.step,
-        "suspect": bundle.suspect,
-        "peer": bundle.peer,
-        "num_workers": bundle.num_workers,
-        "seed": bundle.seed,
-        "autocast": bundle.autocast,
+        **{name: getattr(bundle, name) for name in _PLAIN},
         "structures": [batch.structure for batch in bundle.batches],
         "finding": None if bundle.finding is None else to_plain(bundle.finding.to_json()),
         "results": None if bundle.results is None else results_to_json(bundle.results),
@@ -205,13 +205,7 @@ def _info(bundle: ReplayBundle) -> dict[str, Any]:
 def _bundle(info: Mapping[str, Any], batches: tuple[PlainBatch, PlainBatch]) -> ReplayBundle:
     finding, results, verdict = (info[name] for name in ("finding", "results", "verdict"))
     return ReplayBundle(
-        reason=str(info["reason"]),
-        step=int(info["step"]),
-        suspect=int(info["suspect"]),
-        peer=int(info["peer"]),
-        num_workers=int(info["num_workers"]),
-        seed=int(info["seed"]),
-        autocast=str(info["autocast"]),
+        **{name: kind(info[name]) for name, kind in _PLAIN.items()},
         batches=batches,
         finding=None if finding is None else Finding.from_json(finding),
         results=None if results is None else _results(results),
@@ -221,15 +215,10 @@ def _bundle(info: Mapping[str, Any], batches: tuple[PlainBatch, PlainBatch]) -> 
 
 
 def _results(plain: Mapping[str, Any]) -> CanaryResults:
+    kinds = {**dict.fromkeys(_INT_COLUMNS, MISSING_INT), **dict.fromkeys(_FLOAT_COLUMNS, np.nan)}
     columns: dict[str, Any] = {
-        **{
-            n: np.array([MISSING_INT if v is None else v for v in plain[n]], np.int64)
-            for n in _INT_COLUMNS
-        },
-        **{
-            n: np.array([np.nan if v is None else v for v in plain[n]], np.float64)
-            for n in _FLOAT_COLUMNS
-        },
+        name: np.array([missing if v is None else v for v in plain[name]], type(missing))
+        for name, missing in kinds.items()
     }
     return CanaryResults(suspect=int(plain["suspect"]), peer=int(plain["peer"]), **columns)
 
@@ -259,10 +248,6 @@ def _read_batch(file: Path, structure: Any) -> PlainBatch:
             return PlainBatch(structure, arrays, archive["samples"].astype(np.int64))
     except _DAMAGES as error:
         raise RunError(f"cannot read {file} ({error}): the bundle is damaged") from error
-
-
-def _files() -> tuple[str, str]:
-    return "suspect.npz", "peer.npz"
 
 
 def _listed(folder: Path) -> str:

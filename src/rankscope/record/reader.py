@@ -16,13 +16,29 @@ from rankscope.core.signals import DType, Table, signal, signals
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.record.begin import SCHEMA_VERSION
-from rankscope.record.bounded import even_rows, even_single_rows, latest_rows
 from rankscope.record.files import is_directory, is_file, unreadable
-from rankscope.record.overview import MAX_ROWS, Overview, read_overviews
 from rankscope.record.replay import read_reports
-from rankscope.record.rollups import Cells, Coverage, has_rollups, is_sorted, read_coverage
+from rankscope.record.rollups import (
+    MAX_ROWS,
+    Cells,
+    Coverage,
+    Overview,
+    has_rollups,
+    is_sorted,
+    read_coverage,
+    read_overviews,
+)
 from rankscope.record.schema import row_keys, schema_with, to_numpy
-from rankscope.record.tables import Columns, parts_of, read_part, step_range, to_columns
+from rankscope.record.tables import (
+    Columns,
+    even_rows,
+    even_single_rows,
+    latest_rows,
+    parts_of,
+    read_part,
+    step_range,
+    to_columns,
+)
 
 
 class Run:
@@ -36,6 +52,7 @@ class Run:
     def __init__(self, path: Path, info: dict[str, Any]) -> None:
         self.path = path
         self.info = info
+        self._findings: tuple[Finding, ...] | None = None
         self._seen: tuple[str, int] | None = None
         self._overviews: dict[str, Overview] = {}
 
@@ -280,6 +297,8 @@ class Run:
         Raises:
             RunError: Another line is malformed.
         """
+        if self._findings is not None:
+            return self._findings
         file = self.path / "findings.jsonl"
         try:
             lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
@@ -300,7 +319,9 @@ class Run:
 
     def with_findings(self, findings: Iterable[Finding]) -> "Run":
         """Return this run with other findings than those in ``findings.jsonl``."""
-        return _Rediagnosed(self.path, self.info, tuple(findings))
+        run = Run(self.path, self.info)
+        run._findings = tuple(findings)
+        return run
 
     def iter_reports(self, first_step: int = 0) -> Iterator[StepReport]:
         """Yield the recorded steps as detectors saw them live: every number has the same bits.
@@ -316,18 +337,6 @@ class Run:
             RunError: A file cannot be read, or a step has no workers.
         """
         return read_reports(self.path, first_step)
-
-
-class _Rediagnosed(Run):
-    """A run whose findings are not read from its directory."""
-
-    def __init__(self, path: Path, info: dict[str, Any], findings: tuple[Finding, ...]) -> None:
-        super().__init__(path, info)
-        self._findings = findings
-
-    def findings(self) -> tuple[Finding, ...]:
-        """Return the findings that were given."""
-        return self._findings
 
 
 def _stamp(file: Path) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.direction import from_upper_triangle
@@ -11,13 +12,15 @@ from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RunError
-from rankscope.record.tables import Columns, blocks_of, last_step_of
+from rankscope.record.schema import arrow_schema, to_numpy
+from rankscope.record.tables import Columns, from_step, parts_of, read_part
 
 _LOCAL = tuple(s.name for s in signals(Table.WORKERS, Source.LOCAL))
 _DERIVED = tuple(s.name for s in signals(Table.WORKERS, Source.DERIVED))
 _VALUES = signals(Table.STEPS, Source.DERIVED)
 _OTHERS = (Table.WORKERS, Table.SAMPLES, Table.MICRO, Table.PAIRS, Table.GROUPS, Table.DIGESTS)
 
+_BLOCK_ROWS = 8192
 _MICRO = (("loss", False), ("loss_weight", False), ("grad_norm", True), ("loss_scale", True))
 
 Rows = Mapping[Table, Columns | None]
@@ -38,11 +41,11 @@ def read_reports(run: Path, first_step: int = 0) -> Iterator[StepReport]:
     Raises:
         RunError: A file cannot be read, or a step's rows are damaged.
     """
-    last_step = last_step_of(run)
+    last_step = _last_step_of(run)
     if last_step is None:
         return
-    cursors = {table: _StepCursor(blocks_of(run, table, first_step)) for table in _OTHERS}
-    for block in blocks_of(run, Table.STEPS, first_step):
+    cursors = {table: _StepCursor(_blocks_of(run, table, first_step)) for table in _OTHERS}
+    for block in _blocks_of(run, Table.STEPS, first_step):
         values = {s.name: _as_floats(block[s.name], s.dtype).tolist() for s in _VALUES}
         keys = zip(*(block[name].tolist() for name in ("step", "time", "observed")), strict=True)
         for row, (step, time, observed) in enumerate(keys):
@@ -175,3 +178,35 @@ def _as_floats(column: Ints | Floats, dtype: DType) -> Floats:
     if dtype is not DType.INT:
         return column.astype(np.float64)
     return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
+
+
+def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
+    """Yield a table in the order of its files as numpy columns, a few thousand rows at a time.
+
+    Args:
+        run: The run directory.
+        table: The table.
+        first_step: Leave out row groups that end before this step.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    schema = arrow_schema(table)
+    for file in parts_of(run, table):
+        for batch in read_part(file, schema, from_step(first_step)).to_batches(_BLOCK_ROWS):
+            block = pa.table(batch)
+            yield {s.name: to_numpy(block[s.name], s.dtype) for s in signals(table)}
+
+
+def _last_step_of(run: Path) -> int | None:
+    """Return the last step whose rows are all on disk, None without any.
+
+    Raises:
+        RunError: The last file of the steps cannot be read.
+    """
+    schema = pa.schema([arrow_schema(Table.STEPS).field("step")])
+    for file in reversed(parts_of(run, Table.STEPS)):
+        steps = read_part(file, schema)["step"]
+        if len(steps):
+            return int(steps[-1].as_py())
+    return None

@@ -1,21 +1,30 @@
-"""The Parquet files of a run's tables, read file by file."""
+"""The Parquet files of a run's tables, read file by file.
+
+Whole row groups are read, and no others; a row group holds whole steps, since a flush writes whole
+steps. So a bounded part of a table can be read whatever its length: an even choice of rows, or the
+latest.
+"""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope.core.signals import Table, signal, signals
+from rankscope.core.arrays import Ints
+from rankscope.core.signals import Table, signal
 from rankscope.errors import RunError
 from rankscope.record.files import unreadable
 from rankscope.record.schema import Array, arrow_schema, to_numpy
 
 Columns = dict[str, Array]
 
-_BLOCK_ROWS = 8192
+MAX_FILES = 32
+"""Files that an even choice of rows is taken from."""
 
 
 def parts_of(run: Path, table: Table) -> list[Path]:
@@ -46,23 +55,58 @@ def _part_names(folder: Path) -> list[str]:
     return [name for name in names if name.startswith("part-") and name.endswith(".parquet")]
 
 
-def read_part(file: Path, schema: pa.Schema, first_step: int | None = None) -> pa.Table:
-    """Read one file from a single open handle, shaped as a schema says.
+Choice = Callable[[Any], Sequence[int]]
+"""From the footer of a file: the row groups to read."""
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a part from a single handle.
+
+    Raises:
+        RunError: It cannot be read.
+    """
+    try:
+        with file.open("rb") as handle:
+            yield pq.ParquetFile(handle)
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # Arrow's own have no number
+            raise unreadable(file, error) from error
+        raise RunError(f"cannot read {file}: it is damaged; remove it to read the rest") from error
+
+
+def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa.Table:
+    """Read one file, shaped as a schema says.
 
     Args:
         file: A Parquet file.
         schema: The columns to return; those that the file lacks are null.
-        first_step: Leave out row groups that end before this step.
+        choose: The row groups to read; all if omitted.
 
     Raises:
         RunError: The file cannot be read.
     """
-    try:
-        with file.open("rb") as handle:
-            rows = _read_rows(pq.ParquetFile(handle), schema.names, first_step)
-        return shaped(rows, schema)
-    except (OSError, pa.ArrowException) as error:
-        raise unusable(file, error) from error
+    with _opened(file) as parquet:
+        present = [name for name in parquet.schema_arrow.names if name in set(schema.names)]
+        groups = range(parquet.num_row_groups) if choose is None else choose(parquet.metadata)
+        rows = parquet.read_row_groups(list(groups), columns=present)
+        columns = [
+            rows[field.name].cast(field.type)
+            if field.name in present
+            else pa.nulls(len(rows), field.type)
+            for field in schema
+        ]
+        return pa.table(columns, schema=schema)
+
+
+def from_step(first_step: int) -> Choice:
+    """Return the choice of row groups that may have rows of this step or later ones."""
+
+    def choose(footer: Any) -> list[int]:
+        known = _step_ranges(footer)
+        return [g for g, found in enumerate(known) if found is None or found[1] >= first_step]
+
+    return choose
 
 
 def to_columns(table: Table, rows: pa.Table, names: Sequence[str]) -> Columns:
@@ -90,7 +134,7 @@ def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iter
         if found is not None and found[0] <= first_step:
             break
     for file in reversed(wanted):
-        yield read_part(file, schema, first_step)
+        yield read_part(file, schema, from_step(first_step))
 
 
 def step_range_of(file: Path) -> tuple[int, int] | None:
@@ -99,12 +143,8 @@ def step_range_of(file: Path) -> tuple[int, int] | None:
     Raises:
         RunError: The file cannot be read.
     """
-    try:
-        with file.open("rb") as handle:
-            footer = pq.ParquetFile(handle).metadata
-            groups = [_step_statistics(footer.row_group(g)) for g in range(footer.num_row_groups)]
-    except (OSError, pa.ArrowException) as error:
-        raise unusable(file, error) from error
+    with _opened(file) as parquet:
+        groups = _step_ranges(parquet.metadata)
     known = [group for group in groups if group is not None]
     if not known or len(known) < len(groups):
         return None
@@ -131,78 +171,113 @@ def _range_in(file: Path, table: Table) -> tuple[int, int] | None:
     return (min(steps).as_py(), max(steps).as_py()) if len(steps) else None
 
 
-def blocks_of(run: Path, table: Table, first_step: int | None = None) -> Iterator[Columns]:
-    """Yield a table in the order of its files as numpy columns, a few thousand rows at a time.
+def _step_ranges(footer: Any) -> list[tuple[int, int] | None]:
+    """Return the first and the last step of each row group, None where the footer does not tell."""
+    ranges: list[tuple[int, int] | None] = []
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        columns = map(group.column, range(group.num_columns))
+        steps = next((c for c in columns if c.path_in_schema == "step" and c.is_stats_set), None)
+        ranges.append(steps and (int(steps.statistics.min), int(steps.statistics.max)))
+    return ranges
+
+
+def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
+    """Return rows of evenly chosen row groups, all rows if there are few enough.
 
     Args:
-        run: The run directory.
-        table: The table.
-        first_step: Leave out row groups that end before this step.
+        files: The files of a table, in order.
+        schema: The columns to return.
+        max_rows: About how many rows at most; at least a row group of each file that is opened.
 
     Raises:
         RunError: A file cannot be read.
     """
-    schema = arrow_schema(table)
-    for file in parts_of(run, table):
-        for batch in read_part(file, schema, first_step).to_batches(max_chunksize=_BLOCK_ROWS):
-            block = pa.table(batch)
-            yield {s.name: to_numpy(block[s.name], s.dtype) for s in signals(table)}
+    chosen = _evenly(len(files), MAX_FILES)
+    share = max_rows // max(len(chosen), 1)
+
+    def choose(footer: Any) -> Sequence[int]:
+        sizes_G = _sizes(footer)
+        if sizes_G.sum() <= share or not len(sizes_G):
+            return range(len(sizes_G))
+        return _evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))).tolist()
+
+    parts = [read_part(files[index], schema, choose) for index in chosen.tolist()]
+    return pa.concat_tables([schema.empty_table(), *parts])
 
 
-def last_step_of(run: Path) -> int | None:
-    """Return the last step whose rows are all on disk, None without any.
+def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
+    """Return the last rows of a table, in whole row groups: at least one.
 
     Raises:
-        RunError: The last file of the steps cannot be read.
+        RunError: A file cannot be read.
     """
-    schema = pa.schema([arrow_schema(Table.STEPS).field("step")])
-    for file in reversed(parts_of(run, Table.STEPS)):
-        steps = read_part(file, schema)["step"]
-        if len(steps):
-            return int(steps[-1].as_py())
-    return None
+    parts: list[pa.Table] = []
+    left = max_rows
+
+    def choose(footer: Any) -> Sequence[int]:
+        sizes_G = _sizes(footer)
+        fits = np.cumsum(sizes_G[::-1]) <= left
+        count = max(int(fits.sum()), 0 if parts else 1)
+        return range(len(sizes_G))[-count:] if count else ()
+
+    for file in reversed(files):
+        part = read_part(file, schema, choose)
+        if not len(part) and parts:
+            break
+        parts.insert(0, part)
+        left -= len(part)
+    return pa.concat_tables([schema.empty_table(), *parts])
 
 
-def _read_rows(file: Any, names: Sequence[str], first_step: int | None) -> pa.Table:
-    """Return the named columns that the file has."""
-    present = [name for name in file.schema_arrow.names if name in set(names)]
-    if first_step is None:
-        return file.read(columns=present)
-    footer = file.metadata
-    wanted = [
-        g for g in range(footer.num_row_groups) if _may_reach(footer.row_group(g), first_step)
-    ]
-    return file.read_row_groups(wanted, columns=present)
+def even_single_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
+    """Return so many rows, evenly chosen, the first and the last among them.
+
+    Only the row groups that hold them are read: for tables of one large row per step.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    ends = np.cumsum([0, *map(_num_rows, files)])
+    wanted = _evenly(int(ends[-1]), max_rows)
+    parts = []
+    for file, start, end in zip(files, ends[:-1], ends[1:], strict=True):
+        rows_R = wanted[(wanted >= start) & (wanted < end)] - start
+        if len(rows_R):
+            parts.append(_rows_at(file, schema, rows_R))
+    return pa.concat_tables([schema.empty_table(), *parts])
 
 
-def _may_reach(group: Any, first_step: int) -> bool:
-    """Return whether a row group may have rows of this step or later ones."""
-    known = _step_statistics(group)
-    return known is None or known[1] >= first_step
+def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
+    """Return the rows with these numbers, out of the row groups that the file has by now.
+
+    A flush merges row groups, but never changes the number of a row.
+    """
+    read = [np.empty(0, np.int64)]
+
+    def choose(footer: Any) -> Sequence[int]:
+        sizes_G = _sizes(footer)
+        ends_G = np.cumsum(sizes_G)
+        groups = np.unique(np.searchsorted(ends_G, rows_R, side="right"))
+        groups = groups[groups < len(sizes_G)]  # all, unless another file has taken its place
+        read.extend(np.arange(ends_G[g] - sizes_G[g], ends_G[g]) for g in groups.tolist())
+        return groups.tolist()
+
+    table = read_part(file, schema, choose)
+    places = np.concatenate(read)
+    return table.take(np.flatnonzero(np.isin(places, rows_R)))
 
 
-def _step_statistics(group: Any) -> tuple[int, int] | None:
-    """Return the first and the last step of a row group, None when the footer does not tell."""
-    for index in range(group.num_columns):
-        column = group.column(index)
-        if column.path_in_schema == "step" and column.is_stats_set:
-            return int(column.statistics.min), int(column.statistics.max)
-    return None
+def _evenly(length: int, count: int) -> Ints:
+    """Return up to ``count`` indices below ``length``, evenly spaced, first and last included."""
+    number = min(length, count)
+    return np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))
 
 
-def shaped(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return rows as a schema says; columns that they lack are null."""
-    columns = [
-        rows[field.name].cast(field.type)
-        if field.name in rows.column_names
-        else pa.nulls(len(rows), field.type)
-        for field in schema
-    ]
-    return pa.table(columns, schema=schema)
+def _num_rows(file: Path) -> int:
+    with _opened(file) as parquet:
+        return int(parquet.metadata.num_rows)
 
 
-def unusable(file: Path, error: Exception) -> RunError:
-    """Return the error to raise when a file of a table cannot be read: damaged, or out of reach."""
-    if isinstance(error, OSError) and error.errno is not None:  # Arrow's own have no number
-        return unreadable(file, error)
-    return RunError(f"cannot read {file}: it is damaged; remove it to read the rest")
+def _sizes(footer: Any) -> Ints:
+    sizes = [footer.row_group(g).num_rows for g in range(footer.num_row_groups)]
+    return np.array(sizes, np.int64)

@@ -1,19 +1,26 @@
 """Two runs compared: the whole way from two directories to the verdict."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from rankscope.core.environment import is_compared
 from rankscope.core.rounding import UNIT_ROUNDOFF
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.numerics.diff.alignment import align
 from rankscope.numerics.diff.classes import Case, Judgement, judge
-from rankscope.numerics.diff.growth import curves_of, growth_of, jump_of
-from rankscope.numerics.diff.parting import first_parting, tensors_at
-from rankscope.numerics.diff.reading import Side
+from rankscope.numerics.diff.parting import (
+    CURVES,
+    curves_of,
+    first_parting,
+    growth_of,
+    jump_of,
+    tensors_at,
+)
+from rankscope.numerics.diff.reading import Side, align
 from rankscope.numerics.diff.result import (
     Change,
     Comparison,
@@ -22,13 +29,25 @@ from rankscope.numerics.diff.result import (
     Growth,
     Jump,
 )
-from rankscope.numerics.diff.settings import changes_between, precision_change
 from rankscope.numerics.diff.signals import Pair
 from rankscope.numerics.diff.words import tell
 from rankscope.record import Run
 
 MAX_TENSORS = 100
 """Tensors that are told, those farthest apart first."""
+
+_PLACES = re.compile(
+    r"(^|[._])(run_?dir|output\w*|path|dir|directory|name|id|time|date|log\w*|resume\w*)$"
+)
+_SEED = re.compile(r"(^|[._-])seeds?($|[._-])")
+_TYPE = re.compile(r"(dtype|precision|autocast|bf16|fp16|\bamp\b|parameters\.types|\.layout$)")
+_LIKE_TYPE = re.compile(r"bfloat16|float16|float32|float64|bf16|fp16|fp32")
+_OF_A_JOB = frozenset(
+    {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+)
+MAX_VALUE = 80
+KINDS = (*("dtype", "training", "reduction", "config", "seed", "loader", "environment", "monitor"),)
+"""What a setting is about, the decisive ones first."""
 
 
 def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Comparison:
@@ -52,8 +71,8 @@ def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Compar
     at_a = int(np.searchsorted(a.steps_T, alignment.steps_a[0]))
     at_b = int(np.searchsorted(b.steps_T, alignment.steps_b[0]))
     types = [_types_of(a), _types_of(b)]
-    changes = changes_between(a, b)
-    precision = precision_change(a, b, at_a, at_b)
+    changes = _changes_between(a, b)
+    precision = _precision_change(a, b, at_a, at_b)
     if precision is not None:
         changes = (precision, *changes)
         types[1] = [*types[1], "bfloat16"]  # which type it is, is not known: the coarsest
@@ -68,16 +87,9 @@ def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Compar
     case = Case(pair, signals, parting, at, changes, dtypes)
     jump = jump_of(pair, curves)
     judgement = judge(case, jump)
-    growths = (_growth(curves, name) for name in _GROWN)
-    growth = next((growth for growth in growths if growth is not None), None)
+    grown = [growth_of(curve) for name in CURVES for curve in curves if curve.name == name]
+    growth = next((growth for growth in grown if growth is not None), None)
     return _told(pair, changes, curves, judgement, case, growth, jump)
-
-
-_GROWN = ("parameters", "gradient", "loss")
-
-
-def _growth(curves: Sequence[Curve], name: str) -> Growth | None:
-    return next((growth_of(curve) for curve in curves if curve.name == name), None)
 
 
 def _told(
@@ -162,3 +174,90 @@ _HOOKS = {"bf16": "bfloat16", "fp16": "float16"}
 
 def _coarsest(types: Iterable[str]) -> str:
     return max(types, key=UNIT_ROUNDOFF.__getitem__)
+
+
+def _changes_between(a: Side, b: Side) -> tuple[Change, ...]:
+    """Return the settings and facts of ``run.json`` that differ, the decisive ones first.
+
+    Names of directories, hosts and processes are no settings.
+    """
+    found = []
+    for part in ("training", "config", "options"):
+        one, other = _flat(a.info.get(part), part), _flat(b.info.get(part), part)
+        if not one or not other:
+            continue  # an older record does not say it
+        for name in sorted(one.keys() | other.keys()):
+            left, right = one.get(name), other.get(name)
+            if left != right and not _PLACES.search(name):
+                found.append(Change(name, _short(left), _short(right), _kind(name, left, right)))
+    if any(change.name.startswith("training.parameters.types") for change in found):
+        found = [change for change in found if change.name != "training.parameters.layout"]
+    found += _environment(a, b)
+    return tuple(sorted(found, key=lambda change: KINDS.index(change.kind)))
+
+
+def _precision_change(a: Side, b: Side, at_a: int, at_b: int) -> Change | None:
+    """Return that the forward passes have another precision in a step, if so."""
+    one, other = a.column("precision")[at_a, 0], b.column("precision")[at_b, 0]
+    missing = min(int(one), int(other)) == MISSING_INT
+    if missing or one == other:
+        return None
+    left, right = (f"digest {int(value) % 2**32:08x}" for value in (one, other))
+    return Change("precision of the forward pass", left, right, "dtype")
+
+
+def _environment(a: Side, b: Side) -> list[Change]:
+    one, other = (_facts_of(side) for side in (a, b))
+    names = [n for n in sorted(one.keys() | other.keys()) if is_compared(n) and n not in _OF_A_JOB]
+    return [
+        Change(f"environment.{name}", _short(one.get(name)), _short(other.get(name)), "environment")
+        for name in names
+        if one.get(name) != other.get(name)
+    ]
+
+
+def _facts_of(side: Side) -> dict[str, Any]:
+    ranks = side.info.get("ranks")
+    if not isinstance(ranks, list) or not ranks or not isinstance(ranks[0], Mapping):
+        return {}
+    facts = {name: ranks[0][name] for name in ("torch", "threads") if name in ranks[0]}
+    environment = ranks[0].get("environment")
+    return {**facts, **environment} if isinstance(environment, Mapping) else facts
+
+
+def _flat(value: Any, name: str) -> dict[str, Any]:
+    """Return nested settings by dotted name."""
+    if isinstance(value, Mapping):
+        found: dict[str, Any] = {}
+        for key, item in value.items():
+            found |= _flat(item, f"{name}.{key}")
+        return found
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        found = {}
+        for index, item in enumerate(value):
+            found |= _flat(item, f"{name}.{index}")
+        return found
+    return {} if value is None and "." not in name else {name: value}
+
+
+def _kind(name: str, left: Any, right: Any) -> str:
+    if name.startswith("options.reduced_in"):
+        return "dtype"
+    if name.startswith("options."):
+        return "monitor"
+    if _SEED.search(name):
+        return "seed"
+    if name.startswith("training.loader"):
+        return "loader"
+    if _TYPE.search(name) or _LIKE_TYPE.search(f"{left} {right}"):
+        return "dtype"
+    if name.startswith("training.reduction"):
+        return "reduction"
+    return "training" if name.startswith("training.") else "config"
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str | list):
+        text = value if isinstance(value, str) else str(value)
+        return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 1] + "…"
+    return value

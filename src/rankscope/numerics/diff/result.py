@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
-
 from rankscope.core.arrays import Floats, Ints
+from rankscope.record.files import to_plain
 
 
 class DiffClass(StrEnum):
@@ -248,21 +247,5 @@ class Comparison:
             ],
             "tensors": dict(self.tensors),
         }
-        plain: dict[str, Any] = _plain(document)
+        plain: dict[str, Any] = to_plain(document)
         return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, StrEnum):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if value is None or isinstance(value, str | int | float):
-        return value
-    return str(value)

@@ -6,24 +6,28 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.arrays import Floats, Ints
+from rankscope.core.arrays import Floats
+from rankscope.core.signals import DType, Table, signal
 from rankscope.core.step import MISSING_INT
-from rankscope.numerics.diff.alignment import same_samples
-from rankscope.numerics.diff.reading import Side, Tensors
+from rankscope.numerics.diff.reading import Side, Tensors, same_samples
 from rankscope.numerics.diff.result import Alignment, Moment
 
 Bools = NDArray[np.bool_]
 
-RANDOM = (
-    *("rng_digest", "rng_digest_python", "rng_digest_numpy"),
-    *("loader_rng_torch", "loader_rng_python", "loader_rng_numpy"),
-)
-SETTINGS = ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps")
+COLUMNS = {
+    Moment.RANDOM: (
+        *("rng_digest", "rng_digest_python", "rng_digest_numpy"),
+        *("loader_rng_torch", "loader_rng_python", "loader_rng_numpy"),
+    ),
+    Moment.LOSS: ("nonfinite",),
+    Moment.SETTINGS: ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps"),
+    Moment.AFTER: ("applied_digest", "param_digest", "optimizer_digest", "buffer_digest"),
+}
+"""Columns of the workers table by the moment that they tell of; each is compared by its type."""
 BEFORE = ("parameter", "optimizer", "buffer")
-AFTER = ("applied_digest", "param_digest", "optimizer_digest", "buffer_digest")
-_NEED_LAYOUT = {"reduced_digest", *AFTER}
-_OF_ALL_WORKERS = {"loss", "reduced_digest", "applied_digest", "param_digest", "optimizer_digest"}
-"""What rank 0 tells of all workers, so that it can be compared between other numbers of them."""
+_NEED_LAYOUT = {"reduced_digest", *COLUMNS[Moment.AFTER]}
+_OF_ALL_WORKERS = {"applied_digest", "param_digest", "optimizer_digest"}
+"""What rank 0 tells of all workers after a step: comparable between other numbers of them."""
 
 MEASURED_OTHERWISE = 1e-5
 """Relative difference of two norms of one gradient that was added up in other parts."""
@@ -202,25 +206,19 @@ class Pair:
         same = self.alignment.same_width
         yield self._data()
         if same:
-            yield from (self._ints(Moment.RANDOM, name) for name in RANDOM)
+            yield from self._columns(Moment.RANDOM)
         yield self._before()
-        one, other = self.losses()
-        yield self._floats(Moment.LOSS, "loss", one, other)
+        yield self._floats(Moment.LOSS, "loss", *self.losses())
         if same:
-            yield self._flags(Moment.LOSS, "nonfinite")
+            yield from self._columns(Moment.LOSS)
             yield from self._local_gradients()
         else:
             yield self._only_one_diverged()
         yield from self._reduced()
-        for name in SETTINGS:
-            floats = name in ("lr", "weight_decay")
-            if floats:
-                yield self._floats(Moment.SETTINGS, name, *self.values(name))
-            else:
-                yield self._ints(Moment.SETTINGS, name)
-        for name in AFTER:
+        yield from self._columns(Moment.SETTINGS)
+        for name in COLUMNS[Moment.AFTER]:
             if same or name in _OF_ALL_WORKERS:
-                yield self._ints(Moment.AFTER, name)
+                yield self._column(name, Moment.AFTER)
         yield self._traced(Moment.AFTER, "parameter")
 
     def _data(self) -> Compared:
@@ -228,7 +226,7 @@ class Pair:
         one, other = self.a.samples, self.b.samples
         width = self.a.num_workers if self.alignment.same_width else 1
         differs_PW = np.zeros((len(self), width), bool)
-        digests = self._ints(Moment.DATA, "batch_digest").differs_PW
+        digests = self._column("batch_digest", Moment.DATA).differs_PW
         for pair, (step_a, step_b) in enumerate(steps):
             if step_a not in one or step_b not in other:
                 if self.alignment.same_width:
@@ -268,7 +266,7 @@ class Pair:
 
     def _reduced(self) -> Iterator[Compared]:
         yield self._traced(Moment.REDUCED, "reduced")
-        yield self._ints(Moment.REDUCED, "reduced_digest")
+        yield self._column("reduced_digest", Moment.REDUCED)
         if self.alignment.same_width:
             norms = self.values("reduced_norm")
         else:
@@ -310,29 +308,25 @@ class Pair:
         relative[~known] = np.nan
         return Compared(moment, name, known & (one != other), relative)
 
-    def _ints(self, moment: Moment, name: str) -> Compared:
+    def _columns(self, moment: Moment) -> Iterator[Compared]:
+        return (self._column(name, moment) for name in COLUMNS[moment])
+
+    def _column(self, name: str, moment: Moment) -> Compared:
+        """Compare a column of the workers by its declared type: number, digest or flag."""
         one, other = self.values(name)
-        known = (one != MISSING_INT) & (other != MISSING_INT)
+        dtype = signal(Table.WORKERS, name).dtype
+        if dtype is DType.FLOAT:
+            return self._floats(moment, name, one, other)
+        if dtype is DType.BOOL:
+            differs_PW = one != other
+            return Compared(moment, name, differs_PW, np.where(differs_PW, np.inf, np.nan))
+        known_PW = (one != MISSING_INT) & (other != MISSING_INT)
         if name in _NEED_LAYOUT:
             layout_a, layout_b = self.values("state_layout")
-            known &= layout_a == layout_b
-        return Compared(moment, name, known & (one != other), np.full(known.shape, np.nan))
+            known_PW &= layout_a == layout_b
+        return Compared(moment, name, known_PW & (one != other), np.full(one.shape, np.nan))
 
     def _only_one_diverged(self) -> Compared:
         alone_P1 = np.logical_or(*self.diverged().values())[:, None]
         relative_P1 = np.where(alone_P1, np.inf, np.nan)
         return Compared(Moment.LOSS, "nonfinite", alone_P1, relative_P1, per_worker=False)
-
-    def _flags(self, moment: Moment, name: str) -> Compared:
-        one, other = self.values(name)
-        differs = one != other
-        return Compared(moment, name, differs, np.where(differs, np.inf, np.nan))
-
-
-def first_step_of(signals: list[Compared], *moments: Moment) -> int | None:
-    """Return the first pair in which a signal of these moments differs; None if none does."""
-    pairs: list[Ints] = [
-        np.flatnonzero(s.differs_PW.any(axis=1)) for s in signals if s.moment in moments
-    ]
-    firsts = [int(found[0]) for found in pairs if len(found)]
-    return min(firsts, default=None)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankscope.numerics.diff.alignment import dealt_otherwise
 from rankscope.numerics.diff.classes import Case, Judgement
+from rankscope.numerics.diff.reading import dealt_otherwise
 from rankscope.numerics.diff.result import Change, DiffClass, Growth, Moment, Parting
 from rankscope.numerics.diff.signals import Pair
 
