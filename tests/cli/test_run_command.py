@@ -14,7 +14,7 @@ from rankscope.capture import ReadReduced
 from rankscope.cli.run import ReducedOption
 from rankscope.core.plan import Tier
 from rankscope.integrations import run_script
-from rankscope.integrations.job import Job
+from rankscope.integrations.run_script import Job
 
 OPTIONS = {
     *("--every", "--groups", "--no-canary", "--overhead-budget", "--plan", "--reduced"),

@@ -8,11 +8,10 @@ import pytest
 
 from rankscope import Finding, Run, Severity
 from rankscope.errors import UsageError
-from rankscope.faults.bench import Score, check, read_events, score
+from rankscope.faults.bench import Score, check, lasting_shift, read_events, score
 from rankscope.faults.catalogue import catalogue
 from rankscope.faults.job import Trial
 from rankscope.faults.pool import Outcome
-from rankscope.faults.shift import lasting_shift
 from rankscope.faults.summary import markdown, shares
 from record.run_files import write
 from record.step_reports import make_report

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankscope.integrations.ending import NOTHING, Ending, tell_if_nothing_was_watched
-from rankscope.integrations.job import PID_VARIABLE, VARIABLE
+from rankscope.integrations.catch import NOTHING, Ending, tell_if_nothing_was_watched
+from rankscope.integrations.run_script import PID_VARIABLE, VARIABLE
 
 
 class Watching:

@@ -14,13 +14,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from rankscope.errors import UsageError
-from rankscope.integrations.agreement import agree
 from rankscope.integrations.backward_loss import unscaled
-from rankscope.integrations.catch import CallHook, SeenFromBelow
-from rankscope.integrations.imports import AfterImport
-from rankscope.integrations.job import PID_VARIABLE, STARTUP, VARIABLE, Job
-from rankscope.integrations.live import Surroundings
-from rankscope.integrations.run_script import become, command_for, interpreter_flags, name_of
+from rankscope.integrations.beginning import Surroundings, agree
+from rankscope.integrations.hooks import AfterImport, CallHook, SeenFromBelow
+from rankscope.integrations.run_script import (
+    PID_VARIABLE,
+    STARTUP,
+    VARIABLE,
+    Job,
+    become,
+    command_for,
+    interpreter_flags,
+    name_of,
+)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rankscope.integrations.trainer_loss import TrainerLoss
+from rankscope.integrations.transformers import TrainerLoss
 
 MICRO, OWN, ITEMS = 4, 3, 10
 

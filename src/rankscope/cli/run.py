@@ -87,8 +87,13 @@ def run_script(
 
     Exit code: the script's own; 2 bad usage.
     """
-    from rankscope.integrations.job import Job
-    from rankscope.integrations.run_script import become, check_interpreter, command_for, name_of
+    from rankscope.integrations.run_script import (
+        Job,
+        become,
+        check_interpreter,
+        command_for,
+        name_of,
+    )
 
     words = list(words or ())
     try:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from rankscope import Finding, Run, Severity
+from rankscope.core.arrays import Floats
 from rankscope.diagnose.rules import ranked
 from rankscope.errors import UsageError
 from rankscope.faults.catalogue import Fault, FaultClass, Hits
 from rankscope.faults.injectors import INJECTORS
 from rankscope.faults.job import Trial
 from rankscope.faults.pool import Outcome, WorkerPool
-from rankscope.faults.shift import lasting_shift
 
 START = 20
 """The step at which a fault begins that can begin in the middle of a run."""
@@ -24,6 +26,9 @@ _STEPS = {FaultClass.STATISTICAL: 250, FaultClass.HEALTHY: 300}
 _STEPS_OF_OTHERS = 120
 _FEWEST_WORKERS = 2
 _SECONDS_TO_START, _SECONDS_OF_A_STEP = 90.0, 1.0  # a trial that takes longer counts as hung
+
+SHIFT_SIGNALS = ("loss", "grad_norm", "cosine_rest")
+_FEWEST_OTHERS = 2
 
 FULL_WORKERS = (4, 8)
 FULL_SEEDS = (0, 1, 2)
@@ -250,6 +255,43 @@ def _shift(fault: Fault, trial: Trial, start: int, outcome: Outcome) -> float | 
     if not alone or not outcome.directories:
         return None
     return lasting_shift(Run.open(outcome.directories[-1]), trial.worker, start)
+
+
+def lasting_shift(run: Run, worker: int, start: int) -> float | None:
+    """Return the largest mean shift of one worker against the others, over the signals.
+
+    In each signal, ``|mean_t (x_t - mean of the others_t)| / s``, where s is the standard
+    deviation of the others around their mean of the same step, pooled over steps.
+
+    Args:
+        run: A recorded run.
+        worker: Rank of the worker.
+        start: First step that counts.
+
+    Returns:
+        The shift in standard deviations; None when there are fewer than two others, or nothing
+        was measured.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+    """
+    sizes = []
+    for name in SHIFT_SIGNALS:
+        steps_T, values_TW = run.per_worker(name)
+        size = _shift_of(values_TW[steps_T >= start], worker)
+        if size is not None:
+            sizes.append(size)
+    return max(sizes, default=None)
+
+
+def _shift_of(values_TW: Floats, worker: int) -> float | None:
+    values_TW = values_TW[np.isfinite(values_TW).all(axis=1)]
+    others_TV = np.delete(values_TW, worker, axis=1)
+    if not len(values_TW) or others_TV.shape[1] < _FEWEST_OTHERS:
+        return None
+    spread = float(np.sqrt(others_TV.var(axis=1, ddof=1).mean()))
+    distance = float((values_TW[:, worker] - others_TV.mean(axis=1)).mean())
+    return abs(distance) / spread if spread > 0 else None
 
 
 def names_the_workers(finding: Finding, fault: Fault, trial: Trial) -> bool:

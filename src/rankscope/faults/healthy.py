@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankscope.faults.data import LENGTH, PAD, VOCABULARY, Batch
 from rankscope.faults.data_faults import PaddedEpoch
 from rankscope.faults.job import Job, injects
-from rankscope.faults.model import WIDTH, BenchCausalLM
+from rankscope.faults.model import LENGTH, PAD, VOCABULARY, WIDTH, Batch, BenchCausalLM
 
 
 @injects("H1")

@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import rankscope
-from rankscope.faults.data import IGNORED, LENGTH, PAD, Batch, load_samples
-from rankscope.faults.model import BenchCausalLM
+from rankscope.faults.model import IGNORED, LENGTH, PAD, Batch, BenchCausalLM, load_samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ they may make a loss of what is a sum.
 
 import logging
 import math
-from collections import deque
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,13 @@ from torch import Tensor, nn
 from rankscope.capture.guard import ForeignHook
 from rankscope.capture.loss_form import PASSING, is_mean, is_mean_node
 from rankscope.capture.passes import tensors_in
-from rankscope.integrations.catch import SeenFromBelow
+from rankscope.integrations.hooks import BackwardCalls, reaches
 
 if TYPE_CHECKING:
     from rankscope.session.scope import Scope
 
 _log = logging.getLogger("rankscope")
 
-_MOST_NODES = 1000
 _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numbers
 
 
@@ -44,12 +42,11 @@ class BackwardLoss:
         self._outputs: dict[Any, Tensor | None] = {}
         self._works = True
         self._hooks: list[Any] = []
-        self._seen: SeenFromBelow | None = None
+        self._calls: BackwardCalls | None = None
 
     def install(self) -> None:
         """See every call of ``backward`` from now on."""
-        autograd: Any = torch.autograd
-        self._seen = autograd._make_grads = SeenFromBelow(autograd._make_grads, self._see)
+        self._calls = BackwardCalls(torch.autograd, self._see)
         before, after = ForeignHook(self._before_forward), ForeignHook(self._after_forward)
         self._hooks = [
             self._model.register_forward_pre_hook(before),
@@ -62,9 +59,8 @@ class BackwardLoss:
         self._outputs.clear()
         for hook in self._hooks:
             hook.remove()
-        autograd: Any = torch.autograd
-        if self._seen is not None and autograd._make_grads is self._seen:
-            autograd._make_grads = self._seen.function
+        if self._calls is not None:
+            self._calls.remove()
 
     def _before_forward(self, model: Any, args: Any) -> None:
         if self._scope.training:  # its own hook ran before
@@ -79,11 +75,10 @@ class BackwardLoss:
 
     def _see(self, caller: FrameType) -> None:
         """Look at the roots of a backward pass that is about to begin."""
-        if not self._works or caller.f_globals is not vars(torch.autograd):
+        if not (self._works and self._outputs):
             return
         try:
-            if caller.f_code.co_name == "backward" and self._outputs:
-                self._take(caller.f_locals["tensors"])
+            self._take(caller.f_locals["tensors"])
         except Exception as error:
             self.remove()
             _log.warning(
@@ -95,7 +90,9 @@ class BackwardLoss:
 
     def _take(self, roots: tuple[Any, ...]) -> None:
         losses = [root for root in roots if type(root) is Tensor and root.numel() == 1]
-        if len(losses) < len(roots) or not any(map(self._reaches_model, losses)):
+        if len(losses) < len(roots):
+            return
+        if not any(reaches([loss], self._outputs.__contains__) for loss in losses):
             return
         if len(losses) > 1:
             self._scope.loss(
@@ -104,19 +101,6 @@ class BackwardLoss:
             return
         loss, factor, constant = unscaled(losses[0], self._outputs)
         self._scope.loss(loss, factor=factor, constant=constant, spare=True)
-
-    def _reaches_model(self, root: Tensor) -> bool:
-        waiting: deque[Any] = deque([root.grad_fn])
-        seen: set[Any] = set()
-        while waiting and len(seen) < _MOST_NODES:
-            node = waiting.popleft()
-            if node is None or node in seen:
-                continue
-            if node in self._outputs:
-                return True
-            seen.add(node)
-            waiting.extend(before for before, _ in node.next_functions)
-        return False
 
 
 def unscaled(

@@ -1,28 +1,36 @@
 """Begins to watch a model that a script is about to train, on all ranks or on none."""
 
+import gc
 import logging
+import sys
+import time
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from rankscope.errors import RunError
-from rankscope.integrations.agreement import agree
 from rankscope.integrations.backward_loss import BackwardLoss
-from rankscope.integrations.job import Job
-from rankscope.integrations.live import Surroundings
+from rankscope.integrations.run_script import Job
 from rankscope.session.rendezvous import default_store
+from rankscope.session.scope import Scope
 from rankscope.session.start import speak_on_stderr, watch
-from rankscope.session.wrapping import find_wrapper
-
-if TYPE_CHECKING:
-    from rankscope.session.scope import Scope
+from rankscope.session.wrapping import find_wrapper, in_training_mode
 
 _log = logging.getLogger("rankscope")
 
+PATIENCE_SECONDS = 120.0
+_GO = "go"
+_POLL_SECONDS = 0.01
 _WATCHED_ALREADY = "the script watches its training itself"
+_INNER = ("optimizer", "_optimizer")  # under which Accelerate and Lightning keep what they wrap
+_CONTAINED = ("optimizers", "_optimizers")  # under which torchtitan and its like keep several
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,7 @@ class Watching:
         losses: What gives it the losses that its model does not return.
     """
 
-    scope: "Scope"
+    scope: Scope
     losses: BackwardLoss
 
     def close(self, error: BaseException | None) -> None:
@@ -91,6 +99,128 @@ def _agree(group: dist.ProcessGroup, problem: str) -> str:
     c10d: Any = dist.distributed_c10d
     store = c10d.PrefixStore(f"rankscope-run/{ranks[0]}/{len(ranks)}", default_store())
     return agree(store, len(ranks), problem)
+
+
+def agree(
+    store: Any, num_ranks: int, problem: str = "", patience_seconds: float = PATIENCE_SECONDS
+) -> str:
+    """Return why watching must not begin, the same on all ranks; empty if it may.
+
+    A rank that waits in a collective for one that never comes would hold up the training. So each
+    rank notes in the store that it is ready; one of them, the last to be ready or the first to lose
+    patience, writes down the answer, and the store sees to it that there is only one.
+
+    Args:
+        store: One of torch's stores, in a part of its own for this question.
+        num_ranks: How many ranks must be ready.
+        problem: Why this rank cannot begin; empty if it can.
+        patience_seconds: How long to wait for the others.
+    """
+    if problem:
+        return _answer(store, problem)
+    if store.add("ready", 1) >= num_ranks:
+        return _answer(store, _GO)
+    end = time.monotonic() + patience_seconds
+    while not store.check(["answer"]):
+        if time.monotonic() > end:
+            ready = store.add("ready", 0)
+            return _answer(
+                store,
+                f"after {patience_seconds:.0f} s, {ready} of {num_ranks} ranks had begun to train "
+                "under rankscope run; start all ranks with it",
+            )
+        time.sleep(_POLL_SECONDS)
+    return _answer(store, _GO)  # it is there already
+
+
+def _answer(store: Any, mine: str) -> str:
+    """Write the answer unless there is one, and return it."""
+    answer: bytes = store.compare_set("answer", "", mine)
+    text = answer.decode()
+    return "" if text == _GO else text
+
+
+def live_objects(*kinds: type) -> dict[type, list[Any]]:
+    """Return all living objects of some classes and their subclasses, by class.
+
+    Only the types of objects are looked at: some objects act when they are asked anything.
+    """
+    found: dict[type, list[Any]] = {kind: [] for kind in kinds}
+    kind_of: dict[type, type | None] = {}
+    for thing in gc.get_objects():
+        exact = type(thing)
+        if exact not in kind_of:
+            kind_of[exact] = next((kind for kind in kinds if kind in exact.__mro__), None)
+        kind = kind_of[exact]
+        if kind is not None:
+            found[kind].append(thing)
+    return found
+
+
+class Surroundings:
+    """What lives beside a model when its training begins.
+
+    Args:
+        model: What the training calls.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+        wrappers = [DistributedDataParallel, FSDPModule, *([engine] if engine else [])]
+        found = live_objects(Optimizer, Scope, *wrappers)
+        self._optimizers: list[Optimizer] = found[Optimizer]
+        self._wrappers = [wrapper for kind in wrappers for wrapper in found[kind]]
+        self.is_watched = any(not scope._closed for scope in found[Scope])
+        """Whether the script watches itself."""
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of the model, the one of the most elements first."""
+        parameters = list(self._model.parameters())
+        place = {id(parameter): number for number, parameter in enumerate(parameters)}
+        ranked = []
+        for optimizer in _without_wrappers(self._optimizers):
+            own = [
+                place[id(parameter)]
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if id(parameter) in place
+            ]
+            if own:
+                elements = sum(parameters[number].numel() for number in own)
+                ranked.append((-elements, min(own), type(optimizer).__name__, optimizer))
+        ranked.sort(key=lambda entry: entry[:3])
+        return [entry[-1] for entry in ranked]
+
+    def other_models(self) -> list[nn.Module]:
+        """Return other data-parallel models that are being trained, the outermost ones."""
+        known = {id(parameter) for parameter in self._model.parameters()}
+        others = [
+            wrapper
+            for wrapper in self._wrappers
+            if in_training_mode(wrapper)
+            and any(p.requires_grad and id(p) not in known for p in wrapper.parameters())
+            and not any(id(p) in known for p in wrapper.parameters())
+        ]
+        inner = {id(part) for other in others for part in other.modules() if part is not other}
+        return [other for other in others if id(other) not in inner]
+
+
+def _without_wrappers(optimizers: Sequence[Optimizer]) -> Iterable[Optimizer]:
+    """Leave out optimizers that only pass calls on to another one of them.
+
+    A container of several is one of its own.
+    """
+    known = {id(optimizer) for optimizer in optimizers}
+    for optimizer in optimizers:
+        inner = [vars(optimizer).get(name) for name in _INNER]
+        for name in _CONTAINED:
+            several = vars(optimizer).get(name)
+            several = several.values() if isinstance(several, dict) else several
+            if isinstance(several, Collection) and len(several) == 1:
+                inner += several
+        if not any(id(thing) in known for thing in inner if thing is not optimizer):
+            yield optimizer
 
 
 def _tell_what_is_left_out(around: Surroundings, optimizers: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Finds the model that an unmodified script trains, and watches it from its first step on.
+"""Finds the model that an unmodified script trains, and watches it from its first step to its end.
 
 What makes a model data parallel is a class of torch's or DeepSpeed's. Until the first forward pass
 of a training through one of them, these classes carry a hook; then it is taken out again, and
@@ -9,18 +9,27 @@ workers among them. None of its frames is on the stack when the script's own cod
 traceback shows it.
 """
 
+import atexit
+import builtins
+import contextlib
 import functools
 import logging
+import multiprocessing
 import os
+import shlex
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable
+from multiprocessing import util
+from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rankscope.integrations.ending import Ending, say, tell_of_lone_training
-from rankscope.integrations.imports import AfterImport
-from rankscope.integrations.job import Job
+from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, reaches
+from rankscope.integrations.run_script import PID_VARIABLE, Job
+
+if TYPE_CHECKING:
+    from rankscope.integrations.beginning import Watching
 
 _log = logging.getLogger("rankscope")
 
@@ -33,7 +42,16 @@ _WRAPPERS = {
 }
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _AUTOGRAD = "torch.autograd"
-_MOST_NODES = 1000
+
+NOTHING = (
+    "nothing was watched: the script trained no model wrapped in DistributedDataParallel or "
+    "fully_shard, and no DeepSpeed engine"
+)
+ALONE = (
+    "nothing was watched: each of {processes} processes (WORLD_SIZE) trained a model of its own, "
+    "for torch.distributed was never initialised; call torch.distributed.init_process_group and "
+    "wrap the model in DistributedDataParallel"
+)
 
 
 def prepare() -> None:
@@ -128,62 +146,6 @@ class Catch:
             self._ending.attach(watching)
 
 
-class CallHook:
-    """A ``__call__`` of a class that looks at the instance first, and then is what it was before.
-
-    It is a descriptor: Python asks it for the method and calls that itself. So it is never on the
-    stack while the method runs.
-
-    Args:
-        holder: The class that gets the hook.
-        before: Called with the instance before each call of it.
-    """
-
-    def __init__(self, holder: Any, before: Callable[[Any], None]) -> None:
-        self._holder = holder
-        self._before = before
-        self._own: Any = vars(holder).get("__call__")
-        holder.__call__ = self
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is not None:
-            self._before(instance)
-        if self._own is not None:
-            return self._own.__get__(instance, owner)
-        above: Any = super(self._holder, owner if instance is None else instance)
-        return above.__call__
-
-    def remove(self) -> None:
-        """Leave the class as it was."""
-        if vars(self._holder).get("__call__") is not self:
-            return
-        if self._own is None:
-            del self._holder.__call__
-        else:
-            self._holder.__call__ = self._own
-
-
-class SeenFromBelow:
-    """A function that lets someone look at its caller first, and is never on the stack itself.
-
-    Python asks for its ``__call__``, which is the function, and calls that.
-
-    Args:
-        function: The function.
-        see: Called with the frame of whoever is about to call it; must not raise.
-    """
-
-    def __init__(self, function: Callable[..., Any], see: Callable[[FrameType], None]) -> None:
-        self.function = function
-        self._see = see
-
-    @property
-    def __call__(self) -> Callable[..., Any]:
-        """The function; whoever asks for it is about to call it."""
-        self._see(sys._getframe(1))
-        return self.function
-
-
 class LoneTraining:
     """Notices that one of several processes trains without a process group, and says so at its end.
 
@@ -195,31 +157,22 @@ class LoneTraining:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._autograd: Any = None
-        self._seen: SeenFromBelow | None = None
+        self._calls: BackwardCalls | None = None
 
     def install(self, autograd: Any) -> None:
         """See every call of ``backward`` from now on."""
-        self._autograd = autograd
-        self._seen = autograd._make_grads = SeenFromBelow(autograd._make_grads, self._see)
+        self._calls = BackwardCalls(autograd, self._see)
 
     def _see(self, caller: FrameType) -> None:
         try:
-            grouped = _has_group()
-            if not grouped:
-                ours = caller.f_globals is vars(self._autograd)
-                if not (ours and caller.f_code.co_name == "backward"):
-                    return
-                if not _reach_parameter(caller.f_locals["tensors"]):
+            if not _has_group():
+                if not reaches(caller.f_locals["tensors"], _is_of_parameter):
                     return
                 tell_of_lone_training(self._job, _has_group)
         except Exception:
             _log.debug("what a backward pass trains is unknown", exc_info=True)
-        self._remove()
-
-    def _remove(self) -> None:
-        if self._seen is not None and self._autograd._make_grads is self._seen:
-            self._autograd._make_grads = self._seen.function
+        if self._calls is not None:
+            self._calls.remove()
 
 
 def _has_group() -> bool:
@@ -228,21 +181,11 @@ def _has_group() -> bool:
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
-def _reach_parameter(roots: Iterable[Any]) -> bool:
-    """Return whether a backward pass from ``roots`` reaches a parameter of a module."""
+def _is_of_parameter(node: Any) -> bool:
+    """Return whether a node of the graph adds up the gradient of a module's parameter."""
     from torch.nn import Parameter
 
-    waiting: deque[Any] = deque(root.grad_fn for root in roots)
-    seen: set[Any] = set()
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.popleft()
-        if node is None or node in seen:
-            continue
-        if isinstance(getattr(node, "variable", None), Parameter):
-            return True
-        seen.add(node)
-        waiting.extend(before for before, _ in node.next_functions)
-    return False
+    return isinstance(getattr(node, "variable", None), Parameter)
 
 
 def _may_train(model: Any) -> bool:
@@ -279,3 +222,125 @@ def _say_why_not(error: Exception) -> None:
         error,
         exc_info=error,
     )
+
+
+class Ending:
+    """Closes the scope of a script in time."""
+
+    def __init__(self) -> None:
+        self._watching: Watching | None = None
+        self._pid = 0
+        self._exit_code: Any = None
+
+    def attach(self, watching: "Watching") -> None:
+        """Close the run when the process ends, or its process group before."""
+        self._watching, self._pid = watching, os.getpid()
+        atexit.register(self._finish)
+        if multiprocessing.parent_process() is not None:  # which may end without atexit
+            util.Finalize(self, self._finish, exitpriority=100)
+
+    def notice_exit_codes(self) -> None:
+        """Remember the code that the script ends itself with: a run that fails is incomplete.
+
+        It is that of ``sys.exit``, and of ``exit`` and ``quit`` of Python's ``site``.
+        """
+        leave = sys.exit
+
+        def exit(status: Any = None, /) -> None:  # noqa: A001 the name that it has
+            self._notice(status)
+            leave(status)
+
+        exit.__doc__ = leave.__doc__
+        sys.exit = exit  # type: ignore[assignment]
+        quitter: Any = type(vars(builtins).get("exit"))
+        if quitter.__name__ == "Quitter":  # both names are objects of this class
+            call = quitter.__call__
+
+            @functools.wraps(call)
+            def quit_noticed(own: Any, code: Any = None) -> None:
+                self._notice(code)
+                call(own, code)
+
+            quitter.__call__ = quit_noticed
+
+    def _notice(self, status: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._exit_code = status
+
+    def before_destroying(self, group: Any) -> None:
+        """Take notice that the script destroys a process group; None for all of them."""
+        if self._watching is None or self._pid != os.getpid():
+            return
+        with contextlib.suppress(Exception):
+            from torch.distributed import GroupMember
+
+            if group is None or group == GroupMember.WORLD:
+                self._watching.close(self._error())
+
+    def _finish(self) -> None:
+        """Close the run and say where it lies."""
+        watching, self._watching = self._watching, None
+        if watching is None or self._pid != os.getpid():
+            return
+        with contextlib.suppress(Exception):
+            watching.close(self._error())
+            if watching.scope.run_dir is not None:
+                path = _short(watching.scope.run_dir)
+                show = f"rankscope report {shlex.quote(path)}"
+                say(f"the run is recorded in {path}; to see it: {show}")
+
+    def _error(self) -> BaseException | None:
+        """Return what ends the script, if it is no success."""
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if error is None and self._exit_code not in (None, 0):
+            error = SystemExit(self._exit_code)
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return None
+        return error
+
+
+def tell_if_nothing_was_watched() -> None:
+    """Say so at the end of the process that the command started, on rank 0.
+
+    Processes that it started may have been watched in its place: those of this host have told it,
+    and those of others may have left a run here.
+    """
+    if os.environ.get(PID_VARIABLE) != str(os.getpid()):  # a fork of it
+        return
+    job = Job.of_this_process()
+    if not job.tell() or os.environ.get("RANK", "0") != "0":
+        return
+    path = Path(job.run_dir)
+    files = [path / "run.json", *path.parent.glob(f"{path.name}-*/run.json")]
+    if not any(file.exists() and file.stat().st_mtime >= job.started - 2 for file in files):
+        say(NOTHING)
+
+
+def tell_of_lone_training(job: Job, has_group: Callable[[], bool]) -> None:
+    """Say at the end of this process that it has trained by itself, one of several; on rank 0.
+
+    Args:
+        job: What was asked for.
+        has_group: Returns whether there is a process group after all.
+    """
+    pid = os.getpid()
+
+    def tell() -> None:
+        if pid != os.getpid() or has_group():
+            return
+        job.tell()
+        if os.environ.get("RANK", "0") == "0":
+            say(ALONE.format(processes=os.environ["WORLD_SIZE"]))
+
+    atexit.register(tell)
+
+
+def say(message: str) -> None:
+    """Write a line to the script's error stream, if it is still open."""
+    with contextlib.suppress(Exception):
+        print(f"rankscope: {message}", file=sys.stderr, flush=True)
+
+
+def _short(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -38,7 +38,7 @@ def _start():  # type: ignore
 
 def _tell():  # type: ignore
     try:
-        from rankscope.integrations.ending import tell_if_nothing_was_watched
+        from rankscope.integrations.catch import tell_if_nothing_was_watched
 
         tell_if_nothing_was_watched()
     except Exception:

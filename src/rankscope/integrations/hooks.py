@@ -1,0 +1,164 @@
+"""Ways to see what a script does that are never on its stack; torch is not imported for them."""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+from typing import Any
+
+_MOST_NODES = 1000
+
+
+class AfterImport:
+    """A finder that finds nothing of its own, and lets others know when a module has been loaded.
+
+    Args:
+        wanted: What to call with each module, by its full name.
+    """
+
+    def __init__(self, wanted: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._wanted = dict(wanted)
+
+    def install(self) -> None:
+        """Watch imports from now on; modules that are there already are acted on at once."""
+        for name in list(self._wanted):
+            module = sys.modules.get(name)
+            if module is not None:
+                self._wanted.pop(name)(module)
+        sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """Watch imports no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what the other finders find for a wanted module; None for all others."""
+        act = self._wanted.pop(name, None)
+        if act is None:
+            return None
+        for finder in list(sys.meta_path):
+            find: Any = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = (
+                find(name, path, target) if find and finder is not self else None
+            )
+            if spec is not None:
+                if spec.loader is not None:
+                    _act_after(spec.loader, act)
+                return spec
+        return None
+
+
+def _act_after(loader: Any, act: Callable[[ModuleType], None]) -> None:
+    execute = loader.exec_module
+
+    def execute_and_act(module: ModuleType) -> None:
+        del loader.exec_module
+        execute(module)
+        act(module)
+
+    loader.exec_module = execute_and_act
+
+
+class CallHook:
+    """A ``__call__`` of a class that looks at the instance first, and then is what it was before.
+
+    It is a descriptor: Python asks it for the method and calls that itself. So it is never on the
+    stack while the method runs.
+
+    Args:
+        holder: The class that gets the hook.
+        before: Called with the instance before each call of it.
+    """
+
+    def __init__(self, holder: Any, before: Callable[[Any], None]) -> None:
+        self._holder = holder
+        self._before = before
+        self._own: Any = vars(holder).get("__call__")
+        holder.__call__ = self
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is not None:
+            self._before(instance)
+        if self._own is not None:
+            return self._own.__get__(instance, owner)
+        above: Any = super(self._holder, owner if instance is None else instance)
+        return above.__call__
+
+    def remove(self) -> None:
+        """Leave the class as it was."""
+        if vars(self._holder).get("__call__") is not self:
+            return
+        if self._own is None:
+            del self._holder.__call__
+        else:
+            self._holder.__call__ = self._own
+
+
+class SeenFromBelow:
+    """A function that lets someone look at its caller first, and is never on the stack itself.
+
+    Python asks for its ``__call__``, which is the function, and calls that.
+
+    Args:
+        function: The function.
+        see: Called with the frame of whoever is about to call it; must not raise.
+    """
+
+    def __init__(self, function: Callable[..., Any], see: Callable[[FrameType], None]) -> None:
+        self.function = function
+        self._see = see
+
+    @property
+    def __call__(self) -> Callable[..., Any]:
+        """The function; whoever asks for it is about to call it."""
+        self._see(sys._getframe(1))
+        return self.function
+
+
+class BackwardCalls:
+    """Lets someone see every call of torch's ``backward`` from now on.
+
+    Args:
+        autograd: The module ``torch.autograd``.
+        see: Called with the frame of ``backward``, whose local variable ``tensors`` holds the
+            roots; must not raise.
+    """
+
+    def __init__(self, autograd: Any, see: Callable[[FrameType], None]) -> None:
+        self._autograd = autograd
+        self._see = see
+        self._seen = autograd._make_grads = SeenFromBelow(autograd._make_grads, self._look)
+
+    def _look(self, caller: FrameType) -> None:
+        ours = caller.f_globals is vars(self._autograd)
+        if ours and caller.f_code.co_name == "backward":
+            self._see(caller)
+
+    def remove(self) -> None:
+        """See no more of them, and leave torch as it was."""
+        if self._autograd._make_grads is self._seen:
+            self._autograd._make_grads = self._seen.function
+
+
+def reaches(roots: Iterable[Any], is_wanted: Callable[[Any], bool]) -> bool:
+    """Return whether a backward pass from ``roots`` comes to a wanted node among the first 1,000.
+
+    Args:
+        roots: Tensors.
+        is_wanted: Called with nodes of autograd's graph.
+    """
+    waiting: deque[Any] = deque(root.grad_fn for root in roots)
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        if is_wanted(node):
+            return True
+        seen.add(node)
+        waiting.extend(before for before, _ in node.next_functions)
+    return False
