@@ -116,8 +116,8 @@ NOT_RUN = {
         'duckdb -c "select last_step, rank, loss_high from '
         "'RUN/rollups/64/*.parquet' order by loss_high desc limit 5\"",
     ): "run by tests/test_docs.py",
-    ("docs/metrics/index.md", "rankscope faults run H1 D5 D20 --keep pictures"): MINUTES,
-    ("docs/metrics/index.md", "python benchmarks/pictures.py pictures docs/assets"): BENCHMARK,
+    ("docs/metrics.md", "rankscope faults run H1 D5 D20 --keep pictures"): MINUTES,
+    ("docs/metrics.md", "python benchmarks/pictures.py pictures docs/assets"): BENCHMARK,
     ("docs/numerics.md", "rankscope numerics --output numerics"): MINUTES,
     ("docs/numerics.md", "rankscope numerics --training-steps 0"): MINUTES,
     (
@@ -158,7 +158,7 @@ PLAIN_MODEL = {"docs/reproducible.md"}
 """Pages whose blocks wrap the model themselves."""
 
 RECORDED = {
-    "docs/metrics/gradient-norm-dispersion.md": ("runs/norms/runs/sharded-s1-1",),
+    "docs/metrics.md": ("runs/norms/runs/sharded-s1-1",),
     "docs/runs.md": ("runs/sft",),
 }
 """Runs that a page reads."""
