@@ -102,7 +102,7 @@ def fold(sketches: Tensor, width: int = 251, seed: int = 0) -> Tensor:
     num_rows, wide = sketches.shape
     padded = sketches.new_zeros(num_rows, wide + -wide % width)
     torch.mul(sketches, fold_signs(wide, seed, sketches.device), out=padded[:, :wide])
-    return padded.view(num_rows, -1, width).sum(1)
+    return padded.view(num_rows, padded.shape[1] // width, width).sum(1)
 
 
 def fold_plain(totals: GradientTotals, reduced: GradientTotals | None, folding: Folding) -> Tensor:
