@@ -77,7 +77,7 @@ def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa
     with _opened(file) as parquet:
         present = [name for name in parquet.schema_arrow.names if name in set(schema.names)]
         groups = range(parquet.num_row_groups) if choose is None else choose(parquet.metadata)
-        rows = parquet.read_row_groups(list(groups), columns=present)
+        rows = parquet.read_row_groups([int(g) for g in groups], columns=present)
         columns = [
             rows[field.name].cast(field.type)
             if field.name in present
@@ -196,7 +196,7 @@ def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Tab
         sizes_G = _sizes(footer)
         if sizes_G.sum() <= share or not len(sizes_G):
             return range(len(sizes_G))
-        return _evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))).tolist()
+        return list(_evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))))
 
     parts = [read_part(files[index], schema, choose) for index in chosen.tolist()]
     return pa.concat_tables([schema.empty_table(), *parts])
@@ -257,7 +257,7 @@ def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
         groups = np.unique(np.searchsorted(ends_G, rows_R, side="right"))
         groups = groups[groups < len(sizes_G)]  # all, unless another file has taken its place
         read.extend(np.arange(ends_G[g] - sizes_G[g], ends_G[g]) for g in groups.tolist())
-        return groups.tolist()
+        return list(groups)
 
     table = read_part(file, schema, choose)
     places = np.concatenate(read)
