@@ -37,7 +37,6 @@ def test_who_is_odd(values, odd):
 def worker(**changes):
     usual = {
         "host": "a",
-        "pid": 1,
         "launched": True,
         "world_size": 4,
         "num_local": 4,
@@ -46,7 +45,6 @@ def worker(**changes):
         "device_name": "CPU",
         "device_id": "",
         "devices": 0,
-        "cores": 8,
         "tasks": None,
     }
     return {**usual, **changes}

@@ -7,11 +7,12 @@ import math
 import numpy as np
 import pytest
 
+from numerics.reductions import reduce_mean
 from rankscope.core.rounding import ulp_distance
 from rankscope.errors import UsageError
 from rankscope.numerics.gradients import Kind, LocalGradients, synthetic
 from rankscope.numerics.spread import SumOptions, measure
-from rankscope.numerics.summation import Arithmetic, Divide, Scheme, exact_sums, reduce_mean
+from rankscope.numerics.summation import Arithmetic, Divide, Scheme, exact_sums
 from rankscope.numerics.words import sentences, size
 
 SMALL = SumOptions(workers=(8,), orders=12, max_elements=4096)

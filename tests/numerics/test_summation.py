@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from numerics.reductions import reduce_mean
 from rankscope.errors import UsageError
 from rankscope.numerics.summation import (
     TYPES,
@@ -17,7 +18,6 @@ from rankscope.numerics.summation import (
     exact_sums,
     num_buckets,
     reduce_buffers,
-    reduce_mean,
     round_to,
     to_buffers,
     worst_factor,

@@ -39,10 +39,11 @@ def look(bench: Bench) -> Facts:
     """Run every operation in every type and size, and compare on this worker."""
     cases: list[dict[str, Any]] = []
     unsupported: list[str] = []
+    pattern = Pattern(bench.place.num_ranks)
     for dtype in DTYPES:
         for name, operation in _OPERATIONS.items():
             try:
-                cases += [_case(name, dtype, *pair) for pair in operation(dtype, bench)]
+                cases += [_case(name, dtype, *pair) for pair in operation(dtype, bench, pattern)]
             except (RuntimeError, NotImplementedError, TypeError) as error:
                 if not any(sign in str(error).lower() for sign in _UNSUPPORTED):
                     raise
@@ -126,46 +127,41 @@ def _sizes(parts: int) -> list[int]:
     return sorted({min(size, max(1, LARGEST_IN_ALL // parts**2)) for size in SIZES})
 
 
-def _all_reduce(dtype: str, bench: Bench) -> Iterator[Outcome]:
-    rank, num_ranks = bench.place.rank, bench.place.num_ranks
-    pattern = Pattern(num_ranks)
+def _all_reduce(dtype: str, bench: Bench, pattern: Pattern) -> Iterator[Outcome]:
     for size in SIZES:
-        values = _made(pattern.of_rank(rank, size), dtype, bench)
+        values = _made(pattern, size, dtype, bench)
         dist.all_reduce(values)
         yield values, pattern.total(size), True
 
 
-def _broadcast(dtype: str, bench: Bench) -> Iterator[Outcome]:
-    rank, num_ranks = bench.place.rank, bench.place.num_ranks
-    pattern = Pattern(num_ranks)
+def _broadcast(dtype: str, bench: Bench, pattern: Pattern) -> Iterator[Outcome]:
+    last = bench.place.num_ranks - 1
     for size in SIZES:
-        values = _made(pattern.of_rank(rank, size), dtype, bench)
-        dist.broadcast(values, num_ranks - 1)
-        yield values, pattern.of_rank(num_ranks - 1, size), True
+        values = _made(pattern, size, dtype, bench)
+        dist.broadcast(values, last)
+        yield values, pattern.of_rank(last, size), True
 
 
-def _all_gather(dtype: str, bench: Bench) -> Iterator[Outcome]:
-    rank, num_ranks = bench.place.rank, bench.place.num_ranks
-    pattern = Pattern(num_ranks)
+def _all_gather(dtype: str, bench: Bench, pattern: Pattern) -> Iterator[Outcome]:
+    num_ranks = bench.place.num_ranks
     for size in _sizes(num_ranks):
-        values = _made(pattern.of_rank(rank, size), dtype, bench)
+        values = _made(pattern, size, dtype, bench)
         parts = [torch.empty_like(values) for _ in range(num_ranks)]
         dist.all_gather(parts, values)
         expected = torch.cat([pattern.of_rank(other, size) for other in range(num_ranks)])
         yield torch.cat(parts), expected, True
 
 
-def _reduce_scatter(dtype: str, bench: Bench) -> Iterator[Outcome]:
+def _reduce_scatter(dtype: str, bench: Bench, pattern: Pattern) -> Iterator[Outcome]:
     rank, num_ranks = bench.place.rank, bench.place.num_ranks
-    pattern = Pattern(num_ranks)
     for size in _sizes(num_ranks):
-        values = _made(pattern.of_rank(rank, size * num_ranks), dtype, bench)
+        values = _made(pattern, size * num_ranks, dtype, bench)
         part = torch.empty(size, dtype=values.dtype, device=values.device)
         dist.reduce_scatter(part, list(values.chunk(num_ranks)))
         yield part, pattern.total(size * num_ranks).chunk(num_ranks)[rank], False
 
 
-_OPERATIONS: dict[str, Callable[[str, Bench], Iterator[Outcome]]] = {
+_OPERATIONS: dict[str, Callable[[str, Bench, Pattern], Iterator[Outcome]]] = {
     "all-reduce": _all_reduce,
     "broadcast": _broadcast,
     "all-gather": _all_gather,
@@ -173,8 +169,8 @@ _OPERATIONS: dict[str, Callable[[str, Bench], Iterator[Outcome]]] = {
 }
 
 
-def _made(integers: Tensor, dtype: str, bench: Bench) -> Tensor:
-    return integers.to(DTYPES[dtype]).to(bench.device)
+def _made(pattern: Pattern, size: int, dtype: str, bench: Bench) -> Tensor:
+    return pattern.of_rank(bench.place.rank, size).to(DTYPES[dtype]).to(bench.device)
 
 
 def _case(operation: str, dtype: str, came: Tensor, expected: Tensor, same: bool) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def worst(results: Sequence[CheckResult]) -> Status:
 
 def listed(names: Sequence[str], shown: int = 3, *, between: str = ", ") -> str:
     """Return the first names, and how many more there are: ``a, b, c and 2 more``."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    more = f"{between.rstrip(', ')} and {len(names) - shown} more" if len(names) > shown else ""
     return between.join(names[:shown]) + more
 
 

@@ -27,7 +27,6 @@ def look(bench: Bench) -> Facts:
     accelerated = device.type != "cpu"
     return {
         "host": socket.gethostname(),
-        "pid": os.getpid(),
         "launched": place.launched,
         "world_size": place.num_ranks,
         "num_local": place.num_local,
@@ -36,7 +35,6 @@ def look(bench: Bench) -> Facts:
         "device_name": _device_name(device),
         "device_id": _device_id(device),
         "devices": torch.accelerator.device_count() if accelerated else 0,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "tasks": os.environ.get("SLURM_NTASKS"),
     }
 

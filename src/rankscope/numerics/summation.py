@@ -140,6 +140,14 @@ def reduce_buffers(
 
     Raises:
         UsageError: The order does not fit.
+
+    Example:
+        >>> arithmetic = Arithmetic(divide=Divide.AFTER)
+        >>> buffers = to_buffers(np.float32([[1.0], [2.0**-24], [2.0**-24], [-1.0]]), arithmetic)
+        >>> reduce_buffers(buffers, Scheme.SEQUENTIAL, arithmetic).tolist()
+        [0.0]
+        >>> reduce_buffers(buffers, Scheme.SEQUENTIAL, arithmetic, np.array([1, 2, 0, 3])).tolist()
+        [2.9802322387695312e-08]
     """
     num_workers, num_elements = buffers_WN.shape
     if positions_N is None:
@@ -166,31 +174,6 @@ def reduce_buffers(
         if arithmetic.divide is Divide.AFTER:
             total = round_to(total / np.float32(num_workers), arithmetic.sums)
         return round_to(total, arithmetic.result)
-
-
-def reduce_mean(
-    gradients_WN: Array,
-    scheme: Scheme = Scheme.SEQUENTIAL,
-    arithmetic: Arithmetic | None = None,
-    order: NDArray[np.int64] | None = None,
-) -> Array:
-    """Return the mean of W gradients ``[W, N]`` as a reduction computes it, ``[N]``.
-
-    Raises:
-        UsageError: The order does not fit.
-
-    Example:
-        >>> gradients = np.float32([[1.0], [2.0**-24], [2.0**-24], [-1.0]])
-        >>> forth = reduce_mean(gradients, arithmetic=Arithmetic(divide=Divide.AFTER))
-        >>> back = reduce_mean(
-        ...     gradients, arithmetic=Arithmetic(divide=Divide.AFTER), order=np.array([1, 2, 0, 3])
-        ... )
-        >>> forth.tolist(), back.tolist()
-        ([0.0], [2.9802322387695312e-08])
-    """
-    arithmetic = arithmetic or Arithmetic()
-    gradients_WN = np.asarray(gradients_WN, np.float32)
-    return reduce_buffers(to_buffers(gradients_WN, arithmetic), scheme, arithmetic, order)
 
 
 def num_buckets(num_elements: int, bucket_elements: int = BUCKET_ELEMENTS) -> int:

@@ -16,8 +16,6 @@ import json
 import platform
 import re
 import shutil
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -32,7 +30,7 @@ from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.record.files import is_file, replace, to_plain, write_error
+from rankscope.record.files import DAMAGES, archive_of, is_file, replace, to_plain, write_error
 
 FOLDER = "replay"
 """Where a run keeps its bundles."""
@@ -41,10 +39,14 @@ FORMAT = 1
 
 _INFO = "bundle.json"
 _FILES = ("suspect.npz", "peer.npz")
-_DAMAGES = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 _PLAIN: dict[str, Callable[[Any], Any]] = {
-    "reason": str, "step": int, "suspect": int, "peer": int,
-    "num_workers": int, "seed": int, "autocast": str,
+    "reason": str,
+    "step": int,
+    "suspect": int,
+    "peer": int,
+    "num_workers": int,
+    "seed": int,
+    "autocast": str,
 }
 """Attributes of a bundle that are one text or number, in the order of the file."""
 _INT_COLUMNS = ("digests_W", "again_W", "peer_digests_W")
@@ -155,7 +157,7 @@ def load_bundle(path: Path) -> ReplayBundle:
         return _bundle(info, (batches[0], batches[1]))
     except RunError:
         raise
-    except _DAMAGES as error:
+    except DAMAGES as error:
         raise RunError(f"cannot use {folder / _INFO} ({error!r}): the bundle is damaged") from error
 
 
@@ -234,10 +236,8 @@ def _verdict(plain: Mapping[str, Any]) -> CanaryVerdict:
 
 
 def _archive(batch: PlainBatch) -> bytes:
-    contents: dict[str, Any] = {f"array-{i}": array for i, array in enumerate(batch.arrays)}
-    file = BytesIO()
-    np.savez(file, samples=batch.samples, **contents)
-    return file.getvalue()
+    arrays = {f"array-{i}": array for i, array in enumerate(batch.arrays)}
+    return archive_of({"samples": batch.samples, **arrays})
 
 
 def _read_batch(file: Path, structure: Any) -> PlainBatch:
@@ -246,7 +246,7 @@ def _read_batch(file: Path, structure: Any) -> PlainBatch:
             count = len(archive.files) - 1
             arrays = tuple(archive[f"array-{i}"] for i in range(count))
             return PlainBatch(structure, arrays, archive["samples"].astype(np.int64))
-    except _DAMAGES as error:
+    except DAMAGES as error:
         raise RunError(f"cannot read {file} ({error}): the bundle is damaged") from error
 
 

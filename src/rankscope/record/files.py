@@ -3,13 +3,22 @@
 import contextlib
 import os
 import secrets
+import zipfile
+import zlib
 from collections.abc import Collection, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from rankscope.errors import RunError
+
+DAMAGES = (
+    *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, NotImplementedError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+"""What reading a NumPy archive, or the JSON that belongs to it, raises when it is damaged."""
 
 _PIECE = 2**20
 
@@ -25,6 +34,13 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if np.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def archive_of(arrays: Mapping[str, Any]) -> bytes:
+    """Return the content of a NumPy archive without pickles."""
+    file = BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
 
 
 def is_file(path: Path) -> bool:

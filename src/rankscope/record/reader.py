@@ -15,8 +15,8 @@ from rankscope.core.finding import Finding
 from rankscope.core.signals import DType, Table, signal, signals
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError, UsageError
-from rankscope.record.begin import SCHEMA_VERSION
-from rankscope.record.files import is_directory, is_file, unreadable
+from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run
+from rankscope.record.files import is_directory, unreadable
 from rankscope.record.replay import read_reports
 from rankscope.record.rollups import (
     MAX_ROWS,
@@ -34,8 +34,8 @@ from rankscope.record.tables import (
     even_rows,
     even_single_rows,
     latest_rows,
-    parts_of,
-    read_part,
+    parts_in,
+    read_rows,
     step_range,
     to_columns,
 )
@@ -59,7 +59,7 @@ class Run:
     @staticmethod
     def is_run(path: str | Path) -> bool:
         """Return whether a path looks like a run directory: it holds a ``run.json``."""
-        return is_file(Path(path) / "run.json")
+        return is_run(Path(path))
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -70,7 +70,7 @@ class Run:
                 a newer rankscope wrote it.
         """
         path = Path(path)
-        info = _read_info(path / "run.json")
+        info = _read_info(path / INFO_FILE)
         version = info["schema_version"]
         if version > SCHEMA_VERSION:
             raise RunError(
@@ -93,8 +93,8 @@ class Run:
         Raises:
             RunError: The files of the steps cannot be listed.
         """
-        last = parts_of(self.path, Table.STEPS)[-1:]  # each flush writes this table after the rest
-        files = [self.path / "run.json", self.path / "findings.jsonl", *last]
+        last = parts_in(self.path / Table.STEPS)[-1:]  # each flush writes this table after the rest
+        files = [self.path / INFO_FILE, self.path / "findings.jsonl", *last]
         return " ".join(map(_stamp, files))
 
     @property
@@ -209,7 +209,7 @@ class Run:
             RunError: A file cannot be read.
         """
         table = _table(table)
-        files, schema = parts_of(self.path, table), schema_with(table, names)
+        files, schema = parts_in(self.path / table), schema_with(table, names)
         return to_columns(table, even_rows(files, schema, max_rows), names)
 
     def latest(self, table: Table | str, *names: str, max_rows: int = 2**17) -> Columns:
@@ -230,7 +230,7 @@ class Run:
         """
         table = _table(table)
         names = names or _names(table)
-        files, schema = parts_of(self.path, table), schema_with(table, names)
+        files, schema = parts_in(self.path / table), schema_with(table, names)
         return to_columns(table, latest_rows(files, schema, max_rows), names)
 
     def cosines(self, max_frames: int | None = None) -> tuple[Ints, Floats]:
@@ -251,7 +251,7 @@ class Run:
         if max_frames is None:
             rows = self.columns(Table.PAIRS, *names)
         else:
-            files, schema = parts_of(self.path, Table.PAIRS), schema_with(Table.PAIRS, names)
+            files, schema = parts_in(self.path / Table.PAIRS), schema_with(Table.PAIRS, names)
             rows = to_columns(Table.PAIRS, even_single_rows(files, schema, max_frames), names)
         num_pairs = max(map(len, rows["cosines"]), default=0)
         width = (1 + math.isqrt(1 + 8 * num_pairs)) // 2 if num_pairs else self.num_workers
@@ -275,16 +275,15 @@ class Run:
             RunError: A file cannot be read.
         """
         schema = schema_with(Table.SAMPLES, ["samples"])
-        parts = [read_part(file, schema)["samples"] for file in parts_of(self.path, Table.SAMPLES)]
-        cells = [chunk.flatten() for part in parts for chunk in part.chunks]
+        rows = read_rows(self.path / Table.SAMPLES, schema)
+        cells = [chunk.flatten() for chunk in rows["samples"].chunks]
         return np.concatenate([np.empty(0, np.int64), *(cell.to_numpy() for cell in cells)])
 
     def _rows(self, table: Table, names: Sequence[str]) -> pa.Table:
         """Return columns of a table, sorted by its keys, which may come along."""
         keys = row_keys(table)
         schema = schema_with(table, (*keys, *names))
-        parts = [read_part(file, schema) for file in parts_of(self.path, table)]
-        rows = pa.concat_tables([schema.empty_table(), *parts])
+        rows = read_rows(self.path / table, schema)
         if is_sorted([to_numpy(rows[key], DType.INT) for key in keys]):
             return rows
         return rows.sort_by([(key, "ascending") for key in keys])

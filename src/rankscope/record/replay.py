@@ -13,7 +13,7 @@ from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RunError
 from rankscope.record.schema import arrow_schema, to_numpy
-from rankscope.record.tables import Columns, from_step, parts_of, read_part
+from rankscope.record.tables import Columns, from_step, parts_in, read_part
 
 _LOCAL = tuple(s.name for s in signals(Table.WORKERS, Source.LOCAL))
 _DERIVED = tuple(s.name for s in signals(Table.WORKERS, Source.DERIVED))
@@ -192,7 +192,7 @@ def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
         RunError: A file cannot be read.
     """
     schema = arrow_schema(table)
-    for file in parts_of(run, table):
+    for file in parts_in(run / table):
         for batch in read_part(file, schema, from_step(first_step)).to_batches(_BLOCK_ROWS):
             block = pa.table(batch)
             yield {s.name: to_numpy(block[s.name], s.dtype) for s in signals(table)}
@@ -205,7 +205,7 @@ def _last_step_of(run: Path) -> int | None:
         RunError: The last file of the steps cannot be read.
     """
     schema = pa.schema([arrow_schema(Table.STEPS).field("step")])
-    for file in reversed(parts_of(run, Table.STEPS)):
+    for file in reversed(parts_in(run / Table.STEPS)):
         steps = read_part(file, schema)["step"]
         if len(steps):
             return int(steps[-1].as_py())

@@ -37,7 +37,7 @@ from rankscope.core.signals import DType, Signal, Table
 from rankscope.core.step import MISSING_INT
 from rankscope.record.rows import Rows
 from rankscope.record.schema import Array, schema_of, schema_with, to_numpy
-from rankscope.record.tables import parts_in, parts_of, read_part, read_tail, step_range
+from rankscope.record.tables import parts_in, read_rows, read_tail, step_range
 
 SAMPLES = "samples"
 """The directory of the roll-up of samples."""
@@ -169,11 +169,9 @@ def read_coverage(run: Path) -> Coverage | None:
     Raises:
         RunError: A file cannot be read.
     """
-    files = parts_in(folder_of(run, SAMPLES))
-    if not files:
+    if not parts_in(folder_of(run, SAMPLES)):
         return None
-    schema = schema_of(coverage_signals())
-    rows = pa.concat_tables([read_part(file, schema) for file in files])
+    rows = read_rows(folder_of(run, SAMPLES), schema_of(coverage_signals()))
     step, drawn, distinct, exact = (to_numpy(rows[s.name], s.dtype) for s in coverage_signals())
     return Coverage(step, drawn, distinct, bool(exact.all()))
 
@@ -325,16 +323,16 @@ def read_overviews(
         return {name: _overview(_nothing(num_workers)) for name in names}
     first, last = found
     num_steps = last - first + 1
+    schema = schema_with(Table.WORKERS, ("step", "rank", *names))
     width = bin_width(first, last, max_bins)
     few = num_steps * num_workers <= MAX_ROWS or num_steps <= max_bins
     if few and width < LEVELS[0]:
-        bins = bins_of(_all_rows(run, names), names, num_workers)
+        bins = bins_of(read_rows(run / Table.WORKERS, schema), names, num_workers)
         return {name: _overview(_thinned(bins[name], max_bins)) for name in names}
     width = max(width, LEVELS[0])
     parts = _rolled(run, names, num_workers, width)
     after = max((int(part[names[0]].last_B.max()) for part in parts), default=first - 1)
-    schema = schema_with(Table.WORKERS, ("step", "rank", *names))
-    for rows in read_tail(parts_of(run, Table.WORKERS), schema, after + 1):
+    for rows in read_tail(parts_in(run / Table.WORKERS), schema, after + 1):
         tail = bins_of(rows.filter(pc.field("step") > after), names, num_workers)
         parts.append({name: bins.merged(width) for name, bins in tail.items()})
     whole = {name: joined([part[name] for part in parts]).merged(width) for name in names}
@@ -353,12 +351,6 @@ def bins_of(rows: pa.Table, names: Sequence[str], num_workers: int) -> dict[str,
         )
         for name in names
     }
-
-
-def _all_rows(run: Path, names: Sequence[str]) -> pa.Table:
-    schema = schema_with(Table.WORKERS, ("step", "rank", *names))
-    parts = [read_part(file, schema) for file in parts_of(run, Table.WORKERS)]
-    return pa.concat_tables([schema.empty_table(), *parts])
 
 
 def _rolled(run: Path, names: Sequence[str], num_workers: int, width: int) -> list[dict[str, Bins]]:

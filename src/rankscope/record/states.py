@@ -5,8 +5,6 @@ state itself as JSON in bytes, in which ``{"$array": 3}`` stands for ``array-3``
 """
 
 import json
-import zipfile
-import zlib
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 
 from rankscope.core.signals import schema_hash
 from rankscope.core.state import State, StateError
+from rankscope.record.files import DAMAGES, archive_of
 
 STATE_FILE = "detectors.npz"
 """What the detectors remembered when the tables were last written, or at the end."""
@@ -28,7 +27,6 @@ STATE_FORMAT = 1
 """Raised when a state of the same shape has come to mean something else."""
 
 _PLACE = "$array"
-_DAMAGES = (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile)
 
 
 def pack_state(state: State) -> bytes:
@@ -41,9 +39,7 @@ def pack_state(state: State) -> bytes:
     header = {"format": STATE_FORMAT, "schema": schema_hash(), "state": _take_out(state, arrays)}
     contents: dict[str, Any] = {f"array-{i}": array for i, array in enumerate(arrays)}
     contents["tree"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    file = BytesIO()
-    np.savez(file, **contents)
-    return file.getvalue()
+    return archive_of(contents)
 
 
 def unpack_state(content: bytes) -> State:
@@ -60,7 +56,7 @@ def unpack_state(content: bytes) -> State:
             state: State = _put_back(header["state"], archive)
     except StateError:
         raise
-    except (*_DAMAGES, zlib.error, NotImplementedError) as error:
+    except DAMAGES as error:
         raise StateError(f"it is damaged ({error})") from error
     return state
 
@@ -88,7 +84,7 @@ def read_number(file: Path, name: str) -> int | None:
     try:
         with np.load(file, allow_pickle=False) as archive:
             value = json.loads(archive["tree"].tobytes())["state"][name]
-    except (*_DAMAGES, zlib.error, NotImplementedError):
+    except DAMAGES:
         return None
     return value if isinstance(value, int) else None
 

@@ -27,32 +27,20 @@ MAX_FILES = 32
 """Files that an even choice of rows is taken from."""
 
 
-def parts_of(run: Path, table: Table) -> list[Path]:
-    """Return the files of one table of a run directory, in order.
-
-    Raises:
-        RunError: They cannot be listed.
-    """
-    return parts_in(run / table)
-
-
 def parts_in(folder: Path) -> list[Path]:
-    """Return the Parquet files of a directory in order; none when there is no such directory.
+    """Return the Parquet files of a table's directory in order; none when it does not exist.
 
     Raises:
         RunError: They cannot be listed.
     """
-    return [folder / name for name in _part_names(folder)]
-
-
-def _part_names(folder: Path) -> list[str]:
     try:
         names = sorted(entry.name for entry in os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise unreadable(folder, error) from error
-    return [name for name in names if name.startswith("part-") and name.endswith(".parquet")]
+    parts = [name for name in names if name.startswith("part-") and name.endswith(".parquet")]
+    return [folder / name for name in parts]
 
 
 Choice = Callable[[Any], Sequence[int]]
@@ -89,7 +77,7 @@ def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa
     with _opened(file) as parquet:
         present = [name for name in parquet.schema_arrow.names if name in set(schema.names)]
         groups = range(parquet.num_row_groups) if choose is None else choose(parquet.metadata)
-        rows = parquet.read_row_groups(list(groups), columns=present)
+        rows = parquet.read_row_groups([int(g) for g in groups], columns=present)
         columns = [
             rows[field.name].cast(field.type)
             if field.name in present
@@ -97,6 +85,16 @@ def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa
             for field in schema
         ]
         return pa.table(columns, schema=schema)
+
+
+def read_rows(folder: Path, schema: pa.Schema) -> pa.Table:
+    """Return all rows of a directory's files in order; none when it does not exist.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    parts = [read_part(file, schema) for file in parts_in(folder)]
+    return pa.concat_tables([schema.empty_table(), *parts])
 
 
 def from_step(first_step: int) -> Choice:
@@ -157,9 +155,8 @@ def step_range(run: Path, table: Table) -> tuple[int, int] | None:
     Raises:
         RunError: A file cannot be read.
     """
-    names = _part_names(run / table)
-    files = [run / table / name for name in {*names[:1], *names[-1:]}]
-    ends = [step_range_of(file) or _range_in(file, table) for file in files]
+    files = parts_in(run / table)
+    ends = [step_range_of(file) or _range_in(file, table) for file in {*files[:1], *files[-1:]}]
     ranges = [found for found in ends if found is not None]
     if not ranges:
         return None
@@ -199,7 +196,7 @@ def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Tab
         sizes_G = _sizes(footer)
         if sizes_G.sum() <= share or not len(sizes_G):
             return range(len(sizes_G))
-        return _evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))).tolist()
+        return list(_evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))))
 
     parts = [read_part(files[index], schema, choose) for index in chosen.tolist()]
     return pa.concat_tables([schema.empty_table(), *parts])
@@ -260,7 +257,7 @@ def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
         groups = np.unique(np.searchsorted(ends_G, rows_R, side="right"))
         groups = groups[groups < len(sizes_G)]  # all, unless another file has taken its place
         read.extend(np.arange(ends_G[g] - sizes_G[g], ends_G[g]) for g in groups.tolist())
-        return groups.tolist()
+        return list(groups)
 
     table = read_part(file, schema, choose)
     places = np.concatenate(read)

@@ -1,0 +1,9 @@
+"""A whole reduction in one call."""
+
+from rankscope.numerics.summation import Arithmetic, Scheme, reduce_buffers, to_buffers
+
+
+def reduce_mean(values_WN, scheme=Scheme.SEQUENTIAL, arithmetic=None, order=None):
+    """Return the mean ``[N]`` of gradients ``[W, N]`` as a reduction computes it."""
+    arithmetic = arithmetic or Arithmetic()
+    return reduce_buffers(to_buffers(values_WN, arithmetic), scheme, arithmetic, order)
