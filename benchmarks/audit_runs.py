@@ -21,9 +21,8 @@ import rankscope
 from rankscope.core.groups import group_parameters
 from rankscope.study.config import Combination, Reading, Setting, StudyConfig
 from rankscope.study.data import load_records
-from rankscope.study.encoding import encode
+from rankscope.study.encoding import draw_batches, encode
 from rankscope.study.models import load_model
-from rankscope.study.sampling import draw_batches
 
 Row = dict[str, Any]
 VOCABULARY, WIDTH, LENGTH, BATCH = 48, 32, 8, 2

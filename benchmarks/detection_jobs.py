@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rankscope.study.config import Combination, Reading, Setting
-from rankscope.study.encoding import IGNORED, EncodedSet
-from rankscope.study.sampling import draw_batches
+from rankscope.study.encoding import IGNORED, EncodedSet, draw_batches
 
 WORKERS = 8
 FAULTY = 5

@@ -6,7 +6,6 @@ already are judged again, not trained again.
 
 import argparse
 import json
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from rankscope.record import Run
 from rankscope.study.config import StudyConfig
 from rankscope.study.data import load_records
 from rankscope.study.encoding import IGNORED
-from rankscope.study.prepare import Prepared, load, load_samples, prepare
+from rankscope.study.prepare import Prepared, load, prepare
 
 Row = dict[str, Any]
 LEARNING_RATE = 5e-4
@@ -40,13 +39,12 @@ def train_all(directory: Path, trainings: tuple[Training, ...], steps: int) -> N
     todo = [t.name for t in trainings if not (directory / t.name / "run.json").exists()]
     if not todo:
         return
-    with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare(StudyConfig(max_length=MAX_LENGTH), Path(folder))
-        run_ranks(_train_on_rank, jobs.WORKERS, str(directory), todo, steps, prepared)
+    prepared = prepare(StudyConfig(max_length=MAX_LENGTH))
+    run_ranks(_train_on_rank, jobs.WORKERS, str(directory), todo, steps, prepared)
 
 
 def _train_on_rank(directory: str, names: list[str], steps: int, prepared: Prepared) -> None:
-    samples = load_samples(prepared)
+    samples = prepared.samples
     kinds = _kinds(samples.indices)
     for training in jobs.TRAININGS:
         if training.name in names:

@@ -231,8 +231,8 @@ def _tiny_model(folder: Path) -> str:
     """Write a model for a dry run; the study's own tiny one would be trained first."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from rankscope.study.base import train_tokenizer
     from rankscope.study.data import load_records
-    from rankscope.study.tokenizer import train_tokenizer
 
     tokenizer: Any = train_tokenizer(load_records("builtin", limit=64).held_out)
     config = LlamaConfig(

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from large_run_made import make_run
+from live_run import make_run
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from rankscope.web.live.board import READ_AHEAD

@@ -13,7 +13,7 @@ import typer
 
 from rankscope.cli import main
 from rankscope.numerics.gradients import read
-from rankscope.study import local_gradients, rounding
+from rankscope.study import local_gradients, rounding_result
 
 OPTIONS = {
     "--at-step",
@@ -145,12 +145,12 @@ def test_without_the_packages_for_figures_the_numbers_are_written(
 def test_the_built_in_model_is_recorded_saved_and_trained(
     tmp_path: Path, monkeypatch: Monkey, capsys: Capture
 ) -> None:
-    record, options = local_gradients.record_gradients, rounding.GrowthOptions
+    record, options = local_gradients.record_gradients, rounding_result.GrowthOptions
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     quick = functools.partial(record, base_steps=0, batch_size=1)
     monkeypatch.setattr(local_gradients, "record_gradients", quick)
     small = functools.partial(options, workers=2, base_steps=0, pairs=("order",))
-    monkeypatch.setattr(rounding, "GrowthOptions", small)
+    monkeypatch.setattr(rounding_result, "GrowthOptions", small)
     path = tmp_path / "kept.npz"
     words = ("--workers", "3", "--types", "float32", "--training-steps", "2", "--save", str(path))
     code, out, err = call(monkeypatch, capsys, "numerics", *words, "--json")

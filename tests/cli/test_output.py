@@ -23,7 +23,7 @@ from rankscope.faults.catalogue import catalogue
 from rankscope.record.bundle import ReplayBundle, save_bundle
 from rankscope.study.config import StudyConfig
 from rankscope.study.launch import StudyInterrupted
-from rankscope.study.progress import StudyProgress
+from rankscope.study.worker import StudyProgress
 from web.recorded_runs import record_run
 
 Call = Callable[..., int]

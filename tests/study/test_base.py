@@ -12,10 +12,9 @@ import torch
 
 from rankscope.errors import DataError, UsageError
 from rankscope.study import base
-from rankscope.study.base import BaseConfig, build, cache_key, load_base
+from rankscope.study.base import BaseConfig, build, cache_key, load_base, train_tokenizer
 from rankscope.study.data import Record, load_records
 from rankscope.study.encoding import encode
-from rankscope.study.tokenizer import train_tokenizer
 
 SMALL = BaseConfig(hidden=32, layers=1, intermediate=64, vocab_size=400, batch_size=4)
 RECORDS = load_records(None).held_out[:64]

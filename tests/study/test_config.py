@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_what_is_saved() -> None:
     assert StudyConfig(save_all=True).saves(replicated)
 
 
-def test_json_and_back() -> None:
+def test_options_as_plain_json() -> None:
     config = StudyConfig(
         data="a.json",
         workers=2,
@@ -94,4 +95,6 @@ def test_json_and_back() -> None:
         limit=10,
         save_all=True,
     )
-    assert StudyConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    values = json.loads(json.dumps(config.to_json()))
+    lists = {"readings": ["replicated"], "settings": ["s1-3", "s1-1"]}
+    assert values == {**asdict(config), **lists, "precision": "bf16"}

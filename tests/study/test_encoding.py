@@ -1,15 +1,13 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rankscope.errors import DataError, UsageError
-from rankscope.study.data import Record, load_records
-from rankscope.study.encoding import EncodedSet, encode
-from rankscope.study.prompts import prompt
-from rankscope.study.tokenizer import train_tokenizer
+from rankscope.study.base import train_tokenizer
+from rankscope.study.data import Record, load_records, prompt
+from rankscope.study.encoding import encode
 
 
 class Bytes:
@@ -104,30 +102,6 @@ def test_tokenizer_without_padding_or_end() -> None:
 def test_maximum_length_must_make_sense() -> None:
     with pytest.raises(UsageError, match="at least 2 tokens, got 1"):
         encode(RECORDS, Bytes(), 1)
-
-
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    encoded = encode(RECORDS, Bytes(), len(prompt(RECORDS[0])) + 2)
-    encoded.save(tmp_path / "samples.npz")
-    loaded = EncodedSet.load(tmp_path / "samples.npz")
-    for name in ("tokens", "starts", "prompt_lengths", "indices"):
-        before, after = getattr(encoded, name), getattr(loaded, name)
-        assert before.dtype == after.dtype
-        assert np.array_equal(before, after)
-    for name in ("pad_token_id", "truncated", "skipped_truncated"):
-        assert getattr(encoded, name) == getattr(loaded, name)
-
-
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04"])
-def test_damaged_file(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "samples.npz").write_bytes(content)
-    with pytest.raises(DataError, match="does not hold encoded samples"):
-        EncodedSet.load(tmp_path / "samples.npz")
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not hold encoded samples"):
-        EncodedSet.load(tmp_path / "samples.npz")
 
 
 def test_labels_decode_to_the_answers_of_a_real_file(alpaca_file: Path) -> None:

@@ -9,10 +9,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rankscope.errors import MissingExtraError, UsageError
+from rankscope.study.base import train_tokenizer
 from rankscope.study.data import load_records
 from rankscope.study.encoding import encode
 from rankscope.study.models import load_model
-from rankscope.study.tokenizer import train_tokenizer
 
 RECORDS = load_records(None).held_out[:64]
 TINY_LLAMA: dict[str, Any] = {

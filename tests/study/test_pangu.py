@@ -9,12 +9,11 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rankscope.errors import UsageError
-from rankscope.study import pangu
+from rankscope.study import models
+from rankscope.study.base import train_tokenizer
 from rankscope.study.data import load_records
 from rankscope.study.encoding import encode
-from rankscope.study.models import load_model
-from rankscope.study.pangu import build_pangu, load_published
-from rankscope.study.tokenizer import train_tokenizer
+from rankscope.study.models import build_pangu, load_model, load_published
 
 RECORDS = load_records(None).held_out[:64]
 
@@ -22,11 +21,11 @@ RECORDS = load_records(None).held_out[:64]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
     """Shrink the architecture, so that weights for it are quickly written."""
-    config = pangu.pangu_config()
+    config = models.pangu_config()
     config.vocab_size, config.hidden_size, config.intermediate_size = 2100, 48, 64
     config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 4, 2
     config.head_dim = 16
-    monkeypatch.setattr(pangu, "pangu_config", lambda: config)
+    monkeypatch.setattr(models, "pangu_config", lambda: config)
     return config
 
 

@@ -1,5 +1,4 @@
-from rankscope.study.data import Record
-from rankscope.study.prompts import FIXED_TEXTS, prompt
+from rankscope.study.data import FIXED_TEXTS, Record, prompt
 
 
 def test_with_input() -> None:

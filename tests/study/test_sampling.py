@@ -6,7 +6,7 @@ import pytest
 
 from rankscope.errors import UsageError
 from rankscope.study.config import Combination, Reading, Setting
-from rankscope.study.sampling import check_enough_samples, draw_batches
+from rankscope.study.encoding import check_enough_samples, draw_batches
 
 W, STEPS, BATCH, N = 8, 30, 4, 4096
 DRAWN = STEPS * BATCH

@@ -8,9 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankscope.errors import DataError, MissingExtraError
-from rankscope.study.data import Record, load_records
-from rankscope.study.prompts import FIXED_TEXTS
-from rankscope.study.tokenizer import VOCAB_SIZE, train_tokenizer
+from rankscope.study.base import VOCAB_SIZE, train_tokenizer
+from rankscope.study.data import FIXED_TEXTS, Record, load_records
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,8 @@ def _record(options: SumOptions, at_step: int, tell: Tell) -> LocalGradients:
 
 
 def _grow(steps: int, seed: int, tell: Tell) -> Any:
-    from rankscope.study.rounding import GrowthOptions, run_growth
+    from rankscope.study.rounding import run_growth
+    from rankscope.study.rounding_result import GrowthOptions
 
     return run_growth(GrowthOptions(steps=steps, seed=seed), tell)
 

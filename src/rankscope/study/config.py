@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -142,12 +142,3 @@ class StudyConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the options as plain JSON values."""
         return {**asdict(self), "readings": list(self.readings), "settings": list(self.settings)}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "StudyConfig":
-        """Read what :meth:`to_json` wrote."""
-        known = {field.name: values[field.name] for field in fields(cls)}
-        known["readings"] = tuple(Reading(name) for name in values["readings"])
-        known["settings"] = tuple(Setting(name) for name in values["settings"])
-        known["precision"] = Precision(values["precision"])
-        return cls(**known)

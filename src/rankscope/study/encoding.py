@@ -1,20 +1,19 @@
-"""Records as token ids: what the model reads, and on which tokens its loss counts."""
+"""Samples as token ids: what the model reads, where its loss counts, and which a worker draws."""
 
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, TensorDataset
 
 from rankscope.capture.labels import IGNORED_LABEL
 from rankscope.errors import DataError, UsageError
-from rankscope.study.data import Record
-from rankscope.study.prompts import prompt
+from rankscope.study.config import Combination, Reading
+from rankscope.study.data import Record, prompt
 
 IGNORED = IGNORED_LABEL
 """Label of tokens that do not count in the loss: the prompt and the padding."""
@@ -106,41 +105,6 @@ class EncodedSet:
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return tensors, [sample.index for sample in batch]
 
-    def save(self, path: Path) -> None:
-        """Write the set to one ``.npz`` file, so that other processes need not encode again."""
-        counts = np.array([self.pad_token_id, self.truncated, self.skipped_truncated])
-        with path.open("wb") as file:
-            np.savez(
-                file,
-                tokens=self.tokens,
-                starts=self.starts,
-                prompt_lengths=self.prompt_lengths,
-                indices=self.indices,
-                counts=counts,
-            )
-
-    @classmethod
-    def load(cls, path: Path) -> "EncodedSet":
-        """Read what ``save`` wrote.
-
-        Raises:
-            DataError: The file is missing or is not one.
-        """
-        try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                pad_token_id, truncated, skipped = (int(count) for count in arrays["counts"])
-                return cls(
-                    arrays["tokens"],
-                    arrays["starts"],
-                    arrays["prompt_lengths"],
-                    arrays["indices"],
-                    pad_token_id,
-                    truncated,
-                    skipped,
-                )
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} does not hold encoded samples ({error}): remove it") from None
-
 
 def encode(records: Sequence[Record], tokenizer: Any, max_length: int) -> EncodedSet:
     """Turn records into prompt, response and end token, with labels on the response only.
@@ -214,3 +178,52 @@ def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     ids: list[list[int]] = encoded["input_ids"]
     return ids
+
+
+def draw_batches(
+    combination: Combination,
+    *,
+    num_samples: int,
+    batch_size: int,
+    rank: int,
+    num_workers: int,
+    seed: int,
+) -> Iterator[list[int]]:
+    """Yield batches of positions ``0 … num_samples − 1`` for one worker, epoch after epoch.
+
+    Both readings use torch's own samplers, as training scripts do. Incomplete batches at the end
+    of an epoch are dropped.
+
+    Raises:
+        UsageError: A worker's share is smaller than one batch.
+    """
+    own_seed = combination.setting.seed_of(rank, seed)
+    positions = TensorDataset(torch.arange(num_samples))
+    sharded: DistributedSampler[Any] = DistributedSampler(
+        positions, num_workers, rank, shuffle=True, seed=own_seed
+    )
+    replicated = RandomSampler(positions, generator=torch.Generator().manual_seed(own_seed))
+    sampler = sharded if combination.reading is Reading.SHARDED else replicated
+    check_enough_samples(combination.reading, num_samples, batch_size, num_workers)
+    epoch = 0
+    while True:
+        sharded.set_epoch(epoch)
+        yield from BatchSampler(sampler, batch_size, drop_last=True)
+        epoch += 1
+
+
+def check_enough_samples(
+    reading: Reading, num_samples: int, batch_size: int, num_workers: int
+) -> None:
+    """Raise a UsageError when a worker's share cannot fill one batch."""
+    if num_workers > num_samples:
+        raise UsageError(
+            f"expected at least one sample per worker, got {num_samples} samples for "
+            f"{num_workers} workers; use fewer --workers or more data"
+        )
+    share = num_samples if reading is Reading.REPLICATED else num_samples // num_workers
+    if share < batch_size:
+        raise UsageError(
+            f"expected at least one batch of {batch_size} per worker, got {share} samples each; "
+            "use a smaller --batch-size, fewer --workers or more data"
+        )

@@ -12,9 +12,8 @@ from rankscope.numerics.gradients import LocalGradients
 from rankscope.study.base import BASE_STEPS
 from rankscope.study.config import MAX_SEED, Combination, Reading, Setting, StudyConfig
 from rankscope.study.data import load_records
-from rankscope.study.encoding import EncodedSet, encode
+from rankscope.study.encoding import EncodedSet, draw_batches, encode
 from rankscope.study.models import load_model
-from rankscope.study.sampling import draw_batches
 
 MAX_STEP = 10_000
 

@@ -1,7 +1,5 @@
 """What is done once before the workers start: data, base model, encoded samples."""
 
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,28 +9,27 @@ import torch
 
 from rankscope.study.config import StudyConfig
 from rankscope.study.data import Record, load_records
-from rankscope.study.encoding import EncodedSet, encode
+from rankscope.study.encoding import EncodedSet, check_enough_samples, encode
 from rankscope.study.models import LoadedModel, load_model
-from rankscope.study.sampling import check_enough_samples
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the workers need; small enough to be sent to each of them.
+    """What the workers need; it is sent to each of them.
 
     Attributes:
         held_out: Records that the study does not train on; the base model comes from them.
-        samples: File with the encoded samples.
+        samples: Encoded samples.
         facts: What is worth recording of data and model.
     """
 
     held_out: Sequence[Record]
-    samples: Path
+    samples: EncodedSet
     facts: dict[str, Any]
 
 
-def prepare(config: StudyConfig, folder: Path) -> Prepared:
-    """Load the data, make sure of the base model, and encode the samples into ``folder``.
+def prepare(config: StudyConfig) -> Prepared:
+    """Load the data, make sure of the base model, and encode the samples.
 
     Raises:
         UsageError: Options that cannot work with this data.
@@ -43,8 +40,6 @@ def prepare(config: StudyConfig, folder: Path) -> Prepared:
     loaded = load(config, records.held_out, torch.device("cpu"))
     samples = encode(records.records, loaded.tokenizer, config.max_length)
     _check_enough(config, len(samples))
-    path = folder / "samples.npz"
-    samples.save(path)
     facts = {
         "model": loaded.label,
         "num_parameters": loaded.num_parameters,
@@ -56,7 +51,7 @@ def prepare(config: StudyConfig, folder: Path) -> Prepared:
         "skipped_truncated": samples.skipped_truncated,
         "truncated": samples.truncated,
     }
-    return Prepared(records.held_out, path, facts)
+    return Prepared(records.held_out, samples, facts)
 
 
 def _check_enough(config: StudyConfig, num_samples: int) -> None:
@@ -73,13 +68,3 @@ def load(config: StudyConfig, held_out: Sequence[Record], device: torch.device) 
         tokenizer_records=held_out,
         device=device,
     )
-
-
-def load_samples(prepared: Prepared) -> EncodedSet:
-    """Read the encoded samples."""
-    return EncodedSet.load(prepared.samples)
-
-
-def scratch_directory() -> tempfile.TemporaryDirectory[str]:
-    """Return a directory for encoded samples, removed at the end."""
-    return tempfile.TemporaryDirectory(prefix=f"rankscope-study-{os.getpid()}-")

@@ -9,45 +9,41 @@ by comes from the reduction.
 Each sample's loss counts alike, whatever its length: the mean over micro-batches is then the same
 number on 8 and on 16 workers, in exact arithmetic.
 
-Legend: M micro-batches of one global batch, P parameters.
+Legend: M micro-batches of one global batch, W workers, B buckets, P parameters.
 """
 
-import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankscope.core.groups import block_of
 from rankscope.core.rounding import ulp_distance
-from rankscope.errors import UsageError
-from rankscope.study.base import BaseConfig, build, load_base, train
-from rankscope.study.config import StudyConfig
+from rankscope.numerics.summation import Arithmetic, Scheme, num_buckets, reduce_buffers, to_buffers
+from rankscope.study.base import BaseConfig, build, one_thread, train, train_tokenizer
 from rankscope.study.data import load_records
 from rankscope.study.encoding import IGNORED, EncodedSet, encode
-from rankscope.study.rounding_reductions import Arithmetic, Reducer
 from rankscope.study.rounding_result import (
     BFLOAT16,
     CONTROL,
     DATA,
     FLOAT16,
     FLOAT16_SCALED,
+    MODEL,
     ORDER,
-    TITLES,
     WORKERS,
+    GrowthOptions,
     GrowthResult,
     PairResult,
     fit_growth,
 )
-from rankscope.study.tokenizer import train_tokenizer
 
-SMALL, TINY = "small", "tiny"
 SMALL_CONFIG = BaseConfig(
     hidden=64, layers=2, heads=2, intermediate=176, vocab_size=1024, positions=128, train_length=96
 )
@@ -56,71 +52,8 @@ NUM_RECORDS = 2048
 NUM_EVALUATED = 64
 BUCKET_ELEMENTS = 1 << 15
 """A bucket of these small models, about a fifth of them, as 25 MB are of a model of 30 M."""
-SGD_LEARNING_RATE = 0.05
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class GrowthOptions:
-    """What to train, and which pairs to compare.
-
-    Attributes:
-        steps: Optimizer steps.
-        workers: W of the first training; a global batch has 2 W micro-batches of one sample.
-        seed: Decides data, initial weights, order of the data and orders of arrival.
-        learning_rate: 0 for the study's own (AdamW), or 0.05 (SGD).
-        pairs: What to compare with the first training: keys of ``TITLES``.
-        optimizer: ``adamw`` or ``sgd``.
-        model: ``small`` (170,000 parameters, trained for a moment first) or ``tiny`` (the study's
-            base model, half a million, kept in the user's cache).
-        evaluations: How often the held-out loss is taken, evenly over the steps.
-        base_steps: Steps of the base training of ``small``; 0 leaves its weights random.
-        loss_scale: Where the scaler of ``float16-scaled`` begins: a power of two.
-    """
-
-    steps: int = 60
-    workers: int = 8
-    seed: int = 0
-    learning_rate: float = 0.0
-    pairs: tuple[str, ...] = tuple(TITLES)
-    optimizer: str = "adamw"
-    model: str = SMALL
-    evaluations: int = 10
-    base_steps: int = 120
-    loss_scale: float = 1024.0
-
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("workers", 2), ("evaluations", 1), ("base_steps", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.learning_rate < float("inf"):
-            raise UsageError(f"the learning rate must be 0 or positive, got {self.learning_rate}")
-        if not (self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5):
-            raise UsageError(f"the loss scale must be a power of two, got {self.loss_scale}")
-        unknown = [name for name in self.pairs if name not in TITLES]
-        if unknown:
-            raise UsageError(f"expected pairs among {', '.join(TITLES)}, got {unknown[0]!r}")
-        if self.optimizer not in {"adamw", "sgd"}:
-            raise UsageError(f"expected the optimizer adamw or sgd, got {self.optimizer!r}")
-        if self.model not in {SMALL, TINY}:
-            raise UsageError(f"expected the model {SMALL} or {TINY}, got {self.model!r}")
-
-    @property
-    def num_micro(self) -> int:
-        """M, the micro-batches of a global batch."""
-        return 2 * self.workers
-
-    @property
-    def effective_learning_rate(self) -> float:
-        """The learning rate that is used."""
-        default = StudyConfig().effective_learning_rate
-        return self.learning_rate or (default if self.optimizer == "adamw" else SGD_LEARNING_RATE)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the options as plain JSON values."""
-        rate = self.effective_learning_rate
-        return {**asdict(self), "pairs": list(self.pairs), "learning_rate": rate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +80,12 @@ def prepare_growth(options: GrowthOptions) -> Ingredients:
         MissingExtraError: ``transformers`` is not installed.
     """
     records = load_records(None, seed=options.seed)
-    if options.model == TINY:
-        model, tokenizer = load_base(records.held_out, seed=options.seed)
-    else:
-        tokenizer = train_tokenizer(records.held_out, SMALL_CONFIG.vocab_size)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(options.seed)
-            model = build(SMALL_CONFIG, tokenizer)
-        base_samples = encode(records.held_out, tokenizer, SMALL_CONFIG.train_length)
-        train(model, base_samples, options.base_steps, options.seed, SMALL_CONFIG)
+    tokenizer = train_tokenizer(records.held_out, SMALL_CONFIG.vocab_size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        model = build(SMALL_CONFIG, tokenizer)
+    base_samples = encode(records.held_out, tokenizer, SMALL_CONFIG.train_length)
+    train(model, base_samples, options.base_steps, options.seed, SMALL_CONFIG)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     architecture: Any = type(model)
     config: Any = model.config
@@ -168,7 +98,7 @@ def prepare_growth(options: GrowthOptions) -> Ingredients:
     chosen = records.records[: NUM_RECORDS + NUM_EVALUATED]
     samples = encode(chosen[:NUM_RECORDS], tokenizer, MAX_LENGTH)
     facts = {
-        "model": f"{options.model} (built-in base)",
+        "model": f"{MODEL} (built-in base)",
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "data": records.name,
         "samples": len(samples),
@@ -198,6 +128,95 @@ def make_optimizer(options: GrowthOptions, model: nn.Module) -> torch.optim.Opti
     return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How the workers' gradients become one.
+
+    Attributes:
+        num_workers: W, a divisor of the number of micro-batches M; each worker adds up M / W.
+        arrival: Whether workers are added in an order that is drawn anew for each bucket and step,
+            as they would come in; else always from the first to the last.
+        dtype: Type of the buffer and of its partial sums, as in ``numerics.summation``.
+        loss_scale: What the loss is multiplied by before backward, and the gradient divided by
+            again, so that small values survive a 16-bit buffer; None: it is not.
+    """
+
+    num_workers: int
+    arrival: bool = False
+    dtype: str = "float32"
+    loss_scale: float | None = None
+
+
+class Reducer:
+    """Averages gradients in one way; keeps the loss's scale and the drawn orders.
+
+    W gradients lie in the rows of one tensor. What a job would do over the network is done here,
+    partial sum by partial sum, so that two trainings can differ in the reduction alone.
+
+    Attributes:
+        num_skipped: Steps whose scaled gradient overflowed; a scaler leaves them out.
+
+    Args:
+        reduction: How to add.
+        bucket_elements: Elements of one bucket.
+        seed: Decides the orders of arrival.
+    """
+
+    def __init__(self, reduction: Reduction, bucket_elements: int, seed: int) -> None:
+        self.num_skipped = 0
+        self._reduction = reduction
+        self._arithmetic = Arithmetic(inputs=reduction.dtype, sums=reduction.dtype)
+        self._bucket_elements = bucket_elements
+        self._generator = torch.Generator().manual_seed(seed)
+        self._scale = reduction.loss_scale or 1.0
+
+    def reduce(self, micro_gradients_MP: Tensor) -> Tensor | None:
+        """Return the mean of the micro-batches' gradients, ``[P]`` in fp32.
+
+        Every worker adds its own micro-batches in fp32, one after the other, divides by W as DDP
+        does, and rounds to the buffer's type. The buffers are then added in that type. A scale of
+        the loss is a power of two: it is applied to the gradient here, with the same bits.
+
+        Returns:
+            None when the scaled sum is not finite; the scale is then halved for the next step.
+        """
+        reduction = self._reduction
+        local_WP = _local_means(micro_gradients_MP, reduction.num_workers) * self._scale
+        total_P = reduce_buffers(
+            to_buffers(local_WP.numpy(), self._arithmetic),
+            Scheme.ARRIVAL if reduction.arrival else Scheme.SEQUENTIAL,
+            self._arithmetic,
+            self._draw_orders(local_WP.shape[1]) if reduction.arrival else None,
+            bucket_elements=self._bucket_elements,
+        )
+        mean_P = torch.from_numpy(total_P) / self._scale
+        if reduction.loss_scale and not bool(mean_P.isfinite().all()):
+            self._scale /= 2
+            self.num_skipped += 1
+            return None
+        return mean_P
+
+    def _draw_orders(self, num_elements: int) -> NDArray[np.int64]:
+        """Return the order of arrival in each bucket, ``[B, W]``."""
+        workers = self._reduction.num_workers
+        orders = [
+            torch.randperm(workers, generator=self._generator).numpy()
+            for _ in range(num_buckets(num_elements, self._bucket_elements))
+        ]
+        return np.stack(orders)
+
+
+def _local_means(micro_gradients_MP: Tensor, num_workers: int) -> Tensor:
+    """Return each worker's gradient ``[W, P]``, the mean over its own micro-batches."""
+    num_micro, num_elements = micro_gradients_MP.shape
+    parts_WAP = micro_gradients_MP.view(num_workers, num_micro // num_workers, num_elements)
+    accumulation = parts_WAP.shape[1]
+    local_WP: Tensor = parts_WAP[:, 0] / accumulation
+    for micro in range(1, accumulation):
+        local_WP = local_WP + parts_WAP[:, micro] / accumulation
+    return local_WP
+
+
 class _Training:
     """One training of an experiment; remembers its last reduced gradient and loss."""
 
@@ -205,7 +224,7 @@ class _Training:
         self.model = ingredients.make_model()
         self.loss = 0.0
         self.gradient_P = torch.zeros(0)
-        self.reducer = Reducer(_arithmetic(pair, options), BUCKET_ELEMENTS, options.seed)
+        self.reducer = Reducer(_reduction(pair, options), BUCKET_ELEMENTS, options.seed)
         self._samples = ingredients.samples
         self._optimizer = make_optimizer(options, self.model)
         self._parameters = list(self.model.parameters())
@@ -246,7 +265,7 @@ class _Comparison:
 
     def __init__(self, pair: str, training: _Training) -> None:
         self.training = training
-        self.result = PairResult(pair, [], [], [], [], [], [], [], [], None)
+        self.result = PairResult(pair)
         self._first_steps: dict[str, int] = {}
         self._apart: dict[str, float] = {}
 
@@ -295,7 +314,7 @@ def run_growth(options: GrowthOptions, progress: Progress | None = None) -> Grow
         MissingExtraError: ``transformers`` is not installed.
     """
     tell = progress or (lambda what, done, total: None)
-    with _one_thread():
+    with one_thread():
         tell("base model", 0, 1)
         ingredients = prepare_growth(options)
         tell("base model", 1, 1)
@@ -357,29 +376,19 @@ def relative_distance(a: Tensor, b: Tensor) -> float:
     return difference / float(a.double().norm()) if difference else 0.0
 
 
-def _arithmetic(pair: str, options: GrowthOptions) -> Arithmetic:
+def _reduction(pair: str, options: GrowthOptions) -> Reduction:
     """Return how the second training of a pair reduces."""
     workers = options.workers
     return {
-        CONTROL: Arithmetic(workers),
-        ORDER: Arithmetic(workers, arrival=True),
-        BFLOAT16: Arithmetic(workers, dtype=torch.bfloat16),
-        FLOAT16: Arithmetic(workers, dtype=torch.float16),
-        FLOAT16_SCALED: Arithmetic(workers, dtype=torch.float16, loss_scale=options.loss_scale),
-        WORKERS: Arithmetic(2 * workers),
-        DATA: Arithmetic(workers),
+        CONTROL: Reduction(workers),
+        ORDER: Reduction(workers, arrival=True),
+        BFLOAT16: Reduction(workers, dtype="bfloat16"),
+        FLOAT16: Reduction(workers, dtype="float16"),
+        FLOAT16_SCALED: Reduction(workers, dtype="float16", loss_scale=options.loss_scale),
+        WORKERS: Reduction(2 * workers),
+        DATA: Reduction(workers),
     }[pair]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

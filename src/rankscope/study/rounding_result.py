@@ -1,12 +1,18 @@
-"""What is kept of pairs of trainings that differ in rounding: series, fits, and plain words."""
+"""Pairs of trainings that differ in rounding: what is asked of them, and what is kept.
+
+Kept are series, fits, and plain words.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rankscope.errors import UsageError
+from rankscope.study.config import StudyConfig
 
 MIN_POINTS = 4
 """A law of growth is fitted to at least so many steps."""
@@ -32,6 +38,66 @@ TITLES = {
     DATA: "other data order",
 }
 """What the second training of each pair does in another way, by the pair's name."""
+
+MODEL = "small"
+SGD_LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthOptions:
+    """What to train, and which pairs to compare.
+
+    Attributes:
+        steps: Optimizer steps.
+        workers: W of the first training; a global batch has 2 W micro-batches of one sample.
+        seed: Decides data, initial weights, order of the data and orders of arrival.
+        learning_rate: 0 for the study's own (AdamW), or 0.05 (SGD).
+        pairs: What to compare with the first training: keys of ``TITLES``.
+        optimizer: ``adamw`` or ``sgd``.
+        evaluations: How often the held-out loss is taken, evenly over the steps.
+        base_steps: Steps of the base training; 0 leaves the model's weights random.
+        loss_scale: Where the scaler of ``float16-scaled`` begins: a power of two.
+    """
+
+    steps: int = 60
+    workers: int = 8
+    seed: int = 0
+    learning_rate: float = 0.0
+    pairs: tuple[str, ...] = tuple(TITLES)
+    optimizer: str = "adamw"
+    evaluations: int = 10
+    base_steps: int = 120
+    loss_scale: float = 1024.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("workers", 2), ("evaluations", 1), ("base_steps", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.learning_rate < float("inf"):
+            raise UsageError(f"the learning rate must be 0 or positive, got {self.learning_rate}")
+        if not (self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5):
+            raise UsageError(f"the loss scale must be a power of two, got {self.loss_scale}")
+        unknown = [name for name in self.pairs if name not in TITLES]
+        if unknown:
+            raise UsageError(f"expected pairs among {', '.join(TITLES)}, got {unknown[0]!r}")
+        if self.optimizer not in {"adamw", "sgd"}:
+            raise UsageError(f"expected the optimizer adamw or sgd, got {self.optimizer!r}")
+
+    @property
+    def num_micro(self) -> int:
+        """M, the micro-batches of a global batch."""
+        return 2 * self.workers
+
+    @property
+    def effective_learning_rate(self) -> float:
+        """The learning rate that is used."""
+        default = StudyConfig().effective_learning_rate
+        return self.learning_rate or (default if self.optimizer == "adamw" else SGD_LEARNING_RATE)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as plain JSON values."""
+        rate = self.effective_learning_rate
+        return {**asdict(self), "pairs": list(self.pairs), "learning_rate": rate, "model": MODEL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +148,7 @@ class Growth:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        laws = [{"name": law.name, "rate": law.rate, "residual": law.residual} for law in self.laws]
-        return {
-            "first_step": self.first_step,
-            "last_step": self.last_step,
-            "factor": self.factor,
-            "laws": laws,
-            "words": self.words,
-        }
+        return {**asdict(self), "laws": [asdict(law) for law in self.laws], "words": self.words}
 
 
 def fit_growth(distances_T: Sequence[float]) -> Growth | None:
@@ -152,15 +211,15 @@ class PairResult:
     """
 
     name: str
-    distance: list[float]
-    gradient_distance: list[float]
-    max_ulp: list[float]
-    median_ulp: list[float]
-    differing: list[float]
-    loss_difference: list[float]
-    evaluation: list[float]
-    layers: list[dict[str, Any]]
-    growth: Growth | None
+    distance: list[float] = field(default_factory=list)
+    gradient_distance: list[float] = field(default_factory=list)
+    max_ulp: list[float] = field(default_factory=list)
+    median_ulp: list[float] = field(default_factory=list)
+    differing: list[float] = field(default_factory=list)
+    loss_difference: list[float] = field(default_factory=list)
+    evaluation: list[float] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    growth: Growth | None = None
     skipped: int = 0
 
     @property

@@ -15,7 +15,7 @@ from rankscope.record import Run
 from rankscope.study import worker
 from rankscope.study.config import Combination, StudyConfig
 from rankscope.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
-from rankscope.study.prepare import Prepared, prepare, scratch_directory
+from rankscope.study.prepare import Prepared, prepare
 from rankscope.study.quiet import quiet_deepspeed
 from rankscope.study.summary import (
     Entry,
@@ -74,18 +74,10 @@ def _run_here(config: StudyConfig, output: Path, *, resume: bool, overwrite: boo
     """Start the workers on this machine."""
     todo = _check(config, output, resume=resume, overwrite=overwrite)
     if todo:
-        with scratch_directory() as folder:
-            prepared = prepare(config, Path(folder))
-            _begin(config, output, prepared, todo, overwrite=overwrite)
-            launch(
-                worker.main,
-                config.workers,
-                config,
-                output,
-                prepared,
-                todo,
-                error_log=output / "error.log",
-            )
+        prepared = prepare(config)
+        _begin(config, output, prepared, todo, overwrite=overwrite)
+        log = output / "error.log"
+        launch(worker.main, config.workers, config, output, prepared, todo, error_log=log)
     return _finish(config, output)
 
 
@@ -102,11 +94,10 @@ def _run_inside(
         dist.broadcast_object_list(answer)
         todo = answer[0]
         if todo:
-            with scratch_directory() as folder:
-                prepared = _prepare_on_each_machine(config, Path(folder))
-                begin = partial(_begin, config, output, prepared, todo, overwrite=overwrite)
-                _together(begin, here=first)
-                worker.run_combinations(config, output, prepared, todo, device)
+            prepared = _prepare_on_each_machine(config)
+            begin = partial(_begin, config, output, prepared, todo, overwrite=overwrite)
+            _together(begin, here=first)
+            worker.run_combinations(config, output, prepared, todo, device)
         return _finish(config, output) if first else None
     finally:
         dist.destroy_process_group()
@@ -120,11 +111,11 @@ def _check_ranks(config: StudyConfig) -> None:
         )
 
 
-def _prepare_on_each_machine(config: StudyConfig, folder: Path) -> Prepared:
+def _prepare_on_each_machine(config: StudyConfig) -> Prepared:
     """Prepare on the first rank of each machine before the others, which find the base cached."""
     early = os.environ["LOCAL_RANK"] == "0"
-    first = _together(partial(prepare, config, folder), here=early)
-    other = _together(partial(prepare, config, folder), here=not early)
+    first = _together(partial(prepare, config), here=early)
+    other = _together(partial(prepare, config), here=not early)
     prepared = first or other
     assert prepared is not None, "every rank has prepared, early or late"
     return prepared

@@ -1,4 +1,9 @@
-"""The synthetic run of ``large_run.py``: W workers and T steps through the real schema."""
+"""The synthetic run of ``live_page.py``: W workers and T steps through the real schema.
+
+It has the tables, columns, part sizes and row groups of a recorded run, and its roll-ups come from
+the writer's own code. Its noise repeats every few steps and has few different values, so that the
+largest run needs little disk; the means in its roll-ups compress no better than real ones.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
