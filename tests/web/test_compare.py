@@ -5,7 +5,7 @@ import vl_convert
 
 from rankscope.record import Run
 from rankscope.web.compare import compare_view
-from rankscope.web.document import vegalite_version
+from rankscope.web.document import VEGALITE
 from rankscope.web.parts import Tables
 from web.recorded_runs import record_run
 
@@ -25,7 +25,7 @@ def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run
     for name, spec in view.figures.items():
         assert name in view.titles
         svg = vl_convert.vegalite_to_svg(
-            {**spec, "width": 300, "datasets": tables.rows}, vl_version=vegalite_version()
+            {**spec, "width": 300, "datasets": tables.rows}, vl_version=VEGALITE
         )
         assert "stroke-dasharray" in svg
         assert ">A<" in svg

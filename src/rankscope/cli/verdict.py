@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.paper import heading, plain, points, show
+from rankscope.cli.output import heading, plain, points, show
 from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.causes import explained_by, ranked

@@ -8,28 +8,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import altair as alt
-
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web import bins, series
-from rankscope.web.document import spec_of
-from rankscope.web.parts import Spec, Tables, Width, column, finish, rate_domain, step_axis, tip
-from rankscope.web.series import Row
-from rankscope.web.titles import titles_of
-from rankscope.web.words import finding_view, tiles, title_of
-
-METRICS = (
-    ("loss_std", "Loss dispersion", "std over workers, nats per token"),
-    ("grad_norm_std", "Gradient-norm dispersion", "std over workers"),
-    ("cosine_mean", "Gradient-direction consistency", "mean cosine over pairs"),
+from rankscope.web.parts import (
+    Spec,
+    Tables,
+    channel,
+    colours,
+    column,
+    dashes,
+    layer,
+    layered,
+    pointed,
+    rate_domain,
+    step_axis,
+    step_tip,
+    tip,
 )
-"""The three metrics: column, name, unit."""
+from rankscope.web.series import Row
+from rankscope.web.words import METRICS, finding_view, tiles, title_of, titles_of
 
 LETTERS = ("A", "B")
-_DASHES = ((1, 0), (6, 3))
+_DASHES = dict(zip(LETTERS, ((1, 0), (6, 3)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +107,11 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
     specs: dict[str, Spec] = {}
     losses = [_loss(run) for run in runs]
     if any(mean for mean, _ in losses):
-        specs["compare-loss"] = spec_of(compared_losses(tables, losses))
-    for name, _, _ in METRICS:
+        specs["compare-loss"] = _compared_losses(tables, losses)
+    for name in METRICS:
         curves = [_curve(run, name) for run in runs]
         if any(value is not None for rows in curves for value in column(rows, "value")):
-            specs[f"compare-{name}"] = spec_of(compared_curves(tables, curves))
+            specs[f"compare-{name}"] = _compared_curves(tables, curves)
     side_a, side_b = (_side(run, letter) for run, letter in zip(runs, LETTERS, strict=True))
     return CompareView(key, (side_a, side_b), specs, _notes(run_a, run_b))
 
@@ -150,82 +153,61 @@ def _curve(run: Run, name: str) -> list[Row]:
     return [row for row in rows if row["value"] is not None]
 
 
-def compared_losses(
-    tables: Tables,
-    losses: Sequence[tuple[Sequence[Row], Sequence[Row]]],
-    *,
-    width: Width = "container",
-    height: int = 250,
-) -> alt.LayerChart:
+def _compared_losses(tables: Tables, losses: Sequence[tuple[Sequence[Row], Sequence[Row]]]) -> Spec:
     """Return the averaged losses of two runs, each over the band of its workers.
 
     Args:
         tables: Keeps the data.
         losses: For A and B: rows ``{step, value}`` of the mean and ``{step, low, high}`` of the
             band.
-        width: Pixels or ``"container"``.
-        height: Pixels.
     """
-    scale = alt.Scale(zero=False, nice=True)
-    y = alt.Y("low:Q", axis=alt.Axis(title=None), scale=scale)
-    bands = (
-        alt.Chart(tables.add(_lettered([ranges for _, ranges in losses])))
-        .mark_area(opacity=0.16, strokeWidth=0)
-        .encode(x=step_axis(), y=y, y2="high:Q", color=_colour())
-    )
-    return finish([bands, *_lines(tables, [mean for mean, _ in losses], scale)], width, height)
+    scale = {"zero": False, "nice": True}
+    encoding = {
+        "x": step_axis(),
+        "y": channel("low:Q", axis={"title": None}, scale=scale),
+        "y2": {"field": "high"},
+        "color": colours("run", LETTERS),
+    }
+    source = tables.add(_lettered([ranges for _, ranges in losses]))
+    bands = layer("area", source, encoding, opacity=0.16, strokeWidth=0)
+    return _lines(tables, [mean for mean, _ in losses], scale, 250, bands)
 
 
-def compared_curves(
-    tables: Tables,
-    curves: Sequence[Sequence[Row]],
-    *,
-    width: Width = "container",
-    height: int = 170,
-) -> alt.LayerChart:
-    """Return one curve of two runs over each other.
-
-    Args:
-        tables: Keeps the data.
-        curves: Rows ``{step, value}`` of A and of B.
-        width: Pixels or ``"container"``.
-        height: Pixels.
-    """
+def _compared_curves(tables: Tables, curves: Sequence[Sequence[Row]]) -> Spec:
+    """Return one curve of two runs, rows ``{step, value}``, over each other."""
     domain = rate_domain(*(column(rows, "value") for rows in curves), floor=0.01)
-    return finish(_lines(tables, curves, alt.Scale(domain=domain)), width, height)
+    return _lines(tables, curves, {"domain": domain}, 170)
 
 
-def _lines(tables: Tables, curves: Sequence[Sequence[Row]], scale: alt.Scale) -> list[alt.Chart]:
+def _lines(
+    tables: Tables, curves: Sequence[Sequence[Row]], scale: Spec, height: int, *behind: Spec
+) -> Spec:
     """Return both curves, their letters at their ends, and what the pointer tells."""
-    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=scale)
-    base = alt.Chart(tables.add(_lettered(curves))).encode(x=step_axis(), y=y, color=_colour())
-    dash = alt.Scale(domain=list(LETTERS), range=[list(pattern) for pattern in _DASHES])
+    source = tables.add(_lettered(curves))
+    place = {
+        "x": step_axis(),
+        "y": channel("value:Q", axis={"title": None}, scale=scale),
+        "color": colours("run", LETTERS),
+    }
     ends = [{**rows[-1], "run": letter} for letter, rows in _by_letter(curves) if rows]
+    named = {**place, "text": channel("run:N")}
     letters = [
-        alt.Chart(tables.add([end]))
-        .mark_text(align="left", dx=dx, fontWeight=700)
-        .encode(x=step_axis(), y=y, text="run:N", color=_colour())
+        layer("text", tables.add([end]), named, align="left", dx=dx, fontWeight=700)
         for end, dx in zip(ends, (5, 16), strict=False)
     ]
-    tips = [
-        alt.Tooltip("run:N", title="run"),
-        alt.Tooltip("step:Q", title="step", format=",d"),
-        tip("value", "value"),
+    line = {**place, "strokeDash": dashes("run", _DASHES)}
+    shown = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
+    tips = [channel("run:N", title="run"), step_tip(), tip("value", "value")]
+    dots = layer(
+        "point", source, {**place, "opacity": shown, "tooltip": tips}, filled=True, size=34
+    )
+    layers = [
+        *behind,
+        layer("line", source, line, strokeWidth=1.9, strokeJoin="round"),
+        *letters,
+        dots,
     ]
-    near = alt.selection_point(
-        nearest=True, on="pointerover", clear="pointerout", fields=["step", "run"], empty=False
-    )
-    dots = base.mark_point(filled=True, size=34).encode(
-        opacity=alt.condition(near, alt.value(1), alt.value(0)), tooltip=tips
-    )
-    line = base.mark_line(strokeWidth=1.9, strokeJoin="round").encode(
-        strokeDash=alt.StrokeDash("run:N", scale=dash, legend=None)
-    )
-    return [line, *letters, dots.add_params(near)]
-
-
-def _colour() -> alt.Color:
-    return alt.Color("run:N", scale=alt.Scale(domain=list(LETTERS)), legend=None)
+    return layered(layers, height, [pointed("near", dots, ["step", "run"])])
 
 
 def _by_letter(curves: Sequence[Sequence[Row]]) -> list[tuple[str, Sequence[Row]]]:

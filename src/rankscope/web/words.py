@@ -1,4 +1,4 @@
-"""Numbers and records in words, for the page and the terminal alike. Needs no extra package."""
+"""Numbers, titles and records in words, for page and terminal. Needs no extra package."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,56 @@ from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.rules import RULES, count, name_ranks, page_of
 from rankscope.record import Run
-from rankscope.web.titles import TOKENS
 
 UNKNOWN = "–"
 SIGNS = {"healthy": "●", "note": "○", "warning": "▲", "error": "◆"}
 """One sign for each verdict, beside its name."""
 Values = Mapping[str, Any]
+
+TOKENS = "nats per token"
+
+METRICS = ("loss_std", "grad_norm_std", "cosine_mean")
+"""Columns of the three metrics."""
+
+TITLES: dict[str, tuple[str, str]] = {
+    "timeline": ("Findings over the steps", ""),
+    "loss": ("Averaged loss over the range of the workers", TOKENS),
+    "loss_std": ("Loss dispersion", f"std over workers, {TOKENS}"),
+    "grad_norm_std": ("Gradient-norm dispersion", "std over workers"),
+    "cosine_mean": ("Gradient-direction consistency", "mean cosine over pairs"),
+    "map-loss": ("Local loss", TOKENS),
+    "map-grad_norm": ("Gradient norm", "L2, before the reduction"),
+    "map-cosine_rest": ("Direction", "cosine with the sum of all others"),
+    "map-step_seconds": ("Step time", "seconds since the step before"),
+    "workers-loss": ("Local loss", TOKENS),
+    "workers-grad_norm": ("Gradient norm", "L2, before the reduction"),
+    "workers-cosine_rest": ("Direction", "cosine with the sum of all others"),
+    "apart-loss": ("Loss, apart from the mean", TOKENS),
+    "apart-grad_norm": ("Norm, apart from the mean", ""),
+    "apart-cosine_rest": ("Direction, apart from the mean", "cosine"),
+    "group-norm": ("Gradient norm of each group", ""),
+    "group-cosine": ("Direction of each group", ""),
+    "heatmap": ("Cosine of each pair of workers", "mean over the run"),
+    "coverage": ("Different samples so far", ""),
+    "residual": ("Reduction residual", "relative, logarithmic"),
+    "time": ("Time per step", "ms, slowest worker, logarithmic"),
+    "interval": ("Steps between measurements", "chosen to stay in the budget"),
+    "compare-loss": ("Averaged loss over the range of the workers", TOKENS),
+    "compare-loss_std": ("Loss dispersion", f"std over workers, {TOKENS}"),
+    "compare-grad_norm_std": ("Gradient-norm dispersion", "std over workers"),
+    "compare-cosine_mean": ("Gradient-direction consistency", "mean cosine over pairs"),
+}
+"""Title and unit by the figure's name."""
+
+_TITLES_WITHOUT_TOKENS = {
+    name: (title, unit.replace(TOKENS, "").removesuffix(", "))
+    for name, (title, unit) in TITLES.items()
+}
+
+
+def titles_of(values: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+    """Return titles and units of a run's figures, given the values of its assessment."""
+    return TITLES if values.get("loss_per_token") else _TITLES_WITHOUT_TOKENS
 
 
 def writable(text: str) -> str:
