@@ -52,7 +52,7 @@ def measure(path: Path) -> dict[str, float]:
     assessment = timed("assess", lambda: assess(run))
     tables = Tables()
     view = timed("run_view", lambda: run_view(tables, run, assessment))
-    context = {"view": view, "title": view.title}
+    context = {"view": view, "title": view.verdict.title}
     page = timed("render", lambda: render("run.html", context, view.specs, tables))
     times["page in all"] = time.perf_counter() - begin
     for name in ("loss", "grad_norm", "cosine_rest", "step_seconds"):

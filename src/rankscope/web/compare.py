@@ -6,11 +6,9 @@ apart in grey too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rankscope.core.signals import Table
-from rankscope.diagnose.assessment import Assessment, assess
-from rankscope.diagnose.causes import explained_by, ranked
+from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
 from rankscope.web import bins, series
 from rankscope.web.parts import (
@@ -29,7 +27,7 @@ from rankscope.web.parts import (
     tip,
 )
 from rankscope.web.series import Row
-from rankscope.web.words import METRICS, finding_view, tiles, title_of, titles_of
+from rankscope.web.words import METRICS, Verdict, titles_of, verdict_of
 
 LETTERS = ("A", "B")
 _DASHES = dict(zip(LETTERS, ((1, 0), (6, 3)), strict=True))
@@ -41,19 +39,11 @@ class Side:
 
     Attributes:
         letter: ``A`` or ``B``: its curves carry it.
-        title: The run's name.
-        severity: ``healthy``, ``note``, ``warning`` or ``error``.
-        assessment: Verdict and statements.
-        tiles: The key numbers.
-        findings: What was found, worst first.
+        verdict: What is said of the run.
     """
 
     letter: str
-    title: str
-    severity: str
-    assessment: Assessment
-    tiles: Sequence[Mapping[str, str]]
-    findings: Sequence[Mapping[str, Any]]
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +66,7 @@ class CompareView:
     @property
     def titles(self) -> Mapping[str, tuple[str, str]]:
         """Title and unit of each figure, by name."""
-        known = [side.assessment.values.get("loss_per_token") for side in self.sides]
+        known = [side.verdict.assessment.values.get("loss_per_token") for side in self.sides]
         return titles_of({"loss_per_token": all(known)})
 
     @property
@@ -87,7 +77,7 @@ class CompareView:
     @property
     def numbers(self) -> list[tuple[str, Mapping[str, str], Mapping[str, str]]]:
         """The key numbers of both: the label, and the tiles of A and of B."""
-        pairs = zip(self.sides[0].tiles, self.sides[1].tiles, strict=True)
+        pairs = zip(*(side.verdict.tiles for side in self.sides), strict=True)
         return [(one["label"], one, other) for one, other in pairs]
 
 
@@ -112,21 +102,11 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
         curves = [_curve(run, name) for run in runs]
         if any(value is not None for rows in curves for value in column(rows, "value")):
             specs[f"compare-{name}"] = _compared_curves(tables, curves)
-    side_a, side_b = (_side(run, letter) for run, letter in zip(runs, LETTERS, strict=True))
-    return CompareView(key, (side_a, side_b), specs, _notes(run_a, run_b))
-
-
-def _side(run: Run, letter: str) -> Side:
-    assessment = assess(run)
-    found = ranked(run.findings())
-    return Side(
-        letter=letter,
-        title=title_of(run.info, run.path),
-        severity=str(assessment.severity or "healthy"),
-        assessment=assessment,
-        tiles=tiles(assessment.values),
-        findings=[finding_view(item, run.num_workers, explained_by(item, found)) for item in found],
+    side_a, side_b = (
+        Side(letter, verdict_of(run, assess(run)))
+        for run, letter in zip(runs, LETTERS, strict=True)
     )
+    return CompareView(key, (side_a, side_b), specs, _notes(run_a, run_b))
 
 
 def _notes(run_a: Run, run_b: Run) -> list[str]:

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from rankscope.diagnose.assessment import Assessment, assess
-from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web.document import png_of, render, write_bytes, write_text
 from rankscope.web.maps import FINDING_ROW
 from rankscope.web.parts import Spec, Tables
 from rankscope.web.run_figures import MAP_FIGURES, Source, read_source, run_figures
-from rankscope.web.words import anchors, facts, finding_view, tiles, title_of, titles_of
+from rankscope.web.words import Verdict, facts, titles_of, verdict_of
 
 MAX_CHIPS = 64
 
@@ -47,11 +46,7 @@ class RunView:
 
     Attributes:
         key: Prefix of the names of its figures.
-        title: The run's name.
-        severity: ``healthy``, ``note``, ``warning`` or ``error``.
-        assessment: Verdict and statements.
-        tiles: The key numbers.
-        findings: What was found, worst first.
+        verdict: What is said of the run.
         facts: Pairs of words about the run.
         figures: Specifications by name, without the prefix.
         ranks: Ranks that are drawn as lines of their own.
@@ -61,11 +56,7 @@ class RunView:
     """
 
     key: str
-    title: str
-    severity: str
-    assessment: Assessment
-    tiles: Sequence[Mapping[str, str]]
-    findings: Sequence[Mapping[str, Any]]
+    verdict: Verdict
     facts: Sequence[tuple[str, str]]
     figures: Mapping[str, Spec]
     ranks: Sequence[int]
@@ -76,7 +67,7 @@ class RunView:
     @property
     def titles(self) -> Mapping[str, tuple[str, str]]:
         """Title and unit of each figure, by name."""
-        return titles_of(self.assessment.values)
+        return titles_of(self.verdict.assessment.values)
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -102,7 +93,7 @@ def write_run_page(run: Run, path: Path | None = None) -> Path:
     """
     tables = Tables()
     view = run_view(tables, run, assessed(run))
-    page = render("run.html", {"view": view, "title": view.title}, view.specs, tables)
+    page = render("run.html", {"view": view, "title": view.verdict.title}, view.specs, tables)
     return write_text(path or Path(run.path) / "report.html", page)
 
 
@@ -118,23 +109,15 @@ def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") ->
     Raises:
         RunError: A file of the run cannot be read.
     """
-    found = ranked(run.findings())
-    named = sorted({rank for finding in found for rank in finding.ranks})
-    shown = [
-        finding_view(item, run.num_workers, explained_by(item, found), anchor=anchor)
-        for item, anchor in zip(found, anchors(found, key), strict=True)
-    ]
+    verdict = verdict_of(run, assessment, key)
+    named = sorted({rank for finding in verdict.findings for rank in finding["named"]})
     source = read_source(tables, run, named)
     notes: dict[str, str] = defaultdict(str)
-    specs = run_figures(source, shown, assessment, notes)
+    specs = run_figures(source, verdict.findings, assessment, notes)
     num_steps = len(source.steps["step"])
     return RunView(
         key=key,
-        title=title_of(run.info, run.path),
-        severity=str(assessment.severity or "healthy"),
-        assessment=assessment,
-        tiles=tiles(assessment.values),
-        findings=shown,
+        verdict=verdict,
         facts=facts(run.info, run.status, _timing(source), run.num_workers, num_steps),
         figures=specs,
         ranks=source.drawn if len(source.drawn) <= MAX_CHIPS else (),
@@ -184,14 +167,14 @@ def _sheet(view: RunView, specs: Mapping[str, Spec], rows: Sequence[Sequence[str
     titles = view.titles
     panels = [[_panel(specs[name], titles[name], name, len(row)) for name in row] for row in rows]
     parameters = [one for row in panels for panel in row for one in panel.pop("params", ())]
-    facts = [f"{view.severity.capitalize()} · {view.title}", *_counts(view)]
+    facts = [f"{view.verdict.severity.capitalize()} · {view.verdict.title}", *_counts(view)]
     return {
         "params": parameters,
         "vconcat": [{"hconcat": row, "spacing": 40, "resolve": _OWN_COLOURS} for row in panels],
         "spacing": 34,
         "resolve": _OWN_COLOURS,
         "title": {
-            "text": textwrap.wrap(view.assessment.headline, 92),
+            "text": textwrap.wrap(view.verdict.assessment.headline, 92),
             "subtitle": " · ".join(facts),
             "fontSize": 20,
             "subtitleFontSize": 13.5,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.causes import explained_by, ranked
 from rankscope.diagnose.rules import RULES, count, name_ranks, page_of
 from rankscope.record import Run
 
@@ -190,6 +192,7 @@ def finding_view(
         "severity": str(finding.severity),
         "title": title_of_finding(finding),
         "cause": finding.cause,
+        "named": finding.ranks,
         "ranks": ranks_in_words(finding.ranks, num_workers),
         "steps": steps_in_words(finding),
         "explanation": finding.explanation,
@@ -232,6 +235,47 @@ def run_line(run: Run, assessment: Assessment) -> str:
         f"continues {run.info['continues']}" if run.info.get("continues") else "",
     ]
     return " · ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is said of a run, in words: the terminal, Markdown and pages lay it out.
+
+    Attributes:
+        title: The run's name.
+        severity: ``healthy``, ``note``, ``warning`` or ``error``.
+        line: What the run is, in one line.
+        assessment: Headline, recommendation and statements.
+        tiles: The key numbers.
+        findings: What was found, worst first, as :func:`finding_view` shows it.
+    """
+
+    title: str
+    severity: str
+    line: str
+    assessment: Assessment
+    tiles: Sequence[Mapping[str, str]]
+    findings: Sequence[Mapping[str, Any]]
+
+
+def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
+    """Return a run's verdict; ``key`` begins the ids of its findings.
+
+    Raises:
+        RunError: The findings cannot be read.
+    """
+    found = ranked(run.findings())
+    return Verdict(
+        title=title_of(run.info, run.path),
+        severity=str(assessment.severity or "healthy"),
+        line=run_line(run, assessment),
+        assessment=assessment,
+        tiles=tiles(assessment.values),
+        findings=[
+            finding_view(one, run.num_workers, explained_by(one, found), anchor=anchor)
+            for one, anchor in zip(found, anchors(found, key), strict=True)
+        ],
+    )
 
 
 def facts(

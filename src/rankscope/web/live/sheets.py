@@ -111,8 +111,8 @@ def run_content(run: Run) -> RunContent:
     """
     tables = Tables()
     view = run_view(tables, run, assessed(run))
-    main = fill("run.html", layout="fragment.html", view=view, title=view.title)
-    return RunContent(view.title, Markup(main), Figures.of(view.specs, tables))
+    main = fill("run.html", layout="fragment.html", view=view, title=view.verdict.title)
+    return RunContent(view.verdict.title, Markup(main), Figures.of(view.specs, tables))
 
 
 def run_sheet(
@@ -142,7 +142,7 @@ def compared_content(first: Run, second: Run) -> RunContent:
     """
     tables = Tables()
     view = compare_view(tables, first, second)
-    title = f"{view.sides[0].title} and {view.sides[1].title}"
+    title = f"{view.sides[0].verdict.title} and {view.sides[1].verdict.title}"
     main = fill("compare.html", layout="fragment.html", view=view, title=title)
     return RunContent(title, Markup(main), Figures.of(view.specs, tables))
 
