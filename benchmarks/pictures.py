@@ -16,9 +16,9 @@ import numpy as np
 
 from rankscope.core.signals import Table
 from rankscope.record import Run
-from rankscope.web import figures, series, worker_figures
+from rankscope.web import figures, series
 from rankscope.web.document import png_of
-from rankscope.web.parts import Tables
+from rankscope.web.parts import Tables, sized
 
 RUNS = {
     "H1-w4-s0": "healthy",
@@ -39,7 +39,7 @@ def panel(tables: Tables, run: Run, name: str, title: str, number: int) -> dict[
     """Return one metric of one run; names inside are the panel's own."""
     columns = run.columns(Table.STEPS, "step", name)
     rows = series.curve(columns["step"], np.asarray(columns[name], np.float64))
-    chart = figures.metric(tables, rows, "value", width=WIDTH, height=HEIGHT)
+    chart = sized(figures.metric(tables, rows, "value"), WIDTH, HEIGHT)
     text = json.dumps({**chart, "title": title})
     return dict(json.loads(text.replace('"at"', f'"at{number}"')))
 
@@ -70,7 +70,7 @@ def main() -> None:
     smooth_TW = np.apply_along_axis(np.convolve, 0, values_TW, np.full(10, 0.1), "valid")
     lines = series.lines(steps[9:], smooth_TW, range(values_TW.shape[1]))
     title = "each worker's cosine with the sum of the others, mean of 10 steps; rank 1 stands out"
-    chart = worker_figures.worker_lines(tables, lines, "cosine", [1], width=820, height=HEIGHT)
+    chart = sized(figures.worker_lines(tables, lines, "cosine", [1]), 820, HEIGHT)
     picture = png_of({**chart, "title": title}, tables, scale=1.5)
     (folder / "one-against-the-rest.png").write_bytes(picture)
 

@@ -171,7 +171,7 @@ def test_a_missing_extra_is_named(command, tmp_path, monkeypatch):
     write_training(tmp_path / "b", Training(steps=3))
     for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "altair", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     code, _, errors = command(tmp_path / "a", tmp_path / "b", "--html", tmp_path / "d.html")
     assert code == 2
     assert "rankscope[web]" in errors

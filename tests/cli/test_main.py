@@ -204,7 +204,7 @@ def test_a_study_that_is_done_stays_done_without_the_extra_for_its_page(
     monkeypatch.setattr("rankscope.study.runner.run_study", lambda *_, **__: [{"setting": "s1-1"}])
     for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "altair", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     code, out, err = call(monkeypatch, capsys, "study", "--json")
     assert (code, json.loads(out)) == (0, [{"setting": "s1-1"}])
     assert "pip install 'rankscope[web]'" in err

@@ -148,7 +148,7 @@ def test_json_of_a_study(study: Path):
 def test_without_the_extra_the_verdict_is_shown_all_the_same(
     healthy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setitem(sys.modules, "altair", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
         monkeypatch.delitem(sys.modules, name)
     result = call(healthy, "--output", tmp_path / "page.html")

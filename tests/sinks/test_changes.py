@@ -1,7 +1,7 @@
 """What is news about a finding."""
 
 from rankscope.core.finding import Severity
-from rankscope.sinks.changes import Change, Changes, sentence
+from rankscope.sinks.base import Change, Changes, sentence
 from sinks.findings import FINDING, finding
 
 NOTE, WARNING, ERROR = Severity

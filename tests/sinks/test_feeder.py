@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from rankscope.sinks.feeder import Feeder
-from rankscope.sinks.hub import Sinks
+from rankscope.sinks.hub import Feeder, Sinks
 from rankscope.sinks.specs import PlannedSink
 from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info

@@ -12,8 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.core.finding import Severity
 from rankscope.core.signals import Source, Table, signals
-from rankscope.sinks.base import MAX_NAMED, MAX_RANKS, step_values
-from rankscope.sinks.names import SPREAD, STEP_SIGNALS, WORKER_SIGNALS
+from rankscope.sinks.base import (
+    MAX_NAMED,
+    MAX_RANKS,
+    SPREAD,
+    STEP_SIGNALS,
+    WORKER_SIGNALS,
+    step_values,
+)
 from rankscope.sinks.prometheus import PrometheusSink
 from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info

@@ -14,7 +14,7 @@ import pytest
 
 from rankscope.core.finding import Severity
 from rankscope.sinks.base import SinkError, plain_finding, step_values
-from rankscope.sinks.feeder import Feeder
+from rankscope.sinks.hub import Feeder
 from rankscope.sinks.jsonl import JsonLinesSink
 from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info

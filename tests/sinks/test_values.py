@@ -14,9 +14,8 @@ from rankscope.core.finding import Severity
 from rankscope.core.signals import Table, Tail, signals
 from rankscope.core.step import MISSING_INT
 from rankscope.record.rows import rows_of
-from rankscope.sinks.base import MAX_NAMED, plain_finding, step_values
+from rankscope.sinks.base import MAX_NAMED, STEP_SIGNALS, WORKER_SIGNALS, plain_finding, step_values
 from rankscope.sinks.hub import Sinks
-from rankscope.sinks.names import STEP_SIGNALS, WORKER_SIGNALS
 from rankscope.sinks.specs import PlannedSink
 from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info

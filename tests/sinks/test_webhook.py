@@ -9,7 +9,7 @@ import pytest
 
 from rankscope.core.finding import Severity
 from rankscope.sinks.base import SinkError, plain_finding
-from rankscope.sinks.feeder import Feeder
+from rankscope.sinks.hub import Feeder
 from rankscope.sinks.webhook import PAUSES, WebhookSink
 from sinks.findings import FINDING, finding, run_info
 

@@ -5,7 +5,7 @@ import vl_convert
 
 from rankscope.record import Run
 from rankscope.web.compare import compare_view
-from rankscope.web.document import vegalite_version
+from rankscope.web.document import VEGALITE
 from rankscope.web.parts import Tables
 from web.recorded_runs import record_run
 
@@ -25,7 +25,7 @@ def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run
     for name, spec in view.figures.items():
         assert name in view.titles
         svg = vl_convert.vegalite_to_svg(
-            {**spec, "width": 300, "datasets": tables.rows}, vl_version=vegalite_version()
+            {**spec, "width": 300, "datasets": tables.rows}, vl_version=VEGALITE
         )
         assert "stroke-dasharray" in svg
         assert ">A<" in svg
@@ -34,13 +34,16 @@ def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run
 
 def test_sides_numbers_and_notes(healthy_run: Run, other: Run, copied_run: Run):
     view = compare_view(Tables(), healthy_run, other)
-    assert [(side.letter, side.title) for side in view.sides] == [("A", "sft"), ("B", "less")]
+    assert [(side.letter, side.verdict.title) for side in view.sides] == [
+        ("A", "sft"),
+        ("B", "less"),
+    ]
     assert "A has 8 workers and B 3" in view.notes[0]
     assert "A has steps 0 to 29, B steps 0 to 19" in view.notes[1]
 
     view = compare_view(Tables(), healthy_run, copied_run)
     assert view.notes == []
-    assert [side.severity for side in view.sides] == ["healthy", "error"]
+    assert [side.verdict.severity for side in view.sides] == ["healthy", "error"]
     label, one, two = view.numbers[1]
     assert (label, one["label"], two["label"]) == ("Loss dispersion",) * 3
     assert one["value"] != two["value"]

@@ -10,13 +10,13 @@ from rankscope.web import write_figures, write_report, write_study_report
 
 
 @pytest.fixture
-def without_altair(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "altair", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
 
 
-@pytest.mark.usefixtures("without_altair")
+@pytest.mark.usefixtures("without_jinja")
 def test_pages_and_figures_name_the_extra(healthy_run: Run, study: Path):
     with pytest.raises(MissingExtraError, match=r"report\.html needs .*rankscope\[web\]"):
         write_report(healthy_run)

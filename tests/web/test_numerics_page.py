@@ -13,7 +13,7 @@ from rankscope.numerics.gradients import Kind, LocalGradients, synthetic
 from rankscope.numerics.spread import SumOptions, measure
 from rankscope.study.rounding_result import TITLES, GrowthResult, PairResult, fit_growth
 from rankscope.web import write_numerics_page
-from rankscope.web.document import vegalite_version
+from rankscope.web.document import VEGALITE
 from rankscope.web.numerics_figures import MAX_LAYERS
 from rankscope.web.numerics_page import write_growth_figures
 from web.html_reader import Page
@@ -74,7 +74,7 @@ def read(path: Path) -> Page:
 def svg_of(page: Page, name: str, mode: str = "light", width: int = 460) -> str:
     svg: str = vl_convert.vegalite_to_svg(
         {**page.specs[name], "width": width},
-        vl_version=vegalite_version(),
+        vl_version=VEGALITE,
         config=page.configs[mode],
         allowed_base_urls=[],
     )

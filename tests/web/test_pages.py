@@ -12,7 +12,7 @@ from rankscope.core.summarize import summarize
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.web import write_figures, write_report, write_study_report
-from rankscope.web.document import vegalite_version
+from rankscope.web.document import VEGALITE
 from web.html_reader import Page
 from web.recorded_runs import gathered, record_run
 
@@ -34,7 +34,7 @@ def assert_renders(page: Page, names: list[str]) -> None:
     for name, mode in zip(names, itertools.cycle(("light", "dark")), strict=False):
         svg = vl_convert.vegalite_to_svg(
             _with_width(page.specs[name]),
-            vl_version=vegalite_version(),
+            vl_version=VEGALITE,
             config=page.configs[mode],
             allowed_base_urls=[],
         )

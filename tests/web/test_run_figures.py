@@ -12,8 +12,8 @@ from rankscope.core.signals import Table
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run, RunWriter
-from rankscope.web import bins, groups, write_report
-from rankscope.web.document import vegalite_version
+from rankscope.web import bins, write_report
+from rankscope.web.document import VEGALITE
 from rankscope.web.page import run_view
 from rankscope.web.parts import Tables
 from web.html_reader import Page
@@ -44,9 +44,7 @@ def test_figures_are_valid_and_can_be_drawn(page: Page):
         alt.LayerChart.from_dict(bare, validate=True)
         for mode in modes:
             sized = {**spec, "width": 300} if spec["width"] == "container" else spec
-            svg = vl_convert.vegalite_to_svg(
-                sized, vl_version=vegalite_version(), config=page.configs[mode]
-            )
+            svg = vl_convert.vegalite_to_svg(sized, vl_version=VEGALITE, config=page.configs[mode])
             assert svg.count("<path") > 3, name
 
 
@@ -93,7 +91,7 @@ def test_gradients_have_their_nulls_where_micro_batches_tell_them(
 
 
 def test_the_group_maps_are_means_of_the_last_observed_steps(page: Page, rich_run: Run):
-    found = groups.last_groups(rich_run)
+    found = bins.last_groups(rich_run)
     assert found is not None
     assert found.names == ["embed", "layers.0", "head"]
     assert (found.num_steps, found.last_step) == (30, 38)
@@ -113,12 +111,12 @@ def test_the_group_maps_are_means_of_the_last_observed_steps(page: Page, rich_ru
 
 
 def test_groups_shown_are_bounded(rich_run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(groups, "MAX_STEPS", 4)
-    found = groups.last_groups(rich_run)
+    monkeypatch.setattr(bins, "MAX_GROUP_STEPS", 4)
+    found = bins.last_groups(rich_run)
     assert found is not None
     assert (found.num_steps, found.last_step) == (4, 38)
-    monkeypatch.setattr(groups, "MAX_GROUPS", 1)
-    assert [row["group"] for row in groups.norm_rows(found)] == ["layers.0"]
+    monkeypatch.setattr(bins, "MAX_GROUPS", 1)
+    assert [row["group"] for row in bins.norm_rows(found)] == ["layers.0"]
 
 
 def test_the_timeline_leads_to_each_finding(page: Page, rich_run: Run):

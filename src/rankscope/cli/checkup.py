@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.paper import plain, show
+from rankscope.cli.output import plain, show
 from rankscope.diagnose.rules import count
 from rankscope.doctor import CheckResult, Status, worst
 from rankscope.record.files import to_plain

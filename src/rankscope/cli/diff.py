@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +11,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import terminal
-from rankscope.cli.paper import heading, plain, points, show
-from rankscope.errors import MissingExtraError, UsageError
+from rankscope.cli.output import heading, plain, points, show, terminal
+from rankscope.errors import UsageError
+from rankscope.web import needs_extra
 
 if TYPE_CHECKING:
     from rankscope.numerics.diff import Comparison
@@ -30,7 +29,6 @@ _LOOK = {
     "different configuration": ("≠", "yellow"),
     "bug-like jump": ("◆", "red"),
 }
-_EXTRA = ("altair", "jinja2", "markupsafe", "vl_convert")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -69,7 +67,7 @@ def diff(
     if run_a.resolve() == run_b.resolve():
         raise UsageError(f"{run_a} and {run_b} are one run: name two")
     comparison = compare_runs(Run.open(run_a), Run.open(run_b), offset=offset)
-    written = [path for path in (_page(comparison, html), _figure(comparison, png)) if path]
+    written = _written(comparison, html, png)
     if as_json:
         document = {**comparison.to_json(), "written": [str(path) for path in written]}
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
@@ -84,36 +82,22 @@ def diff(
         raise typer.Exit(1)
 
 
-def _page(comparison: "Comparison", path: Path | None) -> Path | None:
-    def write(target: Path) -> Path:
-        from rankscope.web.diff_figures import write_diff_page
-
-        return write_diff_page(comparison, target)
-
-    return None if path is None else _with_extra(write, path)
-
-
-def _figure(comparison: "Comparison", path: Path | None) -> Path | None:
-    def write(target: Path) -> Path:
-        from rankscope.web.diff_figures import write_diff_figure
-
-        return write_diff_figure(comparison, target)
-
-    return None if path is None else _with_extra(write, path)
-
-
-def _with_extra(write: Callable[[Path], Path], path: Path) -> Path:
-    """Write a file.
+def _written(comparison: "Comparison", html: Path | None, png: Path | None) -> list[Path]:
+    """Write the files that are asked for.
 
     Raises:
         MissingExtraError: The extra ``web`` is not installed.
     """
-    try:
-        return write(path)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in _EXTRA:
-            raise MissingExtraError(path.name, "web") from error
-        raise
+    written = []
+    if html is not None:
+        with needs_extra(html.name, "web"):
+            from rankscope.web.diff_figures import write_diff_page
+        written.append(write_diff_page(comparison, html))
+    if png is not None:
+        with needs_extra(png.name, "web"):
+            from rankscope.web.diff_figures import write_diff_figure
+        written.append(write_diff_figure(comparison, png))
+    return written
 
 
 def render_comparison(comparison: "Comparison", console: Console) -> None:

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import terminal
-from rankscope.cli.paper import plain
+from rankscope.cli.output import plain, terminal
 from rankscope.errors import RunError, UsageError
 from rankscope.record.files import replace
 

@@ -14,8 +14,7 @@ from rankscope.cli.diff import diff
 from rankscope.cli.doctor import doctor
 from rankscope.cli.faults import faults
 from rankscope.cli.numerics import numerics
-from rankscope.cli.output import guarded_streams, terminal
-from rankscope.cli.paper import printable
+from rankscope.cli.output import guarded_streams, printable, terminal
 from rankscope.cli.replay import replay
 from rankscope.cli.report import report
 from rankscope.cli.run import run_script

@@ -2,6 +2,8 @@
 
 Exit code 1 means findings, so it must not come of a reader that has gone: what such a command
 prints is dropped, and it ends with its own code.
+
+All commands print with a margin, in lines of readable length, and records as plain words.
 """
 
 import codecs
@@ -12,12 +14,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+from rich.table import Table as Grid
+from rich.text import Text
 
 Tell = Callable[[str], None]
 
 LEAST_COLUMNS = 20
 """Columns that a terminal has at least, whatever ``COLUMNS`` says: fewer hold no table."""
+
+LONGEST = 112
+"""Columns of the longest line."""
+MARGIN = 2
 
 _STANDARD_FILES = 3
 _IN_ASCII = {
@@ -160,6 +169,44 @@ def terminal(*, stderr: bool = False) -> Console:
     if console.width < LEAST_COLUMNS:
         console.width = LEAST_COLUMNS
     return console
+
+
+def show(console: Console, content: RenderableType) -> None:
+    """Print with a margin, in lines that are not too long to read and end where the text does."""
+    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
+    for line in console.render_lines(content, options, pad=False):
+        while line and not line[-1].text.strip():
+            line.pop()
+        if line:
+            line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+        console.print(Segments([Segment(" " * MARGIN), *line, Segment.line()]), end="")
+
+
+def heading(console: Console, words: str, *, space: bool = True) -> None:
+    """Print the heading of a part."""
+    if space:
+        console.print()
+    show(console, plain(words, "bold underline"))
+
+
+def points(console: Console, sentences: Iterable[str]) -> None:
+    """Print sentences as a list."""
+    grid = Grid.grid(padding=(0, 1))
+    grid.add_column(width=1)
+    grid.add_column()
+    for sentence in sentences:
+        grid.add_row("·", plain(sentence))
+    show(console, grid)
+
+
+def plain(words: str, style: str = "") -> Text:
+    """Return text from records: never read as markup, without control characters."""
+    return Text(printable(words), style=style)
+
+
+def printable(words: str) -> str:
+    """Return words with a space in place of each control character."""
+    return "".join(sign if sign.isprintable() else " " for sign in words)
 
 
 def _nearest(error: UnicodeError) -> tuple[str, int]:

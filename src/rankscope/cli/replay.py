@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import terminal
-from rankscope.cli.paper import plain, show
+from rankscope.cli.output import plain, show, terminal
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.rules import count, name_ranks

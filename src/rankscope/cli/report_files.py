@@ -12,8 +12,7 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from rankscope.cli.output import terminal
-from rankscope.cli.paper import plain
+from rankscope.cli.output import plain, terminal
 from rankscope.diagnose.assessment import Assessment
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.record import Run

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from rankscope.cli.output import terminal
-from rankscope.cli.paper import plain
+from rankscope.cli.output import plain, terminal
 from rankscope.web.live import live_server
 
 

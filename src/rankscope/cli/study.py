@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from rankscope.cli.output import terminal
-from rankscope.cli.paper import plain
+from rankscope.cli.output import plain, terminal
 from rankscope.cli.verdict import render_study
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.study.config import Precision, Reading, Setting, StudyConfig

@@ -4,17 +4,16 @@ Text from records is printed as it is: never read as markup, and without control
 could move the cursor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.paper import heading, plain, points, show
-from rankscope.core.finding import Finding
+from rankscope.cli.output import heading, plain, points, show
 from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.rules import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web.study_words import (
     Entry,
@@ -25,18 +24,7 @@ from rankscope.web.study_words import (
     why_heading,
     why_they_differ,
 )
-from rankscope.web.words import (
-    SIGNS,
-    consequence_of,
-    number,
-    ranks_in_words,
-    run_line,
-    steps_in_words,
-    tiles,
-    title_of,
-    title_of_finding,
-    whole,
-)
+from rankscope.web.words import SIGNS, number, verdict_of, whole
 
 NARROW = 76
 """Columns below which notes go on lines of their own."""
@@ -54,20 +42,18 @@ def render_run(run: Run, assessment: Assessment, console: Console) -> None:
     Raises:
         RunError: The findings cannot be read.
     """
-    severity = str(assessment.severity or "healthy")
-    title = title_of(run.info, run.path)
+    verdict = verdict_of(run, assessment)
     console.print()
-    show(console, _verdict(severity, assessment.headline, title))
+    show(console, _verdict(verdict.severity, assessment.headline, verdict.title))
     console.print()
     show(console, _labelled("What to do", assessment.recommendation))
-    found = ranked(run.findings())
-    if found:
+    if verdict.findings:
         heading(console, "Findings")
-    for finding in found:
-        show(console, _finding(finding, run.num_workers, explained_by(finding, found)))
+    for finding in verdict.findings:
+        show(console, _finding(finding))
         console.print()
-    heading(console, run_line(run, assessment), space=not found)
-    show(console, _numbers(assessment, narrow=console.width < NARROW))
+    heading(console, verdict.line, space=not verdict.findings)
+    show(console, _numbers(verdict.tiles, narrow=console.width < NARROW))
     if assessment.statements:
         heading(console, "What the measurements say")
         points(console, assessment.statements)
@@ -121,30 +107,29 @@ def _verdict(severity: str, headline: str, title: str) -> Text:
     )
 
 
-def _finding(finding: Finding, num_workers: int, cause: Finding | None) -> Text:
-    sign, colour = _LOOK[str(finding.severity)]
-    where = f"{ranks_in_words(finding.ranks, num_workers)} · {steps_in_words(finding)}"
+def _finding(finding: Mapping[str, Any]) -> Text:
+    sign, colour = _LOOK[finding["severity"]]
     return Text.assemble(
-        (f"{sign} {finding.severity}", f"bold {colour}"),
+        (f"{sign} {finding['severity']}", f"bold {colour}"),
         "  ",
-        plain(title_of_finding(finding), "bold"),
+        plain(finding["title"], "bold"),
         "  ",
-        plain(finding.cause, "dim"),
+        plain(finding["cause"], "dim"),
         "\n",
-        plain(where, colour),
+        plain(f"{finding['ranks']} · {finding['steps']}", colour),
         "\n",
-        plain(finding.explanation),
+        plain(finding["explanation"]),
         "\n",
         ("Check next: ", "bold"),
-        plain(finding.next_check if cause is None else consequence_of(cause)),
+        plain(finding["next_check"]),
     )
 
 
-def _numbers(assessment: Assessment, *, narrow: bool) -> RenderableType:
+def _numbers(tiles: Sequence[Mapping[str, str]], *, narrow: bool) -> RenderableType:
     grid = Grid.grid(padding=(0, 2))
     for _ in range(2 if narrow else 3):
         grid.add_column()
-    for tile in tiles(assessment.values):
+    for tile in tiles:
         cells = [plain(tile["label"]), plain(tile["value"], "bold")]
         note = plain(tile["note"], "dim")
         grid.add_row(*cells, *(() if narrow else (note,)))

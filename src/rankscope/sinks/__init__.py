@@ -2,7 +2,7 @@
 
 Each sink has a thread of its own, and nothing that it does can hold the training back. What a
 sink gets are plain numbers by name (:class:`StepValues`) and findings; how they are named is told
-by the signal registry alone (:mod:`rankscope.sinks.names`).
+by the signal registry alone (:mod:`rankscope.sinks.base`).
 """
 
 from rankscope.sinks.base import RunInfo, Sink, Spread, StepValues

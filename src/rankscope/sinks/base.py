@@ -1,4 +1,13 @@
-"""What a sink is, and the plain values that it gets.
+"""What a sink is, the plain values that it gets, and what is news about a finding.
+
+The names of the numbers are all derived from the signal registry:
+
+======================================  =======================================================
+``rankscope/<column>``                  a column of the steps table
+``rankscope/findings_<severity>``       open findings of that severity
+``rankscope_workers/<column>/<which>``  ``min``, ``mean`` or ``max`` over the workers
+``rankscope_ranks/<column>/<rank>``     the value of a worker that a finding has named
+======================================  =======================================================
 
 C columns of the workers table that are shown, W workers, R ranks whose own values are shown.
 """
@@ -6,6 +15,7 @@ C columns of the workers table that are shown, W workers, R ranks whose own valu
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,18 +24,23 @@ import numpy as np
 
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Finding, Severity
-from rankscope.core.signals import DType, Source
+from rankscope.core.signals import DType, Signal, Source, Table, Tail, signals
 from rankscope.core.step import MISSING_INT, StepReport
 from rankscope.errors import RankscopeError
-from rankscope.sinks.names import (
-    SPREAD,
-    STEP_SIGNALS,
-    WORKER_SIGNALS,
-    findings_name,
-    rank_name,
-    spread_name,
-    step_name,
+
+_NUMBERS = (DType.INT, DType.FLOAT, DType.BOOL)
+
+STEP_SIGNALS: tuple[Signal, ...] = tuple(
+    s for s in signals(Table.STEPS) if s.dtype in _NUMBERS and s.name not in ("step", "time")
 )
+"""Columns of the steps table that are shown: all numbers but the two that are an axis."""
+
+WORKER_SIGNALS: tuple[Signal, ...] = tuple(
+    s for s in signals(Table.WORKERS) if s.dtype in _NUMBERS and s.tail is not Tail.NONE
+)
+"""Columns of the workers table that are shown: those in which a worker can stand out."""
+
+SPREAD = ("min", "mean", "max")
 
 MAX_RANKS = 64
 """Up to so many workers, a step holds the values of all of them; beyond, of the named ones."""
@@ -217,3 +232,77 @@ def _spread(values_CW: Floats) -> Floats:
         means_C = np.nansum(values_CW, axis=1) / np.where(counts_C, counts_C, np.nan)
     low_C, high_C = np.fmin.reduce(values_CW, axis=1), np.fmax.reduce(values_CW, axis=1)
     return np.stack([low_C, means_C, high_C], axis=1)
+
+
+def step_name(column: str) -> str:
+    """Return the name of a column of the steps table."""
+    return f"rankscope/{column}"
+
+
+def findings_name(severity: Severity) -> str:
+    """Return the name of the number of open findings of one severity."""
+    return f"rankscope/findings_{severity}"
+
+
+def spread_name(column: str, which: str) -> str:
+    """Return the name of the smallest, mean or largest value over the workers."""
+    return f"rankscope_workers/{column}/{which}"
+
+
+def rank_name(column: str, rank: int) -> str:
+    """Return the name of one worker's value."""
+    return f"rankscope_ranks/{column}/{rank}"
+
+
+class Change(StrEnum):
+    """What happened to a finding."""
+
+    OPENED = "opened"
+    WORSE = "got worse"
+    CLOSED = "closed"
+
+
+class Changes:
+    """Tells news from repetition: findings are told again whenever their evidence grows.
+
+    Args:
+        known: Findings that are no news.
+        severity: Findings that never were this bad are no news either.
+    """
+
+    def __init__(self, known: Iterable[Finding] = (), severity: Severity = Severity.NOTE) -> None:
+        self._severity = severity
+        self._worst = {f.id: f.severity for f in known if f.status == "open"}
+
+    def of(self, finding: Finding) -> Change | None:
+        """Return what is new about a finding since it was last given; None if nothing is."""
+        before = self._worst.get(finding.id)
+        told = before is not None and before >= self._severity
+        if finding.status != "open":
+            self._worst.pop(finding.id, None)
+            return Change.CLOSED if told else None
+        self._worst[finding.id] = (
+            finding.severity if before is None else max(before, finding.severity)
+        )
+        if finding.severity < self._severity:
+            return None
+        if not told:
+            return Change.OPENED
+        return Change.WORSE if before is not None and finding.severity > before else None
+
+
+def sentence(finding: Finding, change: Change | None = None) -> str:
+    """Return a finding in one paragraph of plain text.
+
+    Args:
+        finding: What to tell.
+        change: What is new about it; its status, if None.
+    """
+    where = f" on rank {', '.join(map(str, finding.ranks[:8]))}" if finding.ranks else ""
+    if len(finding.ranks) > 8:
+        where += f" and {len(finding.ranks) - 8} more"
+    return (
+        f"{finding.severity}: {finding.cause} {change or finding.status}{where} "
+        f"(steps {finding.first_step} to {finding.last_step}). {finding.explanation} "
+        f"Next: {finding.next_check}"
+    )

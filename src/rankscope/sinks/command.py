@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.sinks.base import RunInfo, StepValues, plain_finding
-from rankscope.sinks.changes import Change, Changes
+from rankscope.sinks.base import Change, Changes, RunInfo, StepValues, plain_finding
 
 _log = logging.getLogger("rankscope")
 

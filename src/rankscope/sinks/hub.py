@@ -1,21 +1,185 @@
-"""All sinks of a run, as the scope sees them: two calls that never wait and never raise."""
+"""All sinks of a run, as the scope sees them: two calls that never wait and never raise.
 
+Each sink has a thread and what waits for it, so that it can be slow, hang or fail alone.
+"""
+
+import contextlib
+import itertools
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
-from rankscope.sinks.base import MAX_NAMED, RunInfo, step_values
-from rankscope.sinks.feeder import Feeder
+from rankscope.errors import RankscopeError
+from rankscope.sinks.base import MAX_NAMED, RunInfo, Sink, StepValues, step_values
 from rankscope.sinks.specs import PlannedSink
 
 _log = logging.getLogger("rankscope")
 
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for all sinks together; what hangs is then left behind."""
+
+
+MAX_STEPS = 256
+"""So many steps wait for a sink; then the oldest are left out."""
+
+MAX_FINDINGS = 1024
+"""So many events of findings wait; then those that a later one replaces are left out."""
+
+
+class Feeder:
+    """Feeds one sink from a bounded queue, in a daemon thread.
+
+    Args:
+        name: What messages call the sink.
+        sink: The sink.
+        run: What it is told first.
+        max_steps: Steps that may wait.
+        max_findings: Events of findings that may wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sink: Sink,
+        run: RunInfo,
+        *,
+        max_steps: int = MAX_STEPS,
+        max_findings: int = MAX_FINDINGS,
+    ) -> None:
+        self.name = name
+        self.lost_steps = 0
+        self._sink = sink
+        self._info = run
+        self._takes_steps = bool(getattr(sink, "takes_steps", True))
+        self._max_steps, self._max_findings = max_steps, max_findings
+        self._numbers = itertools.count()
+        self._steps: deque[tuple[int, StepValues]] = deque()
+        self._findings: deque[tuple[int, Finding]] = deque()
+        self._changed = threading.Condition()
+        self._ending = self._off = False
+        self._thread = threading.Thread(target=self._work, name=f"rankscope-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def off(self) -> bool:
+        """Whether the sink has failed, or was left behind."""
+        return self._off
+
+    def step(self, values: StepValues) -> None:
+        """Queue a step; never waits for the sink."""
+        if not self._takes_steps:
+            return
+        with self._changed:
+            if self._off or self._ending:
+                return
+            full = len(self._steps) >= self._max_steps
+            if full:
+                self._steps.popleft()
+                self.lost_steps += 1
+            self._steps.append((next(self._numbers), values))
+            self._changed.notify()
+            first = full and self.lost_steps == 1
+        if first:
+            _log.warning(
+                "sink %s is slow: %d steps wait for it, and from now on the oldest are not shown "
+                "there; training is not delayed, and the run directory holds them all",
+                self.name,
+                self._max_steps,
+            )
+
+    def finding(self, finding: Finding) -> None:
+        """Queue a finding; never waits for the sink."""
+        with self._changed:
+            if self._off or self._ending:
+                return
+            self._findings.append((next(self._numbers), finding))
+            if len(self._findings) > self._max_findings:
+                self._leave_out_a_finding()
+            self._changed.notify()
+
+    def finish(self) -> None:
+        """Let the sink end once it has taken what waits."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the sink's end, after ``finish``; leave it behind if it takes longer.
+
+        Returns:
+            Whether it has ended.
+        """
+        self._thread.join(max(seconds, 0.0))
+        with self._changed:
+            left = self._thread.is_alive()
+            if left:
+                self.lost_steps += len(self._steps)
+                self._go_off()
+        return not left
+
+    def _leave_out_a_finding(self) -> None:
+        """Drop the oldest event that a later one of the same finding replaces, or else the oldest.
+
+        The queue only fills up when the sink has stood still for long.
+        """
+        later: set[str] = set()
+        drop = 0
+        for index in range(len(self._findings) - 1, -1, -1):
+            name = self._findings[index][1].id
+            if name in later:
+                drop = index
+            later.add(name)
+        del self._findings[drop]
+
+    def _go_off(self) -> None:
+        self._off = True
+        self._steps.clear()
+        self._findings.clear()
+
+    def _take(self) -> StepValues | Finding | None:
+        """Return what waits longest; None at the end."""
+        with self._changed:
+            while not (self._steps or self._findings or self._ending or self._off):
+                self._changed.wait()
+            if self._steps and (not self._findings or self._steps[0][0] < self._findings[0][0]):
+                return self._steps.popleft()[1]
+            return self._findings.popleft()[1] if self._findings else None
+
+    def _work(self) -> None:
+        try:
+            self._sink.open(self._info)
+            while (item := self._take()) is not None:
+                if isinstance(item, Finding):
+                    self._sink.finding(item)
+                else:
+                    self._sink.step(item)
+        except BaseException as error:  # a library may raise SystemExit: it ends this thread alone
+            self._fail(error)
+            with contextlib.suppress(BaseException):
+                self._sink.close()
+            return
+        try:
+            self._sink.close()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            told = self._off
+            self._go_off()
+        if told:
+            return
+        foreseen = isinstance(error, RankscopeError | OSError)
+        _log.warning(
+            "sink %s has failed and gets nothing from now on; training and record go on. %s",
+            self.name,
+            error if isinstance(error, RankscopeError) else f"{type(error).__name__}: {error}",
+            exc_info=None if foreseen else error,
+        )
 
 
 class Sinks:

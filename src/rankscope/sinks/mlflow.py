@@ -11,8 +11,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
 from rankscope.core.finding import Finding
-from rankscope.sinks.base import RunInfo, SinkError, StepValues
-from rankscope.sinks.changes import Changes, sentence
+from rankscope.sinks.base import Changes, RunInfo, SinkError, StepValues, sentence
 
 BATCH = 900
 """Values that are sent at once; MLflow takes 1,000."""

@@ -17,8 +17,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.signals import Signal
-from rankscope.sinks.base import RunInfo, StepValues
-from rankscope.sinks.names import SPREAD, STEP_SIGNALS, WORKER_SIGNALS
+from rankscope.sinks.base import SPREAD, STEP_SIGNALS, WORKER_SIGNALS, RunInfo, StepValues
 
 _log = logging.getLogger("rankscope")
 

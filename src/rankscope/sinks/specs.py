@@ -8,6 +8,7 @@ must not meet a half-done import.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
@@ -69,6 +70,8 @@ def _plan(sink: Any) -> PlannedSink:
             # What comes after the kind may be a secret.
             raise UsageError(f"a sink must be one of {', '.join(FORMS)}, got {kind!r}")
         planned = _KINDS[kind](rest)
+        if kind in _PACKAGES and find_spec(_PACKAGES[kind]) is None:
+            raise MissingExtraError(f"the sink {kind!r}", kind)
         return planned if kind in _IN_TRAINING else replace(planned, spec=sink)
     if isinstance(sink, Sink) and not isinstance(sink, type):
         name = getattr(sink, "name", type(sink).__name__)
@@ -79,76 +82,33 @@ def _plan(sink: Any) -> PlannedSink:
     )
 
 
-def _need(package: str, kind: str) -> None:
-    """Look a package up without importing it.
-
-    Raises:
-        MissingExtraError: It is not there.
-    """
-    if find_spec(package) is None:
-        raise MissingExtraError(f"the sink {kind!r}", kind)
-
-
-def _tensorboard(rest: str) -> PlannedSink:
-    _need("tensorboard", "tensorboard")
+def _made_by(module: str, name: str, *given: Any, **options: Any) -> Callable[[], Sink]:
+    """Return what makes a sink of a class in a module that is imported only then."""
 
     def make() -> Sink:
-        from rankscope.sinks.tensorboard import TensorBoardSink
+        sink: Sink = getattr(import_module(f"rankscope.sinks.{module}"), name)(*given, **options)
+        return sink
 
-        return TensorBoardSink(rest or None)
-
-    return PlannedSink("tensorboard", make)
-
-
-def _wandb(rest: str) -> PlannedSink:
-    _need("wandb", "wandb")
-
-    def make() -> Sink:
-        from rankscope.sinks.wandb import WandbSink
-
-        return WandbSink(rest or None)
-
-    return PlannedSink("wandb", make)
+    return make
 
 
-def _mlflow(rest: str) -> PlannedSink:
-    _need("mlflow", "mlflow")
-
-    def make() -> Sink:
-        from rankscope.sinks.mlflow import MlflowSink
-
-        return MlflowSink(rest or None)
-
-    return PlannedSink("mlflow", make)
+def _plan_optional(kind: str, name: str) -> Callable[[str], PlannedSink]:
+    """Return what plans a sink that takes one word, or none."""
+    return lambda rest: PlannedSink(kind, _made_by(kind, name, rest or None))
 
 
-def _prometheus(rest: str) -> PlannedSink:
+def _plan_prometheus(rest: str) -> PlannedSink:
     host, _, port = rest.rpartition(":")
     if not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise UsageError(
             "the sink prometheus expected prometheus:PORT or prometheus:HOST:PORT with a port "
             f"from 0 to 65535, got 'prometheus:{rest}'"
         )
-    _need("prometheus_client", "prometheus")
-
-    def make() -> Sink:
-        from rankscope.sinks.prometheus import PrometheusSink
-
-        return PrometheusSink(int(port), host.strip("[]") or "127.0.0.1")
-
-    return PlannedSink("prometheus", make)
+    address = host.strip("[]") or "127.0.0.1"
+    return PlannedSink("prometheus", _made_by("prometheus", "PrometheusSink", int(port), address))
 
 
-def _jsonl(rest: str) -> PlannedSink:
-    def make() -> Sink:
-        from rankscope.sinks.jsonl import JsonLinesSink
-
-        return JsonLinesSink(rest or None)
-
-    return PlannedSink("jsonl", make)
-
-
-def _webhook(rest: str) -> PlannedSink:
+def _plan_webhook(rest: str) -> PlannedSink:
     """Plan a webhook; ``severity`` is taken off the URL's query, and the URL is never logged."""
     parts = _split_url(rest)
     query = parse_qsl(parts.query, keep_blank_values=True)
@@ -158,12 +118,7 @@ def _webhook(rest: str) -> PlannedSink:
     if severities:
         others = urlencode([pair for pair in query if pair[0] != "severity"])
         url = parts._replace(query=others).geturl()
-
-    def make() -> Sink:
-        from rankscope.sinks.webhook import WebhookSink
-
-        return WebhookSink(url, severity=severity)
-
+    make = _made_by("webhook", "WebhookSink", url, severity=severity)
     return PlannedSink(f"webhook to {parts.hostname}", make)
 
 
@@ -200,26 +155,26 @@ def _severity(name: str) -> Severity:
         raise UsageError(f"the sink webhook expected severity={known}, got {name!r}") from None
 
 
-def _command(rest: str) -> PlannedSink:
+def _plan_command(rest: str) -> PlannedSink:
     if not rest.strip():
         raise UsageError("the sink command expected command:COMMAND, got no command")
-
-    def make() -> Sink:
-        from rankscope.sinks.command import CommandSink
-
-        return CommandSink(rest)
-
-    return PlannedSink("command", make)
+    return PlannedSink("command", _made_by("command", "CommandSink", rest))
 
 
 _IN_TRAINING = frozenset({"wandb", "mlflow"})
-
+_PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "prometheus": "prometheus_client",
+}
+"""The package that a sink needs."""
 _KINDS: dict[str, Callable[[str], PlannedSink]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "prometheus": _prometheus,
-    "jsonl": _jsonl,
-    "webhook": _webhook,
-    "command": _command,
+    "tensorboard": _plan_optional("tensorboard", "TensorBoardSink"),
+    "wandb": _plan_optional("wandb", "WandbSink"),
+    "mlflow": _plan_optional("mlflow", "MlflowSink"),
+    "prometheus": _plan_prometheus,
+    "jsonl": _plan_optional("jsonl", "JsonLinesSink"),
+    "webhook": _plan_webhook,
+    "command": _plan_command,
 }

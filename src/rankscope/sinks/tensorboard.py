@@ -10,8 +10,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rankscope.core.finding import Finding
-from rankscope.sinks.base import RunInfo, StepValues
-from rankscope.sinks.changes import Changes, sentence
+from rankscope.sinks.base import Changes, RunInfo, StepValues, sentence
 
 FLUSH_SECONDS = 10
 

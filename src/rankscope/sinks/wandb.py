@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.sinks.base import RunInfo, SinkError, StepValues, plain
-from rankscope.sinks.changes import Change, Changes, sentence
+from rankscope.sinks.base import Change, Changes, RunInfo, SinkError, StepValues, plain, sentence
 
 _log = logging.getLogger("rankscope")
 

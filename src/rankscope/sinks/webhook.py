@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.sinks.base import RunInfo, SinkError, StepValues, plain_finding
-from rankscope.sinks.changes import Changes, sentence
+from rankscope.sinks.base import Changes, RunInfo, SinkError, StepValues, plain_finding, sentence
 
 _log = logging.getLogger("rankscope")
 

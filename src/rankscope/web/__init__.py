@@ -11,7 +11,10 @@ from typing import Any
 from rankscope.errors import MissingExtraError
 from rankscope.record import Run
 
-_EXTRA = ("altair", "jinja2", "markupsafe", "vl_convert")
+_EXTRAS = (
+    *("jinja2", "markupsafe", "vl_convert"),
+    *("starlette", "uvicorn", "sse_starlette", "anyio"),
+)
 
 __all__ = [
     "write_figures",
@@ -29,7 +32,7 @@ def write_report(run: Run, path: Path | None = None) -> Path:
         MissingExtraError: The extra ``web`` is not installed.
         RunError: A table cannot be read, or the file cannot be written.
     """
-    with _needs_extra("report.html"):
+    with needs_extra("report.html", "web"):
         from rankscope.web.page import write_run_page
     return write_run_page(run, path)
 
@@ -41,7 +44,7 @@ def write_study_report(study_dir: Path, path: Path | None = None) -> Path:
         MissingExtraError: The extra ``web`` is not installed.
         RunError: The study or a run of it cannot be read, or the file cannot be written.
     """
-    with _needs_extra("report.html"):
+    with needs_extra("report.html", "web"):
         from rankscope.web.study_page import write_study_page
     return write_study_page(Path(study_dir), path)
 
@@ -55,7 +58,7 @@ def write_figures(study_dir: Path, folder: Path | None = None) -> list[Path]:
         MissingExtraError: The extra ``web`` is not installed.
         RunError: The study or a run of it cannot be read, or a file cannot be written.
     """
-    with _needs_extra("a study's figures"):
+    with needs_extra("a study's figures", "web"):
         from rankscope.web.study_page import write_study_figures
     return write_study_figures(Path(study_dir), folder)
 
@@ -69,9 +72,9 @@ def write_run_figures(run: Run, folder: Path | None = None) -> list[Path]:
         MissingExtraError: The extra ``web`` is not installed.
         RunError: A table cannot be read, or a file cannot be written.
     """
-    with _needs_extra("a run's figures"):
+    with needs_extra("a run's figures", "web"):
         from rankscope.diagnose.assessment import assess
-        from rankscope.web.pictures import write_run_pictures
+        from rankscope.web.page import write_run_pictures
     return write_run_pictures(run, assess(run), folder or Path(run.path) / "figures")
 
 
@@ -89,16 +92,21 @@ def write_numerics_page(
         MissingExtraError: The extra ``web`` is not installed.
         RunError: A file cannot be written.
     """
-    with _needs_extra("numerics.html"):
+    with needs_extra("numerics.html", "web"):
         from rankscope.web.numerics_page import write_page
     return write_page(directory, sums, growth)
 
 
 @contextmanager
-def _needs_extra(what: str) -> Iterator[None]:
+def needs_extra(what: str, extra: str) -> Iterator[None]:
+    """Name the extra to install where an import in this block finds a package of it missing.
+
+    Raises:
+        MissingExtraError: One is not installed.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in _EXTRA:
-            raise MissingExtraError(what, "web") from error
+        if (error.name or "").partition(".")[0] in _EXTRAS:
+            raise MissingExtraError(what, extra) from error
         raise

@@ -6,30 +6,31 @@ apart in grey too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import altair as alt
 
 from rankscope.core.signals import Table
-from rankscope.diagnose.assessment import Assessment, assess
-from rankscope.diagnose.rules import explained_by, ranked
+from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
 from rankscope.web import bins, series
-from rankscope.web.document import spec_of
-from rankscope.web.parts import Spec, Tables, Width, column, finish, rate_domain, step_axis, tip
-from rankscope.web.series import Row
-from rankscope.web.titles import titles_of
-from rankscope.web.words import finding_view, tiles, title_of
-
-METRICS = (
-    ("loss_std", "Loss dispersion", "std over workers, nats per token"),
-    ("grad_norm_std", "Gradient-norm dispersion", "std over workers"),
-    ("cosine_mean", "Gradient-direction consistency", "mean cosine over pairs"),
+from rankscope.web.parts import (
+    Spec,
+    Tables,
+    channel,
+    colours,
+    column,
+    dashes,
+    layer,
+    layered,
+    pointed,
+    rate_domain,
+    step_axis,
+    step_tip,
+    tip,
 )
-"""The three metrics: column, name, unit."""
+from rankscope.web.series import Row
+from rankscope.web.words import METRICS, Verdict, titles_of, verdict_of
 
 LETTERS = ("A", "B")
-_DASHES = ((1, 0), (6, 3))
+_DASHES = dict(zip(LETTERS, ((1, 0), (6, 3)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +39,11 @@ class Side:
 
     Attributes:
         letter: ``A`` or ``B``: its curves carry it.
-        title: The run's name.
-        severity: ``healthy``, ``note``, ``warning`` or ``error``.
-        assessment: Verdict and statements.
-        tiles: The key numbers.
-        findings: What was found, worst first.
+        verdict: What is said of the run.
     """
 
     letter: str
-    title: str
-    severity: str
-    assessment: Assessment
-    tiles: Sequence[Mapping[str, str]]
-    findings: Sequence[Mapping[str, Any]]
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class CompareView:
     @property
     def titles(self) -> Mapping[str, tuple[str, str]]:
         """Title and unit of each figure, by name."""
-        known = [side.assessment.values.get("loss_per_token") for side in self.sides]
+        known = [side.verdict.assessment.values.get("loss_per_token") for side in self.sides]
         return titles_of({"loss_per_token": all(known)})
 
     @property
@@ -84,7 +77,7 @@ class CompareView:
     @property
     def numbers(self) -> list[tuple[str, Mapping[str, str], Mapping[str, str]]]:
         """The key numbers of both: the label, and the tiles of A and of B."""
-        pairs = zip(self.sides[0].tiles, self.sides[1].tiles, strict=True)
+        pairs = zip(*(side.verdict.tiles for side in self.sides), strict=True)
         return [(one["label"], one, other) for one, other in pairs]
 
 
@@ -104,26 +97,16 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
     specs: dict[str, Spec] = {}
     losses = [_loss(run) for run in runs]
     if any(mean for mean, _ in losses):
-        specs["compare-loss"] = spec_of(compared_losses(tables, losses))
-    for name, _, _ in METRICS:
+        specs["compare-loss"] = _compared_losses(tables, losses)
+    for name in METRICS:
         curves = [_curve(run, name) for run in runs]
         if any(value is not None for rows in curves for value in column(rows, "value")):
-            specs[f"compare-{name}"] = spec_of(compared_curves(tables, curves))
-    side_a, side_b = (_side(run, letter) for run, letter in zip(runs, LETTERS, strict=True))
-    return CompareView(key, (side_a, side_b), specs, _notes(run_a, run_b))
-
-
-def _side(run: Run, letter: str) -> Side:
-    assessment = assess(run)
-    found = ranked(run.findings())
-    return Side(
-        letter=letter,
-        title=title_of(run.info, run.path),
-        severity=str(assessment.severity or "healthy"),
-        assessment=assessment,
-        tiles=tiles(assessment.values),
-        findings=[finding_view(item, run.num_workers, explained_by(item, found)) for item in found],
+            specs[f"compare-{name}"] = _compared_curves(tables, curves)
+    side_a, side_b = (
+        Side(letter, verdict_of(run, assess(run)))
+        for run, letter in zip(runs, LETTERS, strict=True)
     )
+    return CompareView(key, (side_a, side_b), specs, _notes(run_a, run_b))
 
 
 def _notes(run_a: Run, run_b: Run) -> list[str]:
@@ -150,82 +133,61 @@ def _curve(run: Run, name: str) -> list[Row]:
     return [row for row in rows if row["value"] is not None]
 
 
-def compared_losses(
-    tables: Tables,
-    losses: Sequence[tuple[Sequence[Row], Sequence[Row]]],
-    *,
-    width: Width = "container",
-    height: int = 250,
-) -> alt.LayerChart:
+def _compared_losses(tables: Tables, losses: Sequence[tuple[Sequence[Row], Sequence[Row]]]) -> Spec:
     """Return the averaged losses of two runs, each over the band of its workers.
 
     Args:
         tables: Keeps the data.
         losses: For A and B: rows ``{step, value}`` of the mean and ``{step, low, high}`` of the
             band.
-        width: Pixels or ``"container"``.
-        height: Pixels.
     """
-    scale = alt.Scale(zero=False, nice=True)
-    y = alt.Y("low:Q", axis=alt.Axis(title=None), scale=scale)
-    bands = (
-        alt.Chart(tables.add(_lettered([ranges for _, ranges in losses])))
-        .mark_area(opacity=0.16, strokeWidth=0)
-        .encode(x=step_axis(), y=y, y2="high:Q", color=_colour())
-    )
-    return finish([bands, *_lines(tables, [mean for mean, _ in losses], scale)], width, height)
+    scale = {"zero": False, "nice": True}
+    encoding = {
+        "x": step_axis(),
+        "y": channel("low:Q", axis={"title": None}, scale=scale),
+        "y2": {"field": "high"},
+        "color": colours("run", LETTERS),
+    }
+    source = tables.add(_lettered([ranges for _, ranges in losses]))
+    bands = layer("area", source, encoding, opacity=0.16, strokeWidth=0)
+    return _lines(tables, [mean for mean, _ in losses], scale, 250, bands)
 
 
-def compared_curves(
-    tables: Tables,
-    curves: Sequence[Sequence[Row]],
-    *,
-    width: Width = "container",
-    height: int = 170,
-) -> alt.LayerChart:
-    """Return one curve of two runs over each other.
-
-    Args:
-        tables: Keeps the data.
-        curves: Rows ``{step, value}`` of A and of B.
-        width: Pixels or ``"container"``.
-        height: Pixels.
-    """
+def _compared_curves(tables: Tables, curves: Sequence[Sequence[Row]]) -> Spec:
+    """Return one curve of two runs, rows ``{step, value}``, over each other."""
     domain = rate_domain(*(column(rows, "value") for rows in curves), floor=0.01)
-    return finish(_lines(tables, curves, alt.Scale(domain=domain)), width, height)
+    return _lines(tables, curves, {"domain": domain}, 170)
 
 
-def _lines(tables: Tables, curves: Sequence[Sequence[Row]], scale: alt.Scale) -> list[alt.Chart]:
+def _lines(
+    tables: Tables, curves: Sequence[Sequence[Row]], scale: Spec, height: int, *behind: Spec
+) -> Spec:
     """Return both curves, their letters at their ends, and what the pointer tells."""
-    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=scale)
-    base = alt.Chart(tables.add(_lettered(curves))).encode(x=step_axis(), y=y, color=_colour())
-    dash = alt.Scale(domain=list(LETTERS), range=[list(pattern) for pattern in _DASHES])
+    source = tables.add(_lettered(curves))
+    place = {
+        "x": step_axis(),
+        "y": channel("value:Q", axis={"title": None}, scale=scale),
+        "color": colours("run", LETTERS),
+    }
     ends = [{**rows[-1], "run": letter} for letter, rows in _by_letter(curves) if rows]
+    named = {**place, "text": channel("run:N")}
     letters = [
-        alt.Chart(tables.add([end]))
-        .mark_text(align="left", dx=dx, fontWeight=700)
-        .encode(x=step_axis(), y=y, text="run:N", color=_colour())
+        layer("text", tables.add([end]), named, align="left", dx=dx, fontWeight=700)
         for end, dx in zip(ends, (5, 16), strict=False)
     ]
-    tips = [
-        alt.Tooltip("run:N", title="run"),
-        alt.Tooltip("step:Q", title="step", format=",d"),
-        tip("value", "value"),
+    line = {**place, "strokeDash": dashes("run", _DASHES)}
+    shown = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
+    tips = [channel("run:N", title="run"), step_tip(), tip("value", "value")]
+    dots = layer(
+        "point", source, {**place, "opacity": shown, "tooltip": tips}, filled=True, size=34
+    )
+    layers = [
+        *behind,
+        layer("line", source, line, strokeWidth=1.9, strokeJoin="round"),
+        *letters,
+        dots,
     ]
-    near = alt.selection_point(
-        nearest=True, on="pointerover", clear="pointerout", fields=["step", "run"], empty=False
-    )
-    dots = base.mark_point(filled=True, size=34).encode(
-        opacity=alt.condition(near, alt.value(1), alt.value(0)), tooltip=tips
-    )
-    line = base.mark_line(strokeWidth=1.9, strokeJoin="round").encode(
-        strokeDash=alt.StrokeDash("run:N", scale=dash, legend=None)
-    )
-    return [line, *letters, dots.add_params(near)]
-
-
-def _colour() -> alt.Color:
-    return alt.Color("run:N", scale=alt.Scale(domain=list(LETTERS)), legend=None)
+    return layered(layers, height, [pointed("near", dots, ["step", "run"])])
 
 
 def _by_letter(curves: Sequence[Sequence[Row]]) -> list[tuple[str, Sequence[Row]]]:

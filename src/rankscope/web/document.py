@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import altair as alt
 import jinja2
 import vl_convert
 from markupsafe import Markup
@@ -27,25 +26,15 @@ from rankscope.web.parts import Spec, Tables
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def vegalite_version() -> str:
-    """Return the Vega-Lite version that Altair writes, as vl-convert names it: ``"6.1"``."""
-    return ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+VEGALITE = "6.1"
+"""The version of Vega-Lite that figures are written for, as vl-convert names it."""
 
 
-def spec_of(chart: alt.TopLevelMixin) -> Spec:
-    """Return a chart as a Vega-Lite specification, without data and configuration."""
-    spec: Spec = chart.to_dict(validate=False)
-    spec.pop("$schema", None)
-    spec.pop("config", None)
-    return spec
-
-
-def png_of(chart: alt.TopLevelMixin | Spec, tables: Tables, *, scale: float = 2.0) -> bytes:
-    """Return a chart in the light mode as PNG; ``scale`` is pixels per unit of its size."""
-    spec = chart if isinstance(chart, dict) else spec_of(chart)
+def png_of(spec: Spec, tables: Tables, *, scale: float = 2.0) -> bytes:
+    """Return a figure in the light mode as PNG; ``scale`` is pixels per unit of its size."""
     png: bytes = vl_convert.vegalite_to_png(
         {**spec, "datasets": tables.rows},
-        vl_version=vegalite_version(),
+        vl_version=VEGALITE,
         scale=scale,
         config={**theme.config(theme.LIGHT), "padding": 24},
         allowed_base_urls=[],
@@ -123,7 +112,7 @@ def write_bytes(path: Path, content: bytes) -> Path:
 def vega_script() -> str:
     """Return the script that draws figures; making it the first time takes a few seconds."""
     snippet = "window.vegaEmbed = vegaEmbed;"
-    return _script(vl_convert.javascript_bundle(snippet, vl_version=vegalite_version()))
+    return _script(vl_convert.javascript_bundle(snippet, vl_version=VEGALITE))
 
 
 def page_script() -> str:

@@ -1,17 +1,17 @@
-"""The figures of one run, each defined once, for the page and for PNG files alike.
+"""The curves of one run, each defined once, for the page and for PNG files alike.
 
 A figure holds data and roles; colours come from the configuration in ``theme``. On the page, the
-script reads two conventions: a parameter ``frame`` is driven by a slider whose labels travel in
-``usermeta``, and a parameter ``pinned`` (a rank) is shared by all figures that have one.
+script shares a parameter ``pinned`` (a rank) among all figures that have one.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from rankscope.web.parts import (
+    DOT,
     Spec,
     Tables,
-    Width,
     channel,
     column,
     layer,
@@ -24,19 +24,18 @@ from rankscope.web.parts import (
 )
 from rankscope.web.series import Row
 
-MIN_CELL = 30
-"""Pixels of a cell that can hold its value in print."""
+COST_HEIGHT = 150
 
 
 def _with_crosshair(
-    layers: Sequence[Spec], tooltip: Sequence[Spec], source: Spec, width: Width, height: int
+    layers: Sequence[Spec], tooltip: Sequence[Spec], source: Spec, height: int
 ) -> Spec:
     """Return a figure whose crosshair follows the pointer and tells the values at that step."""
     x = step_axis()
     at = layer("rule", source, {"x": x, "tooltip": list(tooltip)}, strokeWidth=1, opacity=0)
     shown = {"filter": {"param": "at", "empty": False}}
     rule = layer("rule", source, {"x": x}, shown, style="crosshair")
-    return layered([*layers, rule, at], width, height, [pointed("at", at, ["step"])])
+    return layered([*layers, rule, at], height, [pointed("at", at, ["step"])])
 
 
 def _end_label(
@@ -51,22 +50,13 @@ def _end_label(
     return layer("text", source, encoding, style=style, text=words, **place)
 
 
-def averaged_loss(
-    tables: Tables,
-    mean: Sequence[Row],
-    ranges: Sequence[Row],
-    *,
-    width: Width = "container",
-    height: int = 250,
-) -> Spec:
+def averaged_loss(tables: Tables, mean: Sequence[Row], ranges: Sequence[Row]) -> Spec:
     """Return the averaged loss over the band from the lowest to the highest worker.
 
     Args:
         tables: Keeps the data.
         mean: Rows ``{step, value, low, high}`` of the averaged loss.
         ranges: Rows ``{step, low, high}`` of the band.
-        width: Pixels or ``"container"``.
-        height: Pixels.
     """
     look = {"axis": {"title": None}, "scale": {"zero": False, "nice": True}}
     ends = {"y": channel("low:Q", **look), "y2": {"field": "high"}}
@@ -80,17 +70,11 @@ def averaged_loss(
         tip("value", "average"),
         tip("low", "lowest worker"),
     ]
-    return _with_crosshair([area, line], tips, source, width, height)
+    return _with_crosshair([area, line], tips, source, 250)
 
 
 def metric(
-    tables: Tables,
-    rows: Sequence[Row],
-    title: str,
-    *,
-    expected: Sequence[Row] = (),
-    width: Width = "container",
-    height: int = 170,
+    tables: Tables, rows: Sequence[Row], title: str, *, expected: Sequence[Row] = ()
 ) -> Spec:
     """Return one dispersion metric over time, with what sampling alone would give if known.
 
@@ -99,8 +83,6 @@ def metric(
         rows: Rows ``{step, value}``.
         title: Name of the value where the pointer is.
         expected: Rows ``{step, value}`` of the null, drawn dashed.
-        width: Pixels or ``"container"``.
-        height: Pixels.
     """
     domain = rate_domain(column(rows, "value"), column(expected, "value"), floor=0.01)
     y = channel("value:Q", axis={"title": None}, scale={"domain": domain})
@@ -111,100 +93,15 @@ def metric(
     source = tables.add(rows)
     layers.append(layer("line", source, encoding, style="measured"))
     tips = [step_tip(), tip("value", title or "value")]
-    return _with_crosshair(layers, tips, source, width, height)
+    return _with_crosshair(layers, tips, source, 170)
 
 
-def heatmap(
-    tables: Tables,
-    num_workers: int,
-    labels: Sequence[str],
-    rows: Sequence[Row],
-    *,
-    size: int = 400,
-    legend: bool = True,
-) -> Spec:
-    """Return the W×W matrix of cosines; with labels, a frame parameter that a slider drives.
-
-    Args:
-        tables: Keeps the data.
-        num_workers: W.
-        labels: One label per frame; none if there is a single frame to show.
-        rows: Rows ``{frame, cosines}`` with W² values each, row by row.
-        size: Side of the square in pixels.
-        legend: Whether to draw the colour scale.
-    """
-    source, place = tables.add(rows), _matrix(num_workers, size)
-    cells = _cells(num_workers, framed=bool(labels))
-    diagonal, pairs = ([*cells, {"filter": f"datum.i {sign} datum.j"}] for sign in ("===", "!=="))
-    bar = {"title": "cosine", "gradientLength": min(size, 180), "values": [-1, 0, 1]}
-    scale = {"domain": [-1, 1], "domainMid": 0, "interpolate": "rgb"}
-    colour = channel("cosine:Q", scale=scale, legend=bar if legend else None)
-    tips = [
-        channel("i:O", title="rank"),
-        channel("j:O", title="with rank"),
-        channel("cosine:Q", title="cosine", format=".3f"),
-    ]
-    style = "cell" if num_workers <= 24 else "crowded-cell"
-    layers = [
-        layer("rect", source, place, *diagonal, style="diagonal"),
-        layer("rect", source, {**place, "color": colour, "tooltip": tips}, *pairs, style=style),
-    ]
-    if size / num_workers >= MIN_CELL:
-        known = {"filter": "isValid(datum.cosine)"}
-        values = {**place, **_cell_values()}
-        layers.append(layer("text", source, values, *pairs, known, fontSize=10.5))
-    if not labels:
-        return layered(layers, size, size)
-    spec = layered(layers, size, size, [{"name": "frame", "value": 0}])
-    return {**spec, "usermeta": {"frames": list(labels)}}
-
-
-def _matrix(num_workers: int, size: int) -> dict[str, Spec]:
-    """Return where a cell with the ranks ``i`` and ``j`` stands."""
-    every = max(1, round(num_workers * 18 / size))
-    axis = {
-        "title": "rank",
-        "values": list(range(0, num_workers, every)),
-        "tickCount": num_workers,
-        "labelAngle": 0,
-        "domain": False,
-        "ticks": False,
-        "grid": False,
-    }
-    return {"x": channel("j:O", axis=axis), "y": channel("i:O", axis=axis)}
-
-
-def _cells(num_workers: int, *, framed: bool) -> list[Spec]:
-    """Return what makes one datum per cell with its ranks ``i`` and ``j``."""
-    number = {"op": "row_number", "field": "", "as": "at"}
-    return [
-        *([{"filter": "datum.frame === frame"}] if framed else []),
-        {"flatten": ["cosines"], "as": ["cosine"]},
-        {"window": [number]},
-        {"calculate": f"floor((datum.at - 1) / {num_workers})", "as": "i"},
-        {"calculate": f"(datum.at - 1) % {num_workers}", "as": "j"},
-    ]
-
-
-def _cell_values() -> dict[str, Spec]:
-    """Return the value of a cell in print, in a colour that its own lets one read."""
-    strong = {"test": "abs(datum.cosine) > 0.55", "value": "#ffffff"}
-    return {
-        "text": channel("cosine:Q", format=".2f"),
-        "color": {"condition": strong, "value": "#6b7684"},
-    }
-
-
-def sample_coverage(
-    tables: Tables, rows: Sequence[Row], *, width: Width = "container", height: int = 250
-) -> Spec:
+def sample_coverage(tables: Tables, rows: Sequence[Row]) -> Spec:
     """Return drawn samples and the different ones among them, both counted from the start.
 
     Args:
         tables: Keeps the data.
         rows: Rows ``{step, drawn, distinct}``.
-        width: Pixels or ``"container"``.
-        height: Pixels.
     """
     source = tables.add(rows)
     axis = {"title": None, "format": ",d"}
@@ -224,4 +121,146 @@ def sample_coverage(
         _end_label(tables, rows, "drawn", "drawn", "soft-label", dx=-14, dy=-4),
         *([different] if repeats else []),
     ]
-    return _with_crosshair(layers, tips, source, width, height)
+    return _with_crosshair(layers, tips, source, 250)
+
+
+def residual(tables: Tables, rows: Sequence[Row]) -> Spec:
+    """Return the reduction's residual over time, on a logarithmic scale.
+
+    Args:
+        tables: Keeps the data.
+        rows: Rows ``{step, value}``; values above 0 are drawn.
+    """
+    source, positive = tables.add(rows), {"filter": "datum.value > 0"}
+    encoding = {"x": step_axis(), "y": _logarithmic(rows, ".0e")}
+    dots = {**encoding, "tooltip": [step_tip(), tip("value", "residual")]}
+    dot = {"style": "dot", "filled": True, "size": 26, "opacity": 0.9}
+    layers = [
+        layer("line", source, encoding, positive, style="measured"),
+        layer("point", source, dots, positive, **dot),
+    ]
+    return layered(layers, COST_HEIGHT)
+
+
+def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -> Spec:
+    """Return the step's time and the monitor's part of it in milliseconds, logarithmic.
+
+    Args:
+        tables: Keeps the data.
+        step: Rows ``{step, value}``: the slowest worker's time of each step, in milliseconds.
+        monitor: Rows ``{step, value}``: the time that the monitor took of it.
+    """
+    encoding = {"x": step_axis(), "y": _logarithmic([*step, *monitor], ",~g")}
+    layers: list[Spec] = []
+    for rows, style, words, label in (
+        (step, "mean", "step", "ink-label"),
+        (monitor, "measured", "monitor", "measured-label"),
+    ):
+        known = _positive(rows)
+        source, tips = tables.add(known), [step_tip(), tip("value", f"{words}, ms")]
+        layers.append(layer("line", source, encoding, style=style, strokeWidth=1.6))
+        layers.append(layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=60))
+        if known:
+            name = {"style": label, "text": words, "align": "right", "dy": -10}
+            layers.append(layer("text", tables.add(known[-1:]), encoding, **name))
+    return layered(layers, COST_HEIGHT)
+
+
+def interval(tables: Tables, rows: Sequence[Row]) -> Spec:
+    """Return how many steps lay between two measurements of the gradients, over time.
+
+    Args:
+        tables: Keeps the data.
+        rows: Rows ``{step, value}``.
+    """
+    axis = {"title": None, "format": ",d", "tickMinStep": 1, "tickCount": 4}
+    y = channel("value:Q", axis=axis, scale={"zero": True, "nice": True})
+    source, encoding = tables.add(rows), {"x": step_axis(), "y": y}
+    tips = [step_tip(), channel("value:Q", title="every … steps", format=",d")]
+    layers = [
+        layer("line", source, encoding, style="measured", interpolate="step-after"),
+        layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=60),
+    ]
+    return layered(layers, COST_HEIGHT)
+
+
+def _positive(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if (row["value"] or 0) > 0]
+
+
+def _logarithmic(rows: Sequence[Row], form: str) -> Spec:
+    """Return a logarithmic axis with a few lines: at powers of ten, or at 1, 2 and 5 times them."""
+    known = [row["value"] for row in _positive(rows)] or [1.0]
+    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    wide = high - low > 2
+    values = [
+        float(f"{digit}e{power}")
+        for power in range(low, high + 1)
+        for digit in ((1,) if wide else (1, 2, 5))
+    ]
+    below = [v for v in values if v <= min(known)]
+    above = [v for v in values if v >= max(known)]
+    domain = [max(below, default=min(known)), min(above, default=max(known))]
+    if domain[0] == domain[1]:
+        domain[1] *= 10
+    axis = {"title": None, "format": form, "values": values}
+    return channel("value:Q", axis=axis, scale={"type": "log", "domain": domain, "nice": False})
+
+
+def worker_lines(
+    tables: Tables, rows: Sequence[Row], title: str, named: Sequence[int] = ()
+) -> Spec:
+    """Return one signal of every worker; named ranks stand out, the pinned one is in front.
+
+    Args:
+        tables: Keeps the data.
+        rows: Rows ``{step, rank, value}``.
+        title: Name of the value where the pointer is.
+        named: Ranks that a finding names.
+    """
+    source = tables.add(rows)
+    y = channel("value:Q", axis={"title": None}, scale={"zero": False})
+    encoding = {"x": step_axis(), "y": y, "detail": channel("rank:N")}
+    tips = [channel("rank:O", title="rank"), step_tip(), tip("value", title)]
+    drawn = len({row["rank"] for row in rows})
+    opacity = min(0.7, max(0.14, 7 / max(drawn, 1)))
+    layers = [layer("line", source, encoding, style="worker", strokeOpacity=opacity)]
+    if named:
+        layers.append(layer("line", source, encoding, _members(named), style="named"))
+    pinned = {"filter": "datum.rank === pinned"}
+    layers.append(layer("line", source, encoding, pinned, style="focus"))
+    points = layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=30)
+    params = [{"name": "pinned", "value": -1}, pointed("near", points, ["rank"])]
+    return layered([*layers, points], 190, params)
+
+
+def worker_deviations(tables: Tables, rows: Sequence[Row], named: Sequence[int] = ()) -> Spec:
+    """Return how far each worker lies from the mean of all, on average over the run.
+
+    Args:
+        tables: Keeps the data.
+        rows: Rows ``{rank, value, low, high}``.
+        named: Ranks that a finding names.
+    """
+    source = tables.add(rows)
+    axis = {"title": "rank", "format": ",d", "tickMinStep": 1, "tickCount": 8}
+    ranks = [row["rank"] for row in rows]
+    ends = [min(ranks, default=0) - 0.5, max(ranks, default=0) + 0.5]
+    x = channel("rank:Q", axis=axis, scale={"domain": ends, "nice": False})
+    y = channel("value:Q", axis={"title": None, "tickCount": 3})
+    tips = [channel("rank:O", title="rank"), tip("value", "mean difference")]
+    encoding = {"x": x, "y": y, "tooltip": tips}
+    bars = {"x": x, "y": channel("low:Q"), "y2": {"field": "high"}}
+    layers = [
+        layer("rule", tables.add([{"value": 0}]), {"y": y}, style="expected"),
+        layer("rule", source, bars, style="whisker"),
+        layer("point", source, encoding, style="dot", size=34, **DOT),
+    ]
+    if named:
+        mine = _members(named)
+        layers.append(layer("point", source, encoding, mine, style="named-dot", size=44, **DOT))
+    return layered(layers, 110)
+
+
+def _members(ranks: Sequence[int]) -> Spec:
+    return {"filter": {"field": "rank", "oneOf": list(ranks)}}

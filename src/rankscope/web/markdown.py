@@ -5,27 +5,14 @@ Text from records is escaped: a name can neither make markup nor call anyone.
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.rules import explained_by, ranked
 from rankscope.record import Run
 from rankscope.web.study_words import Entry, Study, alike, headline_of, why_heading, why_they_differ
-from rankscope.web.words import (
-    SIGNS,
-    UNKNOWN,
-    consequence_of,
-    number,
-    ranks_in_words,
-    run_line,
-    steps_in_words,
-    tiles,
-    title_of,
-    title_of_finding,
-    whole,
-)
+from rankscope.web.words import SIGNS, UNKNOWN, number, verdict_of, whole
 
 _SPECIAL = frozenset("\\`*_[]|~#$")
 _ALT = {
@@ -61,27 +48,18 @@ def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ())
     Raises:
         RunError: The findings cannot be read.
     """
-    found = ranked(run.findings())
-    title = title_of(run.info, run.path)
+    verdict = verdict_of(run, assessment)
+    tiles = [[escaped(tile[part]) for part in ("label", "value", "note")] for tile in verdict.tiles]
     parts = [
-        _heading(str(assessment.severity or "healthy"), assessment.headline),
-        f"**{escaped(title)}** · {escaped(run_line(run, assessment))}",
+        _heading(verdict.severity, assessment.headline),
+        f"**{escaped(verdict.title)}** · {escaped(verdict.line)}",
         f"**What to do.** {escaped(assessment.recommendation)}",
-        _table(
-            ("", "Finding", "Where", "When", "Cause"),
-            [_finding_row(finding, run.num_workers) for finding in found],
-        )
-        if found
+        _table(("", "Finding", "Where", "When", "Cause"), map(_finding_row, verdict.findings))
+        if verdict.findings
         else "No findings.",
-        *(_finding(finding, explained_by(finding, found)) for finding in found),
+        *map(_finding, verdict.findings),
         "### Key numbers",
-        _table(
-            ("", "", ""),
-            [
-                (escaped(tile["label"]), f"**{escaped(tile['value'])}**", escaped(tile["note"]))
-                for tile in tiles(assessment.values)
-            ],
-        ),
+        _table(("", "", ""), [(label, f"**{value}**", note) for label, value, note in tiles]),
         *_listed("### What the measurements say", assessment.statements),
         *_shown(pictures),
     ]
@@ -117,21 +95,18 @@ def _heading(severity: str, headline: str) -> str:
     return f"## {SIGNS[severity]} {word}{escaped(headline)}"
 
 
-def _finding_row(finding: Finding, num_workers: int) -> tuple[str, ...]:
+def _finding_row(finding: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        f"{SIGNS[str(finding.severity)]} {finding.severity}",
-        escaped(title_of_finding(finding)),
-        escaped(ranks_in_words(finding.ranks, num_workers)),
-        escaped(steps_in_words(finding)),
-        code(finding.cause),
+        f"{SIGNS[finding['severity']]} {finding['severity']}",
+        *(escaped(finding[part]) for part in ("title", "ranks", "steps")),
+        code(finding["cause"]),
     )
 
 
-def _finding(finding: Finding, cause: Finding | None) -> str:
-    check = finding.next_check if cause is None else consequence_of(cause)
+def _finding(finding: Mapping[str, Any]) -> str:
     return (
-        f"**{escaped(title_of_finding(finding))}.** {escaped(finding.explanation)} "
-        f"*Check next:* {escaped(check)}"
+        f"**{escaped(finding['title'])}.** {escaped(finding['explanation'])} "
+        f"*Check next:* {escaped(finding['next_check'])}"
     )
 
 

@@ -1,15 +1,27 @@
-"""The figures of ``rankscope numerics`` about sums: how they err, and what their order changes.
+"""The figures of ``rankscope numerics``: how sums err, what order changes, how rounding grows.
 
-They read the JSON form of measured sums (``rankscope.numerics.spread``).
+Those of sums read the JSON form of measured sums (``rankscope.numerics.spread``), those of
+trainings that of pairs of trainings (``rankscope.study.rounding_result``).
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import altair as alt
-
-from rankscope.web.parts import Tables, Width, finish, tip
+from rankscope.web.parts import (
+    DOT,
+    Spec,
+    Tables,
+    channel,
+    colours,
+    column,
+    dashes,
+    layer,
+    layered,
+    step_tip,
+    tip,
+)
+from rankscope.web.series import Row
 
 Values = Mapping[str, Any]
 
@@ -29,9 +41,25 @@ ALGORITHMS = {
 
 MIN_ROW = 19
 """Pixels of a layer's row, at least."""
-
 MAX_LAYERS = 24
 """Layers that are drawn; of more, an even choice."""
+SPREADS = {
+    "spread-median": ("spread_ulp", "median"),
+    "spread-p99": ("spread_ulp", "p99"),
+    "spread-share": ("share_differing", None),
+}
+"""What is drawn of the spread over orders: figure, and where its value stands in a cell."""
+
+FAMILIES = ("order of the sum", "bfloat16", "float16", "data")
+PAIRS = {
+    "order": (FAMILIES[0], "arrival order", False),
+    "workers": (FAMILIES[0], "twice the workers", True),
+    "bfloat16": (FAMILIES[1], "bfloat16 buffers", False),
+    "float16": (FAMILIES[2], "float16 buffers", False),
+    "float16-scaled": (FAMILIES[2], "float16, scaled loss", True),
+    "data": (FAMILIES[3], "other data order", False),
+}
+"""Colour, label, and whether the line is dashed, of each pair of trainings that is drawn."""
 
 
 def usual_workers(sums: Values) -> int:
@@ -52,20 +80,26 @@ def log_domain(values: Sequence[float | None], room: float = 1.6) -> list[float]
     return [min(known, default=1e-9) / room, max(known, default=1.0) * room]
 
 
-def log_axis(field: str, domain: Sequence[float], title: str | None = None) -> dict[str, Any]:
-    """Return the arguments of a logarithmic axis with one label per power of ten, or of 100."""
+def _log_axis(field: str, domain: Sequence[float], title: str | None = None) -> Spec:
+    """Return a logarithmic axis with one label per power of ten, or of 100."""
     low, high = math.ceil(math.log10(domain[0])), math.floor(math.log10(domain[1]))
     every = max(1, math.ceil((high - low + 1) / 7))
     values = [float(f"1e{power}") for power in range(low, high + 1, every)]
-    axis = alt.Axis(title=title, format=".0e", values=values)
-    scale = alt.Scale(type="log", domain=list(domain), nice=False)
-    return {"shorthand": f"{field}:Q", "axis": axis, "scale": scale}
+    axis = {"title": title, "format": ".0e", "values": values}
+    scale = {"type": "log", "domain": list(domain), "nice": False}
+    return channel(f"{field}:Q", axis=axis, scale=scale)
 
 
-def _workers_axis(numbers: Sequence[int]) -> alt.X:
-    axis = alt.Axis(title="workers", values=sorted(set(numbers)), format=",d", grid=False)
+def _workers_axis(numbers: Sequence[int]) -> Spec:
+    axis = {"title": "workers", "values": sorted(set(numbers)), "format": ",d", "grid": False}
     ends = [min(numbers) / 1.25, max(numbers) * 1.25]
-    return alt.X("workers:Q", axis=axis, scale=alt.Scale(type="log", base=2, domain=ends))
+    return channel("workers:Q", axis=axis, scale={"type": "log", "base": 2, "domain": ends})
+
+
+def _name_axis(field: str, names: Sequence[str], limit: int = 240) -> Spec:
+    """Return a vertical axis with a line for each name."""
+    axis = {"title": None, "grid": True, "domain": False, "ticks": False, "labelLimit": limit}
+    return channel(f"{field}:N", sort=list(names), axis=axis)
 
 
 def _kind_of(cell: Values) -> str | None:
@@ -78,59 +112,47 @@ def _kind_of(cell: Values) -> str | None:
     return RING if narrow else WIDE
 
 
-def errors(
-    tables: Tables, sums: Values, dtype: str, *, width: Width = "container", height: int = 230
-) -> alt.LayerChart:
+def errors(tables: Tables, sums: Values, dtype: str) -> Spec:
     """Return the error of sums in one type of buffer over world sizes, with its bounds.
 
     Points are measured; dashed lines are what rounding is expected to give, thin ones its bounds.
-
-    Args:
-        tables: Keeps the data.
-        sums: Measured sums.
-        dtype: Type of the buffer.
-        width: Pixels or ``"container"``.
-        height: Pixels.
     """
     rows = [
         {
             "workers": cell["workers"],
             "kind": kind,
-            "error": positive(cell["error_relative"]),
-            "predicted": positive(cell["predicted_relative"]),
-            "bound": positive(cell["bound_relative"]),
+            "error": _positive(cell["error_relative"]),
+            "predicted": _positive(cell["predicted_relative"]),
+            "bound": _positive(cell["bound_relative"]),
         }
         for cell in sums["cells"]
         if cell["inputs"] == dtype and (kind := _kind_of(cell))
     ]
     domain = log_domain([row[name] for row in rows for name in ("error", "predicted", "bound")])
-    x = _workers_axis([row["workers"] for row in rows])
-    colour = alt.Color("kind:N", scale=alt.Scale(domain=list(KINDS)), legend=None)
-    base = alt.Chart(tables.add(rows)).encode(x=x, color=colour)
+    source = tables.add(rows)
+    place = {
+        "x": _workers_axis([row["workers"] for row in rows]),
+        "color": colours("kind", KINDS),
+    }
     tips = [
-        alt.Tooltip("kind:N", title="sum"),
-        alt.Tooltip("workers:Q", title="workers"),
+        channel("kind:N", title="sum"),
+        channel("workers:Q", title="workers"),
         tip("error", "measured"),
         tip("predicted", "expected"),
         tip("bound", "at most"),
     ]
+    y = {name: _log_axis(name, domain) for name in ("bound", "predicted", "error")}
+    bound, predicted = {**place, "y": y["bound"]}, {**place, "y": y["predicted"]}
+    points = {**place, "y": y["error"], "tooltip": tips}
     layers = [
-        base.mark_line(strokeWidth=1, strokeOpacity=0.55).encode(
-            y=alt.Y(**log_axis("bound", domain))
-        ),
-        base.mark_line(strokeWidth=1.4, strokeDash=[5, 4]).encode(
-            y=alt.Y(**log_axis("predicted", domain))
-        ),
-        base.mark_point(filled=True, opacity=1, size=46).encode(
-            y=alt.Y(**log_axis("error", domain)), tooltip=tips
-        ),
+        layer("line", source, bound, strokeWidth=1, strokeOpacity=0.55),
+        layer("line", source, predicted, strokeWidth=1.4, strokeDash=[5, 4]),
+        layer("point", source, points, size=46, **DOT),
     ]
-    return finish(layers, width, height)
+    return layered(layers, 230)
 
 
-def algorithms(
-    tables: Tables, sums: Values, *, width: Width = "container", height: int = 210
-) -> alt.LayerChart:
+def algorithms(tables: Tables, sums: Values) -> Spec:
     """Return the errors of all algorithms at one world size; ticks are bounds.
 
     Filled points: partial sums in the buffer's own type. Open ones: added in float32.
@@ -141,103 +163,92 @@ def algorithms(
             "algorithm": ALGORITHMS.get(cell["algorithm"], cell["algorithm"]),
             "type": cell["inputs"],
             "sums": "own type" if cell["inputs"] == cell["sums"] else "added in float32",
-            "error": positive(cell["error_relative"]),
-            "bound": positive(cell["bound_relative"]),
+            "error": _positive(cell["error_relative"]),
+            "bound": _positive(cell["bound_relative"]),
         }
         for cell in sums["cells"]
         if cell["workers"] == workers
     ]
     domain = log_domain([row[name] for row in rows for name in ("error", "bound")])
     order = [name for name in ALGORITHMS.values() if any(r["algorithm"] == name for r in rows)]
-    grid = alt.Axis(title=None, grid=True, domain=False, ticks=False, labelLimit=190)
-    y = alt.Y("algorithm:N", sort=order, axis=grid)
-    legend = alt.Legend(title=None, orient="top", symbolType="circle")
-    colour = alt.Color("type:N", scale=alt.Scale(domain=types_of(sums)), legend=legend)
-    base = alt.Chart(tables.add(rows)).encode(y=y, color=colour)
-    tips: list[Any] = [
-        alt.Tooltip("algorithm:N"),
-        alt.Tooltip("type:N", title="buffer"),
-        alt.Tooltip("sums:N", title="partial sums"),
+    tips = [
+        channel("algorithm:N"),
+        channel("type:N", title="buffer"),
+        channel("sums:N", title="partial sums"),
         tip("error", "measured"),
         tip("bound", "at most"),
     ]
     title = f"relative error at {workers} workers"
-    own = alt.FieldEqualPredicate(field="sums", equal="own type")
-    points = base.encode(x=alt.X(**log_axis("error", domain, title)), tooltip=tips)
+    source = tables.add(rows)
+    place = {
+        "y": _name_axis("algorithm", order, 190),
+        "color": colours("type", types_of(sums), "circle"),
+    }
+    ticks = {**place, "x": _log_axis("bound", domain, title)}
+    points = {**place, "x": _log_axis("error", domain, title), "tooltip": tips}
+    own, other = _split_by("sums", "own type")
     layers = [
-        base.transform_filter(own)
-        .mark_tick(thickness=1.6, size=16, opacity=0.75)
-        .encode(x=alt.X(**log_axis("bound", domain, title))),
-        points.transform_filter(own).mark_point(filled=True, opacity=1, size=58),
-        points.transform_filter(~own).mark_point(filled=False, opacity=1, size=64, strokeWidth=1.6),
+        layer("tick", source, ticks, own, thickness=1.6, size=16, opacity=0.75),
+        layer("point", source, points, own, size=58, **DOT),
+        layer("point", source, points, other, filled=False, opacity=1, size=64, strokeWidth=1.6),
     ]
-    return finish(layers, width, height)
+    return layered(layers, 210)
 
 
-def evenly(names: Iterable[str]) -> list[str]:
+def _split_by(field: str, value: Any) -> tuple[Spec, Spec]:
+    """Return filters for the rows with a value and for those without it."""
+    own = {"field": field, "equal": value}
+    return {"filter": own}, {"filter": {"not": own}}
+
+
+def _evenly(names: Iterable[str]) -> list[str]:
     """Return the names of layers that are drawn: all, or an even choice of many."""
-    known = list(names)
+    known = list(dict.fromkeys(names))
     if len(known) <= MAX_LAYERS:
         return known
     step = (len(known) - 1) / (MAX_LAYERS - 1)
     return [known[round(index * step)] for index in range(MAX_LAYERS)]
 
 
-def layer_errors(
-    tables: Tables, sums: Values, *, width: Width = "container", height: int = 210
-) -> alt.LayerChart:
+def layer_errors(tables: Tables, sums: Values, *, height: int = 210) -> Spec:
     """Return the error of each layer around a ring; ticks are what rounding is expected to give."""
-    names = evenly(dict.fromkeys(layer["layer"] for layer in sums["layers"]))
+    names = _evenly(cell["layer"] for cell in sums["layers"])
     rows = [
         {
-            "layer": layer["layer"],
-            "type": layer["inputs"],
-            "error": positive(layer["error_relative"]),
-            "predicted": positive(layer["predicted_relative"]),
-            "elements": layer["num_elements"],
+            "layer": cell["layer"],
+            "type": cell["inputs"],
+            "error": _positive(cell["error_relative"]),
+            "predicted": _positive(cell["predicted_relative"]),
+            "elements": cell["num_elements"],
         }
-        for layer in sums["layers"]
-        if layer["algorithm"] == "ring"
-        and layer["inputs"] == layer["sums"]
-        and layer["layer"] in names
+        for cell in sums["layers"]
+        if cell["algorithm"] == "ring" and cell["inputs"] == cell["sums"] and cell["layer"] in names
     ]
     domain = log_domain([item[name] for item in rows for name in ("error", "predicted")])
-    grid = alt.Axis(title=None, grid=True, domain=False, ticks=False, labelLimit=240)
-    y = alt.Y("layer:N", sort=names, axis=grid)
-    legend = alt.Legend(title=None, orient="top", symbolType="circle")
-    colour = alt.Color("type:N", scale=alt.Scale(domain=types_of(sums)), legend=legend)
-    base = alt.Chart(tables.add(rows)).encode(y=y, color=colour)
-    workers = max((int(layer["workers"]) for layer in sums["layers"]), default=0)
+    workers = max((int(cell["workers"]) for cell in sums["layers"]), default=0)
     title = f"relative error at {workers} workers"
     tips = [
-        alt.Tooltip("layer:N"),
-        alt.Tooltip("type:N", title="buffer"),
-        alt.Tooltip("elements:Q", format=",d"),
+        channel("layer:N"),
+        channel("type:N", title="buffer"),
+        channel("elements:Q", format=",d"),
         tip("error", "measured"),
         tip("predicted", "expected"),
     ]
-    marks = [
-        base.mark_tick(thickness=1.6, size=13).encode(
-            x=alt.X(**log_axis("predicted", domain, title))
-        ),
-        base.mark_point(filled=True, opacity=1, size=46).encode(
-            x=alt.X(**log_axis("error", domain, title)), tooltip=tips
-        ),
+    source = tables.add(rows)
+    place = {
+        "y": _name_axis("layer", names),
+        "color": colours("type", types_of(sums), "circle"),
+    }
+    ticks = {**place, "x": _log_axis("predicted", domain, title)}
+    points = {**place, "x": _log_axis("error", domain, title), "tooltip": tips}
+    layers = [
+        layer("tick", source, ticks, thickness=1.6, size=13),
+        layer("point", source, points, size=46, **DOT),
     ]
-    return finish(marks, width, max(height, MIN_ROW * len(names)))
+    return layered(layers, max(height, MIN_ROW * len(names)))
 
 
-SPREADS = {
-    "spread-median": ("spread_ulp", "median"),
-    "spread-p99": ("spread_ulp", "p99"),
-    "spread-share": ("share_differing", None),
-}
-"""What is drawn of the spread over orders: figure, and where its value stands in a cell."""
-
-
-def spread(
-    tables: Tables, sums: Values, name: str, *, width: Width = "container", height: int = 190
-) -> alt.LayerChart:
+def spread(tables: Tables, sums: Values, name: str) -> Spec:
     """Return how far results of different orders lie apart, over world sizes, in a ring.
 
     Lines are drawn one above the other, the widest type below: equal values stay visible.
@@ -246,8 +257,6 @@ def spread(
         tables: Keeps the data.
         sums: Measured sums.
         name: A key of :data:`SPREADS`.
-        width: Pixels or ``"container"``.
-        height: Pixels.
     """
     field, part = SPREADS[name]
     rows = [
@@ -258,33 +267,171 @@ def spread(
         and (value := cell[field][part] if part else cell[field]) is not None
     ]
     high = max([row["value"] for row in rows], default=1.0)
-    scale = alt.Scale(domain=[0, 1.04 if part is None else max(1.0, high) * 1.08], nice=False)
-    axis = alt.Axis(title=None, format="%" if part is None else ",~r")
-    colour = alt.Color("type:N", scale=alt.Scale(domain=types_of(sums)), legend=None)
-    base = alt.Chart(tables.add(rows)).encode(
-        x=_workers_axis([row["workers"] for row in rows] or [2]),
-        y=alt.Y("value:Q", axis=axis, scale=scale),
-        color=colour,
-    )
+    ends = [0, 1.04 if part is None else max(1.0, high) * 1.08]
+    axis = {"title": None, "format": "%" if part is None else ",~r"}
     tips = [
-        alt.Tooltip("type:N", title="buffer"),
-        alt.Tooltip("workers:Q", title="workers"),
+        channel("type:N", title="buffer"),
+        channel("workers:Q", title="workers"),
         tip("value", "share" if part is None else "ULP"),
     ]
     types = types_of(sums)
-    widths = alt.Scale(domain=types, range=[4.2, 2.6, 1.2][: len(types)])
-    sizes = alt.Scale(domain=types, range=[110, 58, 22][: len(types)])
-    lines = [
-        base.mark_line(strokeJoin="round").encode(
-            strokeWidth=alt.StrokeWidth("type:N", scale=widths, legend=None)
-        ),
-        base.mark_point(filled=True, opacity=1).encode(
-            size=alt.Size("type:N", scale=sizes, legend=None), tooltip=tips
-        ),
+    source = tables.add(rows)
+    place = {
+        "x": _workers_axis([row["workers"] for row in rows] or [2]),
+        "y": channel("value:Q", axis=axis, scale={"domain": ends, "nice": False}),
+        "color": colours("type", types),
+    }
+    lines = {**place, "strokeWidth": _by_type(types, (4.2, 2.6, 1.2))}
+    points = {**place, "size": _by_type(types, (110, 58, 22)), "tooltip": tips}
+    layers = [
+        layer("line", source, lines, strokeJoin="round"),
+        layer("point", source, points, **DOT),
     ]
-    return finish(lines, width, height)
+    return layered(layers, 190)
 
 
-def positive(value: float | None) -> float | None:
+def _by_type(types: Sequence[str], sizes: Sequence[float]) -> Spec:
+    scale = {"domain": list(types), "range": list(sizes[: len(types)])}
+    return channel("type:N", scale=scale, legend=None)
+
+
+def _positive(value: float | None) -> float | None:
     """Return a value that a logarithmic axis can show; None for the others."""
     return value if value is not None and value > 0 else None
+
+
+def growth_rows(growth: Values, name: str) -> list[Row]:
+    """Return one series of the pairs that are drawn as rows ``{step, value, pair, family}``.
+
+    Args:
+        growth: Pairs of trainings.
+        name: A series of a pair; of differences, the size is taken. Zeros are left out.
+    """
+    return [
+        {"step": step, "value": abs(value), "pair": PAIRS[pair["name"]][1],
+         "family": PAIRS[pair["name"]][0], "dashed": PAIRS[pair["name"]][2]}
+        for pair in growth["pairs"]
+        if pair["name"] in PAIRS
+        for step, value in zip(_steps(growth, name, pair), pair[name], strict=True)
+        if value
+    ]  # fmt: skip
+
+
+def _steps(growth: Values, name: str, pair: Values) -> Sequence[int]:
+    if name == "evaluation":
+        steps: Sequence[int] = growth["evaluated"]
+        return steps
+    return range(1, len(pair[name]) + 1)
+
+
+def curves(
+    tables: Tables,
+    growth: Values,
+    name: str,
+    *,
+    height: int = 300,
+    room: float = 1.34,
+    others: Sequence[Values] = (),
+    domain: Sequence[float] = (),
+) -> Spec:
+    """Return one series of every pair over steps, on a logarithmic axis, labelled at its end.
+
+    Args:
+        tables: Keeps the data.
+        growth: Pairs of trainings.
+        name: A series of the pairs: ``distance``, ``evaluation``, …
+        height: Pixels.
+        room: Length of the axis of steps, the labels included, in terms of the steps.
+        others: The same with other seeds, drawn faintly behind.
+        domain: Ends of the vertical axis; empty to fit the values.
+    """
+    rows = growth_rows(growth, name)
+    behind = [
+        {**row, "seed": seed}
+        for seed, other in enumerate(others)
+        for row in growth_rows(other, name)
+    ]
+    ends = domain or log_domain(column([*rows, *behind], "value"), room=1.9)
+    last = max((row["step"] for row in rows), default=1)
+    axis = {"title": "step", "format": ",d", "values": _ticks(last)}
+    place = {
+        "x": channel("step:Q", axis=axis, scale={"domain": [0, last * room], "nice": False}),
+        "y": _log_axis("value", ends),
+        "color": colours("family", FAMILIES),
+    }
+    dashed = {**place, "strokeDash": dashes("dashed", {False: (1, 0), True: (5, 3)})}
+    tips = [channel("pair:N"), step_tip(), tip("value", "difference")]
+    source = tables.add(rows)
+    layers: list[Spec] = []
+    if behind:
+        each = {**dashed, "detail": [channel("pair:N"), channel("seed:N")]}
+        faint = {"strokeWidth": 1, "strokeOpacity": 0.4}
+        layers.append(layer("line", tables.add(behind), each, **faint))
+    lines = {**dashed, "detail": channel("pair:N")}
+    layers.append(layer("line", source, lines, style="setting"))
+    layers.append(layer("point", source, {**place, "tooltip": tips}, size=60, opacity=0))
+    labels = tables.add(list(_end_labels(rows, ends, height)))
+    names = {**place, "text": channel("pair:N")}
+    layers.append(layer("text", labels, names, align="left", dx=7, fontSize=11))
+    return layered(layers, height)
+
+
+def layer_distances(tables: Tables, growth: Values) -> Spec:
+    """Return how far apart each group of parameters is in the end; arrival order and the like."""
+    rows = [
+        {
+            "layer": part["group"],
+            "family": PAIRS[pair["name"]][0],
+            "pair": PAIRS[pair["name"]][1],
+            "own": not PAIRS[pair["name"]][2],
+            "value": _positive(part["distance"]),
+            "first": part["first_step"],
+        }
+        for pair in growth["pairs"]
+        if pair["name"] in PAIRS
+        for part in pair["layers"]
+    ]
+    names = _evenly(item["layer"] for item in rows)
+    rows = [item for item in rows if item["layer"] in names]
+    title = f"relative distance after {len(growth['loss'])} steps"
+    points = {
+        "x": _log_axis("value", log_domain(column(rows, "value")), title),
+        "y": _name_axis("layer", names),
+        "color": colours("family", FAMILIES),
+        "tooltip": [
+            channel("layer:N"),
+            channel("pair:N"),
+            channel("first:Q", title="differs from step", format=",d"),
+            tip("value", "distance"),
+        ],
+    }
+    source, (own, other) = tables.add(rows), _split_by("own", True)
+    layers = [
+        layer("point", source, points, own, size=50, **DOT),
+        layer("point", source, points, other, filled=False, opacity=1, size=50, strokeWidth=1.6),
+    ]
+    return layered(layers, max(240, MIN_ROW * len(names)))
+
+
+def _ticks(last: int) -> list[int]:
+    """Return a few whole steps up to the last one."""
+    rough = last / 5
+    unit = 10 ** math.floor(math.log10(max(rough, 1)))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+    return [1, *range(step, last + 1, step)] if step > 1 else list(range(1, last + 1))
+
+
+def _end_labels(rows: Sequence[Row], domain: Sequence[float], height: int) -> Iterator[Row]:
+    """Yield a label for the end of each curve, moved apart so that none covers another."""
+    ends = sorted({row["pair"]: row for row in rows}.values(), key=lambda row: -row["value"])
+    decades = math.log10(domain[1] / domain[0])
+    gap = 15 / height * decades
+    levels = [math.log10(row["value"]) for row in ends]
+    for _ in range(60):
+        for upper in range(len(levels) - 1):
+            overlap = gap - (levels[upper] - levels[upper + 1])
+            if overlap > 1e-9:
+                levels[upper] += overlap / 2
+                levels[upper + 1] -= overlap / 2
+    for row, level in zip(ends, levels, strict=True):
+        yield {**row, "value": 10**level}

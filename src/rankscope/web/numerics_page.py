@@ -1,18 +1,14 @@
-"""The page of ``rankscope numerics``, and its figures as PNG files."""
+"""The page of ``rankscope numerics``, and its figures as PNG files, several panels to a sheet."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import altair as alt
-
 from rankscope.numerics.words import size
 from rankscope.web import numerics_figures as figures
-from rankscope.web import numerics_growth_figures as growth_figures
-from rankscope.web import numerics_sheets as sheets
-from rankscope.web.document import png_of, render, spec_of, write_bytes, write_text
+from rankscope.web.document import png_of, render, write_bytes, write_text
 from rankscope.web.numerics_figures import Values
-from rankscope.web.parts import Spec, Tables
+from rankscope.web.parts import Spec, Tables, column, headed, sized, titled
 
 PAGE = "numerics.html"
 
@@ -62,13 +58,13 @@ def write_figures(directory: Path, sums: Values, growth: Values | None = None) -
         RunError: A file cannot be written.
     """
     tables = Tables()
-    drawn: dict[str, alt.TopLevelMixin] = {
-        "error": sheets.error_sheet(tables, sums),
-        "spread": sheets.spread_sheet(tables, sums),
-        "layers": sheets.layer_sheet(tables, sums),
+    drawn = {
+        "error": _error_sheet(tables, sums),
+        "spread": _spread_sheet(tables, sums),
+        "layers": _layer_sheet(tables, sums),
     }
     if growth is not None:
-        drawn["growth"] = sheets.growth_sheet(tables, growth)
+        drawn["growth"] = _growth_sheet(tables, growth)
     return _write(directory, drawn, tables)
 
 
@@ -87,42 +83,116 @@ def write_growth_figures(
         RunError: A file cannot be written.
     """
     tables = Tables()
-    drawn: dict[str, alt.TopLevelMixin] = {
-        "growth": sheets.growth_sheet(tables, growth, others),
-        "settings": sheets.settings_sheet(tables, settings),
+    drawn = {
+        "growth": _growth_sheet(tables, growth, others),
+        "settings": _settings_sheet(tables, settings),
     }
     return _write(directory, drawn, tables)
 
 
-def _write(directory: Path, drawn: Mapping[str, alt.TopLevelMixin], tables: Tables) -> list[Path]:
+def _write(directory: Path, drawn: Mapping[str, Spec], tables: Tables) -> list[Path]:
     return [
         write_bytes(directory / f"numerics-{name}.png", png_of(sheet, tables))
         for name, sheet in drawn.items()
     ]
 
 
-def _sum_specs(tables: Tables, sums: Values) -> dict[str, Spec]:
-    specs = {
-        f"error-{name}": spec_of(figures.errors(tables, sums, name))
+def _error_sheet(tables: Tables, sums: Values) -> Spec:
+    """Return the error over world sizes, one panel for each type of buffer."""
+    panels = [
+        titled(
+            sized(figures.errors(tables, sums, name), 310, 280),
+            f"{name} buffers",
+            "relative error of the reduced gradient",
+        )
         for name in figures.types_of(sums)
-    }
-    specs["algorithms"] = spec_of(figures.algorithms(tables, sums))
-    specs["layers"] = spec_of(figures.layer_errors(tables, sums))
-    return specs | {name: spec_of(figures.spread(tables, sums, name)) for name in figures.SPREADS}
+    ]
+    return headed(
+        {"hconcat": panels, "spacing": 46},
+        "How far a sum of gradients is from the truth",
+        "Points: measured. Dashed: expected from rounding. Thin: bound. "
+        "Blue: ring. Orange: tree. Green: ring, added in float32.",
+    )
+
+
+def _spread_sheet(tables: Tables, sums: Values) -> Spec:
+    """Return how far results of different orders lie apart."""
+    words = (
+        ("spread-median", "Spread of an element", "median, units in the last place"),
+        ("spread-p99", "The most sensitive hundredth", "99 % of elements have less, ULP"),
+        ("spread-share", "Elements whose bits depend on it", "share"),
+    )
+    panels = [
+        titled(sized(figures.spread(tables, sums, name), 310, 250), title, unit)
+        for name, title, unit in words
+    ]
+    pairs = zip(("Blue", "Orange", "Green"), figures.types_of(sums), strict=False)
+    named = ". ".join(f"{colour}: {name}" for colour, name in pairs)
+    sheet = {"hconcat": panels, "spacing": 46}
+    return headed(sheet, "What the order of the same sum changes", f"In a ring. {named}.")
+
+
+def _layer_sheet(tables: Tables, sums: Values) -> Spec:
+    """Return the error of each layer."""
+    return headed(
+        sized(figures.layer_errors(tables, sums, height=150), 880),
+        "The error layer by layer",
+        "In a ring. Points: measured. Ticks: expected from rounding.",
+    )
+
+
+def _growth_sheet(tables: Tables, growth: Values, others: Sequence[Values] = ()) -> Spec:
+    """Return how parameters part, and what it does to the held-out loss."""
+    words = (
+        ("distance", "Parameters", "relative distance from the first training", 330),
+        ("evaluation", "Held-out loss", "difference from the first training, nats per token", 240),
+    )
+    panels = []
+    for name, title, unit, height in words:
+        curves = figures.curves(tables, growth, name, height=height, room=1.17, others=others)
+        panels.append(titled(sized(curves, 1010), title, unit))
+    return headed(
+        {"vconcat": panels, "spacing": 34},
+        "Trainings that differ in the reduction alone, beside one on other data",
+        "The same model, data and seed in all but the last, which sees the samples in another "
+        "order.",
+    )
+
+
+def _settings_sheet(tables: Tables, settings: Mapping[str, Values]) -> Spec:
+    """Return how parameters part under several settings of the optimizer, on one scale."""
+    rows = [row for each in settings.values() for row in figures.growth_rows(each, "distance")]
+    domain = figures.log_domain(column(rows, "value"), room=1.9)
+    panels = []
+    for name, growth in settings.items():
+        curves = figures.curves(tables, growth, "distance", height=330, room=1.5, domain=domain)
+        panel = sized(curves, 1040 // len(settings) - 40)
+        panels.append(titled(panel, name, "relative distance of the parameters"))
+    return headed(
+        {"hconcat": panels, "spacing": 34},
+        "How fast rounding grows depends on how the model is trained",
+        "Each training differs from the first of its panel in one thing.",
+    )
+
+
+def _sum_specs(tables: Tables, sums: Values) -> dict[str, Spec]:
+    types = figures.types_of(sums)
+    specs = {f"error-{name}": figures.errors(tables, sums, name) for name in types}
+    specs["algorithms"] = figures.algorithms(tables, sums)
+    specs["layers"] = figures.layer_errors(tables, sums)
+    return specs | {name: figures.spread(tables, sums, name) for name in figures.SPREADS}
 
 
 def _growth_specs(tables: Tables, growth: Values) -> dict[str, Spec]:
     """Return the figures that have something to show: identical trainings have nothing."""
     sizes = (("distance", 300, 1.14), ("evaluation", 240, 1.34))
     specs = {
-        f"growth-{name}": spec_of(
-            growth_figures.curves(tables, growth, name, height=height, room=room)
-        )
+        f"growth-{name}": figures.curves(tables, growth, name, height=height, room=room)
         for name, height, room in sizes
-        if growth_figures.growth_rows(growth, name)
+        if figures.growth_rows(growth, name)
     }
-    if growth_figures.growth_rows(growth, "distance"):
-        specs["growth-layers"] = spec_of(growth_figures.layers(tables, growth))
+    if figures.growth_rows(growth, "distance"):
+        specs["growth-layers"] = figures.layer_distances(tables, growth)
     return specs
 
 

@@ -1,23 +1,20 @@
 """What all figures are made of: their data, layers, the axis of steps, domains and sizes.
 
-A run's figures are written as Vega-Lite takes them. Altair, which other pages use, would take
-longer to check and copy their specifications than the longest run takes to read.
+Figures are written as Vega-Lite takes them: as wide as the column of the page, unless ``sized``.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-import altair as alt
+from typing import Any
 
 from rankscope.web.series import Row
 
 Spec = dict[str, Any]
 """A Vega-Lite specification, or a part of one."""
-Width = int | Literal["container"]
-"""Pixels, or ``"container"`` to fill the column of the page."""
 
+DOT = {"filled": True, "opacity": 1}
+"""Options of a point that is a filled dot."""
 _TYPES = {"Q": "quantitative", "O": "ordinal", "N": "nominal"}
 
 
@@ -74,10 +71,38 @@ def layer(
     return {"data": data, "mark": {"type": mark, **options}, "encoding": dict(encoding), **steps}
 
 
-def layered(layers: Sequence[Spec], width: Width, height: int, params: Sequence[Spec] = ()) -> Spec:
-    """Return layers of :func:`layer` as one figure of that size, with its parameters."""
-    spec = {"layer": list(layers), "width": width, "height": height}
+def layered(layers: Sequence[Spec], height: int, params: Sequence[Spec] = ()) -> Spec:
+    """Return layers of :func:`layer` as one figure of that height, with its parameters."""
+    spec = {"layer": list(layers), "width": "container", "height": height}
     return {**spec, "params": list(params)} if params else spec
+
+
+def sized(spec: Spec, width: int, height: int | None = None) -> Spec:
+    """Return a figure with a width in pixels, and with another height if one is given."""
+    return {**spec, "width": width, "height": spec["height"] if height is None else height}
+
+
+def titled(spec: Spec, text: str, subtitle: str = "") -> Spec:
+    """Return a figure with a title, and what stands below it."""
+    return {**spec, "title": {"text": text, **({"subtitle": subtitle} if subtitle else {})}}
+
+
+def headed(spec: Spec, text: str, subtitle: str) -> Spec:
+    """Return a sheet of figures with the large title of a PNG file."""
+    look = {"fontSize": 21, "subtitleFontSize": 14, "offset": 18, "anchor": "start"}
+    return {**spec, "title": {"text": text, "subtitle": subtitle, **look}}
+
+
+def colours(field: str, names: Sequence[str], legend: str = "") -> Spec:
+    """Return the colour of each name in their order; ``legend`` is the symbol of a legend above."""
+    shown = {"title": None, "orient": "top", "symbolType": legend} if legend else None
+    return channel(f"{field}:N", scale={"domain": list(names)}, legend=shown)
+
+
+def dashes(field: str, patterns: Mapping[Any, Sequence[int]]) -> Spec:
+    """Return the dashes of a line by the value of a field, without a legend."""
+    scale = {"domain": list(patterns), "range": [list(dash) for dash in patterns.values()]}
+    return channel(f"{field}:N", scale=scale, legend=None)
 
 
 def pointed(name: str, at: Spec, fields: Sequence[str], **options: Any) -> Spec:
@@ -93,11 +118,6 @@ def pointed(name: str, at: Spec, fields: Sequence[str], **options: Any) -> Spec:
     moves = {"on": "pointerover", "clear": "pointerout", "nearest": True}
     select = {"type": "point", "fields": list(fields), **(options or moves)}
     return {"name": name, "select": select, "views": [at["name"]]}
-
-
-def finish(layers: Sequence[alt.Chart], width: Width, height: int) -> alt.LayerChart:
-    """Return layers of Altair as one figure of that size."""
-    return alt.LayerChart(layer=list(layers), width=width, height=height)
 
 
 def step_axis(

@@ -14,12 +14,10 @@ from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.noise import expected_cosines, expected_norm_stds
 from rankscope.record import Columns, Overview, Run
-from rankscope.web import bins, cost_figures, figures, groups, maps, series, worker_figures
+from rankscope.web import bins, figures, maps, series
 from rankscope.web.parts import Spec, Tables
 from rankscope.web.series import Row
-from rankscope.web.timeline import MAX_ROWS, timeline, timeline_rows
-from rankscope.web.titles import TOKENS
-from rankscope.web.words import number, ranks_in_words
+from rankscope.web.words import TOKENS, number, ranks_in_words
 
 WORKER_FIGURES = (
     ("loss", "loss"),
@@ -125,10 +123,10 @@ def _timeline_figure(
     step = source.steps["step"]
     if not findings or not len(step):
         return {}
-    rows = timeline_rows(findings)
-    if len(findings) > MAX_ROWS:
-        notes["timeline"] = f"The first {MAX_ROWS} of {len(findings)} findings are drawn."
-    chart = timeline(source.tables, rows, (int(step[0]), int(step[-1])))
+    rows = maps.timeline_rows(findings)
+    if len(findings) > maps.MAX_FINDINGS:
+        notes["timeline"] = f"The first {maps.MAX_FINDINGS} of {len(findings)} findings are drawn."
+    chart = maps.timeline(source.tables, rows, (int(step[0]), int(step[-1])))
     return {"timeline": chart}
 
 
@@ -203,11 +201,11 @@ def _worker_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
             continue
         view = bins.known_bins(source.overviews[name])
         rows = bins.lines(view, source.drawn)
-        lines = worker_figures.worker_lines(source.tables, rows, unit, source.named)
+        lines = figures.worker_lines(source.tables, rows, unit, source.named)
         specs[f"workers-{name}"] = lines
         if source.num_workers > 1:
             rows = bins.apart(view)
-            dots = worker_figures.worker_deviations(source.tables, rows, source.named)
+            dots = figures.worker_deviations(source.tables, rows, source.named)
             specs[f"apart-{name}"] = dots
     return specs
 
@@ -227,22 +225,22 @@ def _heatmap_figure(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     observed = int(source.steps["observed"].sum())
     if len(rows) - 1 < observed:
         notes["frames"] = f"The slider visits {len(rows) - 1} of {observed:,} observed steps."
-    return {"heatmap": figures.heatmap(source.tables, num_workers, labels, rows)}
+    return {"heatmap": maps.heatmap(source.tables, num_workers, labels, rows)}
 
 
 def _group_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
-    found = groups.last_groups(source.run)
+    found = bins.last_groups(source.run)
     if found is None or source.num_workers < 2:
         return {}
     shapes = (
         (
             "group-norm",
-            groups.norm_rows(found),
+            bins.norm_rows(found),
             "gradient norm",
             "powers of 2 from the median",
             1.0,
         ),
-        ("group-cosine", groups.direction_rows(found), "cosine", maps.UNITS, float(maps.FAR)),
+        ("group-cosine", bins.direction_rows(found), "cosine", maps.UNITS, float(maps.FAR)),
     )
     steps = "step" if found.num_steps == 1 else f"mean of {found.num_steps} observed steps up to"
     notes["groups"] = f"{steps} {found.last_step:,}"
@@ -286,7 +284,7 @@ def _cost_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
     residuals = [row for row in _curve(source, "reduction_residual") if row["value"] is not None]
     if any(row["value"] > 0 for row in residuals):
-        specs["residual"] = cost_figures.residual(source.tables, residuals)
+        specs["residual"] = figures.residual(source.tables, residuals)
     elif residuals:
         notes["residual"] = "The reduction's residual is 0 in every audited step."
     monitor = series.curve(source.steps["step"], 1e3 * source.steps["overhead_seconds"])
@@ -295,12 +293,12 @@ def _cost_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
         step = [
             {"step": r["step"], "value": r["high"] and 1e3 * r["high"]} for r in bins.band(view)
         ]
-        specs["time"] = cost_figures.time_per_step(source.tables, step, monitor)
+        specs["time"] = figures.time_per_step(source.tables, step, monitor)
     every_T = np.where(source.steps["interval"] == MISSING_INT, np.nan, source.steps["interval"])
     different = np.unique(every_T[np.isfinite(every_T)])
     if len(different) > 1:
         rows = series.curve(source.steps["step"], every_T)
-        specs["interval"] = cost_figures.interval(source.tables, rows)
+        specs["interval"] = figures.interval(source.tables, rows)
     elif len(different):
         every = int(different[0])
         notes["interval"] = (

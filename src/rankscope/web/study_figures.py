@@ -3,11 +3,27 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import altair as alt
-
-from rankscope.web.figures import heatmap
-from rankscope.web.parts import Tables, Width, column, finish, rate_domain, step_axis
+from rankscope.web.maps import heatmap
+from rankscope.web.parts import (
+    DOT,
+    Spec,
+    Tables,
+    channel,
+    colours,
+    column,
+    dashes,
+    headed,
+    layer,
+    layered,
+    rate_domain,
+    sized,
+    step_axis,
+    step_tip,
+    tip,
+    titled,
+)
 from rankscope.web.series import Row
+from rankscope.web.words import METRICS, TITLES
 
 SETTING_WORDS = {
     "s1-1": "every rank has the same seed",
@@ -19,12 +35,6 @@ READING_WORDS = {
     "sharded": "Sharded: each worker reads its own shard",
     "replicated": "Replicated: every worker reads the whole data set",
 }
-METRICS = (
-    ("loss_std", "Loss dispersion", "std over workers, nats per token"),
-    ("grad_norm_std", "Gradient-norm dispersion", "std over workers"),
-    ("cosine_mean", "Gradient-direction consistency", "mean cosine over pairs"),
-)
-"""The three metrics: column, name, unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +84,8 @@ def settings(runs: Sequence[StudyRun]) -> list[str]:
     return in_order([run.setting for run in runs], list(SETTING_WORDS))
 
 
-def _setting_colour(runs: Sequence[StudyRun], legend: bool = True) -> alt.Color:
-    names = [setting.upper() for setting in settings(runs)]
-    shown = alt.Legend(title=None, orient="top", symbolType="stroke") if legend else None
-    return alt.Color("setting:N", scale=alt.Scale(domain=names), legend=shown)
+def _setting_colour(runs: Sequence[StudyRun], legend: str = "") -> Spec:
+    return colours("setting", [setting.upper() for setting in settings(runs)], legend)
 
 
 def loss_domain(runs: Sequence[StudyRun]) -> list[float]:
@@ -86,85 +94,53 @@ def loss_domain(runs: Sequence[StudyRun]) -> list[float]:
     return [min(known, default=0.0), max(known, default=1.0)]
 
 
-def dashboard(
-    tables: Tables,
-    runs: Sequence[StudyRun],
-    *,
-    width: Width = "container",
-    height: int = 170,
-) -> alt.Chart:
+def dashboard(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
     """Return the averaged losses alone, all runs over each other: all that a dashboard shows."""
     rows = [
         {"step": p["step"], "value": p["value"], "setting": run.label, "reading": run.reading}
         for run in runs
         for p in run.loss_mean
     ]
-    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=False))
-    dashes = alt.Scale(domain=list(READING_WORDS), range=[[1, 0], [4, 3]])
-    legend = alt.Legend(title=None, orient="top", symbolType="stroke")
-    dash = alt.StrokeDash("reading:N", scale=dashes, legend=legend)
-    chart: alt.Chart = (
-        alt.Chart(tables.add(rows))
-        .mark_line(style="setting")
-        .encode(x=step_axis(), y=y, color=_setting_colour(runs), strokeDash=dash)
-        .properties(width=width, height=height)
-    )
-    return chart
+    shown = {"title": None, "orient": "top", "symbolType": "stroke"}
+    dash = dashes("reading", dict(zip(READING_WORDS, ((1, 0), (4, 3)), strict=True)))
+    encoding = {
+        "x": step_axis(),
+        "y": channel("value:Q", axis={"title": None}, scale={"zero": False}),
+        "color": _setting_colour(runs, "stroke"),
+        "strokeDash": {**dash, "legend": shown},
+    }
+    return layered([layer("line", tables.add(rows), encoding, style="setting")], 170)
 
 
-def worker_panel(
-    tables: Tables,
-    run: StudyRun,
-    domain: Sequence[float],
-    *,
-    width: Width = "container",
-    height: int = 180,
-) -> alt.LayerChart:
+def worker_panel(tables: Tables, run: StudyRun, domain: Sequence[float]) -> Spec:
     """Return the losses of the workers of one run with their average in front."""
-    y = alt.Y(
-        "value:Q",
-        axis=alt.Axis(title=None),
-        scale=alt.Scale(domain=list(domain), nice=True, zero=False),
-    )
-    each = alt.Chart(tables.add(run.loss_lines)).mark_line(style="worker")
-    mean = alt.Chart(tables.add(run.loss_mean)).mark_line(style="mean")
-    tips = [
-        alt.Tooltip("rank:O", title="rank"),
-        alt.Tooltip("step:Q", title="step", format=",d"),
-        alt.Tooltip("value:Q", title="loss", format=".4~g"),
+    scale = {"domain": list(domain), "nice": True, "zero": False}
+    place = {"x": step_axis(ticks=4), "y": channel("value:Q", axis={"title": None}, scale=scale)}
+    tips = [channel("rank:O", title="rank"), step_tip(), tip("value", "loss")]
+    each = {**place, "detail": channel("rank:N"), "tooltip": tips}
+    layers = [
+        layer("line", tables.add(run.loss_lines), each, style="worker"),
+        layer("line", tables.add(run.loss_mean), place, style="mean"),
     ]
-    lines = each.encode(x=step_axis(ticks=4), y=y, detail="rank:N", tooltip=tips)
-    return finish([lines, mean.encode(x=step_axis(ticks=4), y=y)], width, height)
+    return layered(layers, 180)
 
 
 def metric_panel(
-    tables: Tables,
-    runs: Sequence[StudyRun],
-    name: str,
-    domain: Sequence[float],
-    *,
-    width: Width = "container",
-    height: int = 170,
-) -> alt.Chart:
+    tables: Tables, runs: Sequence[StudyRun], name: str, domain: Sequence[float]
+) -> Spec:
     """Return one metric over time, one line per setting; the runs are those of one reading."""
     rows = [
         {"step": point["step"], "value": point["value"], "setting": run.label}
         for run in runs
         for point in run.metrics[name]
     ]
-    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(domain=list(domain)))
-    tips = [
-        alt.Tooltip("setting:N"),
-        alt.Tooltip("step:Q", format=",d"),
-        alt.Tooltip("value:Q", format=".4~g"),
-    ]
-    chart: alt.Chart = (
-        alt.Chart(tables.add(rows))
-        .mark_line(style="setting")
-        .encode(x=step_axis(ticks=4), y=y, color=_setting_colour(runs, legend=False), tooltip=tips)
-        .properties(width=width, height=height)
-    )
-    return chart
+    encoding = {
+        "x": step_axis(ticks=4),
+        "y": channel("value:Q", axis={"title": None}, scale={"domain": list(domain)}),
+        "color": _setting_colour(runs),
+        "tooltip": [channel("setting:N"), step_tip(), tip("value", "value")],
+    }
+    return layered([layer("line", tables.add(rows), encoding, style="setting")], 170)
 
 
 def metric_domain(runs: Sequence[StudyRun], name: str) -> list[float]:
@@ -172,14 +148,7 @@ def metric_domain(runs: Sequence[StudyRun], name: str) -> list[float]:
     return rate_domain(*(column(run.metrics[name], "value") for run in runs), floor=0.01)
 
 
-def progression(
-    tables: Tables,
-    runs: Sequence[StudyRun],
-    name: str,
-    *,
-    width: Width = "container",
-    height: int = 220,
-) -> alt.LayerChart:
+def progression(tables: Tables, runs: Sequence[StudyRun], name: str) -> Spec:
     """Return a metric's mean by setting, one connected line per reading, with its values."""
     labels = {name: f"{name.upper()}|{SHORT_WORDS.get(name, '')}" for name in settings(runs)}
     rows = [
@@ -188,109 +157,78 @@ def progression(
     ]
     low, high = rate_domain(column(rows, "value"), floor=0.01)
     room = 0.16 * (high - low)
-    y = alt.Y(
-        "value:Q",
-        axis=alt.Axis(title=None),
-        scale=alt.Scale(domain=[low - room, high + room / 2], nice=False),
-    )
-    axis = alt.Axis(title=None, labelAngle=0, labelExpr="split(datum.label, '|')")
-    x = alt.X("setting:N", sort=list(labels.values()), axis=axis)
-    base = alt.Chart(tables.add(rows)).encode(x=x, y=y)
+    scale = {"domain": [low - room, high + room / 2], "nice": False}
+    axis = {"title": None, "labelAngle": 0, "labelExpr": "split(datum.label, '|')"}
     kinds = readings(runs)
-    shown = alt.Legend(title=None, orient="top", symbolType="circle")
-    colour = alt.Color("reading:N", scale=alt.Scale(domain=kinds), legend=shown)
-    tips = ["reading:N", "setting:N", alt.Tooltip("value:Q", format=".4~g")]
+    source = tables.add(rows)
+    place = {
+        "x": channel("setting:N", sort=list(labels.values()), axis=axis),
+        "y": channel("value:Q", axis={"title": None}, scale=scale),
+    }
+    coloured = {**place, "color": colours("reading", kinds, "circle")}
+    words = channel("value:Q", format=".3f")
+    tips = [channel("reading:N"), channel("setting:N"), tip("value", "value")]
     layers = [
-        base.mark_line(strokeWidth=2).encode(color=colour),
-        base.mark_point(size=70, filled=True, opacity=1).encode(color=colour, tooltip=tips),
+        layer("line", source, coloured, strokeWidth=2),
+        layer("point", source, {**coloured, "tooltip": tips}, size=70, **DOT),
     ]
     for index, kind in enumerate(kinds):
-        words = base.transform_filter(alt.FieldEqualPredicate(field="reading", equal=kind))
-        words = words.encode(text=alt.Text("value:Q", format=".3f"))
-        place = 16 if index else -14
-        layers.append(words.mark_text(style="halo", dy=place))
-        layers.append(words.mark_text(dy=place, fontSize=11).encode(color=colour))
-    return finish(layers, width, height)
+        own, dy = {"filter": {"field": "reading", "equal": kind}}, 16 if index else -14
+        layers.append(layer("text", source, {**place, "text": words}, own, style="halo", dy=dy))
+        layers.append(layer("text", source, {**coloured, "text": words}, own, dy=dy, fontSize=11))
+    return layered(layers, 220)
 
 
-def averaged_loss_sheet(tables: Tables, runs: Sequence[StudyRun]) -> alt.VConcatChart:
+def averaged_loss_sheet(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
     """Return the figure "smooth averaged loss over disagreeing workers", 1,200 pixels wide."""
     domain = loss_domain(runs)
-    rows: list[alt.Chart | alt.HConcatChart] = [
-        dashboard(tables, runs, width=1090).properties(
-            title=_title("What a dashboard shows", "the loss averaged over the workers, all runs")
-        )
-    ]
-    for reading in readings(runs):
-        panels = [
-            worker_panel(tables, run, domain, width=339).properties(
-                title=_title(run.label, SETTING_WORDS.get(run.setting, ""))
-            )
-            for run in _of(runs, reading)
-        ]
-        rows.append(alt.hconcat(*panels, title=_title(*_reading_title(reading))))
-    return _sheet(
-        rows,
+    top = sized(dashboard(tables, runs), 1090)
+    rows = [titled(top, "What a dashboard shows", "the loss averaged over the workers, all runs")]
+    panels = [(run, sized(worker_panel(tables, run, domain), 339)) for run in runs]
+    return headed(
+        {"vconcat": [*rows, *_by_reading(panels)], "spacing": 30},
         "A smooth average over workers that disagree",
         "Thin lines: the local loss of each worker. Thick line: their average. Nats per token.",
     )
 
 
-def heatmap_sheet(tables: Tables, runs: Sequence[StudyRun]) -> alt.VConcatChart:
+def heatmap_sheet(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
     """Return the mean cosines of all pairs of workers, one heatmap per run."""
-    rows = []
-    for reading in readings(runs):
-        panels = [
-            alt.LayerChart.from_dict(
-                heatmap(tables, run.num_workers, [], run.cosines, size=300)
-            ).properties(title=_title(run.label, SETTING_WORDS.get(run.setting, "")))
-            for run in _of(runs, reading)
-            if run.cosines
-        ]
-        rows.append(alt.hconcat(*panels, title=_title(*_reading_title(reading))))
-    return _sheet(
-        rows,
+    panels = [
+        (run, heatmap(tables, run.num_workers, [], run.cosines, size=300))
+        for run in runs
+        if run.cosines
+    ]
+    return headed(
+        {"vconcat": _by_reading(panels), "spacing": 30},
         "Do the workers' gradients point the same way?",
         "Cosine between the local gradients of each pair of workers, before the reduction, "
         "mean over the run.",
     )
 
 
-def metrics_sheet(tables: Tables, runs: Sequence[StudyRun]) -> alt.HConcatChart:
+def metrics_sheet(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
     """Return the mean of the three metrics by setting and reading."""
     panels = [
-        progression(tables, runs, name, width=310, height=280).properties(title=_title(words, unit))
-        for name, words, unit in METRICS
+        titled(sized(progression(tables, runs, name), 310, 280), *TITLES[name]) for name in METRICS
     ]
-    return alt.hconcat(*panels, spacing=62, bounds="flush").properties(
-        title=_heading(
-            "The three metrics by setting and by how the data is read",
-            "Mean over the run. Workers with shards of their own see different samples whatever "
-            "the seeds; replicated workers with equal seeds see equal batches.",
-        )
+    return headed(
+        {"hconcat": panels, "spacing": 62, "bounds": "flush"},
+        "The three metrics by setting and by how the data is read",
+        "Mean over the run. Workers with shards of their own see different samples whatever "
+        "the seeds; replicated workers with equal seeds see equal batches.",
     )
 
 
-def _reading_title(reading: str) -> tuple[str, str]:
-    name, _, words = READING_WORDS.get(reading, reading).partition(": ")
-    return name, words
-
-
-def _of(runs: Sequence[StudyRun], reading: str) -> list[StudyRun]:
-    return [run for run in runs if run.reading == reading]
-
-
-def _title(text: str, subtitle: str = "") -> alt.TitleParams:
-    return alt.TitleParams(text=text, subtitle=subtitle) if subtitle else alt.TitleParams(text=text)
-
-
-def _heading(text: str, subtitle: str) -> alt.TitleParams:
-    return alt.TitleParams(
-        text=text, subtitle=subtitle, fontSize=21, subtitleFontSize=14, offset=18, anchor="start"
-    )
-
-
-def _sheet(
-    rows: Sequence[alt.Chart | alt.HConcatChart], text: str, subtitle: str
-) -> alt.VConcatChart:
-    return alt.VConcatChart(vconcat=list(rows), spacing=30, title=_heading(text, subtitle))
+def _by_reading(panels: Sequence[tuple[StudyRun, Spec]]) -> list[Spec]:
+    """Return a row of titled panels for each reading."""
+    rows = []
+    for reading in readings([run for run, _ in panels]):
+        name, _, words = READING_WORDS.get(reading, reading).partition(": ")
+        row = [
+            titled(panel, run.label, SETTING_WORDS.get(run.setting, ""))
+            for run, panel in panels
+            if run.reading == reading
+        ]
+        rows.append(titled({"hconcat": row}, name, words))
+    return rows

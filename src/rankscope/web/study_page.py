@@ -4,19 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import altair as alt
 import numpy as np
 
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
 from rankscope.web import series, study_figures
-from rankscope.web.document import png_of, render, spec_of, write_bytes, write_text
-from rankscope.web.figures import heatmap
+from rankscope.web.document import png_of, render, write_bytes, write_text
+from rankscope.web.maps import heatmap
 from rankscope.web.page import RunView, run_view
 from rankscope.web.parts import Spec, Tables
 from rankscope.web.run_figures import MAX_HEATMAP_WORKERS
-from rankscope.web.study_figures import METRICS, READING_WORDS, SETTING_WORDS, StudyRun
+from rankscope.web.study_figures import READING_WORDS, SETTING_WORDS, StudyRun
 from rankscope.web.study_words import (
     Entry,
     Study,
@@ -26,6 +25,7 @@ from rankscope.web.study_words import (
     why_heading,
     why_they_differ,
 )
+from rankscope.web.words import METRICS, TITLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
         "assessed": _assessed(study, panels),
         "figure_names": list(specs),
         "rows": _grouped(study.entries),
-        "metrics": METRICS,
+        "metrics": [(name, *TITLES[name]) for name in METRICS],
         "setting_words": SETTING_WORDS,
         "reading_words": READING_WORDS,
         "colours": _colours(study.entries),
@@ -94,7 +94,7 @@ def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Pat
     if not compared:
         return []
     tables = Tables()
-    sheets: dict[str, alt.TopLevelMixin] = {
+    sheets = {
         "averaged-loss.png": study_figures.averaged_loss_sheet(tables, compared),
         "metrics.png": study_figures.metrics_sheet(tables, compared),
     }
@@ -107,8 +107,7 @@ def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Pat
 def _compared(entry: Entry, run: Run) -> StudyRun:
     """Collect what the comparing figures need of one run."""
     steps_T, losses_TW = run.per_worker("loss")
-    names = [name for name, _, _ in METRICS]
-    columns = run.columns(Table.STEPS, "step", "loss_mean", *names)
+    columns = run.columns(Table.STEPS, "step", "loss_mean", *METRICS)
     step = columns["step"]
     cosines: list[series.Row] = []
     if 2 <= run.num_workers <= MAX_HEATMAP_WORKERS:
@@ -119,10 +118,10 @@ def _compared(entry: Entry, run: Run) -> StudyRun:
         setting=entry.setting,
         reading=entry.reading,
         num_workers=run.num_workers,
-        means={name: entry.number(name) for name in names},
+        means={name: entry.number(name) for name in METRICS},
         loss_mean=series.curve(step, columns["loss_mean"]),
         loss_lines=series.lines(steps_T, losses_TW, series.chosen_workers(losses_TW)),
-        metrics={name: series.curve(step, columns[name]) for name in names},
+        metrics={name: series.curve(step, columns[name]) for name in METRICS},
         cosines=cosines,
     )
 
@@ -131,18 +130,18 @@ def _comparison(tables: Tables, runs: Sequence[StudyRun]) -> dict[str, Spec]:
     """Return the figures that compare the runs, by the names that the template uses."""
     if not runs:
         return {}
-    specs: dict[str, Spec] = {"dashboard": spec_of(study_figures.dashboard(tables, runs))}
+    specs: dict[str, Spec] = {"dashboard": study_figures.dashboard(tables, runs)}
     losses = study_figures.loss_domain(runs)
-    for name, _, _ in METRICS:
-        specs[f"progression-{name}"] = spec_of(study_figures.progression(tables, runs, name))
+    for name in METRICS:
+        specs[f"progression-{name}"] = study_figures.progression(tables, runs, name)
         domain = study_figures.metric_domain(runs, name)
         for reading in study_figures.readings(runs):
             members = [run for run in runs if run.reading == reading]
             panel = study_figures.metric_panel(tables, members, name, domain)
-            specs[f"{name}-{reading}"] = spec_of(panel)
+            specs[f"{name}-{reading}"] = panel
     for run in runs:
         where = f"{run.reading}-{run.setting}"
-        specs[f"losses-{where}"] = spec_of(study_figures.worker_panel(tables, run, losses))
+        specs[f"losses-{where}"] = study_figures.worker_panel(tables, run, losses)
         if run.cosines:
             heat = heatmap(tables, run.num_workers, [], run.cosines, size=266, legend=False)
             specs[f"cosines-{where}"] = heat

@@ -1,7 +1,8 @@
-"""Numbers and records in words, for the page and the terminal alike. Needs no extra package."""
+"""Numbers, titles and records in words, for page and terminal. Needs no extra package."""
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,58 @@ import numpy as np
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.rules import RULES, count, name_ranks, page_of
+from rankscope.diagnose.rules import RULES, count, explained_by, name_ranks, page_of, ranked
 from rankscope.record import Run
-from rankscope.web.titles import TOKENS
 
 UNKNOWN = "–"
 SIGNS = {"healthy": "●", "note": "○", "warning": "▲", "error": "◆"}
 """One sign for each verdict, beside its name."""
 Values = Mapping[str, Any]
+
+TOKENS = "nats per token"
+
+METRICS = ("loss_std", "grad_norm_std", "cosine_mean")
+"""Columns of the three metrics."""
+
+TITLES: dict[str, tuple[str, str]] = {
+    "timeline": ("Findings over the steps", ""),
+    "loss": ("Averaged loss over the range of the workers", TOKENS),
+    "loss_std": ("Loss dispersion", f"std over workers, {TOKENS}"),
+    "grad_norm_std": ("Gradient-norm dispersion", "std over workers"),
+    "cosine_mean": ("Gradient-direction consistency", "mean cosine over pairs"),
+    "map-loss": ("Local loss", TOKENS),
+    "map-grad_norm": ("Gradient norm", "L2, before the reduction"),
+    "map-cosine_rest": ("Direction", "cosine with the sum of all others"),
+    "map-step_seconds": ("Step time", "seconds since the step before"),
+    "workers-loss": ("Local loss", TOKENS),
+    "workers-grad_norm": ("Gradient norm", "L2, before the reduction"),
+    "workers-cosine_rest": ("Direction", "cosine with the sum of all others"),
+    "apart-loss": ("Loss, apart from the mean", TOKENS),
+    "apart-grad_norm": ("Norm, apart from the mean", ""),
+    "apart-cosine_rest": ("Direction, apart from the mean", "cosine"),
+    "group-norm": ("Gradient norm of each group", ""),
+    "group-cosine": ("Direction of each group", ""),
+    "heatmap": ("Cosine of each pair of workers", "mean over the run"),
+    "coverage": ("Different samples so far", ""),
+    "residual": ("Reduction residual", "relative, logarithmic"),
+    "time": ("Time per step", "ms, slowest worker, logarithmic"),
+    "interval": ("Steps between measurements", "chosen to stay in the budget"),
+    "compare-loss": ("Averaged loss over the range of the workers", TOKENS),
+    "compare-loss_std": ("Loss dispersion", f"std over workers, {TOKENS}"),
+    "compare-grad_norm_std": ("Gradient-norm dispersion", "std over workers"),
+    "compare-cosine_mean": ("Gradient-direction consistency", "mean cosine over pairs"),
+}
+"""Title and unit by the figure's name."""
+
+_TITLES_WITHOUT_TOKENS = {
+    name: (title, unit.replace(TOKENS, "").removesuffix(", "))
+    for name, (title, unit) in TITLES.items()
+}
+
+
+def titles_of(values: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+    """Return titles and units of a run's figures, given the values of its assessment."""
+    return TITLES if values.get("loss_per_token") else _TITLES_WITHOUT_TOKENS
 
 
 def writable(text: str) -> str:
@@ -146,6 +191,7 @@ def finding_view(
         "severity": str(finding.severity),
         "title": title_of_finding(finding),
         "cause": finding.cause,
+        "named": finding.ranks,
         "ranks": ranks_in_words(finding.ranks, num_workers),
         "steps": steps_in_words(finding),
         "explanation": finding.explanation,
@@ -188,6 +234,47 @@ def run_line(run: Run, assessment: Assessment) -> str:
         f"continues {run.info['continues']}" if run.info.get("continues") else "",
     ]
     return " · ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is said of a run, in words: the terminal, Markdown and pages lay it out.
+
+    Attributes:
+        title: The run's name.
+        severity: ``healthy``, ``note``, ``warning`` or ``error``.
+        line: What the run is, in one line.
+        assessment: Headline, recommendation and statements.
+        tiles: The key numbers.
+        findings: What was found, worst first, as :func:`finding_view` shows it.
+    """
+
+    title: str
+    severity: str
+    line: str
+    assessment: Assessment
+    tiles: Sequence[Mapping[str, str]]
+    findings: Sequence[Mapping[str, Any]]
+
+
+def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
+    """Return a run's verdict; ``key`` begins the ids of its findings.
+
+    Raises:
+        RunError: The findings cannot be read.
+    """
+    found = ranked(run.findings())
+    return Verdict(
+        title=title_of(run.info, run.path),
+        severity=str(assessment.severity or "healthy"),
+        line=run_line(run, assessment),
+        assessment=assessment,
+        tiles=tiles(assessment.values),
+        findings=[
+            finding_view(one, run.num_workers, explained_by(one, found), anchor=anchor)
+            for one, anchor in zip(found, anchors(found, key), strict=True)
+        ],
+    )
 
 
 def facts(

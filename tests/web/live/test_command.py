@@ -55,7 +55,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path):
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("package", ["starlette", "uvicorn", "altair"])
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "jinja2"])
 def test_the_extra_is_named(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in [
         name for name in sys.modules if name.startswith(("rankscope.web.", f"{package}."))

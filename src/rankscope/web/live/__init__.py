@@ -6,15 +6,10 @@ It needs the extra ``serve``; importing this package does not.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankscope.errors import MissingExtraError
+from rankscope.web import needs_extra
 
 if TYPE_CHECKING:
     from rankscope.web.live.server import LiveServer
-
-_EXTRA = (
-    *("starlette", "uvicorn", "sse_starlette", "anyio"),
-    *("altair", "jinja2", "markupsafe", "vl_convert"),
-)
 
 __all__ = ["live_server"]
 
@@ -26,10 +21,6 @@ def live_server(directory: Path, **options: Any) -> "LiveServer":
         MissingExtraError: The extra ``serve`` is not installed.
         UsageError: The directory does not exist, or the address cannot be listened on.
     """
-    try:
+    with needs_extra("rankscope serve", "serve"):
         from rankscope.web.live.server import LiveServer
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in _EXTRA:
-            raise MissingExtraError("rankscope serve", "serve") from error
-        raise
     return LiveServer(directory, **options)

@@ -13,8 +13,17 @@ from pathlib import Path
 
 from rankscope.errors import RunError
 from rankscope.record import Run
-from rankscope.web.live.catalog import MAX_DIRECTORIES, Place, Stamp, places, stamp
-from rankscope.web.live.glance import Glance, glance, in_order, unreadable
+from rankscope.web.live.catalog import (
+    MAX_DIRECTORIES,
+    Glance,
+    Place,
+    Stamp,
+    glance,
+    in_order,
+    places,
+    stamp,
+    unreadable,
+)
 from rankscope.web.live.sheets import (
     RunContent,
     Sheet,

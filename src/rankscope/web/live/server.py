@@ -12,11 +12,10 @@ import uvicorn
 
 from rankscope.errors import UsageError
 from rankscope.record.files import is_directory
-from rankscope.web.live.app import make_app
-from rankscope.web.live.assets import addresses, asset
+from rankscope.web.live.app import POLL_SECONDS, Hub, make_app
 from rankscope.web.live.board import REFRESH_SECONDS, Board
 from rankscope.web.live.guard import is_loopback
-from rankscope.web.live.hub import POLL_SECONDS, Hub
+from rankscope.web.live.sheets import addresses, asset
 
 _LAST_SECONDS = 1
 

@@ -1,24 +1,38 @@
-"""What a browser gets: the content of a page and its figures, whole or only what is new in it."""
+"""What a browser gets: a page's content and figures, whole or what is new in it; and its assets.
 
+Assets are scripts and style, the same for all pages, which browsers keep for good.
+"""
+
+import functools
 import gzip
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import vl_convert
 from markupsafe import Markup
 
 from rankscope.record import Run
 from rankscope.web.compare import compare_view
-from rankscope.web.document import columns, configs, fill, json_markup
-from rankscope.web.live.assets import addresses
-from rankscope.web.live.catalog import Place
-from rankscope.web.live.glance import UNREADABLE, Glance
+from rankscope.web.document import (
+    VEGALITE,
+    columns,
+    configs,
+    fill,
+    json_markup,
+    page_script,
+    source,
+    style,
+    vega_script,
+)
+from rankscope.web.live.catalog import UNREADABLE, Glance, Place
 from rankscope.web.page import assessed, run_view
 from rankscope.web.parts import Spec, Tables
 
 GZIP_LEVEL = 5
+ASSET_LEVEL = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +111,8 @@ def run_content(run: Run) -> RunContent:
     """
     tables = Tables()
     view = run_view(tables, run, assessed(run))
-    main = fill("run.html", layout="fragment.html", view=view, title=view.title)
-    return RunContent(view.title, Markup(main), Figures.of(view.specs, tables))
+    main = fill("run.html", layout="fragment.html", view=view, title=view.verdict.title)
+    return RunContent(view.verdict.title, Markup(main), Figures.of(view.specs, tables))
 
 
 def run_sheet(
@@ -128,7 +142,7 @@ def compared_content(first: Run, second: Run) -> RunContent:
     """
     tables = Tables()
     view = compare_view(tables, first, second)
-    title = f"{view.sides[0].title} and {view.sides[1].title}"
+    title = f"{view.sides[0].verdict.title} and {view.sides[1].verdict.title}"
     main = fill("compare.html", layout="fragment.html", view=view, title=title)
     return RunContent(title, Markup(main), Figures.of(view.specs, tables))
 
@@ -227,3 +241,57 @@ def _tables_of(node: Any) -> set[str]:
     data = node.get("data")
     own = {data["name"]} if isinstance(data, dict) and "name" in data else set()
     return own.union(*(_tables_of(item) for item in node.values()))
+
+
+ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16" fill="#4b86c9">'
+    '<rect x="1" y="6" width="3" height="9" rx="1"/>'
+    '<rect x="5" y="1" width="3" height="14" rx="1"/>'
+    '<rect x="9" y="9" width="3" height="6" rx="1" opacity=".55"/>'
+    '<rect x="13" y="3" width="3" height="12" rx="1"/></svg>'
+)
+
+
+class Asset(NamedTuple):
+    """One file: its type, its content compressed."""
+
+    kind: str
+    content: bytes
+
+
+def addresses() -> dict[str, str]:
+    """Return the address of each asset by its name; it changes when the content does."""
+    return {name: f"/assets/{tag}/{name}" for name, tag in _tags().items()}
+
+
+@functools.lru_cache(maxsize=16)
+def asset(tag: str, name: str) -> Asset | None:
+    """Return an asset, None if there is none with this name and tag."""
+    if _tags().get(name) != tag:
+        return None
+    kind, text = _SOURCES[name]
+    return Asset(kind, gzip.compress(text().encode(), ASSET_LEVEL, mtime=0))
+
+
+_SOURCES: dict[str, tuple[str, Callable[[], str]]] = {
+    "vega.js": ("text/javascript", vega_script),
+    "page.js": ("text/javascript", page_script),
+    "live.js": ("text/javascript", lambda: source("morph.js") + source("live.js")),
+    "style.css": ("text/css", lambda: style() + source("live.css")),
+    "icon.svg": ("image/svg+xml", lambda: ICON),
+}
+
+
+@functools.cache
+def _tags() -> dict[str, str]:
+    """Return a part of each asset's address that its content decides.
+
+    The large script is known by the versions that make it: making it takes seconds, and the first
+    page does not wait for that.
+    """
+    large = f"{getattr(vl_convert, '__version__', '')} {VEGALITE}"
+    texts = {name: large if name == "vega.js" else text() for name, (_, text) in _SOURCES.items()}
+    return {
+        name: hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        for name, text in texts.items()
+    }
