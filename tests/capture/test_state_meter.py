@@ -246,7 +246,7 @@ def test_nothing_that_cannot_be_read_raises_and_it_is_told(monkeypatch, caplog):
     state, values = look(meter, 0)
     assert values.keys() >= {"param_digest", "optimizer_digest"}
     monkeypatch.setattr(
-        readings, "_lies_in_memory", lambda *_: (_ for _ in ()).throw(RuntimeError("no bits"))
+        readings, "lies_in_memory", lambda *_: (_ for _ in ()).throw(RuntimeError("no bits"))
     )
     state, _ = train(model, optimizer, meter, 1)
     assert len(set(of(state, StateKind.PARAMETER).values())) == 1
@@ -293,7 +293,7 @@ def test_digests_that_a_device_still_computes_give_the_same(monkeypatch):
         return PendingDigest(5, [(1, known), (-5, torch.tensor(1))])
 
     squares = readings._squares
-    monkeypatch.setattr(readings, "_lies_in_memory", lambda _: False)
+    monkeypatch.setattr(readings, "lies_in_memory", lambda _: False)
     monkeypatch.setattr(readings, "digest_bits", pending)
     monkeypatch.setattr(readings, "_squares", lambda *part: map(torch.tensor, squares(*part)))
     for (state, values), (known, known_values) in zip(results(), expected, strict=True):
