@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from rankscope.diagnose.minority import odd_ranks
 from torch import nn
 
+from rankscope.core.replicas import odd_ranks
 from rankscope.doctor import (
     Status,
     collectives,

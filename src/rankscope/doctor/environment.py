@@ -6,7 +6,7 @@ from typing import Any
 
 from rankscope.capture.state.environment import environment_facts, source_revision
 from rankscope.core.environment import DECIDES_BITS, HARMLESS, is_compared
-from rankscope.diagnose.minority import odd_ranks
+from rankscope.core.replicas import odd_ranks
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from rankscope.diagnose.minority import odd_ranks
+from rankscope.core.replicas import odd_ranks
 from rankscope.diagnose.overlap import LIKELY, SURE
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.loader_facts import look

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rankscope.capture.state.digest import digest_tensor
 from rankscope.capture.state.fingerprint import digest_of, numpy_state, python_state, torch_state
-from rankscope.diagnose.minority import odd_ranks
+from rankscope.core.replicas import odd_ranks
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
 from rankscope.errors import UsageError

@@ -36,7 +36,7 @@ _SHARDED = frozenset(
         "ZeroRedundancyOptimizer",
     }
 )
-_LEAST_BYTES = 1 << 16  # of a turn, so that small models are done in a few turns
+_LEAST_BYTES = 1 << 18  # of a turn, so that small models are done in a few turns
 _GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a turn's share, until all turns suffice
 
 
