@@ -37,7 +37,7 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 GROUP_WIDTH = 251
 """Numbers in the sketch of a group: its cosines err by 0.06 at most."""
 
-STATE_SPACING = 4
+STATE_SPACING = 8
 """Steps from one reading of the model's state to the next, where there is a budget to keep."""
 
 

@@ -159,7 +159,7 @@ def in_training_mode(model: nn.Module) -> bool:
     Args:
         model: What the training calls: its own flag counts only if it wraps nothing.
     """
-    wrapper = getattr(model, "_orig_mod", model)
+    wrapper = model._modules.get("_orig_mod") or model
     wraps = isinstance(wrapper, DistributedDataParallel) or is_deepspeed(wrapper)
     inner: Any = wrapper.module if wraps else wrapper
     return any(module.training for module in inner.modules())
@@ -168,7 +168,7 @@ def in_training_mode(model: nn.Module) -> bool:
 def is_compiled(model: nn.Module) -> bool:
     """Return whether a model is compiled: hooks inside it would break its graph."""
     in_place = getattr(model, "_compiled_call_impl", None) is not None  # Module.compile
-    return in_place or hasattr(model, "_orig_mod")
+    return in_place or "_orig_mod" in model._modules
 
 
 def tell_if_wrapped_anew(module: nn.Module, wrapper: nn.Module) -> bool:

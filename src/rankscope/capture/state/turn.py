@@ -231,10 +231,12 @@ class PendingState:
             ``applied_digest`` and ``applied_scale``.
         """
         turn = self._turn
-        digests, unchanged = [0] * len(turn.kinds), bytearray(len(turn.kinds))
         values: dict[str, float | int] = {}
         if self._layout is not None:
             values["state_layout"] = self._layout
+        if turn is NOTHING:
+            return _NO_DIGESTS, values
+        digests, unchanged = [0] * len(turn.kinds), bytearray(len(turn.kinds))
         if self._seen.state is not None:
             self._read_state(self._seen.state, digests, values)
         self._read_gradients(digests, unchanged, values)
@@ -293,6 +295,7 @@ class PendingState:
 
 
 NOTHING = Turn(())
+_NO_DIGESTS = StateDigests()
 
 
 def nothing_pending(layout: int | None = None) -> PendingState:

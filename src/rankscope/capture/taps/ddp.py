@@ -298,4 +298,4 @@ class DDPTap:
 
     @property
     def _waits_by_hand(self) -> bool:
-        return bool(getattr(self._model, "require_manual_backward_finalization", False))
+        return bool(vars(self._model).get("require_manual_backward_finalization", False))
