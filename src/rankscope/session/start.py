@@ -25,7 +25,9 @@ from rankscope.capture.state.training_facts import (
 from rankscope.core.canary_plan import first_by_default
 from rankscope.core.groups import GroupsOption
 from rankscope.core.plan import Plan, Tier
+from rankscope.core.secrets import without_secrets
 from rankscope.errors import UsageError
+from rankscope.record.files import to_plain
 from rankscope.session.canary import LiveCanary
 from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
@@ -101,7 +103,8 @@ def watch(
             the beginning of the same step on every rank, so that it may write a checkpoint. What
             it raises is logged; ``SystemExit`` and the like end the training.
         process_group: The data-parallel group; by default the model's own.
-        config: Anything JSON that describes the run; stored in ``run.json``.
+        config: Anything JSON that describes the run; stored in ``run.json``, but for what looks
+            like a secret.
         flush_seconds: Longest time that measured values stay in the agent's memory.
         hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: a finding
             names the ranks that the others wait for, and where they stand. None: no such finding.
@@ -180,7 +183,7 @@ def watch(
     def describe() -> dict[str, Any]:
         return {
             "facts": _facts(instruments.device, tokenizer, loader),
-            "config": dict(config or {}),
+            "config": without_secrets(to_plain(config or {})),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
             "run_dir": _own_directory(Path(run_dir), dist.get_process_group_ranks(group)),
