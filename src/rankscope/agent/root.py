@@ -19,6 +19,7 @@ from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
 from rankscope.agent.hang_notes import HangNotes, Hosts
 from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage
+from rankscope.agent.recorder import Recorder
 from rankscope.agent.reports import pack_report
 from rankscope.agent.summary import HostSummary, lean_layout, with_directions
 from rankscope.core.finding import Finding
@@ -101,11 +102,12 @@ class Root:
         if start is not None:
             self._diagnosis.restore(start)
         info = {**setup["info"], "agent": {"host": setup["host"], "pid": os.getpid()}}
-        self._writer = RunWriter(
-            self._run_dir, info, flush_seconds=setup["flush_seconds"], begun=True
+        self._record = Recorder(
+            RunWriter(self._run_dir, info, flush_seconds=setup["flush_seconds"], begun=True)
         )
+        self._record.flush()  # run.json now names this process
         known = tuple(self._diagnosis.findings)
-        self._writer.add_findings(known)
+        self._record.add_findings(known)
         seconds = setup["hang_seconds"]
         self._hangs: HangNotes | None = None
         if seconds is not None:
@@ -203,12 +205,12 @@ class Root:
             return
         if self._hangs is not None:
             self._hangs.look(self._assembly.next_step - 1)
-        if self._writer.flush_if_due():
+        if self._record.flush_if_due():
             self._save_state()
 
     def _tell_of_hang(self, finding: Finding) -> None:
-        self._writer.flush()
-        self._writer.add_findings([finding])
+        self._record.flush()
+        self._record.add_findings([finding])
         if self._sinks is not None:
             self._sinks.findings([finding])
         self._tell([finding], told=True)
@@ -217,9 +219,9 @@ class Root:
         """Judge consecutive steps; together they cost less."""
         reports = [summarize(self._gathered(messages)) for messages in steps]
         found = self._diagnosis.observe_many(reports)
-        self._writer.add_many(reports)
+        self._record.add_many(reports)
         for report, findings in zip(reports, found, strict=True):
-            self._writer.add_findings(findings)
+            self._record.add_findings(findings)
             self._conclude(report, findings)
 
     def _gathered(self, messages: Sequence[StepMessage]) -> GatheredStep:
@@ -353,13 +355,12 @@ class Root:
         last: list[Finding] = []
         try:
             last = self._diagnosis.close()
-            self._writer.add_findings(last)
+            self._record.add_findings(last)
             if self._sinks is not None:
                 self._sinks.findings(last)
-            self._writer.flush()
-            if whole or not failed:
+            if self._record.flush() and (whole or not failed):
                 self._save_state(at_end=True)
-            self._writer.close(
+            self._record.close(
                 "complete" if complete else "incomplete",
                 overhead=self._governor.summary(),
                 **({} if complete else {"ended": self._endings()}),
@@ -397,17 +398,11 @@ class Root:
         ]
 
     def _save_state(self, *, at_end: bool = False) -> None:
-        """Write what the detectors remember; if it cannot be told, the run goes on all the same.
-
-        Raises:
-            RunError: It cannot be written, as the tables cannot be either.
-        """
+        """Write what the detectors remember; if it cannot be told, the run goes on all the same."""
         if not self._saves_state:
             return
         try:
-            self._writer.save_state(self._diagnosis.state, at_end=at_end)
-        except RunError:
-            raise
+            self._record.save_state(self._diagnosis.state, at_end=at_end)
         except Exception as error:
             self._saves_state = False
             _log.warning("a restarted job cannot go on from %s: %s", self._run_dir, error)
