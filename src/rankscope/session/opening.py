@@ -29,6 +29,7 @@ from rankscope.agent.launch import Started
 from rankscope.agent.layout import Layout
 from rankscope.agent.link import Link
 from rankscope.agent.progress import ProgressMark
+from rankscope.core.secrets import without_secrets
 from rankscope.core.signals import schema_hash
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record.begin import begin_run, end_lost_run, is_run
@@ -241,6 +242,7 @@ def _begin(
         "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
         "options": intent.options,
         **info,
+        "config": without_secrets(to_plain(info["config"])),
     }
     while True:
         previous, path = _free_directory(run_dir)

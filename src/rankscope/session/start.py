@@ -25,9 +25,7 @@ from rankscope.capture.state.training_facts import (
 from rankscope.core.canary_plan import first_by_default
 from rankscope.core.groups import GroupsOption
 from rankscope.core.plan import Plan, Tier
-from rankscope.core.secrets import without_secrets
 from rankscope.errors import UsageError
-from rankscope.record.files import to_plain
 from rankscope.session.canary import LiveCanary
 from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
@@ -183,7 +181,7 @@ def watch(
     def describe() -> dict[str, Any]:
         return {
             "facts": _facts(instruments.device, tokenizer, loader),
-            "config": without_secrets(to_plain(config or {})),
+            "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
             "run_dir": _own_directory(Path(run_dir), dist.get_process_group_ranks(group)),
