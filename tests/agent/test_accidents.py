@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from functools import partial
 
@@ -13,6 +14,8 @@ from rankscope import Run
 from rankscope.agent import link
 from rankscope.agent.sockets import unread_bytes
 from rankscope.core.signals import Table
+from rankscope.diagnose.assessment import assess
+from rankscope.web.live.catalog import Place, glance, stamp
 from support.accidents import Job, state_of, train, wait_until
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -43,6 +46,45 @@ def test_no_delivered_step_is_lost_when_ranks_are_killed(tmp_path, victims):
         assert all(killed - 1 <= ending["time"] <= ended for ending in endings)
     left = {path.name for path in job.run_dir.iterdir() if "tmp" in path.name}
     assert not left
+
+
+def test_a_run_of_which_nobody_is_left_is_interrupted(tmp_path):
+    with Job(tmp_path / "job", train_for_ever) as job:
+        job.wait_for_steps(15)
+        wait_until(lambda: Run.open(job.run_dir).table(Table.STEPS).num_rows > 5)
+        assert Run.open(job.run_dir).status == "running"
+        place = Place("run", job.run_dir, "run")
+        before = stamp(place, tmp_path)
+        os.kill(job.agent, signal.SIGSTOP)
+        assert Run.open(job.run_dir).status == "running"
+        job.kill(0, 1)
+        os.kill(job.agent, signal.SIGKILL)
+        wait_until(lambda: Run.open(job.run_dir).status == "interrupted")
+        assert job.info()["status"] == "running"
+        assert glance(place, stamp(place, tmp_path)).state(time.time()) == "interrupted"
+        assert before != stamp(place, tmp_path)
+        assert "The record ends early" in assess(Run.open(job.run_dir)).headline
+
+
+def lose_the_connection(folder, rank, counter):
+    """Close the socket of rank 1 for good, as a script does that closes what it does not know."""
+    loop = Loop(rank, str(folder / "run"), agent="process")
+    for step in range(STEPS):
+        if rank == 1 and step == HIT:
+            wait_until(partial(has_greeted, loop))
+            loop.scope._link._socket.shutdown(socket.SHUT_RDWR)
+        loop.step(step)
+        counter.value = step
+    wait_until(lambda: Run.open(folder / "run").status == "incomplete")
+    loop.close()
+
+
+def test_a_rank_that_lost_its_connection_is_not_called_ended(tmp_path):
+    with Job(tmp_path / "job", lose_the_connection) as job:
+        job.wait_for_steps(1)
+        job.results()
+        (why,) = [end["why"] for end in job.info()["ended"] if end["rank"] == 1]
+        assert why == "its connection was lost, though its process lives"
 
 
 # The agent is stopped, or killed ----------------------------------------------------------------

@@ -29,6 +29,7 @@ from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import diagnosis_of
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
+from rankscope.record.lock import WriterLock
 from rankscope.record.states import START_FILE, read_state
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
 
@@ -105,6 +106,7 @@ class Root:
         self._record = Recorder(
             RunWriter(self._run_dir, info, flush_seconds=setup["flush_seconds"], begun=True)
         )
+        self._lock = WriterLock(self._run_dir)
         self._record.flush()  # run.json now names this process
         known = tuple(self._diagnosis.findings)
         self._record.add_findings(known)
@@ -353,6 +355,7 @@ class Root:
         whole = self._is_whole
         complete = whole and not failed
         last: list[Finding] = []
+        closed = False
         try:
             last = self._diagnosis.close()
             self._record.add_findings(last)
@@ -366,10 +369,12 @@ class Root:
                 **({} if complete else {"ended": self._endings()}),
                 **({"lost_steps": self._assembly.lost} if self._assembly.lost else {}),
             )
+            closed = True
         except Exception as error:
             level = logging.DEBUG if failed else logging.WARNING  # it was told why already
             _log.log(level, "the run in %s could not be closed: %s", self._run_dir, error)
         finally:
+            self._lock.release(closed=closed)
             if self._sinks is not None:
                 self._sinks.close()
             known = self._known

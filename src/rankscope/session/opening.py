@@ -242,7 +242,7 @@ def _begin(
         "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
         "options": intent.options,
         **info,
-        "config": without_secrets(to_plain(info["config"])),
+        "config": without_secrets(to_plain(info.get("config", {}))),
     }
     while True:
         previous, path = _free_directory(run_dir)
