@@ -123,21 +123,28 @@ def let_agents_catch_up(loop, step):
         dist.barrier()
 
 
+LIMITS = {
+    "stopped": {"SILENT_SECONDS": 0.3},
+    "crowded": {"_SEND_BUFFER": 1 << 12, "ROOM_BYTES": 1},
+    "too full": {"_SEND_BUFFER": 1 << 16, "MOST_BYTES": 100_000},
+}
+"""Of links, in each case."""
+
+
 def accidents(rank, folder):
     """Train next to agents to which something happens; return bits and warnings of each."""
     found = {}
     cases = {
         "untouched": lambda loop, step, agent: None,
         "stopped for a while": stop_for_a_while,
+        "crowded": stop_for_a_while,
         "stopped": stop_for_ever,
         "too full": stop_for_ever,
         "stopped at the end": stop_for_ever,
         "killed": kill_agent,
     }
     for name, happens in cases.items():
-        limits = {"SILENT_SECONDS": 0.3} if name == "stopped" else {}
-        if name == "too full":
-            limits = {"_SEND_BUFFER": 1 << 16, "MOST_BYTES": 100_000}
+        limits = LIMITS.get(name, {})
         defaults = {limit: getattr(link, limit) for limit in limits}
         for limit, value in limits.items():
             setattr(link, limit, value)
@@ -207,6 +214,22 @@ def test_an_agent_that_goes_on_catches_up(hit, name):
     columns = [each.columns(Table.STEPS, "step", "observed", "loss_mean") for each in (run, other)]
     for one, two in zip(*(each.values() for each in columns), strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+def test_gradients_that_found_no_room_are_counted_and_said_once(hit):
+    folder, found = hit
+    for rank, own in enumerate(found):
+        (warning,) = own["crowded"][1]
+        assert f"does not keep up with rank {rank}: the gradient of step" in warning
+    run = Run.open(folder / "crowded")
+    assert run.status == "complete"
+    _, norms_TW = run.per_worker("grad_norm")
+    for rank in range(2):
+        left_out = run.info["without_room"][str(rank)]
+        assert left_out == np.isnan(norms_TW[:, rank]).sum() > 0
+        assert any(
+            f"rank {rank} was left out in {left_out} step" in s for s in assess(run).statements
+        )
 
 
 @pytest.mark.parametrize("name", ["stopped", "too full", "killed"])

@@ -52,6 +52,7 @@ class _Worker:
         ended_at: Unix time at which it left.
         wants_reports: Whether it asked for the steps' reports.
         last_word: What it is told when the run is closed, though all was well on its side.
+        without_room: Steps whose gradient it left out, as its agent did not keep up.
     """
 
     left: str | None = None
@@ -59,6 +60,7 @@ class _Worker:
     ended_at: float = 0.0
     wants_reports: bool = False
     last_word: str = ""
+    without_room: int = 0
 
 
 class Root:
@@ -148,6 +150,7 @@ class Root:
     def _take_bye(self, rank: int, frame: Frame, at: float) -> None:
         said = json.loads(frame.payload)
         self._workers[rank].complete = bool(said["complete"])
+        self._workers[rank].without_room = int(said.get("without_room", 0))
         if self._hangs is not None:
             self._hangs.leave(rank)
         self._leave(rank, said["why"], at)
@@ -367,7 +370,7 @@ class Root:
                 "complete" if complete else "incomplete",
                 overhead=self._governor.summary(),
                 **({} if complete else {"ended": self._endings()}),
-                **({"lost_steps": self._assembly.lost} if self._assembly.lost else {}),
+                **self._missing(),
             )
             closed = True
         except Exception as error:
@@ -384,6 +387,17 @@ class Root:
                 self._send(ALL_RANKS, pack(Kind.LATEST, pack_report(self._latest)))
             for rank, worker in enumerate(self._workers):
                 self._send(rank, pack(Kind.DONE, worker.last_word.encode(), rank=rank))
+
+    def _missing(self) -> dict[str, Any]:
+        """Return what was not gathered, and of which workers."""
+        missing: dict[str, Any] = {}
+        if self._assembly.lost:
+            missing["lost_steps"] = self._assembly.lost
+            missing["lost_of"] = dict(sorted(self._assembly.lost_of.items()))
+        left_out = {rank: each.without_room for rank, each in enumerate(self._workers)}
+        if any(left_out.values()):
+            missing["without_room"] = {rank: steps for rank, steps in left_out.items() if steps}
+        return missing
 
     def _endings(self) -> list[dict[str, Any]]:
         """Return who ended, the first one first: by its last step, and then by time.

@@ -254,7 +254,9 @@ class Scope:
             )
 
     def _say_bye(self, *, complete: bool, why: str) -> None:
-        said = {"complete": complete, "why": why}
+        said = {
+            "complete": complete, "why": why, "without_room": self._outbox.num_without_room
+        }  # fmt: skip
         self._link.send(Kind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
 
     def __enter__(self) -> Self:
