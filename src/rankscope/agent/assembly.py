@@ -6,6 +6,7 @@ that ended has not delivered never comes.
 
 import json
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -120,7 +121,9 @@ class Assembly:
         _fill_samples(workers, samples)
         gathered = GatheredStep(
             step=first.step,
-            time=max((message.time for message in messages_W), default=time.time()),
+            time=max(
+                (each.time for each in messages_W if math.isfinite(each.time)), default=time.time()
+            ),
             observed=observed,
             workers=workers,
             samples=samples,
