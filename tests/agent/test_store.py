@@ -1,6 +1,9 @@
 """A run directory whose file system fails, or stands still, under the agent's process."""
 
 import errno
+import os
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from rankscope.agent import recorder
 from rankscope.agent.recorder import Recorder
 from rankscope.core.signals import Table
 from rankscope.errors import RunError
-from rankscope.record import RunWriter
+from rankscope.record import RunWriter, files
 from record.run_files import make_finding
 from record.step_reports import make_report
 from support.accidents import wait_until
@@ -74,6 +77,27 @@ def test_a_store_that_stands_still_holds_up_no_exit(tmp_path):
     assert "the agent closes the record by itself" in warnings[0]
     wait_until(lambda: Run.open(tmp_path / "run").status == "complete")
     assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == STEPS
+
+
+def train_on(rank, folder):
+    """Kill the agent while the store stands still for the training's process, too."""
+    loop = Loop(rank, str(folder / "run"), agent="process", flush_seconds=0.05)
+    wait_until(lambda: loop.scope.findings == () and loop.scope.traffic.received > 0)
+    over, waits = threading.Event(), []
+    if rank == 0:
+        files.os.fsync = lambda _: waits.append(over.wait(30.0))
+        os.kill(loop.scope._opened.agent.pid, signal.SIGKILL)
+        wait_until(lambda: (loop.scope.findings, loop.warnings)[1])  # it has noticed
+    for step in range(5):
+        loop.step(step)
+    loop.close()
+    over.set()
+    wait_until(lambda: rank == 1 or waits)
+    return waits
+
+
+def test_a_training_does_not_wait_for_a_store_to_say_that_its_agent_was_killed(tmp_path):
+    assert run_ranks(train_on, 2, tmp_path) == [[True], []]
 
 
 # One that stays away ------------------------------------------------------------------------------
