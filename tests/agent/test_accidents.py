@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from functools import partial
 
@@ -13,6 +14,8 @@ from rankscope import Run
 from rankscope.agent import link
 from rankscope.agent.sockets import unread_bytes
 from rankscope.core.signals import Table
+from rankscope.diagnose.assessment import assess
+from rankscope.web.live.catalog import Place, glance, stamp
 from support.accidents import Job, state_of, train, wait_until
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -43,6 +46,45 @@ def test_no_delivered_step_is_lost_when_ranks_are_killed(tmp_path, victims):
         assert all(killed - 1 <= ending["time"] <= ended for ending in endings)
     left = {path.name for path in job.run_dir.iterdir() if "tmp" in path.name}
     assert not left
+
+
+def test_a_run_of_which_nobody_is_left_is_interrupted(tmp_path):
+    with Job(tmp_path / "job", train_for_ever) as job:
+        job.wait_for_steps(15)
+        wait_until(lambda: Run.open(job.run_dir).table(Table.STEPS).num_rows > 5)
+        assert Run.open(job.run_dir).status == "running"
+        place = Place("run", job.run_dir, "run")
+        before = stamp(place, tmp_path)
+        os.kill(job.agent, signal.SIGSTOP)
+        assert Run.open(job.run_dir).status == "running"
+        job.kill(0, 1)
+        os.kill(job.agent, signal.SIGKILL)
+        wait_until(lambda: Run.open(job.run_dir).status == "interrupted")
+        assert job.info()["status"] == "running"
+        assert glance(place, stamp(place, tmp_path)).state(time.time()) == "interrupted"
+        assert before != stamp(place, tmp_path)
+        assert "The record ends early" in assess(Run.open(job.run_dir)).headline
+
+
+def lose_the_connection(folder, rank, counter):
+    """Close the socket of rank 1 for good, as a script does that closes what it does not know."""
+    loop = Loop(rank, str(folder / "run"), agent="process")
+    for step in range(STEPS):
+        if rank == 1 and step == HIT:
+            wait_until(partial(has_greeted, loop))
+            loop.scope._link._socket.shutdown(socket.SHUT_RDWR)
+        loop.step(step)
+        counter.value = step
+    wait_until(lambda: Run.open(folder / "run").status == "incomplete")
+    loop.close()
+
+
+def test_a_rank_that_lost_its_connection_is_not_called_ended(tmp_path):
+    with Job(tmp_path / "job", lose_the_connection) as job:
+        job.wait_for_steps(1)
+        job.results()
+        (why,) = [end["why"] for end in job.info()["ended"] if end["rank"] == 1]
+        assert why == "its connection was lost, though its process lives"
 
 
 # The agent is stopped, or killed ----------------------------------------------------------------
@@ -81,21 +123,28 @@ def let_agents_catch_up(loop, step):
         dist.barrier()
 
 
+LIMITS = {
+    "stopped": {"SILENT_SECONDS": 0.3},
+    "crowded": {"_SEND_BUFFER": 1 << 12, "ROOM_BYTES": 1},
+    "too full": {"_SEND_BUFFER": 1 << 16, "MOST_BYTES": 100_000},
+}
+"""Of links, in each case."""
+
+
 def accidents(rank, folder):
     """Train next to agents to which something happens; return bits and warnings of each."""
     found = {}
     cases = {
         "untouched": lambda loop, step, agent: None,
         "stopped for a while": stop_for_a_while,
+        "crowded": stop_for_a_while,
         "stopped": stop_for_ever,
         "too full": stop_for_ever,
         "stopped at the end": stop_for_ever,
         "killed": kill_agent,
     }
     for name, happens in cases.items():
-        limits = {"SILENT_SECONDS": 0.3} if name == "stopped" else {}
-        if name == "too full":
-            limits = {"_SEND_BUFFER": 1 << 16, "MOST_BYTES": 100_000}
+        limits = LIMITS.get(name, {})
         defaults = {limit: getattr(link, limit) for limit in limits}
         for limit, value in limits.items():
             setattr(link, limit, value)
@@ -165,6 +214,22 @@ def test_an_agent_that_goes_on_catches_up(hit, name):
     columns = [each.columns(Table.STEPS, "step", "observed", "loss_mean") for each in (run, other)]
     for one, two in zip(*(each.values() for each in columns), strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+def test_gradients_that_found_no_room_are_counted_and_said_once(hit):
+    folder, found = hit
+    for rank, own in enumerate(found):
+        (warning,) = own["crowded"][1]
+        assert f"does not keep up with rank {rank}: the gradient of step" in warning
+    run = Run.open(folder / "crowded")
+    assert run.status == "complete"
+    _, norms_TW = run.per_worker("grad_norm")
+    for rank in range(2):
+        left_out = run.info["without_room"][str(rank)]
+        assert left_out == np.isnan(norms_TW[:, rank]).sum() > 0
+        assert any(
+            f"rank {rank} was left out in {left_out} step" in s for s in assess(run).statements
+        )
 
 
 @pytest.mark.parametrize("name", ["stopped", "too full", "killed"])

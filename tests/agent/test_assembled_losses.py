@@ -1,4 +1,4 @@
-"""A worker's loss of a step, from those of its micro-batches."""
+"""A worker's loss of a step, from those of its micro-batches; and messages that were lost."""
 
 import numpy as np
 import pytest
@@ -43,3 +43,20 @@ def test_micro_batches_count_as_they_do_in_the_gradient(multipliers_M, loss):
 @pytest.mark.parametrize("multipliers_M", [(), (0.0, 0.0), (np.inf, np.inf), (np.nan, 1.0)])
 def test_where_that_is_not_known_tokens_count(multipliers_M):
     assert loss_of(multipliers_M) == pytest.approx((BY_TOKENS, TOKENS_M.sum()))
+
+
+def message_of(step):
+    return StepMessage(step=step, slots=np.frombuffer(pack_values({}), np.int64))
+
+
+def test_a_worker_whose_messages_were_lost_is_named_once(caplog):
+    assembly = Assembly(Layout(num_workers=2), 0)
+    for step in range(8):
+        assembly.add(0, message_of(step))
+        if step in (0, 3, 7):
+            assembly.add(1, message_of(step))
+    assert [messages[0].step for messages in assembly.take(8)] == [0, 3, 7]
+    assert assembly.lost == [1, 2, 4, 5, 6]
+    assert assembly.lost_of == {1: 5}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("what rank 1 has measured up to step 2 was lost")

@@ -170,6 +170,19 @@ def test_who_does_not_know_the_secret_is_turned_away(agent, monkeypatch):
     assert agent.server.ranks == (0,)
 
 
+def test_a_rank_that_reads_nothing_is_named_once(agent, monkeypatch, caplog):
+    monkeypatch.setattr(server, "MOST_OUT_BYTES", 1 << 20)
+    agent.server.start()
+    link = link_to(agent, rank=3)
+    wait_until(lambda: agent.server.ranks == (3,))
+    for _ in range(100):
+        agent.server.send(3, bytes(1 << 17))
+    assert 0 < agent.server.unread[3] < 100
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("rank 3 has read nothing for so long")
+    assert not link.has_room or link.traffic.received == 0
+
+
 def test_a_busy_agent_holds_no_more_than_it_may(agent, monkeypatch):
     """What it does not take stays with the ranks, which leave gradients out then."""
     monkeypatch.setattr(server, "MOST_HELD_BYTES", 1 << 20)

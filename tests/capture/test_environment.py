@@ -57,16 +57,24 @@ def test_variables_that_decide_how_a_job_computes_are_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "HF_API_KEY", "TORCH_SECRET_X", "ACCELERATE_PASSWORD", "hf_token"]
-)
-def test_secrets_are_never_told(monkeypatch, name):
+    "name",
+    ["HF_TOKEN", "HF_API_KEY", "TORCH_SECRET_X", "ACCELERATE_PASSWORD", "hf_token",
+     "NCCL_AUTHORIZATION", "TORCH_PASSPHRASE", "CUDA_ACCESS_KEY_ID", "HF_OF_MY_OWN"],
+)  # fmt: skip
+def test_variables_that_are_not_known_are_never_told(monkeypatch, name):
     monkeypatch.setenv(name, "tell-nobody")
     assert "tell-nobody" not in json.dumps(environment_facts(CPU))
 
 
-def test_a_password_inside_an_address_is_not_told(monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "https://me:tell-nobody@example.org/hub")
-    assert environment_facts(CPU)["HF_ENDPOINT"] == "https://…@example.org/hub"
+@pytest.mark.parametrize(
+    "value",
+    ["https://me:tell-nobody@example.org/hub", "https://me:tell-nobody/and@example.org",
+     "https://example.org/?sig=tell-nobody", "https://example.org/tell-nobody#tell-nobody",
+     "HTTPS://me:tell@nobody@example.org"],
+)  # fmt: skip
+def test_of_an_address_the_host_alone_is_told(monkeypatch, value):
+    monkeypatch.setenv("HF_ENDPOINT", value)
+    assert environment_facts(CPU)["HF_ENDPOINT"].lower() == "https://example.org/…"
 
 
 def test_long_values_are_cut(monkeypatch):

@@ -2,8 +2,10 @@
 
 import fcntl
 import logging
+import os
 import shlex
 import shutil
+import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,6 +24,7 @@ from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.state.digest import digest_bits
 from rankscope.capture.state.meter import StateMeter
 from rankscope.capture.totals import GradientTotals
+from support.accidents import state_of, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -136,8 +139,63 @@ def test_a_cache_that_cannot_be_written_is_no_error(caplog, monkeypatch, empty_c
 
 @needs_compiler
 def test_a_damaged_library_is_no_error(caplog, empty_cache):
-    built_library().write_bytes(b"no library")
+    """One page of it is there: to load it would end the process by SIGBUS."""
+    library = built_library()
+    whole = library.read_bytes()
+    library.write_bytes(whole[:5000])
+    forget_what_was_built()
+    assert chosen(caplog) == "native"
+    (rebuilt,) = library.parent.glob("*.so")
+    assert len(rebuilt.read_bytes()) > 5000
+
+
+@pytest.mark.parametrize("spoil", ["writable folder", "writable parent", "a link", "another's"])
+def test_a_cache_that_others_can_write_is_refused(caplog, empty_cache, tmp_path, spoil):
+    planted = tmp_path / "planted"
+    folder = empty_cache / "rankscope" / "kernels"
+    folder.mkdir(parents=True, mode=0o700)
+    if spoil == "a link":
+        planted.mkdir(mode=0o700)
+        folder.rmdir()
+        folder.symlink_to(planted)
+    elif spoil == "another's":
+        try:
+            os.chown(folder, 65534, 65534)
+        except PermissionError:  # only root gives away what it has
+            folder.chmod(0o770)
+    else:
+        (folder if "folder" in spoil else folder.parent).chmod(0o777)
+    assert isinstance(choose_kernel(CPU, WIDTH, period_signs(SEED)), PlainKernel)
+    assert choose_dot(CPU) is plain_dot
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "expected a directory that only user" in warning.message
+    assert "XDG_CACHE_HOME" in warning.message
+    assert not list(folder.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("spoil", ["writable", "a link"])
+def test_a_library_that_others_can_write_is_built_anew(empty_cache, spoil, tmp_path):
+    library = built_library()
+    if spoil == "writable":
+        library.chmod(0o777)
+    else:
+        library.rename(tmp_path / "elsewhere.so")
+        library.symlink_to(tmp_path / "elsewhere.so")
+    anew = built_library()
+    assert not anew.is_symlink()
+    assert stat.S_IMODE(anew.stat().st_mode) == 0o700
+
+
+def test_a_lock_that_was_planted_as_a_link_is_not_followed(caplog, empty_cache, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = empty_cache / "rankscope" / "kernels"
+    folder.mkdir(parents=True, mode=0o700)
+    name = f"kernels-{build._key(build._compiler(), (*build._SOURCES, *build._HEADERS))}"
+    (folder / f"{name}.lock").symlink_to(victim)
     assert chosen(caplog) == "torch"
+    assert victim.read_text() == "mine"
 
 
 @needs_compiler
@@ -156,7 +214,6 @@ def test_many_ranks_compile_once(empty_cache, counted_compiler):
 def test_another_processor_or_compiler_gets_a_library_of_its_own(
     empty_cache, counted_compiler, monkeypatch
 ):
-    monkeypatch.setattr(build, "_compile", lambda _, sources, library, deadline: library.touch())
     first = built_library()
     monkeypatch.setattr(build, "_processor", lambda: "another")
     second = built_library()
@@ -164,11 +221,14 @@ def test_another_processor_or_compiler_gets_a_library_of_its_own(
     assert len({first, second, built_library()}) == 3
 
 
-def test_nobody_waits_for_long(monkeypatch, empty_cache):
+def test_nobody_waits_for_long(monkeypatch, empty_cache, tmp_path):
     monkeypatch.setattr(build, "_PATIENCE", 0.2)
-    monkeypatch.setenv("CC", "sh -c 'exec sleep 30' --")
+    children = tmp_path / "children"
+    monkeypatch.setenv("CC", f"sh -c 'sleep 300 & echo $$ $! >{children}; wait' --")
     with pytest.raises(BuildError, match="the compiler takes too long"):
         built_library()
+    for pid in map(int, children.read_text().split()):
+        wait_until(lambda pid=pid: state_of(pid) in ("", "Z"))
     (lock,) = empty_cache.rglob("*.lock")
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from rankscope.errors import RunError
-from rankscope.record import RunTakenError, RunWriter, begin
+from rankscope.record import Run, RunTakenError, RunWriter, begin
 from rankscope.record.files import staged
 from rankscope.record.states import START_FILE, read_state
 from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
@@ -147,3 +147,12 @@ def test_a_finding_that_does_not_fit_leaves_no_half_line(tmp_path):
     run.add_findings([make_finding("c")])
     lines = (run.path / "findings.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["a", "c"]
+
+
+def test_a_line_that_could_not_be_cut_back_is_gone_before_the_next(tmp_path):
+    run = RunWriter(tmp_path / "run", {})
+    run.add_findings([make_finding("a")])
+    with (run.path / "findings.jsonl").open("ab") as file:
+        file.write(b'{"id": "b", "ca')
+    run.add_findings([make_finding("c")])
+    assert [finding.id for finding in Run.open(run.path).findings()] == ["a", "c"]

@@ -17,6 +17,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import UnsupportedError
+from rankscope.session import inbox
 from rankscope.session.scope import _close_at_exit
 from support.loops import Loop
 from support.models import make_batch, make_model
@@ -322,6 +323,23 @@ def test_a_callback_that_raises_changes_nothing(tmp_path):
         assert warnings
         assert all("on_finding raised" in warning for warning in warnings)
     assert Run.open(tmp_path / "run").status == "complete"
+
+
+def slow_callback(rank, run_dir):
+    """Be slower than may be taken in silence, however little that is."""
+    inbox.SLOW_SECONDS = 0.0
+    loop = Loop(rank, run_dir, on_finding=lambda finding: time.sleep(0.001))
+    for step in range(4):
+        loop.step(step, rank=0)
+    loop.scope.close()
+    return len(loop.scope.findings), loop.warnings
+
+
+def test_a_callback_that_holds_up_the_training_is_named_once(tmp_path):
+    for rank, (count, warnings) in enumerate(run_ranks(slow_callback, 2, str(tmp_path / "run"))):
+        assert count > 1
+        (warning,) = warnings
+        assert f"on rank {rank}, and the training waited for it" in warning
 
 
 def stopping_callback(rank, run_dir):

@@ -16,14 +16,25 @@ from sinks.findings import FINDING, finding, run_info
 
 @pytest.fixture
 def server():
-    """A server on the loopback: ``answers`` are its next status codes, then it takes all."""
+    """A server on the loopback: ``answers`` are its next status codes, then it takes all.
+
+    An answer may come with a place to go on to.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            code = http.answers.pop(0) if http.answers else 200
+            answer = http.answers.pop(0) if http.answers else 200
+            code, place = answer if isinstance(answer, tuple) else (answer, None)
             http.got.append((self.path, self.headers["Content-Type"], json.loads(body), code))
             self.send_response(code)
+            if place is not None:
+                self.send_header("Location", place)
+            self.end_headers()
+
+        def do_GET(self):
+            http.got.append((self.path, None, None, "GET"))
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *args):
@@ -106,6 +117,43 @@ def test_what_is_refused_for_good_ends_the_sink(tmp_path, server):
         sink.finding(FINDING)
     assert server.url not in str(raised.value)
     assert pauses == []
+
+
+@pytest.mark.parametrize("code", [307, 308])
+def test_a_redirect_that_keeps_the_request_is_followed_with_its_body(tmp_path, server, code):
+    server.answers = [(code, "/moved"), (code, server.url.replace("/hook", "/again"))]
+    sink, pauses = opened(tmp_path, server.url)
+    sink.finding(FINDING)
+    assert [(path, got) for path, *_, got in server.got] == [
+        ("/hook", code), ("/moved", code), ("/again", 200)
+    ]  # fmt: skip
+    bodies = [body for _, _, body, _ in server.got]
+    assert bodies[0] == bodies[1] == bodies[2]
+    assert {kind for _, kind, _, _ in server.got} == {"application/json"}
+    assert pauses == []
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [(301, "/moved"), (302, "/moved"), (303, "/moved"), (307, "http://localhost:{port}/moved"),
+     (308, "ftp://127.0.0.1/moved"), (308, "file:///etc/hostname"), (307, None)],
+)  # fmt: skip
+def test_another_redirect_is_a_failure_and_nothing_empty_is_sent(tmp_path, server, code, place):
+    server.answers = [(code, place and place.format(port=server.server_port))]
+    sink, pauses = opened(tmp_path, server.url)
+    with pytest.raises(SinkError, match=f"answered {code}.*give the URL that takes it") as raised:
+        sink.finding(FINDING)
+    assert "moved" not in str(raised.value)
+    assert [got for *_, got in server.got] == [code]
+    assert pauses == []
+
+
+def test_a_server_that_sends_on_in_circles_is_a_failure(tmp_path, server):
+    server.answers = [(308, "/hook")] * 100
+    sink, _ = opened(tmp_path, server.url)
+    with pytest.raises(SinkError, match="answered 308"):
+        sink.finding(FINDING)
+    assert len(server.got) < 20
 
 
 @pytest.mark.parametrize(

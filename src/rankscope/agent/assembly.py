@@ -5,8 +5,10 @@ that ended has not delivered never comes.
 """
 
 import json
+import logging
+import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +26,8 @@ from rankscope.core.measured import Measured, measured_of
 from rankscope.core.replicas import TRACE_WIDTH, StateDigests, StateKind, Trace, differences
 from rankscope.core.step import MISSING_INT, GatheredStep, MeasuredGradient
 from rankscope.core.weighting import undo_common_scale
+
+_log = logging.getLogger("rankscope")
 
 _Kinds = tuple[StateKind, ...]
 _Named = tuple[_Kinds, tuple[str, ...]]
@@ -43,6 +47,8 @@ class Assembly:
         self.newest = first_step - 1
         self.lost: list[int] = []
         """Steps that some worker's message was lost of."""
+        self.lost_of: Counter[int] = Counter()
+        """How many of a rank's messages were lost."""
         self._queues: list[deque[StepMessage | None]]
         self._queues = [deque() for _ in range(layout.num_workers)]
         self._delivered = [first_step - 1] * layout.num_workers
@@ -63,11 +69,25 @@ class Assembly:
         if message.step <= self._delivered[rank]:
             return
         gap = message.step - self._delivered[rank] - 1
+        if gap:
+            self._note_lost(rank, message.step, gap)
         self._queues[rank].extend([None] * gap)  # lost on the way from another host
         self._delivered[rank] = message.step
         self.newest = max(self.newest, message.step)
         self._learn_names(rank, message)
         self._queues[rank].append(message)
+
+    def _note_lost(self, rank: int, step: int, gap: int) -> None:
+        if not self.lost_of[rank]:
+            _log.warning(
+                "what rank %d has measured up to step %d was lost on the way, of %d steps, which "
+                "are not recorded; its host was out of reach for too long. This is not said again "
+                "of this rank, but counted in run.json",
+                rank,
+                step - 1,
+                gap,
+            )
+        self.lost_of[rank] += gap
 
     def take(self, most: int) -> list[list[StepMessage]]:
         """Return the messages of the next steps that are whole, at most so many steps."""
@@ -101,7 +121,9 @@ class Assembly:
         _fill_samples(workers, samples)
         gathered = GatheredStep(
             step=first.step,
-            time=max((message.time for message in messages_W), default=time.time()),
+            time=max(
+                (each.time for each in messages_W if math.isfinite(each.time)), default=time.time()
+            ),
             observed=observed,
             workers=workers,
             samples=samples,

@@ -19,6 +19,7 @@ from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
 from rankscope.agent.hang_notes import HangNotes, Hosts
 from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage
+from rankscope.agent.recorder import Recorder
 from rankscope.agent.reports import pack_report
 from rankscope.agent.summary import HostSummary, lean_layout, with_directions
 from rankscope.core.finding import Finding
@@ -28,6 +29,7 @@ from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import diagnosis_of
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
+from rankscope.record.lock import WriterLock
 from rankscope.record.states import START_FILE, read_state
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
 
@@ -50,6 +52,7 @@ class _Worker:
         ended_at: Unix time at which it left.
         wants_reports: Whether it asked for the steps' reports.
         last_word: What it is told when the run is closed, though all was well on its side.
+        without_room: Steps whose gradient it left out, as its agent did not keep up.
     """
 
     left: str | None = None
@@ -57,6 +60,7 @@ class _Worker:
     ended_at: float = 0.0
     wants_reports: bool = False
     last_word: str = ""
+    without_room: int = 0
 
 
 class Root:
@@ -101,11 +105,13 @@ class Root:
         if start is not None:
             self._diagnosis.restore(start)
         info = {**setup["info"], "agent": {"host": setup["host"], "pid": os.getpid()}}
-        self._writer = RunWriter(
-            self._run_dir, info, flush_seconds=setup["flush_seconds"], begun=True
+        self._record = Recorder(
+            RunWriter(self._run_dir, info, flush_seconds=setup["flush_seconds"], begun=True)
         )
+        self._lock = WriterLock(self._run_dir)
+        self._record.flush()  # run.json now names this process
         known = tuple(self._diagnosis.findings)
-        self._writer.add_findings(known)
+        self._record.add_findings(known)
         seconds = setup["hang_seconds"]
         self._hangs: HangNotes | None = None
         if seconds is not None:
@@ -144,6 +150,7 @@ class Root:
     def _take_bye(self, rank: int, frame: Frame, at: float) -> None:
         said = json.loads(frame.payload)
         self._workers[rank].complete = bool(said["complete"])
+        self._workers[rank].without_room = int(said.get("without_room", 0))
         if self._hangs is not None:
             self._hangs.leave(rank)
         self._leave(rank, said["why"], at)
@@ -203,12 +210,12 @@ class Root:
             return
         if self._hangs is not None:
             self._hangs.look(self._assembly.next_step - 1)
-        if self._writer.flush_if_due():
+        if self._record.flush_if_due():
             self._save_state()
 
     def _tell_of_hang(self, finding: Finding) -> None:
-        self._writer.flush()
-        self._writer.add_findings([finding])
+        self._record.flush()
+        self._record.add_findings([finding])
         if self._sinks is not None:
             self._sinks.findings([finding])
         self._tell([finding], told=True)
@@ -217,9 +224,9 @@ class Root:
         """Judge consecutive steps; together they cost less."""
         reports = [summarize(self._gathered(messages)) for messages in steps]
         found = self._diagnosis.observe_many(reports)
-        self._writer.add_many(reports)
+        self._record.add_many(reports)
         for report, findings in zip(reports, found, strict=True):
-            self._writer.add_findings(findings)
+            self._record.add_findings(findings)
             self._conclude(report, findings)
 
     def _gathered(self, messages: Sequence[StepMessage]) -> GatheredStep:
@@ -351,24 +358,26 @@ class Root:
         whole = self._is_whole
         complete = whole and not failed
         last: list[Finding] = []
+        closed = False
         try:
             last = self._diagnosis.close()
-            self._writer.add_findings(last)
+            self._record.add_findings(last)
             if self._sinks is not None:
                 self._sinks.findings(last)
-            self._writer.flush()
-            if whole or not failed:
+            if self._record.flush() and (whole or not failed):
                 self._save_state(at_end=True)
-            self._writer.close(
+            self._record.close(
                 "complete" if complete else "incomplete",
                 overhead=self._governor.summary(),
                 **({} if complete else {"ended": self._endings()}),
-                **({"lost_steps": self._assembly.lost} if self._assembly.lost else {}),
+                **self._missing(),
             )
+            closed = True
         except Exception as error:
             level = logging.DEBUG if failed else logging.WARNING  # it was told why already
             _log.log(level, "the run in %s could not be closed: %s", self._run_dir, error)
         finally:
+            self._lock.release(closed=closed)
             if self._sinks is not None:
                 self._sinks.close()
             known = self._known
@@ -378,6 +387,17 @@ class Root:
                 self._send(ALL_RANKS, pack(Kind.LATEST, pack_report(self._latest)))
             for rank, worker in enumerate(self._workers):
                 self._send(rank, pack(Kind.DONE, worker.last_word.encode(), rank=rank))
+
+    def _missing(self) -> dict[str, Any]:
+        """Return what was not gathered, and of which workers."""
+        missing: dict[str, Any] = {}
+        if self._assembly.lost:
+            missing["lost_steps"] = self._assembly.lost
+            missing["lost_of"] = dict(sorted(self._assembly.lost_of.items()))
+        left_out = {rank: each.without_room for rank, each in enumerate(self._workers)}
+        if any(left_out.values()):
+            missing["without_room"] = {rank: steps for rank, steps in left_out.items() if steps}
+        return missing
 
     def _endings(self) -> list[dict[str, Any]]:
         """Return who ended, the first one first: by its last step, and then by time.
@@ -397,17 +417,11 @@ class Root:
         ]
 
     def _save_state(self, *, at_end: bool = False) -> None:
-        """Write what the detectors remember; if it cannot be told, the run goes on all the same.
-
-        Raises:
-            RunError: It cannot be written, as the tables cannot be either.
-        """
+        """Write what the detectors remember; if it cannot be told, the run goes on all the same."""
         if not self._saves_state:
             return
         try:
-            self._writer.save_state(self._diagnosis.state, at_end=at_end)
-        except RunError:
-            raise
+            self._record.save_state(self._diagnosis.state, at_end=at_end)
         except Exception as error:
             self._saves_state = False
             _log.warning("a restarted job cannot go on from %s: %s", self._run_dir, error)

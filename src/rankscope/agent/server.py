@@ -5,17 +5,20 @@ Frames wait in memory until the agent takes them.
 """
 
 import contextlib
+import logging
 import selectors
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rankscope.agent.frames import Frame, FrameError, FrameReader, Kind
 from rankscope.agent.sockets import QUIETLY, has_incoming, is_of_another_user
+
+_log = logging.getLogger("rankscope")
 
 GRACE_SECONDS = 1.0
 """How long a rank whose connection was lost may take to open another, while its process lives."""
@@ -73,6 +76,7 @@ class LocalServer:
 
     Attributes:
         newest: The newest step that some rank has sent.
+        unread: How many frames a rank was not sent, as it reads nothing.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class LocalServer:
         self._ended: set[int] = set()
         self._closing = False
         self.newest = -1
+        self.unread: Counter[int] = Counter()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for each in (listening, self._wake_in, self._wake_out):
@@ -130,11 +135,24 @@ class LocalServer:
         """Send a frame to a local rank; nothing happens if it is gone."""
         with self._lock:
             connection = self._connections.get(rank)
-            if connection is None or connection.waiting > MOST_OUT_BYTES:
+            if connection is None:
                 return
-            connection.outgoing.append(memoryview(content))
-            connection.waiting += len(content)
+            full = connection.waiting > MOST_OUT_BYTES
+            if not full:
+                connection.outgoing.append(memoryview(content))
+                connection.waiting += len(content)
+        if full:
+            self._note_unread(rank)
         self._wake()
+
+    def _note_unread(self, rank: int) -> None:
+        self.unread[rank] += 1
+        if self.unread[rank] == 1:
+            _log.warning(
+                "rank %d has read nothing for so long that it is not told all that the others are: "
+                "its training stands still, or its on_finding does not return",
+                rank,
+            )
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.dispersion_words import Values
 from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
+from rankscope.diagnose.rules import count, name_ranks
 from rankscope.diagnose.verdicts import Course, Verdict, judge, statements
 from rankscope.record import Coverage, Run
 from rankscope.record.states import START_FILE, read_number
@@ -69,7 +70,7 @@ def assess(run: Run) -> Assessment:
     return Assessment(
         severity=_worst(findings, verdict.severity),
         headline=verdict.headline,
-        statements=(*statements(values, findings, course), *_say_long(run)),
+        statements=(*statements(values, findings, course), *_say_missing(run), *_say_long(run)),
         recommendation=verdict.recommendation,
         values=values,
     )
@@ -187,6 +188,30 @@ def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
 def _known(column: np.ndarray) -> Floats:
     """Return an integer column as floats, with NaN where it has no value."""
     return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
+
+
+def _say_missing(run: Run) -> tuple[str, ...]:
+    """Return what the record itself says that it lacks, and of which ranks."""
+    said = []
+    lost, unwritten = run.info.get("lost_steps"), run.info.get("unwritten")
+    if lost:
+        ranks = [int(rank) for rank in run.info.get("lost_of", {})]
+        whose = name_ranks(ranks) if ranks else "a worker"
+        said.append(
+            f"{count(len(lost), 'step')} of this run {'is' if len(lost) == 1 else 'are'} not on "
+            f"record: what {whose} measured was lost between hosts."
+        )
+    if unwritten:
+        said.append(
+            f"The record ends before step {unwritten['first_step']:,}, and lacks "
+            f"{count(unwritten['steps'], 'step')}: its directory could not be written for too long."
+        )
+    for rank, steps in run.info.get("without_room", {}).items():
+        said.append(
+            f"The gradient of rank {rank} was left out in {count(steps, 'step')}, which count as "
+            "not observed: the monitor's agent did not keep up."
+        )
+    return tuple(said)
 
 
 def _say_long(run: Run) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ class Course:
     """How far a run came.
 
     Attributes:
-        status: As in ``run.json``: ``running``, ``complete`` or ``incomplete``.
+        status: ``running``, ``complete``, ``incomplete`` or ``interrupted``.
         last_step: The last step on record; -1 without any.
         earlier_steps: Steps of the runs that it continues, as far as detectors remember them; None
             where that is not known.
@@ -57,7 +57,7 @@ class Course:
     @property
     def cut_short(self) -> bool:
         """Whether the record has steps and ends before it should."""
-        return self.status == "incomplete" and self.last_step >= 0
+        return self.status in ("incomplete", "interrupted") and self.last_step >= 0
 
 
 _BEGUN = Course()

@@ -208,14 +208,18 @@ def _claim_without_links(path: Path, hidden: Path) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append whole lines to a file, through to the disk.
+    """Append whole lines to a file, through to the disk, in place of a torn one at its end.
 
     Raises:
-        RunError: They cannot be written; the file is then cut back to what it was.
+        RunError: They cannot be written; the file is then cut back to what it was, now or, where
+            that fails, too, before the next lines.
     """
     try:
-        with path.open("ab", buffering=0) as file:
+        with path.open("ab+", buffering=0) as file:
             size = file.tell()
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                size = os.pread(file.fileno(), size, 0).rfind(b"\n") + 1
+                file.truncate(size)
             try:
                 if file.write(data) != len(data):
                     raise OSError("not all bytes were written")

@@ -17,6 +17,7 @@ from rankscope.core.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run
 from rankscope.record.files import is_directory, unreadable
+from rankscope.record.lock import writer_is_gone
 from rankscope.record.replay import read_reports
 from rankscope.record.rollups import (
     MAX_ROWS,
@@ -81,8 +82,12 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``running`` until the run is closed, also after it was killed; then how it ended."""
-        return str(self.info.get("status", "running"))
+        """``running`` until the run is closed; then how it ended.
+
+        ``interrupted`` where its writer has ended without closing it, as far as that can be told.
+        """
+        said = str(self.info.get("status", "running"))
+        return "interrupted" if said == "running" and writer_is_gone(self.path) else said
 
     @property
     def version(self) -> str:

@@ -72,7 +72,7 @@ class RunWriter:
         flush_seconds: Time between two writes of ``flush_if_due``.
         start: What the detectors remember when the run begins, if it continues another.
         begun: Whether :func:`~rankscope.record.begin.begin_run` has taken the directory already,
-            and ``info`` is what it returned.
+            and ``info`` is what it returned; it is written anew with the first flush.
 
     Raises:
         RunTakenError: Another job has begun a run in it.
@@ -108,9 +108,8 @@ class RunWriter:
         self._flushes_without_state = 0
         self._closed = False
         self._info = {**info, "versions": {"pyarrow": pa.__version__, **info.get("versions", {})}}
-        if begun:
-            replace(self.path / INFO_FILE, text_of(self._info))
-        else:
+        self._info_due = begun
+        if not begun:
             packed = b"" if start is None else pack_state(start)
             self._info = begin_run(self.path, self._info, packed)
 
@@ -163,8 +162,16 @@ class RunWriter:
                 for part in self._parts:
                     part.stage()
                 self._num_traced = 0
+            if self._info_due:
+                replace(self.path / INFO_FILE, text_of(self._info))
+                self._info_due = False
             for part in self._parts:
                 part.write()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory of the rows that are not written as yet, about."""
+        return sum(part.waiting_bytes for part in self._parts)
 
     def flush_if_due(self, now: float | None = None) -> bool:
         """Flush when ``flush_seconds`` have passed since the last time, or when it is the first.
@@ -242,17 +249,25 @@ class _PartWriter:
         self._schema = schema_of(columns)
         self._pending: list[Rows] = []
         self._staged: list[Rows] = []
+        self._pending_bytes = self._staged_bytes = 0
         self._part = GrowingPart()
         self._number = 0
 
     def append(self, rows: Rows) -> None:
         """Add rows in memory."""
         self._pending.append(rows)
+        self._pending_bytes += _num_bytes(rows)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory of the rows that are not written as yet, about."""
+        return self._pending_bytes + self._staged_bytes
 
     def stage(self) -> None:
         """Mark all rows added so far for the next write."""
         self._staged += self._pending
-        self._pending = []
+        self._staged_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = [], 0
 
     def write(self) -> None:
         """Write the staged rows into the growing part; on an error they stay staged."""
@@ -267,7 +282,7 @@ class _PartWriter:
             self._number, self._part = self._number + 1, GrowingPart()
         grown, tail = self._part.grown(self._to_arrow(self._staged))
         extend(self._file, self._part.size, tail)
-        self._staged = []
+        self._staged, self._staged_bytes = [], 0
         self._part = grown
         if grown.num_bytes >= PART_BYTES:
             self._number += 1
@@ -282,6 +297,13 @@ class _PartWriter:
             [_column([rows[s.name] for rows in blocks], s.dtype) for s in self._signals],
             schema=self._schema,
         )
+
+
+def _num_bytes(rows: Rows) -> int:
+    return sum(
+        sum(cell.nbytes for cell in column) if isinstance(column, list) else column.nbytes
+        for column in rows.values()
+    )
 
 
 def _column(blocks: list[Array | list[Array]], dtype: DType) -> pa.Array:

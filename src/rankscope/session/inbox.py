@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Callable
 
 from rankscope.agent.frames import Frame, Kind
@@ -18,6 +19,9 @@ from rankscope.sinks import Sinks
 _log = logging.getLogger("rankscope")
 
 OnFinding = Callable[[Finding], None]
+
+SLOW_SECONDS = 1.0
+"""After which it is said that a training waits for its ``on_finding``."""
 
 
 class Inbox:
@@ -48,7 +52,7 @@ class Inbox:
         self._link, self._opened, self._collector = link, opened, collector
         self._canary, self._on_finding, self._sinks = canary, on_finding, sinks
         self._awaits_invitation = opened.awaits_invitation
-        self._subscribed = self._telling = False
+        self._subscribed = self._telling = self._told_slow = False
         self._packed: bytes | None = None
         self._latest: StepReport | None = None
         self._due: list[tuple[int, Finding]] = []  # to be told from a step on
@@ -135,10 +139,21 @@ class Inbox:
     def _tell(self, finding: Finding) -> None:
         if self._on_finding is None:
             return
+        began = time.monotonic()
         try:
             self._on_finding(finding)
         except Exception:
             _log.exception("on_finding raised for %s; training and monitor go on", finding.id)
+        seconds = time.monotonic() - began
+        if seconds > SLOW_SECONDS and not self._told_slow:
+            self._told_slow = True
+            _log.warning(
+                "on_finding took %.1f s for %s on rank %d, and the training waited for it: it is "
+                "called between two steps. This is not said again",
+                seconds,
+                finding.id,
+                self._opened.rank,
+            )
 
     def _take_all(self, frames: list[Frame]) -> None:
         for frame in frames:

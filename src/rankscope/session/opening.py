@@ -29,6 +29,7 @@ from rankscope.agent.launch import Started
 from rankscope.agent.layout import Layout
 from rankscope.agent.link import Link
 from rankscope.agent.progress import ProgressMark
+from rankscope.core.secrets import without_secrets
 from rankscope.core.signals import schema_hash
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record.begin import begin_run, end_lost_run, is_run
@@ -40,6 +41,7 @@ from rankscope.sinks import PlannedSink, plan_sinks
 _log = logging.getLogger("rankscope")
 
 _AGENT_ENDS_SECONDS = 0.2  # from the end of its sockets to that of its process
+_RECORD_ENDS_SECONDS = 1.0  # that a training waits for a lost run to be ended in its record
 _PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write what it knows
 
 
@@ -98,7 +100,10 @@ class Opened:
             return
         how = self.agent.ending(_AGENT_ENDS_SECONDS)
         if how:
-            end_lost_run(self.run_dir, self.agent.pid, how)
+            args = self.run_dir, self.agent.pid, how
+            thread = threading.Thread(target=_end_lost_run, args=args, daemon=True)
+            thread.start()
+            thread.join(_RECORD_ENDS_SECONDS)  # the directory may stand still
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +126,13 @@ class Intent:
     flush_seconds: float
     hang_seconds: float | None
     in_thread: bool
+
+
+def _end_lost_run(run_dir: Path, pid: int | None, how: str) -> None:
+    try:
+        end_lost_run(run_dir, pid, how)
+    except Exception as error:
+        _log.debug("%s cannot say that its agent has ended: %s", run_dir, error)
 
 
 def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
@@ -241,6 +253,7 @@ def _begin(
         "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
         "options": intent.options,
         **info,
+        "config": without_secrets(to_plain(info.get("config", {}))),
     }
     while True:
         previous, path = _free_directory(run_dir)

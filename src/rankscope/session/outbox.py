@@ -4,11 +4,14 @@ On the CPU that is at once. On an accelerator a step's numbers have arrived by t
 step as a rule; nobody waits for them before the run is closed.
 """
 
+import logging
 from collections import deque
 
 from rankscope.agent.frames import Kind
 from rankscope.agent.link import Link
 from rankscope.session.local_step import LocalStep
+
+_log = logging.getLogger("rankscope")
 
 MOST_PENDING = 8
 """With more steps that wait for their device, the oldest one is waited for."""
@@ -20,6 +23,9 @@ class Outbox:
     Args:
         link: The way to the agent.
         rank: This worker's rank.
+
+    Attributes:
+        num_without_room: Steps of which the gradient was left out, as the agent did not keep up.
     """
 
     def __init__(self, link: Link, rank: int) -> None:
@@ -27,6 +33,7 @@ class Outbox:
         self._rank = rank
         self._pending: deque[LocalStep] = deque()
         self._known_names: set[int] = set()
+        self.num_without_room = 0
 
     def send(self, step: LocalStep) -> None:
         """Take the next step; hand over all that are ready.
@@ -49,5 +56,19 @@ class Outbox:
 
     def _hand_over(self, step: LocalStep) -> None:
         known = self._known_names if self._rank == 0 else None
-        message = step.pack(known, gradient=self._link.has_room)
+        room = self._link.has_room
+        if step.gradient is not None and not room:
+            self._note_without_room(step.step)
+        message = step.pack(known, gradient=room)
         self._link.send(Kind.STEP, message, rank=self._rank, step=step.step)
+
+    def _note_without_room(self, step: int) -> None:
+        self.num_without_room += 1
+        if self.num_without_room == 1:
+            _log.warning(
+                "the monitor's agent does not keep up with rank %d: the gradient of step %d is not "
+                "measured, nor are others while that lasts. This is not said again, but counted in "
+                "run.json",
+                self._rank,
+                step,
+            )

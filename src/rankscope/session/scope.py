@@ -199,7 +199,9 @@ class Scope:
         """Deliver what was measured, wait until the run is written, and take all hooks out.
 
         Args:
-            timeout: Seconds to wait for the other workers' last step.
+            timeout: Seconds to wait for the other workers' last step, and for a run directory that
+                does not answer; longer only while the agent says that it gets on. Sinks in this
+                process have another 5 s.
         """
         self._close(timeout)
 
@@ -237,8 +239,8 @@ class Scope:
         self._outbox.flush()
         why = "its training was interrupted" if interrupted else "it closed its scope"
         self._say_bye(complete=not interrupted, why=why)
-        self._link.drain(timeout)
         until = time.monotonic() + timeout
+        self._link.drain(timeout)
         while not self._inbox.done and time.monotonic() < until:
             if self._inbox.wait(min(until - time.monotonic(), 0.5)):
                 until = time.monotonic() + timeout  # the agent is busy with what it has
@@ -252,7 +254,9 @@ class Scope:
             )
 
     def _say_bye(self, *, complete: bool, why: str) -> None:
-        said = {"complete": complete, "why": why}
+        said = {
+            "complete": complete, "why": why, "without_room": self._outbox.num_without_room
+        }  # fmt: skip
         self._link.send(Kind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
 
     def __enter__(self) -> Self:

@@ -101,7 +101,8 @@ def watch(
             the beginning of the same step on every rank, so that it may write a checkpoint. What
             it raises is logged; ``SystemExit`` and the like end the training.
         process_group: The data-parallel group; by default the model's own.
-        config: Anything JSON that describes the run; stored in ``run.json``.
+        config: Anything JSON that describes the run; stored in ``run.json``, but for what looks
+            like a secret.
         flush_seconds: Longest time that measured values stay in the agent's memory.
         hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: a finding
             names the ranks that the others wait for, and where they stand. None: no such finding.

@@ -8,6 +8,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
 
 from rankscope.core.finding import Finding, Severity
 from rankscope.sinks.base import Changes, RunInfo, SinkError, StepValues, plain_finding, sentence
@@ -20,6 +22,37 @@ PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 _LATER = (408, 425, 429)
 """Answers below 500 that ask to try again."""
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_WITH_BODY = (307, 308)
+"""Answers that ask for the same request elsewhere; the others would have an empty one be sent."""
+
+
+class _SameHostRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect that keeps the request, on the same host; every other one is an error."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request:
+        """Return the request to send instead.
+
+        Raises:
+            HTTPError: There is none.
+        """
+        here, there = urlsplit(req.full_url), urlsplit(newurl)
+        alike = here.hostname == there.hostname and there.scheme in (here.scheme, "https")
+        if code not in _WITH_BODY or not alike:
+            raise urllib.error.HTTPError(newurl, code, msg, headers, fp)
+        return urllib.request.Request(newurl, req.data, req.headers, method=req.get_method())
+
+
+_OPENER = urllib.request.build_opener(_SameHostRedirects)
 
 
 class WebhookSink:
@@ -101,11 +134,16 @@ class WebhookSink:
         headers = {"Content-Type": "application/json", "User-Agent": "rankscope"}
         try:
             request = urllib.request.Request(self._url, body, headers, method="POST")
-            with urllib.request.urlopen(request, timeout=REQUEST_SECONDS):
+            with _OPENER.open(request, timeout=REQUEST_SECONDS):
                 return ""
         except urllib.error.HTTPError as error:
             code = error.code
             error.close()
+            if code in _REDIRECTS:
+                raise SinkError(
+                    f"the server answered {code}, which sends on elsewhere or would lose what is "
+                    "posted: give the URL that takes it"
+                ) from None
             if code < 500 and code not in _LATER:
                 raise SinkError(
                     f"the server answered {code}: check the URL and that it takes JSON"

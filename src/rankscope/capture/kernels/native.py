@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import logging
 import os
 from array import array
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.build import BuildError, built_library
+from rankscope.capture.kernels.build import BuildError, UnsafeCacheError, built_library, tell_plain
 from rankscope.capture.kernels.interface import PERIOD, Kernel, Piece, Prepared, extend
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.totals import GradientTotals
@@ -202,6 +203,9 @@ def try_to_load(*files: Sequence[Path]) -> ctypes.CDLL | BuildError:
     """Return a compiled library or why there is none: each process tries to build it once."""
     try:
         return ctypes.CDLL(str(built_library(*files)))
+    except UnsafeCacheError as error:
+        tell_plain("what is faster in C", error, logging.WARNING)
+        return error
     except BuildError as error:
         return error
     except OSError as error:

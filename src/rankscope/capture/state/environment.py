@@ -17,45 +17,11 @@ import torch
 
 from rankscope.capture.state.fingerprint import digest_of
 from rankscope.core.environment import PACKAGES
+from rankscope.core.secrets import VARIABLES, without_addresses
 from rankscope.errors import UsageError
 
 Fact = str | int | bool
 
-_PREFIXES = (
-    "NCCL_",
-    "GLOO_",
-    "HCCL_",
-    "CUDA_",
-    "CUBLAS_",
-    "CUDNN_",
-    "HIP_",
-    "ROCR_",
-    "HSA_",
-    "ASCEND_",
-    "TORCH_",
-    "TORCHINDUCTOR_",
-    "TORCHDYNAMO_",
-    "PYTORCH_",
-    "TRITON_",
-    "OMP_",
-    "MKL_",
-    "HF_",
-    "TRANSFORMERS_",
-    "ACCELERATE_",
-    "DEEPSPEED_",
-)
-_NAMES = {
-    "NVIDIA_TF32_OVERRIDE",
-    "PYTHONHASHSEED",
-    "TOKENIZERS_PARALLELISM",
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "LOCAL_WORLD_SIZE",
-    "WORLD_SIZE",
-}
-_SECRET = re.compile(r"(TOKENS?|KEYS?|SECRETS?|PASSWORD|PASSWD|PWD|AUTH|CREDENTIALS?)(_|$)")
-_CREDENTIALS = re.compile(r"//[^/@\s]+@")
 _LONGEST_VALUE = 200
 _GIT_SECONDS = 2.0
 
@@ -67,8 +33,8 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
     """Return what this worker runs on, by name; for ``run.json`` and to compare workers.
 
     Versions, device, torch's flags, and the source revision have names in lower case; environment
-    variables have their own names. What is not there or cannot be told is left out. Values of
-    variables whose names look like those of secrets are never read.
+    variables have their own names. What is not there or cannot be told is left out. Only variables
+    that are known to decide how a job computes are read, so that no secret is.
 
     Args:
         device: Where the model computes.
@@ -160,9 +126,8 @@ def _script_directory() -> Path | None:
 def _variables(environment: Mapping[str, str]) -> dict[str, Fact]:
     """Return the environment variables that decide how a job computes."""
     return {
-        name: _CREDENTIALS.sub("//…@", value)[:_LONGEST_VALUE]
-        for name, value in sorted(environment.items())
-        if (name in _NAMES or name.startswith(_PREFIXES)) and not _SECRET.search(name.upper())
+        name: without_addresses(environment[name])[:_LONGEST_VALUE]
+        for name in sorted(VARIABLES & environment.keys())
     }
 
 

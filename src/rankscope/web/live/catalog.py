@@ -26,6 +26,7 @@ from rankscope.diagnose.rules import ranked
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import unreadable as unreadable_file
+from rankscope.record.lock import writer_is_gone
 from rankscope.web.words import title_of, title_of_finding
 
 MAX_DEPTH = 6
@@ -161,6 +162,8 @@ def stamp(place: Place, root: Path) -> Stamp | None:
         raise unreadable_file(place.path, error) from error
     if not any(line.startswith(f"{place.path / 'run.json'}\0") for line in lines):
         return None
+    if writer_is_gone(place.path):
+        lines.append("its writer is gone")
     text = "\n".join(sorted(lines)).encode(errors="surrogateescape")
     return Stamp(hashlib.blake2b(text, digest_size=9).hexdigest(), changed)
 
@@ -229,7 +232,7 @@ class Glance:
         headline: What is wrong in a few words; empty when nothing is.
         since_step: The first step that shows the worst finding.
         since: When that was, in seconds since 1970.
-        ended: ``running`` as long as ``run.json`` says so, else how the run ended.
+        ended: ``running``, or how the run ended.
         num_workers: W.
         num_steps: Recorded steps.
         last_step: The last of them, None without any.

@@ -1,0 +1,167 @@
+"""The record of a run as the root writes it: a store that fails for a while ends nothing."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rankscope.core.finding import Finding
+from rankscope.core.state import State
+from rankscope.core.step import StepReport
+from rankscope.errors import RunError
+from rankscope.record import RunWriter
+
+_log = logging.getLogger("rankscope")
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds from a write that failed to the next one; each pause is twice the one before."""
+
+MOST_KEPT_BYTES = 256 << 20
+"""With more than this waiting for a store that fails, no further step is kept."""
+
+GIVE_UP_SECONDS = 1800.0
+"""The same once it has failed for so long."""
+
+_MOST_FINDINGS = 4096
+_LAST_PAUSES = (0.1, 0.4)  # between tries to close, for which ranks wait
+
+
+class Recorder:
+    """Writes what the root knows; what cannot be written is kept, and written later.
+
+    A record that ends early has all steps up to its last one. Nothing here raises because a file
+    cannot be written, but ``close``.
+
+    Args:
+        writer: Writes the run's directory.
+    """
+
+    def __init__(self, writer: RunWriter) -> None:
+        self._writer = writer
+        self._findings: list[Finding] = []
+        self._failing_since: float | None = None
+        self._next_try, self._pause = 0.0, FIRST_PAUSE
+        self._failures = self._num_left_out = 0
+        self._first_left_out: int | None = None
+
+    def add_many(self, reports: Sequence[StepReport]) -> None:
+        """Keep consecutive steps, to be written with the next flush."""
+        if self._has_ended or (self._failing_since is not None and self._is_hopeless):
+            self._leave_out(reports)
+        else:
+            self._writer.add_many(reports)
+
+    def add_findings(self, findings: Iterable[Finding]) -> None:
+        """Write findings at once, or as soon as that can be done."""
+        self._findings += findings
+        if len(self._findings) > _MOST_FINDINGS:  # the last event of each says it all
+            self._findings = list({finding.id: finding for finding in self._findings}.values())
+        if self._findings and self._may_try:
+            self._try(self._write_findings)
+
+    def flush(self) -> bool:
+        """Write all that waits, unless a write has just failed; return whether it was written."""
+        return self._may_try and self._try(self._write)
+
+    def flush_if_due(self) -> bool:
+        """Write what waits when it is time; return whether that was so, and went well."""
+        if self._failing_since is not None:
+            return self.flush()
+        return self._try(self._writer.flush_if_due)
+
+    def save_state(self, take: Callable[[], State], *, at_end: bool = False) -> None:
+        """Write what the detectors remember, unless the record lacks steps that they have seen."""
+        if not self._has_ended:
+            self._try(lambda: self._writer.save_state(take, at_end=at_end))
+
+    def close(self, status: str, **facts: Any) -> None:
+        """Write all that is left, and say in ``run.json`` how the run ended, and what is missing.
+
+        Args:
+            status: ``complete`` or ``incomplete``.
+            facts: What else it says.
+
+        Raises:
+            RunError: It cannot be written.
+        """
+        if self._failures:
+            facts["failed_writes"] = self._failures
+        if self._has_ended:
+            status = "incomplete"
+            facts["unwritten"] = {
+                "first_step": self._first_left_out, "steps": self._num_left_out
+            }  # fmt: skip
+        for pause in (*_LAST_PAUSES, None):
+            try:
+                self._write()
+                self._writer.close(status, **facts)
+            except RunError:
+                if pause is None:
+                    raise
+                time.sleep(pause)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._first_left_out is not None
+
+    @property
+    def _may_try(self) -> bool:
+        return self._failing_since is None or time.monotonic() >= self._next_try
+
+    @property
+    def _is_hopeless(self) -> bool:
+        failing = 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
+        return failing > GIVE_UP_SECONDS or self._writer.waiting_bytes > MOST_KEPT_BYTES
+
+    def _leave_out(self, reports: Sequence[StepReport]) -> None:
+        if self._first_left_out is None and reports:
+            self._first_left_out = reports[0].step
+            _log.warning(
+                "the record in %s ends before step %d, as it cannot be written for too long; "
+                "detectors and sinks go on, and what was kept is written if that is possible again",
+                self._writer.path,
+                self._first_left_out,
+            )
+        self._num_left_out += len(reports)
+
+    def _write(self) -> None:
+        self._write_findings()
+        self._writer.flush()
+
+    def _write_findings(self) -> None:
+        self._writer.add_findings(self._findings)
+        self._findings = []
+
+    def _try(self, write: Callable[[], bool | None]) -> bool:
+        """Return whether something was written; note when it could not be."""
+        try:
+            done = write()
+        except RunError as error:
+            self._note_failure(error)
+            return False
+        if done is not False and self._failing_since is not None:
+            self._note_success()
+        return done is not False
+
+    def _note_failure(self, error: RunError) -> None:
+        now = time.monotonic()
+        self._failures += 1
+        if self._failing_since is None:
+            self._failing_since, self._pause = now, FIRST_PAUSE
+            _log.warning(
+                "%s. The monitor goes on: what it cannot write is kept, and written later", error
+            )
+        self._next_try = now + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _note_success(self) -> None:
+        if self._findings or self._writer.waiting_bytes:
+            return  # a part of it
+        assert self._failing_since is not None
+        _log.warning(
+            "the record in %s is written again after %.0f s; %s",
+            self._writer.path,
+            time.monotonic() - self._failing_since,
+            "it ends early" if self._has_ended else "nothing is missing",
+        )
+        self._failing_since = None

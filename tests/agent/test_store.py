@@ -1,0 +1,167 @@
+"""A run directory whose file system fails, or stands still, under the agent's process."""
+
+import errno
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from rankscope import Run
+from rankscope.agent import recorder
+from rankscope.agent.recorder import Recorder
+from rankscope.core.signals import Table
+from rankscope.errors import RunError
+from rankscope.record import RunWriter, files
+from record.run_files import make_finding
+from record.step_reports import make_report
+from support.accidents import wait_until
+from support.loops import Loop
+from support.ranks import run_ranks
+from support.store import HANGS, Store
+
+STEPS, HIT, HEALED = 40, 10, 25
+
+
+def train(rank, folder, number, heals):
+    """Train next to a store that fails in between; return the warnings."""
+    store = Store(folder)
+    store.heal()
+    store.load()
+    loop = Loop(rank, str(folder / "run"), agent="process", flush_seconds=0.05)
+    for step in range(STEPS):
+        if rank == 0 and step == HIT:
+            wait_until(lambda: Run.open(folder / "run").table(Table.STEPS).num_rows > 5)
+            store.fail(number)
+        if rank == 0 and step == HIT + 5 and number != HANGS:
+            wait_until(lambda: (loop.scope.findings, len(loop.warnings))[1] > 0)
+        if rank == 0 and step == HEALED and heals:
+            store.heal()
+            if number != HANGS:
+                wait_until(lambda: (loop.scope.findings, len(loop.warnings))[1] > 1)
+        loop.step(step)
+    loop.scope.close(timeout=3.0)
+    if rank == 0:
+        store.heal()  # not before close has come back
+    return loop.warnings
+
+
+@pytest.fixture(scope="module", params=[errno.EIO, errno.EMFILE, errno.ENOSPC, HANGS])
+def healed(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    return request.param, folder / "run", run_ranks(train, 2, folder, request.param, True)
+
+
+def test_a_store_that_heals_costs_no_step(healed):
+    number, path, (warnings, silent) = healed
+    run = Run.open(path)
+    assert run.status == "complete"
+    np.testing.assert_array_equal(run.columns(Table.STEPS, "step")["step"], np.arange(STEPS))
+    assert silent == []
+    if number == HANGS:
+        assert warnings == []
+    else:
+        assert run.info["failed_writes"] > 0
+        assert len(warnings) == 2
+        assert "cannot write" in warnings[0]
+        assert "is kept, and written later" in warnings[0]
+        assert "written again" in warnings[1]
+        assert "nothing is missing" in warnings[1]
+
+
+def test_a_store_that_stands_still_holds_up_no_exit(tmp_path):
+    """It goes on only once the training has closed."""
+    warnings, _ = run_ranks(train, 2, tmp_path, HANGS, False)
+    assert len(warnings) == 1
+    assert "the agent closes the record by itself" in warnings[0]
+    wait_until(lambda: Run.open(tmp_path / "run").status == "complete")
+    assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == STEPS
+
+
+def train_on(rank, folder):
+    """Kill the agent while the store stands still for the training's process, too."""
+    loop = Loop(rank, str(folder / "run"), agent="process", flush_seconds=0.05)
+    wait_until(lambda: loop.scope.findings == () and loop.scope.traffic.received > 0)
+    over, waits = threading.Event(), []
+    if rank == 0:
+        files.os.fsync = lambda _: waits.append(over.wait(30.0))
+        os.kill(loop.scope._opened.agent.pid, signal.SIGKILL)
+        wait_until(lambda: (loop.scope.findings, loop.warnings)[1])  # it has noticed
+    for step in range(5):
+        loop.step(step)
+    loop.close()
+    over.set()
+    wait_until(lambda: rank == 1 or waits)
+    return waits
+
+
+def test_a_training_does_not_wait_for_a_store_to_say_that_its_agent_was_killed(tmp_path):
+    assert run_ranks(train_on, 2, tmp_path) == [[True], []]
+
+
+# One that stays away ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def away(tmp_path, monkeypatch):
+    """A record whose directory cannot be written, as something else lies in its place."""
+    writer = RunWriter(tmp_path / "run", {}, flush_seconds=0.0)
+    monkeypatch.setattr(recorder, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(recorder, "_LAST_PAUSES", ())
+    (tmp_path / "run").rename(tmp_path / "kept")
+    return Recorder(writer), tmp_path
+
+
+def come_back(folder):
+    (folder / "kept").rename(folder / "run")
+
+
+def recorded(folder):
+    return Run.open(folder / "run").columns(Table.STEPS, "step")["step"].tolist()
+
+
+@pytest.mark.parametrize("limit", ["MOST_KEPT_BYTES", "GIVE_UP_SECONDS"])
+def test_a_store_that_stays_away_ends_the_record_and_says_what_is_missing(
+    away, monkeypatch, caplog, limit
+):
+    record, folder = away
+    record.add_many([make_report(0), make_report(1)])
+    record.add_findings([make_finding("a")])
+    assert not record.flush()
+    monkeypatch.setattr(recorder, limit, -1)
+    for step in (2, 3):
+        record.add_many([make_report(step)])
+    come_back(folder)
+    assert record.flush()
+    record.add_many([make_report(4)])
+    record.close("complete")
+    run = Run.open(folder / "run")
+    assert recorded(folder) == [0, 1]
+    assert run.status == "incomplete"
+    assert run.info["unwritten"] == {"first_step": 2, "steps": 3}
+    assert run.info["failed_writes"] == 2
+    assert [finding.id for finding in run.findings()] == ["a"]
+    said = [record.getMessage() for record in caplog.records]
+    assert [("ends before step 2" in line, "ends early" in line) for line in said] == [
+        (False, False), (True, False), (False, True)
+    ]  # fmt: skip
+
+
+def test_writes_are_not_tried_all_the_time(away, monkeypatch):
+    record, folder = away
+    monkeypatch.setattr(recorder, "FIRST_PAUSE", 3600.0)
+    record.add_many([make_report(0)])
+    assert not record.flush()
+    come_back(folder)
+    assert not record.flush_if_due()
+    assert recorded(folder) == []
+    record.close("complete")
+    assert recorded(folder) == [0]
+
+
+def test_a_store_that_is_away_at_the_end_is_an_error(away):
+    record, _ = away
+    record.add_many([make_report(0)])
+    with pytest.raises(RunError, match="cannot write"):
+        record.close("complete")
