@@ -14,6 +14,7 @@ from rankscope.errors import DataError, MissingExtraError, RankscopeError, RunEr
 from rankscope.record import Run
 from rankscope.study import worker
 from rankscope.study.config import Combination, StudyConfig
+from rankscope.record.files import parse, read_file
 from rankscope.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
 from rankscope.study.prepare import Prepared, prepare
 from rankscope.study.quiet import quiet_deepspeed
@@ -216,7 +217,7 @@ def _shown(value: Any) -> str:
 
 def _read_study(output: Path) -> dict[str, Any]:
     try:
-        study = json.loads((output / STUDY_FILE).read_text(encoding="utf-8"))
+        study = parse(read_file(output / STUDY_FILE))
     except ValueError:
         study = None
     if not isinstance(study, dict) or not isinstance(study.get("config"), dict):
