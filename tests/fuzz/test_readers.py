@@ -1,0 +1,23 @@
+"""A short part of ``make fuzz``, and that it sees what it looks for."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fuzz import readers
+
+
+def test_mutations_are_refused_in_words_or_read():
+    assert readers.run(range(1_000_000, 1_000_060)) == []
+
+
+def test_each_kind_of_failure_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    err = tmp_path / "err"
+    assert "ZeroDivisionError" in str(readers.forked(lambda: print(1 // 0), err))
+    killed = readers.forked(lambda: os.kill(os.getpid(), signal.SIGSEGV), tmp_path / "none")
+    assert killed == f"code {-signal.SIGSEGV}: "
+    monkeypatch.setattr(readers, "SECONDS", 0.2)
+    assert readers.forked(lambda: time.sleep(600), tmp_path / "none") == "hang"
