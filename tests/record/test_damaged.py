@@ -27,6 +27,12 @@ def steps_of(run: Path) -> Path:
     return next((run / "steps").glob("part-*.parquet"))
 
 
+def read_all(run: Path) -> None:
+    opened = Run.open(run)
+    opened.findings()
+    opened.table(Table.STEPS)
+
+
 CHANGES: dict[str, Callable[[pa.Table], pa.Table]] = {
     "a column twice": lambda rows: rows.append_column("step", rows["step"]),
     "no step": lambda rows: rows.drop_columns(["step"]),
@@ -64,6 +70,16 @@ def test_names_that_are_not_utf8(run: Path):
         Run.open(run).table(Table.STEPS)
 
 
+def test_cosines_of_unequal_numbers_of_pairs(run: Path):
+    file = next((run / "pairs").glob("part-*.parquet"))
+    rows = pq.read_table(file)
+    cells = pa.array([[0.5] * (row % 4) for row in range(len(rows))], pa.list_(pa.float32()))
+    pq.write_table(rows.set_column(rows.column_names.index("cosines"), "cosines", cells), file)
+
+    with pytest.raises(RunError, match="cosines of .* are damaged"):
+        Run.open(run).cosines()
+
+
 @pytest.mark.parametrize("workers", [10**9, -1, "four", [4]])
 def test_more_workers_than_there_can_be(run: Path, workers: object):
     info = json.loads((run / "run.json").read_text())
@@ -75,8 +91,14 @@ def test_more_workers_than_there_can_be(run: Path, workers: object):
 
 DEEP = "[" * 200_000 + "]" * 200_000
 FINDING = {
-    **{"id": "a", "cause": "b", "severity": "note", "ranks": [0], "first_step": 0},
-    **{"last_step": 0, "explanation": "c", "next_check": "d"},
+    "id": "a",
+    "cause": "b",
+    "severity": "note",
+    "ranks": [0],
+    "first_step": 0,
+    "last_step": 0,
+    "explanation": "c",
+    "next_check": "d",
 }
 
 
@@ -114,9 +136,7 @@ def test_no_file_is_waited_for(run: Path, tmp_path: Path, name: str, kind: str):
 
     def read() -> None:
         with pytest.raises(RunError, match="cannot read"):
-            opened = Run.open(run)
-            opened.findings()
-            opened.table(Table.STEPS)
+            read_all(run)
 
     assert forked(read, tmp_path / "err") is None
 

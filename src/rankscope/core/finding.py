@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-
 MAX_WORKERS = 2**20
 """Workers that a record may speak of; more are damage."""
 

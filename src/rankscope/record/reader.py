@@ -254,7 +254,10 @@ class Run:
             rows = to_columns(Table.PAIRS, even_single_rows(files, schema, max_frames), names)
         num_pairs = max(map(len, rows["cosines"]), default=0)
         width = (1 + math.isqrt(1 + 8 * num_pairs)) // 2 if num_pairs else self.num_workers
-        matrices = [from_upper_triangle(values, width) for values in rows["cosines"]]
+        try:
+            matrices = [from_upper_triangle(values, width) for values in rows["cosines"]]
+        except ValueError as error:
+            raise RunError(f"the cosines of {self.path} are damaged ({error})") from error
         return rows["step"], np.array(matrices, np.float64).reshape(-1, width, width)
 
     def coverage(self) -> Coverage | None:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from rankscope.errors import DataError, MissingExtraError, RankscopeError, RunError, UsageError
 from rankscope.record import Run
+from rankscope.record.files import parse, read_file
 from rankscope.study import worker
 from rankscope.study.config import Combination, StudyConfig
-from rankscope.record.files import parse, read_file
 from rankscope.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
 from rankscope.study.prepare import Prepared, prepare
 from rankscope.study.quiet import quiet_deepspeed
