@@ -1,4 +1,4 @@
-"""Mutates what a run, a study, a bundle, data and a plan are on disk, and reads each as commands do.
+"""Mutates runs, studies, bundles, data and plans on disk, and reads each as commands do.
 
 Each case is a fork with a limit on memory and on time. A case fails by a traceback (an error that
 is not ours), a signal, a hang or too much memory; a refusal in words is what is wanted.
@@ -135,7 +135,7 @@ def tree(content: bytes, chosen: random.Random) -> bytes:
     value = json.loads(content)
     places = list(_places(value))
     if not places or chosen.random() < 0.05:
-        return DEEP
+        return chosen.choice((DEEP, *(json.dumps(one).encode() for one in VALUES)))
     holder, key = chosen.choice(places)
     if chosen.random() < 0.15 and isinstance(holder, dict):
         del holder[key]

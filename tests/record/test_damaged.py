@@ -76,7 +76,7 @@ def test_cosines_of_unequal_numbers_of_pairs(run: Path):
     cells = pa.array([[0.5] * (row % 4) for row in range(len(rows))], pa.list_(pa.float32()))
     pq.write_table(rows.set_column(rows.column_names.index("cosines"), "cosines", cells), file)
 
-    with pytest.raises(RunError, match="cosines of .* are damaged"):
+    with pytest.raises(RunError, match=r"cosines of .* are damaged"):
         Run.open(run).cosines()
 
 

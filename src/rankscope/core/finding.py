@@ -78,6 +78,8 @@ class Finding:
             TypeError: A field is of another type.
             ValueError: A number is out of range.
         """
+        if not isinstance(event, Mapping):
+            raise TypeError(f"expected an object, got {type(event).__name__}")
         evidence, groups = event.get("evidence", {}), event.get("groups", ())
         if not isinstance(evidence, Mapping) or not isinstance(groups, list | tuple):
             raise TypeError("evidence is an object, and groups is a list")
