@@ -12,7 +12,9 @@ DEMO_OUTPUT ?= demo
 # Packages are compiled as they are imported; with this set, anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check bench field gpu docs packaging format clean
+FUZZ_FLAGS ?=
+
+.PHONY: demo test check bench fuzz field gpu docs packaging format clean
 
 demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes on 2 cores
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
@@ -28,6 +30,9 @@ check: $(VENV)/.dev ## format, lint, strict types, import contract
 
 bench: $(VENV)/.dev ## ratios measured side by side in one run
 	$(BIN)/python benchmarks/bench.py
+
+fuzz: $(VENV)/.dev ## 10,000 damaged runs, studies, bundles, data files and plans, read as commands do
+	PYTHONPATH=tests $(BIN)/python -m fuzz.readers $(FUZZ_FLAGS)
 
 field: $(VENV)/.dev ## scripts of other packages, plain and watched: half an hour
 	$(PIP_INSTALL) peft sentence-transformers

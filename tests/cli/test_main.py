@@ -208,3 +208,30 @@ def test_a_study_that_is_done_stays_done_without_the_extra_for_its_page(
     code, out, err = call(monkeypatch, capsys, "study", "--json")
     assert (code, json.loads(out)) == (0, [{"setting": "s1-1"}])
     assert "pip install 'rankscope[web]'" in err
+
+
+def test_a_defect_is_one_line_and_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: object, **__: object) -> None:
+        raise AttributeError("no\nsuch thing")
+
+    monkeypatch.setattr(main, "app", fail)
+    code, out, err = call(monkeypatch, capsys, "report", "x")
+
+    assert (code, out) == (main.DEFECT, "")
+    assert err.count("\n") == 1
+    assert "AttributeError: no such thing (at " in err
+
+
+def test_a_lack_of_memory_is_no_defect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(main, "app", fail)
+    code, _, err = call(monkeypatch, capsys, "report", "x")
+
+    assert code == main.BAD_INPUT
+    assert "not enough memory" in err

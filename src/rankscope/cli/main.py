@@ -3,7 +3,9 @@
 import os
 import sys
 import time
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -25,6 +27,7 @@ from rankscope.errors import RankscopeError
 FINDINGS = 1
 BAD_INPUT = 2
 FAILED = 3
+DEFECT = 70
 INTERRUPTED = 130
 
 NAME = "rankscope"
@@ -106,6 +109,9 @@ def _run() -> int:
     except RankscopeError as error:
         _say(str(error))
         return _exit_code(error)
+    except MemoryError as error:
+        _say(f"there is not enough memory ({error or 'no more is given'}): give the command more")
+        return BAD_INPUT
     except _CommandLineError as error:
         command = error.ctx.command_path if error.ctx else NAME
         if _rank_0_says_it(command, os.environ):
@@ -113,6 +119,22 @@ def _run() -> int:
         else:
             _say(f"{error.format_message().rstrip('.')}; see {command} --help")
         return BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort, typer.Exit):
+        raise
+    except Exception as error:
+        _say(_defect(error))
+        return DEFECT
+
+
+def _defect(error: Exception) -> str:
+    """Say where rankscope itself has failed: code 1 would mean findings."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "rankscope" in Path(frame.filename).parts]
+    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in (own or frames)[-3:]]
+    return (
+        f"this is a defect of rankscope {rankscope.__version__}, not of your input or training: "
+        f"{type(error).__name__}: {str(error)[:300]} (at {', '.join(places)}); please report it"
+    )
 
 
 def _rank_0_says_it(command: str, environment: Mapping[str, str]) -> bool:

@@ -26,7 +26,7 @@ from rankscope.cli.verdict import render_differences, render_run, render_study
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.diagnose.diagnosis import diagnose_run
-from rankscope.diagnose.rules import explained_by, page_of, ranked
+from rankscope.diagnose.rules import explanations, page_of, ranked
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.files import is_file, to_plain
@@ -173,7 +173,8 @@ def _run_result(
     path: Path, run: Run, assessment: Assessment, differences: Sequence[str] | None
 ) -> dict[str, Any]:
     """Return the JSON document of a run."""
-    found = run.findings()
+    found = ranked(run.findings())
+    causes = explanations(found)
     return {
         "kind": "run",
         "path": str(path),
@@ -183,14 +184,13 @@ def _run_result(
         "statements": list(assessment.statements),
         "recommendation": assessment.recommendation,
         "values": assessment.values,
-        "findings": [_with_context(finding, found) for finding in ranked(found)],
+        "findings": [_with_context(finding, causes[finding.id]) for finding in found],
         **({} if differences is None else {"differences": differences}),
     }
 
 
-def _with_context(finding: Finding, found: Sequence[Finding]) -> dict[str, Any]:
+def _with_context(finding: Finding, cause: Finding | None) -> dict[str, Any]:
     """Return a finding with the one that explains it, if any, and its page of the documentation."""
-    cause = explained_by(finding, found)
     return {
         **finding.to_json(),
         "consequence_of": None if cause is None else cause.id,

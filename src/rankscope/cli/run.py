@@ -1,6 +1,5 @@
 """``rankscope run``: watches a training script that knows nothing of rankscope."""
 
-import json
 import sys
 from collections.abc import Mapping
 from enum import StrEnum
@@ -11,6 +10,7 @@ import typer
 
 from rankscope.core.plan import Plan, Tier
 from rankscope.errors import UsageError
+from rankscope.record.files import parse, read_file
 
 
 class ReducedOption(StrEnum):
@@ -154,14 +154,14 @@ def _sinks(given: list[str]) -> list[str]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_file(Path(path)).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--plan expected JSON or a file, got {path}: {error}") from error
 
 
 def _json(option: str, text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse(text)
     except ValueError as error:
         raise UsageError(f"{option} expected a JSON object, got {text[:80]!r}") from error
     if not isinstance(value, Mapping):

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+MAX_WORKERS = 2**20
+"""Workers that a record may speak of; more are damage."""
+
 
 class Severity(IntEnum):
     """How bad a finding is; comparable: ``Severity.NOTE < Severity.WARNING``."""
@@ -72,18 +75,36 @@ class Finding:
 
         Raises:
             KeyError: A required field is missing, or the severity has no such name.
+            TypeError: A field is of another type.
+            ValueError: A number is out of range.
         """
+        if not isinstance(event, Mapping):
+            raise TypeError(f"expected an object, got {type(event).__name__}")
+        evidence, groups = event.get("evidence", {}), event.get("groups", ())
+        if not isinstance(evidence, Mapping) or not isinstance(groups, list | tuple):
+            raise TypeError("evidence is an object, and groups is a list")
+        if not all(isinstance(group, str) for group in groups):
+            raise TypeError("groups is a list of names")
         return cls(
             id=str(event["id"]),
             cause=str(event["cause"]),
             severity=Severity[str(event["severity"]).upper()],
-            ranks=tuple(int(rank) for rank in event["ranks"]),
-            first_step=int(event["first_step"]),
-            last_step=int(event["last_step"]),
+            ranks=tuple(_whole(rank, MAX_WORKERS) for rank in event["ranks"]),
+            first_step=_whole(event["first_step"]),
+            last_step=_whole(event["last_step"]),
             explanation=str(event["explanation"]),
             next_check=str(event["next_check"]),
-            evidence=dict(event.get("evidence", {})),
-            groups=tuple(event.get("groups", ())),
+            evidence=dict(evidence),
+            groups=tuple(groups),
             status=str(event.get("status", "open")),
-            step=int(event.get("step", 0)),
+            step=_whole(event.get("step", 0)),
         )
+
+
+def _whole(value: Any, end: int = 2**53) -> int:
+    """Return a whole number from -1 to below ``end``."""
+    if not isinstance(value, int | float) or value != int(value):
+        raise TypeError(f"expected a whole number, got {value!r:.40}")
+    if not -1 <= value < end:
+        raise ValueError(f"expected a number below {end}, got {value!r:.40}")
+    return int(value)

@@ -8,10 +8,12 @@ its loss follows. The table also says what explains what (``explains``).
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from rankscope.core.finding import Finding, Severity
@@ -142,10 +144,43 @@ def explained_by(finding: Finding, others: Iterable[Finding]) -> Finding | None:
         finding: The finding.
         others: All findings of the run.
     """
-    for other in others:
-        if other.id != finding.id and _explains(other, finding):
-            return other
-    return None
+    return explanations([*others], of=[finding])[finding.id]
+
+
+def explanations(
+    findings: Sequence[Finding], *, of: Iterable[Finding] | None = None
+) -> dict[str, Finding | None]:
+    """Return for each finding, by id, the one of which it is a mere consequence, if any.
+
+    Args:
+        findings: All findings of a run.
+        of: Those that are asked about; all without.
+    """
+    causes: dict[str, list[tuple[int, Finding]]] = defaultdict(list)
+    for place, finding in enumerate(findings):
+        for name in _explained(finding):
+            if sum(_covers(cause, finding) for _, cause in causes[name]) < 2:  # one may ask itself
+                causes[name].append((place, finding))
+    return {effect.id: _cause_of(effect, causes) for effect in of or findings}
+
+
+def _cause_of(
+    effect: Finding, causes: Mapping[str, Sequence[tuple[int, Finding]]]
+) -> Finding | None:
+    """Return the first finding that explains another."""
+    named = [one for name in {effect.id, effect.cause} for one in causes.get(name, ())]
+    fitting = [one for one in named if one[1].id != effect.id and _explains(one[1], effect)]
+    return min(fitting, key=itemgetter(0))[1] if fitting else None
+
+
+def _explained(cause: Finding) -> Collection[str]:
+    rule = RULES.get(cause.id) or RULES.get(cause.cause)
+    return () if rule is None else rule.explains
+
+
+def _covers(earlier: Finding, later: Finding) -> bool:
+    """Return whether an earlier finding explains all that a later one of its kind does."""
+    return earlier.severity >= later.severity and earlier.first_step <= later.first_step
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
@@ -158,18 +193,13 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
         The same findings: those that nothing explains first; among them the most severe, open
         before closed, then the earliest.
     """
-    consequence: Mapping[str, bool] = {
-        finding.id: explained_by(finding, findings) is not None for finding in findings
-    }
+    causes = explanations(findings)
     return sorted(
         findings,
-        key=lambda f: (consequence[f.id], -f.severity, f.status != "open", f.first_step),
+        key=lambda f: (causes[f.id] is not None, -f.severity, f.status != "open", f.first_step),
     )
 
 
 def _explains(cause: Finding, effect: Finding) -> bool:
-    rule = RULES.get(cause.id) or RULES.get(cause.cause)
-    if rule is None or cause.severity < effect.severity:
-        return False
-    named = effect.cause in rule.explains or effect.id in rule.explains
-    return named and cause.first_step <= effect.first_step + LATENESS
+    lasting = cause.first_step <= effect.first_step + LATENESS
+    return lasting and cause.severity >= effect.severity

@@ -30,7 +30,16 @@ from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.record.files import DAMAGES, archive_of, is_file, replace, to_plain, write_error
+from rankscope.record.files import (
+    DAMAGES,
+    archive_of,
+    is_file,
+    parse,
+    read_file,
+    replace,
+    to_plain,
+    write_error,
+)
 
 FOLDER = "replay"
 """Where a run keeps its bundles."""
@@ -135,7 +144,7 @@ def load_bundle(path: Path) -> ReplayBundle:
     """
     folder = path.parent if path.name == _INFO else path
     try:
-        info = json.loads((folder / _INFO).read_bytes())
+        info = parse(read_file(folder / _INFO))
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             f"{folder} holds no replay bundle (no {_INFO}): name a directory under RUN/{FOLDER}/"
@@ -242,7 +251,7 @@ def _archive(batch: PlainBatch) -> bytes:
 
 def _read_batch(file: Path, structure: Any) -> PlainBatch:
     try:
-        with np.load(BytesIO(file.read_bytes()), allow_pickle=False) as archive:
+        with np.load(BytesIO(read_file(file)), allow_pickle=False) as archive:
             count = len(archive.files) - 1
             arrays = tuple(archive[f"array-{i}"] for i in range(count))
             return PlainBatch(structure, arrays, archive["samples"].astype(np.int64))

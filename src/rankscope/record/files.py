@@ -1,8 +1,11 @@
 """Files that are whole at every moment, and plain JSON values to put into them."""
 
 import contextlib
+import errno
+import json
 import os
 import secrets
+import stat
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -15,7 +18,8 @@ import numpy as np
 from rankscope.errors import RunError
 
 DAMAGES = (
-    *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, NotImplementedError),
+    *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError),
+    *(NotImplementedError, OverflowError, RecursionError, SyntaxError),
     *(zipfile.BadZipFile, zlib.error),
 )
 """What reading a NumPy archive, or the JSON that belongs to it, raises when it is damaged."""
@@ -55,6 +59,43 @@ def is_file(path: Path) -> bool:
 def is_directory(path: Path) -> bool:
     """Return whether a path leads to a directory; False, too, where that cannot be told."""
     return os.path.isdir(path)  # noqa: PTH112
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a regular file to read; a pipe or a device in its place is never waited for.
+
+    Raises:
+        OSError: There is none, or it is something else.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(number)
+        reason = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(reason, "it is not a regular file")
+    return os.fdopen(number, "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file, as :func:`open_file` opens it.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open_file(path) as file:
+        return file.read()
+
+
+def parse(content: bytes | str) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: It is not JSON, or nested too deep.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def unreadable(path: Path, error: OSError) -> RunError:

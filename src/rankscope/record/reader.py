@@ -1,6 +1,5 @@
 """Reading a run directory, finished or still being written."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,12 +10,12 @@ import pyarrow as pa
 
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.direction import from_upper_triangle
-from rankscope.core.finding import Finding
+from rankscope.core.finding import MAX_WORKERS, Finding
 from rankscope.core.signals import DType, Table, signal, signals
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run
-from rankscope.record.files import is_directory, unreadable
+from rankscope.record.files import is_directory, parse, read_file, unreadable
 from rankscope.record.lock import writer_is_gone
 from rankscope.record.replay import read_reports
 from rankscope.record.rollups import (
@@ -260,7 +259,10 @@ class Run:
             rows = to_columns(Table.PAIRS, even_single_rows(files, schema, max_frames), names)
         num_pairs = max(map(len, rows["cosines"]), default=0)
         width = (1 + math.isqrt(1 + 8 * num_pairs)) // 2 if num_pairs else self.num_workers
-        matrices = [from_upper_triangle(values, width) for values in rows["cosines"]]
+        try:
+            matrices = [from_upper_triangle(values, width) for values in rows["cosines"]]
+        except ValueError as error:
+            raise RunError(f"the cosines of {self.path} are damaged ({error})") from error
         return rows["step"], np.array(matrices, np.float64).reshape(-1, width, width)
 
     def coverage(self) -> Coverage | None:
@@ -305,14 +307,16 @@ class Run:
             return self._findings
         file = self.path / "findings.jsonl"
         try:
-            lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
+            lines = read_file(file).split(b"\n")
+        except FileNotFoundError:
+            return ()
         except OSError as error:
             raise unreadable(file, error) from error
         latest: dict[str, Finding] = {}
         for number, line in enumerate(lines, start=1):
             try:
-                finding = Finding.from_json(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
+                finding = Finding.from_json(parse(line))
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 if number == len(lines):  # empty after a last newline, or torn
                     break
                 raise RunError(
@@ -364,7 +368,7 @@ def _names(table: Table) -> tuple[str, ...]:
 
 def _read_info(file: Path) -> dict[str, Any]:
     try:
-        info = json.loads(file.read_bytes())
+        info = parse(read_file(file))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         if not is_directory(file.parent):
             raise RunError(f"there is no run directory {file.parent}: check the path") from error
@@ -377,4 +381,13 @@ def _read_info(file: Path) -> dict[str, Any]:
         raise RunError(f"{file} cannot be read as JSON ({error}): the run is damaged") from error
     if not isinstance(info, dict) or not isinstance(info.get("schema_version"), int):
         raise RunError(f"{file} states no schema_version: it is not the run.json of a run")
+    for name in ("num_workers", "world_size"):
+        width = info.get(name)
+        if width is None:
+            continue
+        if not isinstance(width, int) or not 0 <= width <= MAX_WORKERS:
+            raise RunError(
+                f"{file} expected up to {MAX_WORKERS} as {name}, got {width!r:.40}: the run is "
+                "damaged"
+            )
     return info

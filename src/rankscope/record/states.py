@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rankscope.core.signals import schema_hash
 from rankscope.core.state import State, StateError
-from rankscope.record.files import DAMAGES, archive_of
+from rankscope.record.files import DAMAGES, archive_of, parse, read_file
 
 STATE_FILE = "detectors.npz"
 """What the detectors remembered when the tables were last written, or at the end."""
@@ -50,7 +50,7 @@ def unpack_state(content: bytes) -> State:
     """
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
-            header = json.loads(archive["tree"].tobytes())
+            header = parse(archive["tree"].tobytes())
             if (header["format"], header["schema"]) != (STATE_FORMAT, schema_hash()):
                 raise StateError("it is of another release of rankscope")
             state: State = _put_back(header["state"], archive)
@@ -68,7 +68,7 @@ def read_state(file: Path) -> State | None:
         StateError: It cannot be read, is damaged, or is of another release.
     """
     try:
-        content = file.read_bytes()
+        content = read_file(file)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -82,8 +82,8 @@ def read_number(file: Path, name: str) -> int | None:
     None where there is no such number, or the file cannot be read as a state.
     """
     try:
-        with np.load(file, allow_pickle=False) as archive:
-            value = json.loads(archive["tree"].tobytes())["state"][name]
+        with np.load(BytesIO(read_file(file)), allow_pickle=False) as archive:
+            value = parse(archive["tree"].tobytes())["state"][name]
     except DAMAGES:
         return None
     return value if isinstance(value, int) else None

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rankscope.core.arrays import Ints
+from rankscope.core.finding import MAX_WORKERS
 from rankscope.core.signals import Table, signal
 from rankscope.errors import RunError
-from rankscope.record.files import unreadable
+from rankscope.record.files import open_file, unreadable
 from rankscope.record.schema import Array, arrow_schema, to_numpy
 
 Columns = dict[str, Array]
@@ -43,6 +45,9 @@ def parts_in(folder: Path) -> list[Path]:
     return [folder / name for name in parts]
 
 
+_DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError)
+"""What Arrow raises over a damaged file, or one whose columns are not those of a table."""
+
 Choice = Callable[[Any], Sequence[int]]
 """From the footer of a file: the row groups to read."""
 
@@ -55,9 +60,16 @@ def _opened(file: Path) -> Iterator[Any]:
         RunError: It cannot be read.
     """
     try:
-        with file.open("rb") as handle:
+        with open_file(file) as handle:
             yield pq.ParquetFile(handle)
-    except (OSError, pa.ArrowException) as error:
+    except RunError:
+        raise
+    except MemoryError as error:
+        raise RunError(
+            f"there is not enough memory to read {file}: give the command more; the file is left "
+            "as it is"
+        ) from error
+    except (OSError, *_DAMAGES) as error:
         if isinstance(error, OSError) and error.errno is not None:  # Arrow's own have no number
             raise unreadable(file, error) from error
         raise RunError(f"cannot read {file}: it is damaged; remove it to read the rest") from error
@@ -84,7 +96,22 @@ def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa
             else pa.nulls(len(rows), field.type)
             for field in schema
         ]
-        return pa.table(columns, schema=schema)
+        table = pa.table(columns, schema=schema)
+        _check(table)
+        return table
+
+
+def _check(table: pa.Table) -> None:
+    """Raise ValueError where rows have no key, an impossible rank, or text that is not UTF-8."""
+    for field, column in zip(table.schema, table.columns, strict=True):
+        if not field.nullable and column.null_count:
+            raise ValueError(f"rows without {field.name}")
+        if field.name == "rank" and len(column):
+            ends = pc.min_max(column).as_py()
+            if not 0 <= ends["min"] <= ends["max"] < MAX_WORKERS:
+                raise ValueError(f"ranks from {ends['min']} to {ends['max']}")
+        if pa.types.is_string(field.type):
+            column.validate(full=True)
 
 
 def read_rows(folder: Path, schema: pa.Schema) -> pa.Table:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import DataError, MissingExtraError, UsageError
+from rankscope.record.files import read_file
 from rankscope.study.builtin import generate
 from rankscope.study.quiet import quiet_hub, reason
 
@@ -168,7 +169,7 @@ def _open(source: str | None, seed: int) -> tuple[str, Iterable[object]]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_file(path).decode("utf-8-sig")
     except FileNotFoundError:
         raise DataError(f"there is no data file {path}: check the path") from None
     except UnicodeDecodeError as error:

@@ -1,6 +1,5 @@
 """The models of a study, each with its tokenizer and a label that says what it is."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from rankscope.errors import MissingExtraError, UsageError
+from rankscope.record.files import parse, read_file
 from rankscope.study.base import BASE_STEPS, load_base, train_tokenizer
 from rankscope.study.data import Record
 from rankscope.study.quiet import quiet_transformers, reason
@@ -256,7 +256,7 @@ def _special_tokens(weights: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse(read_file(path))
     except ValueError as error:
         raise UsageError(f"{path} is not valid JSON ({error}): fetch it again") from error
     values = {

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rankscope.errors import DataError, MissingExtraError, RankscopeError, RunError, UsageError
 from rankscope.record import Run
+from rankscope.record.files import parse, read_file
 from rankscope.study import worker
 from rankscope.study.config import Combination, StudyConfig
 from rankscope.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
@@ -216,7 +217,7 @@ def _shown(value: Any) -> str:
 
 def _read_study(output: Path) -> dict[str, Any]:
     try:
-        study = json.loads((output / STUDY_FILE).read_text(encoding="utf-8"))
+        study = parse(read_file(output / STUDY_FILE))
     except ValueError:
         study = None
     if not isinstance(study, dict) or not isinstance(study.get("config"), dict):

@@ -1,6 +1,5 @@
 """A study's directory read and put into words, for the page and the terminal alike."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from rankscope.core.finding import Severity
 from rankscope.diagnose.rules import count
 from rankscope.errors import RunError
 from rankscope.record import Run
-from rankscope.record.files import is_directory, is_file, unreadable
+from rankscope.record.files import is_directory, is_file, parse, read_file, unreadable
 from rankscope.web.words import missing, number, writable
 
 _ORDER = ("sharded", "replicated")
@@ -152,7 +151,7 @@ def _position(entry: Entry) -> tuple[int, str, str]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse(read_file(path))
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:

@@ -11,7 +11,7 @@ import numpy as np
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.rules import RULES, count, explained_by, name_ranks, page_of, ranked
+from rankscope.diagnose.rules import RULES, count, explanations, name_ranks, page_of, ranked
 from rankscope.record import Run
 
 UNKNOWN = "–"
@@ -264,6 +264,7 @@ def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
         RunError: The findings cannot be read.
     """
     found = ranked(run.findings())
+    causes = explanations(found)
     return Verdict(
         title=title_of(run.info, run.path),
         severity=str(assessment.severity or "healthy"),
@@ -271,7 +272,7 @@ def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
         assessment=assessment,
         tiles=tiles(assessment.values),
         findings=[
-            finding_view(one, run.num_workers, explained_by(one, found), anchor=anchor)
+            finding_view(one, run.num_workers, causes[one.id], anchor=anchor)
             for one, anchor in zip(found, anchors(found, key), strict=True)
         ],
     )

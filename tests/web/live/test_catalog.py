@@ -183,14 +183,18 @@ def test_a_run_that_is_gone_has_no_stamp(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "part", ["run.json", "findings.jsonl", "steps", "steps/part-000000.parquet"]
+    "part",
+    [
+        *("run.json", "findings.jsonl", "detectors-start.npz", "steps", "rollups/samples"),
+        *("steps/part-000000.parquet", "rollups/samples/part-000000.parquet"),
+    ],
 )
 def test_a_part_that_leads_out_of_the_directory_is_refused(tmp_path: Path, part: str):
     served = tmp_path / "served"
     run = run_at(served / "run")
     secret = tmp_path / "secret"
-    secret.mkdir() if part == "steps" else secret.write_text("{}")
-    (run / part).parent.mkdir(exist_ok=True)
+    secret.mkdir() if "." not in part else secret.write_text("{}")
+    (run / part).parent.mkdir(exist_ok=True, parents=True)
     (run / part).unlink(missing_ok=True)
     (run / part).symlink_to(secret)
 
@@ -198,6 +202,6 @@ def test_a_part_that_leads_out_of_the_directory_is_refused(tmp_path: Path, part:
         stamp(Place("run", run, "run"), served)
     (run / part).unlink()
     inside = served / "kept"
-    inside.mkdir() if part == "steps" else inside.write_text("{}")
+    inside.mkdir() if "." not in part else inside.write_text("{}")
     (run / part).symlink_to(inside)
     assert stamp(Place("run", run, "run"), served) is not None

@@ -1,8 +1,10 @@
 """The server as a viewer meets it: addresses, who may see them, and what is pushed."""
 
+import contextlib
 import os
 import re
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -383,3 +385,32 @@ def test_a_name_that_is_no_utf8_is_shown_as_far_as_it_can_be(tmp_path: Path):
     assert [answer.status for answer in answers] == [200] * 4
     assert all("mod?le" in answer.text for answer in answers)
     assert "mod?le" in news["title"]
+
+
+@pytest.mark.parametrize("token", ["\udcff", "a\0b", "x" * 100_000])
+def test_a_token_that_no_browser_can_send(tmp_path: Path, token: str):
+    with pytest.raises(UsageError, match="--token expected"):
+        live_server(tmp_path, port=0, token=token)
+
+
+@pytest.mark.parametrize("host", ["\udcff", "a\0b", "x" * 100_000, "a..b"])
+def test_a_host_that_is_no_name(tmp_path: Path, host: str):
+    with pytest.raises(UsageError, match="cannot listen on"):
+        live_server(tmp_path, port=0, host=host)
+
+
+def test_viewers_who_never_finish_a_request_are_left(tmp_path: Path):
+    with serving(tmp_path, request_seconds=3.0) as server, contextlib.ExitStack() as stack:
+        slow = []
+        for _ in range(300):
+            viewer = stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            )
+            viewer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-a: ")
+            slow.append(viewer)
+
+        assert get(server, "/").status == 200
+        for viewer in slow:
+            with contextlib.suppress(ConnectionResetError):
+                assert viewer.recv(1) == b""
+        assert get(server, "/").status == 200

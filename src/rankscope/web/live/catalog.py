@@ -27,6 +27,7 @@ from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import unreadable as unreadable_file
 from rankscope.record.lock import writer_is_gone
+from rankscope.record.states import START_FILE
 from rankscope.web.words import title_of, title_of_finding
 
 MAX_DEPTH = 6
@@ -177,15 +178,24 @@ def _files(path: Path, root: Path) -> Iterator[os.DirEntry[str]]:
     with os.scandir(path) as entries:
         listed = list(entries)
     for entry in listed:
-        if entry.name in ("run.json", "findings.jsonl"):
+        if entry.name in ("run.json", "findings.jsonl", START_FILE):
             _stay_inside(entry, root)
             yield entry
         elif not entry.name.startswith(".") and _is_directory(entry, links=True):
+            yield from _parts(entry, root, levels=int(entry.name == "rollups"))
+
+
+def _parts(folder: os.DirEntry[str], root: Path, *, levels: int) -> Iterator[os.DirEntry[str]]:
+    """Yield the Parquet files of a table, or of the tables in a directory: roll-ups lie deeper."""
+    _stay_inside(folder, root)
+    for entry in _entries(folder.path):
+        if entry.name.startswith("."):
+            continue
+        if entry.name.endswith(".parquet"):
             _stay_inside(entry, root)
-            for part in _entries(entry.path):
-                if part.name.endswith(".parquet") and not part.name.startswith("."):
-                    _stay_inside(part, root)
-                    yield part
+            yield entry
+        elif levels and _is_directory(entry, links=True):
+            yield from _parts(entry, root, levels=levels - 1)
 
 
 def _stay_inside(entry: os.DirEntry[str], root: Path) -> None:

@@ -6,9 +6,11 @@ import socket
 import threading
 import webbrowser
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rankscope.errors import UsageError
 from rankscope.record.files import is_directory
@@ -18,6 +20,44 @@ from rankscope.web.live.guard import is_loopback
 from rankscope.web.live.sheets import addresses, asset
 
 _LAST_SECONDS = 1
+_TOKEN_SIGNS = 512
+
+REQUEST_SECONDS = 15.0
+"""Seconds that a viewer has to send a request, from its first byte or its connection on."""
+
+
+class _Protocol(H11Protocol):
+    """HTTP that leaves a viewer who does not finish a request."""
+
+    seconds = REQUEST_SECONDS
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering:
+            self._stop_watching()
+        elif self._late is None:
+            self._late = self.loop.call_later(self.seconds, self._leave)
+
+    def _stop_watching(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._late = None
+
+    def _leave(self) -> None:
+        self.transport.abort()
 
 
 class LiveServer(uvicorn.Server):
@@ -30,6 +70,7 @@ class LiveServer(uvicorn.Server):
         token: What viewers must know. None: nothing on the loopback address, a random one else.
         poll_seconds: Seconds between two looks for what is new.
         refresh_seconds: Seconds between two readings of a changed run, at least.
+        request_seconds: Seconds that a viewer has to send a request.
 
     Attributes:
         token: What viewers must know, None for nothing.
@@ -48,11 +89,13 @@ class LiveServer(uvicorn.Server):
         token: str | None = None,
         poll_seconds: float = POLL_SECONDS,
         refresh_seconds: float = REFRESH_SECONDS,
+        request_seconds: float = REQUEST_SECONDS,
     ) -> None:
         if not is_directory(directory):
             raise UsageError(
                 f"there is no directory {directory}: name a run or one that holds runs"
             )
+        _check(token)
         own = is_loopback(host)
         self.token = token or (None if own else secrets.token_urlsafe(16))
         self._socket = _listen(host, port)
@@ -66,6 +109,7 @@ class LiveServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=type("Protocol", (_Protocol,), {"seconds": request_seconds}),
                 access_log=False,
                 log_level="warning",
                 lifespan="off",
@@ -97,11 +141,19 @@ class LiveServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def _check(token: str | None) -> None:
+    if token and not (token.isprintable() and len(token) <= _TOKEN_SIGNS):
+        raise UsageError(
+            f"--token expected up to {_TOKEN_SIGNS} printable characters, got {token[:40]!a}: "
+            "choose another, or leave it out and one is made"
+        )
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=128)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # a name that is no text is a value
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(
             f"cannot listen on {host} port {port} ({reason}): name another port with --port, "

@@ -1,0 +1,311 @@
+"""Mutates runs, studies, bundles, data and plans on disk, and reads each as commands do.
+
+Each case is a fork with a limit on memory and on time. A case fails by a traceback (an error that
+is not ours), a signal, a hang or too much memory; a refusal in words is what is wanted.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rankscope.cli.report import report
+from rankscope.cli.run import _plan
+from rankscope.core.batches import PlainBatch
+from rankscope.core.finding import Finding, Severity
+from rankscope.errors import RankscopeError
+from rankscope.record.bundle import ReplayBundle, load_bundle, save_bundle
+from rankscope.study.data import load_records
+from rankscope.web.live.board import Board
+from web.recorded_runs import record_run, record_study, with_everything
+
+SECONDS = 60
+MEMORY = 3 * 2**30
+VALUES = (
+    *(None, True, -1, 0, 10**9, 10**30, 1e308, float("inf"), float("nan"), "x", "\ud800", "\0"),
+    *([], {}, [[1]], {"a": {"b": [None]}}, [10**30, -1]),
+)
+DEEP = b"[" * 20_000 + b"]" * 20_000
+
+
+def make(folder: Path) -> dict[str, Path]:
+    """Write what is mutated; return it by kind."""
+    record_run(folder / "run", num_workers=3, num_steps=8, change=with_everything)
+    record_run(folder / "copied", reading="replicated", setting="s1-2", num_steps=8)
+    record_study(folder / "study", num_steps=2)
+    batch = PlainBatch(
+        {"tuple": [{"tensor": 0, "dtype": "float32", "host": False}, {"float": "nan"}]},
+        (np.ones((4, 2), np.float32),),
+        np.arange(4),
+    )
+    finding = Finding("rank-1", "data.worker_outlier", Severity.WARNING, (1,), 3, 9, "It.", "Go.")
+    bundle = ReplayBundle("rank-1", 6, 1, 0, 2, 7, "", (batch, batch), finding)
+    save_bundle(folder, bundle)
+    (folder / "replay" / bundle.name).rename(folder / "bundle")
+    rows = [{"instruction": f"Say {i}", "input": "", "output": str(i)} for i in range(5000)]
+    for name, text in (
+        ("data", json.dumps(rows[:40])),
+        ("plan", json.dumps({"learning_rate": [0.1, 0.2], "repeats": True, "seed": 3})),
+    ):
+        (folder / name).mkdir()
+        (folder / name / f"{name}.json").write_text(text)
+    return {name: folder / name for name in ("run", "copied", "study", "bundle", "data", "plan")}
+
+
+def read(kind: str, place: Path, chosen: random.Random) -> None:
+    """Read a mutated thing with what the commands read it with."""
+    if kind in ("run", "copied"):
+        if chosen.random() < 0.25:
+            board = Board(place.parent)
+            board.sheet("runs")
+            board.sheet(f"run:{place.name}")
+            return
+        name = chosen.choice(("json", "md", "json", "html"))
+        _report(place, name, again=chosen.random() < 0.3)
+    elif kind == "study":
+        _report(place, chosen.choice(("json", "md")), again=False)
+    elif kind == "bundle":
+        load_bundle(place)
+    elif kind == "data":
+        load_records(str(place / "data.json"))
+    else:
+        _plan(str(place / "plan.json"))
+
+
+def _report(place: Path, name: str, *, again: bool) -> None:
+    from rankscope.cli.report import FailOn
+
+    report(
+        place,
+        name == "json",
+        FailOn.ERROR,
+        None if name == "json" else [name],
+        False if name == "json" else None,
+        place.parent / f"out.{name}",
+        again,
+    )
+
+
+def mutate(place: Path, chosen: random.Random) -> str:
+    """Change one file of a directory; return how."""
+    file = chosen.choice([path for path in sorted(place.rglob("*")) if path.is_file()])
+    ways: list[Callable[[bytes, random.Random], bytes]] = [flip, cut, swap]
+    structural = {".json": tree, ".jsonl": lines, ".parquet": table}.get(file.suffix)
+    if structural is not None:
+        ways += [structural] * 4
+    way = chosen.choice(ways)
+    file.write_bytes(way(file.read_bytes(), chosen))
+    return f"{way.__name__} {file.relative_to(place)}"
+
+
+def flip(content: bytes, chosen: random.Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(chosen.choice((1, 3, 20)) if content else 0):
+        changed[chosen.randrange(len(changed))] = chosen.randrange(256)
+    return bytes(changed)
+
+
+def cut(content: bytes, chosen: random.Random) -> bytes:
+    return content[: chosen.randrange(len(content) + 1)]
+
+
+def swap(content: bytes, chosen: random.Random) -> bytes:
+    a, b, c = sorted(chosen.randrange(len(content) + 1) for _ in range(3))
+    return content[:a] + content[b:c] + content[a:b] + content[c:]
+
+
+def tree(content: bytes, chosen: random.Random) -> bytes:
+    """Put another value, a deep one or a second key, somewhere into JSON."""
+    value = json.loads(content)
+    places = list(_places(value))
+    if not places or chosen.random() < 0.05:
+        return chosen.choice((DEEP, *(json.dumps(one).encode() for one in VALUES)))
+    holder, key = chosen.choice(places)
+    if chosen.random() < 0.15 and isinstance(holder, dict):
+        del holder[key]
+        return json.dumps(value).encode()
+    holder[key] = "@MARK@"
+    new = json.dumps(chosen.choice(VALUES)).encode() if chosen.random() < 0.9 else DEEP
+    if isinstance(holder, dict) and chosen.random() < 0.1:
+        new += b", " + json.dumps(key).encode() + b": 1"
+    return json.dumps(value).encode().replace(b'"@MARK@"', new)
+
+
+def lines(content: bytes, chosen: random.Random) -> bytes:
+    found = [line for line in content.split(b"\n") if line]
+    if not found:
+        return b"[]\n{}\n"
+    at = chosen.randrange(len(found))
+    found[at] = tree(found[at], chosen)
+    return b"\n".join(found) + b"\n" * chosen.randrange(2)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        yield value, key
+        if isinstance(item, dict | list):
+            yield from _places(item)
+
+
+def table(content: bytes, chosen: random.Random) -> bytes:
+    """Change the columns of a Parquet file, or their rows."""
+    rows = pq.read_table(pa.BufferReader(content))
+    names, length = rows.column_names, len(rows)
+    at = chosen.randrange(len(names))
+    name = names[at]
+    columns: dict[str, Callable[[], pa.Array]] = {
+        "null": lambda: pa.nulls(length, rows.schema[at].type),
+        "strings": lambda: pa.array(["zz"] * length),
+        "bytes": lambda: pa.array([b"\xff\xfe"] * length),
+        "times": lambda: pa.array(np.arange(length)).cast(pa.timestamp("us")),
+        "huge": lambda: pa.array(np.full(length, 2**62)),
+        "one huge": lambda: pa.array(np.where(np.arange(length) == length - 1, 2**62, 1)),
+        "negative": lambda: pa.array(-np.arange(length) - 5),
+        "nan": lambda: pa.array(np.full(length, np.nan)),
+        "infinite": lambda: pa.array(np.full(length, np.inf)),
+        "nested": lambda: pa.array([[1]] * length),
+        "lengths": lambda: pa.array([[1.0] * (i % 5) for i in range(length)]),
+    }
+    ways: dict[str, Callable[[], pa.Table]] = {
+        "twice": lambda: rows.append_column(name, rows[name]),
+        "without": lambda: rows.drop_columns([name]),
+        "only": lambda: rows.select([name]),
+        "empty": lambda: rows.slice(0, 0),
+        "fewer": lambda: rows.slice(chosen.randrange(length + 1)),
+        "mixed": lambda: rows.take(pa.array(np.random.default_rng(1).permutation(length))),
+        "doubled": lambda: pa.concat_tables([rows, rows]),
+        "bytes in text": lambda: _not_utf8(rows),
+    }
+    if chosen.random() < 0.6:
+        column = columns[chosen.choice(list(columns))]()
+        rows = rows.set_column(at, name, column)
+    else:
+        rows = ways[chosen.choice(list(ways))]()
+    sink = pa.BufferOutputStream()
+    pq.write_table(rows, sink)
+    return sink.getvalue().to_pybytes()
+
+
+def _not_utf8(rows: pa.Table) -> pa.Table:
+    for at, field in enumerate(rows.schema):
+        if pa.types.is_string(field.type):
+            bad = pa.array([b"\xff\xfe"] * len(rows), pa.binary()).view(pa.string())
+            rows = rows.set_column(at, field.name, bad)
+    return rows
+
+
+def one(seed: int, made: dict[str, Path], folder: Path) -> str | None:
+    """Make and read one case; return what failed, None if nothing did."""
+    chosen = random.Random(seed)
+    kind = chosen.choice((*made, "run", "run", "copied"))
+    place = folder / str(seed) / kind
+    shutil.copytree(made[kind], place)
+    try:
+        how = mutate(place, chosen)
+        failed = forked(lambda: read(kind, place, chosen), place.parent / "err")
+        return failed and f"seed {seed}: {kind}, {how}: {failed}"
+    finally:
+        shutil.rmtree(place.parent)
+
+
+def forked(act: Callable[[], None], err: Path) -> str | None:
+    child = os.fork()
+    if not child:
+        _end(act, err)
+    deadline = time.monotonic() + SECONDS
+    while True:
+        ended, status, used = os.wait4(child, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.wait4(child, 0)
+            return "hang"
+        time.sleep(0.005)
+    if used.ru_maxrss * 1024 > MEMORY:
+        return f"memory: {used.ru_maxrss // 1024} MB"
+    code = os.waitstatus_to_exitcode(status)
+    text = err.read_text() if err.exists() else ""
+    return None if code == 0 else f"{'traceback' if text else f'code {code}'}: {text[-900:]}"
+
+
+def _end(act: Callable[[], None], err: Path) -> None:
+    code = 1
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (_size() + MEMORY,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+            act()
+        code = 0
+    except (RankscopeError, MemoryError):
+        code = 0
+    except BaseException as error:
+        if type(error).__name__ in ("Exit", "BadParameter"):
+            code = 0
+        else:
+            err.write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def _size() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def run(seeds: Sequence[int]) -> list[str]:
+    """Return what failed among the cases of these seeds."""
+    with tempfile.TemporaryDirectory(prefix="rankscope-fuzz-") as name:
+        made = make(Path(name) / "made")
+        return [failed for seed in seeds if (failed := one(seed, made, Path(name)))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    wanted = parser.parse_args()
+    counts: Counter[str] = Counter()
+    readers = [_start(wanted, share) for share in range(wanted.processes)]
+    for stream in readers:
+        for line in stream:
+            print(line, end="", flush=True)
+            found = json.loads(line)
+            counts[found.split(": ")[2].split(":")[0]] += 1
+    bad = {name: counts[name] for name in counts}
+    print(f"{wanted.cases} cases; failures: {bad or 'none'}")
+    return bool(bad)
+
+
+def _start(wanted: argparse.Namespace, share: int) -> Any:
+    """Start a process that prints what fails in every n-th case; return what it prints."""
+    out, into = os.pipe()
+    if os.fork():
+        os.close(into)
+        return os.fdopen(out)
+    with suppress(KeyboardInterrupt), os.fdopen(into, "w") as told:
+        seeds = range(wanted.seed + share, wanted.seed + wanted.cases, wanted.processes)
+        for failed in run(seeds):
+            told.write(json.dumps(failed) + "\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""A short part of ``make fuzz``, and that it sees what it looks for."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fuzz import readers
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_mutations_are_refused_in_words_or_read(share: int):
+    first = 1_000_000 + 50 * share
+    assert readers.run(range(first, first + 50)) == []
+
+
+def test_each_kind_of_failure_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    err = tmp_path / "err"
+    assert "ZeroDivisionError" in str(readers.forked(lambda: print(1 // 0), err))
+    killed = readers.forked(lambda: os.kill(os.getpid(), signal.SIGKILL), tmp_path / "none")
+    assert killed == f"code {-signal.SIGKILL}: "
+    monkeypatch.setattr(readers, "SECONDS", 0.2)
+    assert readers.forked(lambda: time.sleep(600), tmp_path / "none") == "hang"

@@ -1,0 +1,157 @@
+"""Run directories as accidents leave them: each is refused in words, and nothing is waited for."""
+
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fuzz.readers import forked
+from rankscope.core.signals import Table
+from rankscope.errors import RunError
+from rankscope.record import Run
+from web.recorded_runs import record_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return record_run(tmp_path / "run", num_steps=4).path
+
+
+def steps_of(run: Path) -> Path:
+    return next((run / "steps").glob("part-*.parquet"))
+
+
+def read_all(run: Path) -> None:
+    opened = Run.open(run)
+    opened.findings()
+    opened.table(Table.STEPS)
+
+
+CHANGES: dict[str, Callable[[pa.Table], pa.Table]] = {
+    "a column twice": lambda rows: rows.append_column("step", rows["step"]),
+    "no step": lambda rows: rows.drop_columns(["step"]),
+    "null": lambda rows: rows.set_column(0, "step", pa.nulls(len(rows), pa.int64())),
+    "text": lambda rows: rows.set_column(0, "step", pa.array(["zz"] * len(rows))),
+    "nested": lambda rows: rows.set_column(0, "step", pa.array([[1]] * len(rows))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_that_are_none(run: Path, change: str):
+    file = steps_of(run)
+    pq.write_table(CHANGES[change](pq.read_table(file)), file)
+
+    with pytest.raises(RunError, match="it is damaged"):
+        Run.open(run).table(Table.STEPS)
+
+
+def test_ranks_out_of_range(run: Path):
+    file = next((run / "workers").glob("part-*.parquet"))
+    rows = pq.read_table(file)
+    at = rows.column_names.index("rank")
+    for rank in (-1, 10**9):
+        pq.write_table(rows.set_column(at, "rank", pa.array(np.full(len(rows), rank))), file)
+        with pytest.raises(RunError, match="it is damaged"):
+            Run.open(run).per_worker("loss")
+
+
+def test_names_that_are_not_utf8(run: Path):
+    file = steps_of(run)
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"loss_mean", b"loss\xff\xfe\xfdan"))
+
+    with pytest.raises(RunError, match="it is damaged"):
+        Run.open(run).table(Table.STEPS)
+
+
+def test_cosines_of_unequal_numbers_of_pairs(run: Path):
+    file = next((run / "pairs").glob("part-*.parquet"))
+    rows = pq.read_table(file)
+    cells = pa.array([[0.5] * (row % 4) for row in range(len(rows))], pa.list_(pa.float32()))
+    pq.write_table(rows.set_column(rows.column_names.index("cosines"), "cosines", cells), file)
+
+    with pytest.raises(RunError, match=r"cosines of .* are damaged"):
+        Run.open(run).cosines()
+
+
+@pytest.mark.parametrize("workers", [10**9, -1, "four", [4]])
+def test_more_workers_than_there_can_be(run: Path, workers: object):
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**info, "num_workers": workers}))
+
+    with pytest.raises(RunError, match="as num_workers, got"):
+        Run.open(run)
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+FINDING = {
+    "id": "a",
+    "cause": "b",
+    "severity": "note",
+    "ranks": [0],
+    "first_step": 0,
+    "last_step": 0,
+    "explanation": "c",
+    "next_check": "d",
+}
+
+
+def test_json_that_is_deep(run: Path):
+    (run / "findings.jsonl").write_text(f"{DEEP}\n{json.dumps(FINDING)}\n")
+    with pytest.raises(RunError, match="line 1 is not a finding"):
+        Run.open(run).findings()
+    (run / "run.json").write_text(DEEP)
+    with pytest.raises(RunError, match="nested too deep"):
+        Run.open(run)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *({"first_step": float("inf")}, {"last_step": float("nan")}, {"ranks": [10**30]}),
+        *({"evidence": [1]}, {"evidence": 3}, {"groups": [1, None]}, {"groups": 7}),
+    ],
+)
+def test_findings_of_other_types(run: Path, entry: dict[str, object]):
+    (run / "findings.jsonl").write_text(json.dumps({**FINDING, **entry}) + "\n\n")
+    with pytest.raises(RunError, match="line 1 is not a finding"):
+        Run.open(run).findings()
+
+
+@pytest.mark.parametrize("name", ["run.json", "findings.jsonl", "steps/part-000000.parquet"])
+@pytest.mark.parametrize("kind", ["pipe", "loop"])
+def test_no_file_is_waited_for(run: Path, tmp_path: Path, name: str, kind: str):
+    file = run / name
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(file)
+
+    def read() -> None:
+        with pytest.raises(RunError, match="cannot read"):
+            read_all(run)
+
+    assert forked(read, tmp_path / "err") is None
+
+
+def test_a_lack_of_memory_is_no_damage(run: Path, tmp_path: Path):
+    count = 20_000_000
+    steps = pa.table({"step": pa.array(np.arange(count)), "time": pa.array(np.zeros(count))})
+    pq.write_table(steps, steps_of(run), compression="zstd")
+
+    def read() -> None:
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (limit + 2**26,) * 2)
+        with pytest.raises(RunError, match="not enough memory") as refused:
+            Run.open(run).columns(Table.STEPS, "step")
+        assert "damaged" not in str(refused.value)
+        assert "remove" not in str(refused.value)
+
+    assert forked(read, tmp_path / "err") is None
