@@ -1,11 +1,12 @@
 /* Lets calls of the system fail in the monitor's agent: loaded before all other libraries, it
  * stands before libc. The environment says what fails:
  *
- *   CHAOS_CALL   file (on paths below CHAOS_PLACE, and what was opened there), socket, memory,
- *                thread, or clock (which does not fail, but leaps)
+ *   CHAOS_CALL   file (on paths below CHAOS_PLACE, and what was opened there; unlink never fails:
+ *                what cannot be removed stays), socket, memory, thread, or clock (which leaps)
  *   CHAOS_NTH    the call of that kind that fails first, counted from 1; 0: none
  *   CHAOS_TIMES  how many fail from then on
  *   CHAOS_ERROR  with which errno; for the clock, by how many seconds it leaps
+ *   CHAOS_MARK   a file that is made when the first one fails
  *   CHAOS_COUNTS where to write how many calls of each kind there were, at the end
  */
 
@@ -22,6 +23,7 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -31,7 +33,7 @@ static atomic_long counts[KINDS];
 static atomic_int armed; /* from the first call on the run's files on */
 static int agent, chosen = -1;
 static long nth, times, value;
-static const char *place;
+static const char *place, *mark;
 static char opened[65536];
 
 __attribute__((constructor)) static void begin(void) {
@@ -49,6 +51,7 @@ __attribute__((constructor)) static void begin(void) {
     times = getenv("CHAOS_TIMES") ? atol(getenv("CHAOS_TIMES")) : 1;
     value = getenv("CHAOS_ERROR") ? atol(getenv("CHAOS_ERROR")) : EIO;
     place = getenv("CHAOS_PLACE");
+    mark = getenv("CHAOS_MARK");
 }
 
 __attribute__((destructor)) static void end(void) {
@@ -64,6 +67,7 @@ static int fails(enum kind kind) {
     if (!agent || (!armed && kind != SOCKET_CALL && kind != THREAD_CALL)) return 0;
     long count = atomic_fetch_add(&counts[kind], 1) + 1;
     if (kind != chosen || !nth || count < nth || count >= nth + times) return 0;
+    if (count == nth && mark) syscall(SYS_openat, AT_FDCWD, mark, O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
     errno = (int)value;
     return 1;
 }
@@ -113,7 +117,6 @@ ON_FILE(int, ftruncate64, (int file, off64_t size), (file, size))
     int name parameters { return ours(path) && fails(FILE_CALL) ? -1 : REAL(name) arguments; }
 ON_PATH(rename, (const char *from, const char *to), to, (from, to))
 ON_PATH(link, (const char *from, const char *to), to, (from, to))
-ON_PATH(unlink, (const char *path), path, (path))
 ON_PATH(mkdir, (const char *path, mode_t mode), path, (path, mode))
 
 int close(int file) {

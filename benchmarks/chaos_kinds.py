@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from threading import Thread, Timer
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def kill_ranks(scene: Scene) -> None:
 def kill_agent(scene: Scene) -> None:
     scene.start()
     scene.wait_for_moment()
-    scene.due = scene.written()
+    scene.freeze_agent()
     scene.signal_agent(signal.SIGKILL)
 
 
@@ -131,9 +132,22 @@ def kill_agent(scene: Scene) -> None:
 def kill_all(scene: Scene) -> None:
     scene.start()
     scene.wait_for_moment()
-    scene.due = scene.written() if scene.watched else 0
+    scene.signal(signal.SIGSTOP)
+    scene.freeze_agent()
     scene.signal_agent(signal.SIGKILL)
     scene.signal(signal.SIGKILL)
+
+
+@kind("kill -9 of a rank inside of watch()", TRAINING, SAID, share=0.4, seconds=25.0, exits=(-9, 1))
+def kill_rank_in_watch(scene: Scene) -> None:
+    """The other one waits for it as long as the training's process group lets it."""
+    victim, seconds = scene.draw.randrange(NUM_RANKS), 0.05 * scene.draw.random()
+
+    def before(loop: Loop) -> None:
+        if loop.rank == victim:
+            Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+    scene.start(before=before)
 
 
 @kind("SIGTERM of the agent", MONITOR, WRITTEN)
@@ -279,8 +293,6 @@ def never_close(scene: Scene) -> None:
 
 @kind("close() in another thread, in the middle", MONITOR, HANDED)
 def close_elsewhere(scene: Scene) -> None:
-    from threading import Thread
-
     def act(loop: Loop) -> None:
         if loop.scope is not None:
             loop.thread = Thread(target=loop.scope.close)  # type: ignore[attr-defined]
@@ -326,9 +338,9 @@ def raise_on_finding(scene: Scene) -> None:
     scene.start(watched={"on_finding": _fail})
 
 
-@kind("on_finding takes a second", MONITOR, WHOLE, training={"same_data": True}, seconds=9.0)
+@kind("on_finding takes its time", MONITOR, WHOLE, training={"same_data": True}, seconds=9.0)
 def block_on_finding(scene: Scene) -> None:
-    scene.start(watched={"on_finding": lambda finding: time.sleep(1.0)})
+    scene.start(watched={"on_finding": lambda finding: time.sleep(0.3)})
 
 
 # Files and disks ----------------------------------------------------------------------------------
@@ -353,7 +365,6 @@ def _on_small_disk(scene: Scene, kilobytes: int) -> Iterator[Path]:
     """Start a training whose run is on a small disk, and come to the moment."""
     disk = scene.disk("disk", kilobytes)
     scene.run_dir = disk / "run"
-    (scene.folder / "run").symlink_to(scene.run_dir)
     scene.start()
     scene.wait_for_moment()
     yield disk

@@ -1,5 +1,4 @@
-"""Where an accident happens: a process with mounts of its own, which starts ranks and sees all that
-they leave behind.
+"""Where an accident happens: a process with mounts of its own, which sees what ranks leave behind.
 
 Whatever a rank starts, and leaves, becomes a child of the scene's process. Its disks, its
 ``/dev/shm`` and its directory for temporary files are nobody else's, where the system lets it.
@@ -80,7 +79,7 @@ class Scene:
         moment: The step at whose beginning the accident happens; STEPS is the end.
         due: How many steps have to be in the record; None: all that were handed over.
         lost: What an accident itself has found missing.
-        hit: Whether the accident has happened.
+        hit: Whether there was still something that it could happen to.
     """
 
     def __init__(
@@ -101,11 +100,12 @@ class Scene:
         self.run_dir = folder / "run"
         self.due: int | None = None
         self.lost: list[str] = []
-        self.hit = False
+        self.hit = True
         self._ranks: dict[int, int] = {}
         self._exits: dict[int, int | None] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
         self._ended = 0.0
+        self._fails = False
         folder.mkdir(exist_ok=True)
         self.board = Board(folder / "board")
 
@@ -131,7 +131,10 @@ class Scene:
         for rank in range(NUM_RANKS):
             options = watched(rank) if callable(watched) else watched or {}
             given = Work(
-                watched=options if self.watched else None, act=act_in_time, settles=self.settles
+                watched=options if self.watched else None,
+                run_dir=self.run_dir,
+                act=act_in_time,
+                settles=self.settles,
             )
             be = partial(be_rank, rank, self.folder, replace(given, **work))
             self._ranks[rank] = forked(be)
@@ -153,7 +156,7 @@ class Scene:
         """Wait until all ranks have come to the step, and for a drawn part of one more."""
         self.wait_until(lambda: min(self.board.done) >= min(self.moment, STEPS - 1))
         time.sleep(0.02 * self.draw.random())
-        self.hit = True
+        self.hit = self._alive()
 
     def wait_until(self, true: Callable[[], Any], seconds: float = 20.0) -> None:
         """Wait until something is true, or the ranks have ended, or for so long."""
@@ -163,6 +166,7 @@ class Scene:
 
     def signal(self, number: int, *ranks: int) -> None:
         """Send a signal to ranks that have not ended; to all of them if none is named."""
+        self.hit &= self._alive()
         for rank in ranks or range(NUM_RANKS):
             if rank not in self._exits:
                 os.kill(self._ranks[rank], number)
@@ -178,13 +182,20 @@ class Scene:
     def signal_agent(self, number: int) -> None:
         """Send a signal to the agent, if there is one."""
         agent = self.agent
+        self.hit &= bool(agent) or not self.watched
         with contextlib.suppress(ProcessLookupError):
             if agent:
                 os.kill(agent, number)
 
+    def freeze_agent(self) -> None:
+        """Stop the agent, and let what it has written so far be due."""
+        self.signal_agent(signal.SIGSTOP)
+        self.due = self.written() if self.watched else 0
+
     def limit_agent(self, what: int, limit: int) -> None:
         """Set one of the agent's limits."""
         agent = self.agent
+        self.hit &= bool(agent)
         with contextlib.suppress(ProcessLookupError):
             if agent:
                 hard = resource.prlimit(agent, what)[1]
@@ -197,6 +208,7 @@ class Scene:
 
     def failing(self, call: str, error: int, *, nth: int, times: int = 1) -> dict[str, str]:
         """Return the environment in which calls of the agent fail, see ``chaos_calls.c``."""
+        self._fails = True
         return {
             "LD_PRELOAD": str(self.library),
             "CHAOS_CALL": call,
@@ -204,6 +216,7 @@ class Scene:
             "CHAOS_TIMES": str(times),
             "CHAOS_ERROR": str(error),
             "CHAOS_PLACE": str(self.folder),
+            "CHAOS_MARK": str(self.folder / "failed"),
         }
 
     def draw_call(self, kind: str) -> int:
@@ -251,6 +264,7 @@ class Scene:
     def finish(self) -> Outcome:
         """Wait for the ranks, and for all that they have started; return what is left."""
         exits = self.wait()
+        self.hit &= not self._fails or (self.folder / "failed").exists()
         began, settled = self.board.began, self.board.settled
         outcome = Outcome(
             exits=exits,
@@ -301,7 +315,7 @@ class Scene:
             if folder == self.folder / "tmp" or (self.folder / "mounts").exists():
                 with contextlib.suppress(OSError):
                     for path in folder.iterdir():
-                        if not path.name.startswith(("torchelastic", "torchinductor")):
+                        if "torch" not in path.name:  # torchrun's logs, for instance
                             yield str(path)
         if self.run_dir.is_dir():
             yield from (str(path) for path in self.run_dir.rglob(".*.tmp"))

@@ -83,6 +83,7 @@ class Work:
 
     Attributes:
         watched: Options of ``rankscope.watch``, without ``run_dir``; None for a plain training.
+        run_dir: Where rank 0 records, below the job's folder if it is relative.
         settles: Whether ranks wait for their agent before the first step.
         sharded: Whether FSDP2 shards the model, in place of DDP.
         same_data: Whether both ranks read the same batches, which is a finding.
@@ -93,6 +94,7 @@ class Work:
     """
 
     watched: Mapping[str, Any] | None = None
+    run_dir: Path = Path("run")
     settles: bool = True
     sharded: bool = False
     same_data: bool = False
@@ -107,7 +109,7 @@ class Loop:
 
     Args:
         rank: The rank.
-        folder: Where the job lies; its run is in ``run``.
+        folder: Where the job lies.
         work: What to do.
 
     Attributes:
@@ -132,7 +134,7 @@ class Loop:
         if work.watched is not None:
             options = {"flush_seconds": 0.05, **work.watched}
             self.scope = rankscope.watch(
-                self.model, self.optimizer, run_dir=folder / "run", **options
+                self.model, self.optimizer, run_dir=folder / work.run_dir, **options
             )
 
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -203,8 +205,8 @@ def be_rank(rank: int, folder: Path, work: Work) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115, PTH123
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115, PTH123
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
