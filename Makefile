@@ -12,7 +12,7 @@ DEMO_OUTPUT ?= demo
 # Packages are compiled as they are imported; with this set, anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check bench field gpu docs packaging format clean
+.PHONY: demo test check bench field chaos gpu docs packaging format clean
 
 demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes on 2 cores
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
@@ -32,6 +32,9 @@ bench: $(VENV)/.dev ## ratios measured side by side in one run
 field: $(VENV)/.dev ## scripts of other packages, plain and watched: half an hour
 	$(PIP_INSTALL) peft sentence-transformers
 	$(BIN)/python benchmarks/field.py --write
+
+chaos: $(VENV)/.dev ## accidents around small trainings, hundreds of them: a quarter of an hour
+	$(BIN)/python benchmarks/chaos.py --write
 
 gpu: ## what only a machine with an accelerator can tell; GPU_FLAGS=--dry-run tries it without
 	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_FLAGS)

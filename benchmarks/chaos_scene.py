@@ -26,7 +26,7 @@ from chaos_training import NUM_RANKS, STEPS, Board, Loop, Work, be_rank
 from rankscope import Run
 from rankscope.core.signals import Table
 
-HANGS_SECONDS = 45.0
+HANGS_SECONDS = 30.0
 """A training that takes so long hangs."""
 
 LEFT_SECONDS = 10.0
@@ -174,10 +174,9 @@ class Scene:
     @property
     def agent(self) -> int:
         """The agent's process, once it is there; 0 without one, as in a plain training."""
-        found: list[int] = []
         if self.watched:
-            self.wait_until(lambda: found.extend(_agents()) or found, 5.0)
-        return found[0] if found else 0
+            self.wait_until(_agents, 5.0)
+        return next(iter(_agents()), 0)
 
     def signal_agent(self, number: int) -> None:
         """Send a signal to the agent, if there is one."""

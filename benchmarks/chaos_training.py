@@ -69,12 +69,12 @@ class Board:
     @property
     def began(self) -> float:
         """The clock's time at which the first rank was ready to train; 0 before."""
-        return min(self._read(1))
+        return float(min(self._read(1)))
 
     @property
     def settled(self) -> float:
         """Seconds for which a rank has waited for its agent at most."""
-        return max(self._read(2))
+        return float(max(self._read(2)))
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class Loop:
         self.step = 0
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
-        self.model: Any = (
+        self.model: Any = self.module
+        if work.sharded:
             fully_shard(self.module, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
-            if work.sharded
-            else DistributedDataParallel(self.module)
-        )
+        else:
+            self.model = DistributedDataParallel(self.module)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         os.environ.update(work.environment)
         work.before(self)
@@ -149,7 +149,7 @@ class Loop:
     def train_step(self) -> None:
         """Train one step."""
         inputs, targets = self.batch()
-        loss = F.cross_entropy(self.model(inputs), targets)
+        loss: Any = F.cross_entropy(self.model(inputs), targets)
         if self.scope is not None:
             self.scope.loss(loss.detach(), weight=len(targets))
         loss.backward()
@@ -254,8 +254,9 @@ def main() -> None:
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     rank = int(os.environ["RANK"])
     port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
-    own = dist.PrefixStore(attempt, store)  # else gloo may find addresses of the first attempt
+    c10d: Any = dist
+    store = c10d.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    own = c10d.PrefixStore(attempt, store)  # else gloo may find addresses of the first attempt
     dist.init_process_group("gloo", store=own, rank=rank, world_size=NUM_RANKS)
 
     def act(loop: Loop) -> None:
