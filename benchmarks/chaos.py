@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,12 @@ def run(stage: Stage, trials: Sequence[tuple[Kind, int]], at_once: int) -> Itera
             yield Trial(kind.name, seed, harmed=["the trial itself has failed"])
 
 
+def until_interrupted(trials: Iterator[Trial]) -> Iterator[Trial]:
+    """Yield trials until the last one, or Ctrl-C: the table is of those that have ended."""
+    with suppress(KeyboardInterrupt):
+        yield from trials
+
+
 def table_of(kinds: Sequence[Kind], trials: Sequence[Trial]) -> str:
     """Return a Markdown table of the kinds, and what it adds up to."""
     heads = ("accident", "hits", "promised of the record", "tried", "harmed", "steps lost")
@@ -345,7 +352,7 @@ def main() -> int:
         stage = set_up(Path(folder), kinds)
         able = [each for each in kinds if stage.lets(each)]
         drawn = moments(able, 1 if asked.quick else asked.trials, asked.seed)
-        for trial in run(stage, drawn, asked.at_once):
+        for trial in until_interrupted(run(stage, drawn, asked.at_once)):
             word = "missed" if not trial.hit else "good" if trial.good else "BROKEN"
             print(word, trial.kind, trial.seed, flush=True)
             done += [trial] * trial.hit

@@ -657,7 +657,7 @@ def start_again_by_torchrun(scene: Scene) -> None:
     how, moment = scene.draw.choice(["exit", "kill", "error"]), min(scene.moment, STEPS - 1)
     asked = ["--dies-at", str(moment), "--how", how, *(["--watched"] if scene.watched else [])]
     scene.launch(*words, script, str(scene.folder), *asked)
-    scene.wait_until(lambda: False, 40.0)
+    scene.wait_until(lambda: False, 120.0)  # six processes import torch
     if scene.watched:
         _check_first(scene, [moment] * NUM_RANKS)
 
