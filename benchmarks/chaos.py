@@ -185,8 +185,8 @@ def try_out(stage: Stage, folder: Path, kind: Kind, seed: int) -> dict[str, Any]
     """Let an accident happen, also to an unwatched training where it hits that; judge."""
     plain = stage.plain[json.dumps(kind.training)]
     if kind.hits is Hits.TRAINING:
-        plain = _play(stage, folder / "plain", kind, seed, watched=False)[1]
-        if None in plain.exits:  # it hangs by itself, as torchrun sometimes does
+        unwatched, plain = _play(stage, folder / "plain", kind, seed, watched=False)
+        if not unwatched.hit or None in plain.exits:  # it hangs, as torchrun sometimes does
             return asdict(Trial(kind.name, seed, hit=False))
     scene, outcome = _play(stage, folder / "watched", kind, seed, watched=True)
     trial = Trial(kind.name, seed, left=outcome.left, seconds=outcome.seconds - plain.seconds)
