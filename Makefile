@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_FLAGS ?=
 
-.PHONY: demo test check bench fuzz field gpu docs packaging format clean
+.PHONY: demo test check bench fuzz field chaos gpu docs packaging format clean
 
 demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes on 2 cores
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
@@ -37,6 +37,9 @@ fuzz: $(VENV)/.dev ## 10,000 damaged runs, studies, bundles, data files and plan
 field: $(VENV)/.dev ## scripts of other packages, plain and watched: half an hour
 	$(PIP_INSTALL) peft sentence-transformers
 	$(BIN)/python benchmarks/field.py --write
+
+chaos: $(VENV)/.dev ## accidents around small trainings, hundreds of them: a quarter of an hour
+	$(BIN)/python benchmarks/chaos.py --write
 
 gpu: ## what only a machine with an accelerator can tell; GPU_FLAGS=--dry-run tries it without
 	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_FLAGS)

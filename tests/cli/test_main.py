@@ -189,15 +189,6 @@ def test_ctrl_c_outside_a_study_is_quiet(
     assert call(monkeypatch, capsys) == (130, "", "")
 
 
-def test_errors_that_are_not_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(main, "app", fail)
-    with pytest.raises(ZeroDivisionError):
-        main.run()
-
-
 def test_a_study_that_is_done_stays_done_without_the_extra_for_its_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

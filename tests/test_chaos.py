@@ -1,0 +1,95 @@
+"""The quick half of ``make chaos``, and that broken promises would be seen."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.benchmarks import load_benchmark
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def chaos():
+    return load_benchmark("chaos")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_quick_half_keeps_its_promises():
+    ended = subprocess.run(
+        [sys.executable, "benchmarks/chaos.py", "--quick"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    assert said.count("good") == 4, said
+
+
+@pytest.fixture
+def kept(chaos):
+    """What an accident that does no harm leaves, of a training that is promised all steps."""
+    steps = list(range(chaos.STEPS))
+    return chaos.Outcome([0, 0], ["same"] * 2, [chaos.STEPS] * 2, 1.0, "", [], steps, "complete")
+
+
+@pytest.mark.parametrize(
+    ("change", "seconds", "word"),
+    [
+        ({"exits": [0, None]}, 0.0, "hangs"),
+        ({"exits": [0, 1]}, 0.0, "ended with"),
+        ({"bits": ["same", "other"]}, 0.0, "other bits"),
+        ({"bits": ["same", ""]}, 0.0, "end"),
+        ({"said": "Traceback (most recent call last):"}, 0.0, "traceback"),
+        ({}, 1000.0, "longer"),
+    ],
+)
+def test_harm_is_seen(chaos, kept, change, seconds, word):
+    kind = next(kind for kind in chaos.KINDS if kind.hits is chaos.Hits.MONITOR)
+    assert list(chaos.harm(kind, kept, kept, 0.0)) == []
+    [harm] = chaos.harm(kind, replace(kept, **change), kept, seconds)
+    assert word in harm
+
+
+@pytest.mark.parametrize(
+    ("record", "change", "due"),
+    [
+        ("all steps", {"steps": [*range(39)]}, None),
+        ("all steps", {"status": "incomplete"}, None),
+        ("all steps", {"steps": None}, None),
+        ("all steps handed over", {"steps": [*range(38)]}, None),
+        ("all steps handed over", {"steps": [*range(20), *range(21, 40)]}, None),
+        ("all steps handed over", {"status": "running"}, None),
+        ("what was written", {"steps": [*range(19)]}, 20),
+        ("what was written", {"steps": None}, None),
+        ("what could be written; the rest is said", {"steps": [*range(39)]}, None),
+    ],
+)
+def test_lost_steps_are_seen(chaos, kept, record, change, due):
+    kind = next(kind for kind in chaos.KINDS if kind.record == record)
+    assert list(chaos.losses(kind, kept, due)) == []
+    assert list(chaos.losses(kind, replace(kept, **change), due))
+
+
+def test_a_broken_promise_stands_out_in_the_table(chaos):
+    kinds = chaos.KINDS[:3]
+    trials = [chaos.Trial(kinds[0].name, 1), chaos.Trial(kinds[1].name, 1, lost=["a step"])]
+    table = chaos.table_of(kinds, trials)
+    assert [line.count("**1**") for line in table.splitlines()[2:]] == [0, 1, 0, 1, 0, 0]
+    assert f"Not tried on this machine: {kinds[2].name}." in table
+
+
+def test_moments_are_the_same_for_a_seed_whatever_else_is_tried(chaos):
+    all_kinds = {(kind.name, seed) for kind, seed in chaos.moments(chaos.KINDS, 2, 1)}
+    one_kind = {(kind.name, seed) for kind, seed in chaos.moments(chaos.KINDS[:1], 2, 1)}
+    assert len(one_kind) == 2
+    assert one_kind < all_kinds
