@@ -17,7 +17,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -247,11 +248,11 @@ def forked(act: Callable[[], None], err: Path) -> str | None:
 
 
 def _end(act: Callable[[], None], err: Path) -> None:
-    code = 1
+    code, said = 1, StringIO()
     try:
         resource.setrlimit(resource.RLIMIT_AS, (_size() + MEMORY,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(said):
             act()
         code = 0
     except (RankscopeError, MemoryError):
@@ -262,6 +263,9 @@ def _end(act: Callable[[], None], err: Path) -> None:
         else:
             err.write_text(traceback.format_exc())
     finally:
+        if "Traceback (most recent call last)" in said.getvalue():  # the live page goes on
+            err.write_text(said.getvalue())
+            code = 1
         os._exit(code)
 
 
