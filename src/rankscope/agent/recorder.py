@@ -99,6 +99,8 @@ class Recorder:
                 if pause is None:
                     raise
                 time.sleep(pause)
+            else:
+                return
 
     @property
     def _has_ended(self) -> bool:
