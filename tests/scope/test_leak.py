@@ -42,7 +42,7 @@ def train(rank: int, run_dir: str) -> dict[str, Any]:
                 wait_for(scope, step - 1)  # the books of a step close when the next begins
             if step + 1 in COUNTED_AFTER:
                 if scope._opened.agent is not None:
-                    scope._opened.agent.agent.root._writer.flush()
+                    scope._opened.agent.agent.root._record.flush()
                 counts.append(count())
     return {"warnings": warnings, "counts": counts}
 

@@ -235,7 +235,8 @@ class _OnStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            sys.stderr.write(f"{self.format(record)}\n")  # in one piece, beside other ranks' lines
+            sys.stderr.flush()
         except Exception:
             self.handleError(record)
 
