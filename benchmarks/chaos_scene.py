@@ -103,6 +103,7 @@ class Scene:
         self.hit = True
         self._ranks: dict[int, int] = {}
         self._exits: dict[int, int | None] = {}
+        self._killed: set[int] = set()
         self._launcher: subprocess.Popen[bytes] | None = None
         self._ended = 0.0
         self._fails = False
@@ -170,6 +171,7 @@ class Scene:
         for rank in ranks or range(NUM_RANKS):
             if rank not in self._exits:
                 os.kill(self._ranks[rank], number)
+                self._killed |= {self._ranks[rank]} if number == signal.SIGKILL else set()
 
     @property
     def agent(self) -> int:
@@ -254,6 +256,8 @@ class Scene:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 self._exits[rank] = None
+        killed = [rank for rank, pid in self._ranks.items() if pid in self._killed]
+        self.hit &= all(self._exits[rank] in (None, -signal.SIGKILL) for rank in killed)
         exits: list[int | None] = [self._exits.pop(rank) for rank in sorted(self._ranks)]
         if self._launcher is not None:
             exits = [self._launcher.poll()]

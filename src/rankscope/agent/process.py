@@ -215,6 +215,7 @@ class Agent:
             self._give(rank, None, time.time())
 
     def _send(self, rank: int, content: bytes) -> None:
+        self._say_lines()  # what comes before a last word is still heard
         if self._branches is not None and (rank == ALL_RANKS or rank not in self._server.ranks):
             self._branches.send(rank, content)
         for each in self._server.ranks if rank == ALL_RANKS else (rank,):
