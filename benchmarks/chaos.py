@@ -30,10 +30,10 @@ from chaos_scene import (
     take_mounts,
 )
 from chaos_training import STEPS
+from tables import fill_table
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "chaos.md"
-BEGIN, END = "<!-- table: python benchmarks/chaos.py -->", "<!-- end of table -->"
 TRIALS = 5
 SEED = 1
 _MODULES = (
@@ -329,13 +329,6 @@ def _broken(trials: Sequence[Trial]) -> list[str]:
     return [f"**{count}**" if count else "0" for count in counts]
 
 
-def write_page(table: str) -> None:
-    """Put the table into the page, in place of the one that is there."""
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}")
-
-
 def main() -> int:
     """Try the accidents that were asked for; return how many broke a promise."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -361,7 +354,7 @@ def main() -> int:
     table = table_of(kinds, done)
     print(table)
     if asked.write:
-        write_page(table)
+        fill_table(PAGE, "python benchmarks/chaos.py", table)
     return sum(not trial.good for trial in done)
 
 

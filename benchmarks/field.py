@@ -25,13 +25,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tables import fill_table
+
 from rankscope import Run, Severity
 from rankscope.core.signals import Table
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "field.md"
 SCRIPTS = HERE / "field_scripts"
-BEGIN, END = "<!-- table: python benchmarks/field.py -->", "<!-- end of table -->"
 STEPS = 24
 _TRAINER = re.compile(r"'loss': '?(-?[0-9.e-]+)'?")
 _OWN = re.compile(r"^loss (-?[0-9.e-]+)$", re.M)
@@ -350,13 +351,6 @@ def _in_words(findings: Sequence[str]) -> str:
     return ", ".join(f"`{cause}` ({severity})" for severity, _, cause in split) or "no finding"
 
 
-def write_page(rows: Sequence[Row]) -> None:
-    """Put the table into the page, in place of the one that is there."""
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table_of(rows)}\n\n{END}{rest.partition(END)[2]}")
-
-
 def main() -> int:
     """Run the scripts that were asked for; return how many do not keep their promises."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -371,7 +365,7 @@ def main() -> int:
                 rows.append(check(script, Path(folder)))
                 print("good" if rows[-1].good else "BAD ", rows[-1], flush=True)
     if asked.write:
-        write_page(rows)
+        fill_table(PAGE, "python benchmarks/field.py", table_of(rows))
     return sum(not row.good for row in rows)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.rules import LATENESS, RULES, explained_by, ranked
+from rankscope.diagnose.rules import LATENESS, RULES, explanations, ranked
 
 
 def finding(cause, severity=Severity.ERROR, first=0, id=None):  # noqa: A002
@@ -23,20 +23,20 @@ def test_consequences_come_last():
         "state.parameters_differ",
         "compute.worker_outlier",
     ]
-    assert explained_by(drift, [drift, outlier, root]) is root
-    assert explained_by(root, [drift, outlier, root]) is None
+    assert explanations([drift, outlier, root])[drift.id] is root
+    assert explanations([drift, outlier, root])[root.id] is None
 
 
 def test_a_cause_that_comes_much_later_explains_nothing():
     drift = finding("state.parameters_differ", first=0)
     late = finding("sync.not_reduced", first=LATENESS + 1)
-    assert explained_by(drift, [drift, late]) is None
+    assert explanations([drift, late])[drift.id] is None
 
 
 def test_a_note_does_not_explain_an_error():
     drift = finding("state.parameters_differ")
     note = finding("sync.not_reduced", Severity.NOTE)
-    assert explained_by(drift, [drift, note]) is None
+    assert explanations([drift, note])[drift.id] is None
 
 
 def test_among_causes_the_most_severe_and_then_the_earliest_is_first():

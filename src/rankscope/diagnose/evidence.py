@@ -3,6 +3,7 @@
 Legend of shapes: S steps, C columns of one type, W workers.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -217,16 +218,16 @@ class Evidence:
         object.__setattr__(self, "fields", {**usual, **self.fields})
 
 
-class Detector(Stateful):
+class Detector(Stateful, ABC):
     """Watches the stream of steps for one kind of fault.
 
     After ``close`` it may be asked for its state, and another of the same build may go on from
     there with the steps of a restarted job.
     """
 
+    @abstractmethod
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step, in order; return what is new or has changed."""
-        raise NotImplementedError
 
     def close(self) -> Iterable[Evidence]:
         """End the run; return what had to wait for it."""

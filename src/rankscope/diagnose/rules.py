@@ -137,31 +137,18 @@ LATENESS = 192
 """Steps by which a cause may be found later than its consequence: digests take turns."""
 
 
-def explained_by(finding: Finding, others: Iterable[Finding]) -> Finding | None:
-    """Return the finding of which this one is a mere consequence, None if there is none.
-
-    Args:
-        finding: The finding.
-        others: All findings of the run.
-    """
-    return explanations([*others], of=[finding])[finding.id]
-
-
-def explanations(
-    findings: Sequence[Finding], *, of: Iterable[Finding] | None = None
-) -> dict[str, Finding | None]:
+def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
     """Return for each finding, by id, the one of which it is a mere consequence, if any.
 
     Args:
         findings: All findings of a run.
-        of: Those that are asked about; all without.
     """
     causes: dict[str, list[tuple[int, Finding]]] = defaultdict(list)
     for place, finding in enumerate(findings):
         for name in _explained(finding):
             if sum(_covers(cause, finding) for _, cause in causes[name]) < 2:  # one may ask itself
                 causes[name].append((place, finding))
-    return {effect.id: _cause_of(effect, causes) for effect in of or findings}
+    return {effect.id: _cause_of(effect, causes) for effect in findings}
 
 
 def _cause_of(
