@@ -348,6 +348,8 @@ def forked(work: Callable[[], int]) -> int:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == parent:
             code = work()
+    except KeyboardInterrupt:  # a second one, while the first is told
+        code = 130
     except BaseException:
         traceback.print_exc()
     finally:
