@@ -21,7 +21,7 @@ HOSTILE = "[bold red]name[/]\x1b[2J\x1b]0;title\x07\r[link=http://x]y"
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_run(tmp_path_factory.mktemp("cli") / "healthy", num_steps=6).path
+    return record_run(tmp_path_factory.mktemp("cli") / "healthy", num_steps=64).path
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_run_that_was_watched_in_part_fails_only_where_notes_do(healthy: Path,
     assert result.exit_code == 0
     assert "NOTE" in result.output
     assert "HEALTHY" not in result.output
-    assert "The record ends early, with step 5" in " ".join(result.output.split())
+    assert "The record ends early, with step 63" in " ".join(result.output.split())
     assert call(part, "--no-html", "--fail-on", "warning").exit_code == 0
     assert call(part, "--no-html", "--fail-on", "note").exit_code == 1
 

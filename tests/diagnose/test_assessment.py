@@ -1,6 +1,7 @@
 """Assessments of recorded runs whose samples, losses and gradients are simulated."""
 
 import math
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -11,6 +12,7 @@ from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.finding import Severity
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
+from rankscope.diagnose.checks import fewest_steps
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
 from rankscope.diagnose.verdicts import judge, statements
 from rankscope.record import Run, RunWriter
@@ -121,12 +123,12 @@ def test_all_different_but_not_disjoint(tmp_path):
 
 
 def test_healthy_shards(tmp_path):
-    run, _ = record(tmp_path, sharded(4096, 8, 4))
+    run, _ = record(tmp_path, sharded(4096, 8, 4), steps=70)
     found = assess(run)
     assert found.severity is None
     assert any(
-        "A healthy run of 30 steps raises a finding of that kind with a probability of at most "
-        "3e-05." in text
+        "A healthy run of 70 steps raises a finding of that kind with a probability of at most "
+        "7e-05." in text
         for text in found.statements
     )
     assert found.headline == (
@@ -135,8 +137,37 @@ def test_healthy_shards(tmp_path):
     )
     assert found.recommendation == "Nothing to change."
     assert 0.7 < found.values["dispersion_ratio"] < 1.4
-    assert found.values["distinct_samples"] == found.values["samples_drawn"] == 960
+    assert found.values["distinct_samples"] == found.values["samples_drawn"] == 2240
     assert found.values["samples_exact"] is True
+    assert not any("yet checked" in text for text in found.statements)
+
+
+@pytest.mark.parametrize(("status", "word"), [("running", "early"), ("complete", "short")])
+def test_too_few_steps_are_not_called_healthy(tmp_path, status, word):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), status=status)
+    found = assess(run)
+    assert (found.severity, found.word) == (None, "early")
+    assert found.headline == f"Too {word} to judge: no fault found in 30 steps."
+    assert "34 more steps" in found.recommendation
+    checked, waiting = found.statements[-2:]
+    assert checked.startswith("Checked so far: values that are not finite;")
+    assert "a worker that differs from the others" in checked
+    assert "parameters, buffers and optimizer state (34 more steps)" in waiting
+
+
+def test_what_a_run_cannot_show_is_said_with_its_reason(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), identified=False)
+    assert any(
+        text == "This run cannot show: shared batches (samples were not identified)."
+        for text in assess(run).statements
+    )
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 64])
+def test_the_search_for_outliers_says_itself_how_many_steps_it_needs(num_workers):
+    needed = fewest_steps(num_workers)
+    assert 4 <= needed <= 30
+    assert fewest_steps(2) > fewest_steps(8)
 
 
 def test_shards_by_different_seeds(tmp_path):
@@ -189,7 +220,7 @@ def test_workers_whose_data_differ_in_kind_are_a_note_and_put_into_words(tmp_pat
 
 
 def test_without_a_spread_inside_workers_no_null_is_claimed(tmp_path):
-    run, _ = record(tmp_path, sharded(4096, 8, 4), per_sample=False)
+    run, _ = record(tmp_path, sharded(4096, 8, 4), per_sample=False, steps=70)
     found = assess(run)
     assert found.values["dispersion_ratio"] is None
     assert found.values["loss_std_expected"] is None
@@ -245,7 +276,8 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
         (tmp_path / status).mkdir()
         given = {**options, "stream": options["stream"]()}
         found[status] = assess(record(tmp_path / status, status=status, **given)[0])
-    assert found["running"] == found["complete"]
+    said = {"headline": "", "recommendation": ""}  # too early while it runs, else too short
+    assert replace(found["running"], **said) == replace(found["complete"], **said)
     assert found["complete"].severity is None
     assert "ends early" not in found["complete"].headline
     early, last = found["incomplete"], options.get("steps", STEPS) - 1

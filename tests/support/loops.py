@@ -56,7 +56,7 @@ class Loop:
             self.watch(run_dir, **options)
 
     def watch(self, run_dir: str, **options: Any) -> None:
-        options = {"overhead_budget": None, "plan": PLAN, **options}
+        options = {"overhead_budget": None, "plan": PLAN, "announce": False, **options}
         self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
 
     def close(self) -> None:

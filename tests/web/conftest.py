@@ -12,6 +12,11 @@ def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="session")
+def long_healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return record_run(tmp_path_factory.mktemp("long") / "sft", num_steps=64)
+
+
+@pytest.fixture(scope="session")
 def copied_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     place = tmp_path_factory.mktemp("copied") / "sft"
     return record_run(place, reading="replicated", setting="s1-2")

@@ -38,8 +38,8 @@ def test_a_run_says_verdict_findings_and_numbers(copied_run: Run):
     assert "](<figures/overview.png>)" in text
 
 
-def test_a_healthy_run(healthy_run: Run):
-    text = run_markdown(healthy_run, assess(healthy_run))
+def test_a_healthy_run(long_healthy_run: Run):
+    text = run_markdown(long_healthy_run, assess(long_healthy_run))
     assert text.startswith("## ● Healthy: ")
     assert text.count("Healthy") == 1
     assert "No findings." in text

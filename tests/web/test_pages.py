@@ -64,14 +64,21 @@ def test_page_says_what_was_found_and_in_which_ranks(copied_run: Run, tmp_path: 
         assert finding.next_check in words
 
 
-def test_page_of_a_healthy_run_says_so(healthy_run: Run):
-    path = write_report(healthy_run)
+def test_page_of_a_healthy_run_says_so(long_healthy_run: Run):
+    path = write_report(long_healthy_run)
     words = read(path).words
 
-    assert path == healthy_run.path / "report.html"
+    assert path == long_healthy_run.path / "report.html"
     assert "Healthy" in words
-    assert "960 different of 960 drawn" in words
+    assert "2,048 different of 2,048 drawn" in words
     assert "Findings None:" in words
+
+
+def test_page_of_a_short_run_says_what_was_not_checked(healthy_run: Run, tmp_path: Path):
+    words = read(write_report(healthy_run, tmp_path / "report.html")).words
+    assert "Too early Too short to judge: no fault found in 30 steps." in words
+    assert "Not yet checked: " in words
+    assert "Healthy" not in words
 
 
 def test_page_loads_nothing_and_only_its_own_scripts_may_run(copied_run: Run, tmp_path: Path):

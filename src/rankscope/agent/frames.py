@@ -57,6 +57,8 @@ class Kind(IntEnum):
     """Nothing is recorded from now on, and why."""
     WORKING = 28
     """The run will be closed once the steps that wait are judged; some were just now."""
+    ANNOUNCE = 29
+    """A line about findings, for whoever started the training; as JSON, with its level."""
     DONE = 27
     """The run is closed; the last frame."""
 

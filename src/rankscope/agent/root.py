@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankscope.agent.announcer import Announcer, Change, Changes
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.forwarder import HostSteps
@@ -118,7 +119,10 @@ class Root:
             self._hangs = HangNotes(layout.num_workers, seconds, hosts, self._tell_of_hang)
         self._hosts = hosts
         self._sinks = _start_sinks(setup, self._run_dir, known)
-        self._tell(known, told=False)
+        self._changes = Changes(known)
+        self._announcer = Announcer(self._announce) if setup["announce"] else None
+        self._options = setup["info"].get("options")
+        self._send(ALL_RANKS, _findings_frame(known))
 
     # What comes in ---------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class Root:
         self._note_progress(rank, -1)
         if self._governor.decisions:
             self._send(rank, self._interval_frame())
-        self._send(rank, _findings_frame(self._known, told=False, step=-1))
+        self._send(rank, _findings_frame(self._known))
 
     def _take_message(self, rank: int, frame: Frame, at: float) -> None:
         self._take_step(rank, StepMessage.unpack(frame.payload))
@@ -218,7 +222,7 @@ class Root:
         self._record.add_findings([finding])
         if self._sinks is not None:
             self._sinks.findings([finding])
-        self._tell([finding], told=True)
+        self._tell([finding], announced=False)  # it was said when it began
 
     def _judge(self, steps: Sequence[Sequence[StepMessage]]) -> None:
         """Judge consecutive steps; together they cost less."""
@@ -252,7 +256,7 @@ class Root:
         if decision is not None:
             _log.info("%s", decision)
             self._send(ALL_RANKS, self._interval_frame())
-        self._tell(findings, told=True)
+        self._tell(findings)
         if self._canaries is not None:
             known = self._diagnosis.findings
             self._direct(self._canaries.observe(gathered, findings, known, self.newest))
@@ -263,9 +267,20 @@ class Root:
         for message in messages:
             self._send(ALL_RANKS, pack(message.kind, message.payload, step=message.step))
 
-    def _tell(self, findings: Sequence[Finding], *, told: bool) -> None:
-        if findings:
-            self._send(ALL_RANKS, _findings_frame(findings, told=told, step=self.newest + LAG))
+    def _tell(self, findings: Sequence[Finding], *, announced: bool = True) -> None:
+        """Send findings that have changed to all ranks, and say what that means."""
+        if not findings:
+            return
+        changes = [self._changes.of(finding) for finding in findings]
+        frame = _findings_frame(findings, changes, news=True, step=self.newest + LAG)
+        self._send(ALL_RANKS, frame)
+        if self._announcer is not None and announced:
+            changed = [(f, c) for f, c in zip(findings, changes, strict=True) if c is not None]
+            self._announcer.take(changed, self._known)
+
+    def _announce(self, line: str, is_fault: bool) -> None:
+        level = logging.WARNING if is_fault else logging.INFO
+        self._send(0, pack(Kind.ANNOUNCE, json.dumps([level, line]).encode(), rank=0))
 
     @property
     def is_pressed(self) -> bool:
@@ -381,12 +396,25 @@ class Root:
             if self._sinks is not None:
                 self._sinks.close()
             known = self._known
-            self._send(ALL_RANKS, _findings_frame(last, told=False, step=-1, news=True))
-            self._send(ALL_RANKS, _findings_frame(known, told=False, step=-1))
+            self._tell(last)
+            self._send(ALL_RANKS, _findings_frame(known))
+            if self._announcer is not None:
+                self._conclude_aloud(self._announcer)
             if self._latest is not None:
                 self._send(ALL_RANKS, pack(Kind.LATEST, pack_report(self._latest)))
             for rank, worker in enumerate(self._workers):
                 self._send(rank, pack(Kind.DONE, worker.last_word.encode(), rank=rank))
+
+    def _conclude_aloud(self, announcer: Announcer) -> None:
+        try:
+            announcer.conclude(
+                self._known,
+                num_steps=self._diagnosis.num_steps,
+                num_workers=len(self._workers),
+                options=self._options,
+            )
+        except Exception as error:  # the last word matters more
+            _log.debug("the verdict cannot be said: %s", error)
 
     def _missing(self) -> dict[str, Any]:
         """Return what was not gathered, and of which workers."""
@@ -436,10 +464,22 @@ _TAKES: dict[Kind, Callable[[Root, int, Frame, float], None]] = {
 
 
 def _findings_frame(
-    findings: Sequence[Finding], *, told: bool, step: int, news: bool = False
+    findings: Sequence[Finding],
+    changes: Sequence[Change | None] = (),
+    *,
+    news: bool = False,
+    step: int = -1,
 ) -> bytes:
+    """Return findings as ranks get them.
+
+    Args:
+        findings: The findings.
+        changes: What has changed about each; nothing if left out.
+        news: Whether sinks are to be told.
+        step: The step at whose beginning the training is told of changes.
+    """
     events = [finding.to_json() for finding in findings]
-    content = {"told": told, "news": news or told, "findings": events}
+    content = {"changes": list(changes), "news": news, "findings": events}
     return pack(Kind.FINDINGS, json.dumps(content, default=_plain).encode(), step=step)
 
 

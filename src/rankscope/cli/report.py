@@ -225,16 +225,17 @@ def _comparable(finding: Finding) -> dict[str, Any]:
 def _report_study(path: Path, wanted: _Wanted) -> Severity | None:
     study = open_study(path)
     word, headline = headline_of(study.entries)
+    worst = None if word in ("healthy", "early") else Severity[word.upper()]
     result: dict[str, Any] = {
         "kind": "study",
         "path": str(path),
-        "severity": None if word == "healthy" else word,
+        "severity": None if worst is None else str(worst),
         "headline": headline,
         "entries": [entry.values for entry in study.entries],
     }
     writers = study_writers(study, lambda: result)
     wanted.deliver(writers, result, lambda: render_study(path, terminal()))
-    return None if word == "healthy" else Severity[word.upper()]
+    return worst
 
 
 def _name(severity: Severity | None) -> str | None:

@@ -78,6 +78,9 @@ def run_script(
     no_canary: Annotated[
         bool, typer.Option("--no-canary", help="Never replay a batch on all workers.")
     ] = False,
+    no_announce: Annotated[
+        bool, typer.Option("--no-announce", help="Print neither findings nor the verdict.")
+    ] = False,
 ) -> None:
     """Watch a training script as it is, without a line of rankscope in it.
 
@@ -108,6 +111,7 @@ def run_script(
             "plan": _plan(plan),
             "trace": trace,
             "canary": not no_canary,
+            "announce": not no_announce,
             **({"sinks": _sinks(sink)} if sink else {}),
         }
     except UsageError as error:

@@ -32,7 +32,13 @@ WIDE = 104
 """Columns from which the study's table shows everything."""
 
 
-_COLOURS = {"healthy": "green", "note": "blue", "warning": "yellow", "error": "red"}
+_COLOURS = {
+    "healthy": "green",
+    "early": "cyan",
+    "note": "blue",
+    "warning": "yellow",
+    "error": "red",
+}
 _LOOK = {name: (sign, _COLOURS[name]) for name, sign in SIGNS.items()}
 
 
@@ -99,7 +105,7 @@ def render_study(study_dir: Path, console: Console) -> None:
 def _verdict(severity: str, headline: str, title: str) -> Text:
     sign, colour = _LOOK[severity]
     return Text.assemble(
-        (f"{sign} {severity.upper()}", f"bold {colour}"),
+        (f"{sign} {'TOO EARLY' if severity == 'early' else severity.upper()}", f"bold {colour}"),
         ("  ", ""),
         plain(title, "dim"),
         "\n",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from rankscope.core.dispersion import finite_mean
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.checks import checks_of
 from rankscope.diagnose.dispersion_words import Values
 from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
 from rankscope.diagnose.rules import count, name_ranks
@@ -42,6 +43,7 @@ class Assessment:
         statements: What the metrics say and what they cannot say, one sentence or two each.
         recommendation: What to change.
         values: The numbers behind it; None where a number is undefined. Means are over steps.
+        early: Whether some check needs more steps than the run has.
     """
 
     severity: Severity | None
@@ -49,6 +51,12 @@ class Assessment:
     statements: tuple[str, ...]
     recommendation: str
     values: Mapping[str, float | int | None]
+    early: bool = False
+
+    @property
+    def word(self) -> str:
+        """``healthy``, ``early``, ``note``, ``warning`` or ``error``."""
+        return str(self.severity or ("early" if self.early else "healthy"))
 
 
 def assess(run: Run) -> Assessment:
@@ -66,6 +74,9 @@ def assess(run: Run) -> Assessment:
     """
     values = measure(run)
     findings, course = run.findings(), course_of(run)
+    known = values["samples_drawn"] is not None
+    checks = checks_of(run.num_workers, run.info.get("options"), samples=known)
+    course = replace(course, checks=checks)
     verdict: Verdict = judge(values, findings, course)
     return Assessment(
         severity=_worst(findings, verdict.severity),
@@ -73,6 +84,7 @@ def assess(run: Run) -> Assessment:
         statements=(*statements(values, findings, course), *_say_missing(run), *_say_long(run)),
         recommendation=verdict.recommendation,
         values=values,
+        early=verdict.early,
     )
 
 

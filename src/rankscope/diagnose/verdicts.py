@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rankscope.core.budget import bound_in_words
 from rankscope.core.finding import Finding, Severity
+from rankscope.diagnose.checks import Check, missing_steps, say_checks
 from rankscope.diagnose.dispersion_words import (
     Values,
     say_dispersion,
@@ -20,6 +21,8 @@ from rankscope.diagnose.dispersion_words import (
 from rankscope.diagnose.rules import count, name_ranks, ranked
 
 NOTHING_TO_CHANGE = "Nothing to change."
+TOO_EARLY = ("Too early to judge", "Too short to judge")
+"""How the headline of a run of too few steps begins: one that goes on, and one that has ended."""
 _ALIKE_LOSS = 1e-6
 _ALIKE_COSINE = 0.999
 _FEW_STEPS = 3
@@ -27,11 +30,12 @@ _FEW_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Headline and recommendation, and a severity that no finding carries."""
+    """Headline and recommendation, a severity that no finding carries, and whether it is early."""
 
     headline: str
     recommendation: str
     severity: Severity | None = None
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +47,13 @@ class Course:
         last_step: The last step on record; -1 without any.
         earlier_steps: Steps of the runs that it continues, as far as detectors remember them; None
             where that is not known.
+        checks: What it is checked for.
     """
 
     status: str = "running"
     last_step: int = -1
     earlier_steps: int | None = 0
+    checks: tuple[Check, ...] = ()
 
     @property
     def ended(self) -> bool:
@@ -74,9 +80,18 @@ def judge(values: Values, findings: Sequence[Finding], course: Course = _BEGUN) 
     if not values["steps"]:
         return _NOTHING_RECORDED if course.ended else _NOTHING_YET
     verdict = _judge(values, findings, course)
-    if course.cut_short and not _causes(findings):
+    if _causes(findings):
+        return verdict
+    if course.cut_short:
         return _cut_short(verdict, course)
-    return verdict
+    missing = missing_steps(course.checks, _steps(values, course))
+    if verdict.severity or not missing:
+        return verdict
+    return _too_early(verdict, values, course, missing)
+
+
+def _steps(values: Values, course: Course) -> int:
+    return _number(values, "steps") + (course.earlier_steps or 0)
 
 
 def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdict:
@@ -112,6 +127,7 @@ def statements(
         _say_samples(values, causes),
         _say_limits(values, causes),
         _say_budget(values, findings, course),
+        *say_checks(course.checks, _steps(values, course)),
         _say_cost(values),
     )
     return tuple(part for part in parts if part)
@@ -194,6 +210,18 @@ def _cut_short(verdict: Verdict, course: Course) -> Verdict:
         f"{own}See the log: it says what ended the training, or why rankscope ended before it.",
         verdict.severity or Severity.NOTE,
     )
+
+
+def _too_early(verdict: Verdict, values: Values, course: Course, missing: int) -> Verdict:
+    """Return a verdict that does not take the silence of checks for health that need more steps."""
+    headline, recommendation = verdict.headline, verdict.recommendation
+    steps, more = count(_steps(values, course), "step"), count(missing, "more step")
+    if headline.startswith("Healthy"):
+        headline = f"{TOO_EARLY[course.ended]}: no fault found in {steps}."
+    if recommendation == NOTHING_TO_CHANGE:
+        verb = "Train for" if course.ended else "Let it run for"
+        recommendation = f"{verb} {more}: then every check has had its chance."
+    return Verdict(headline, recommendation, early=True)
 
 
 def _say_end(course: Course) -> str:

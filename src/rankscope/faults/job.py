@@ -259,7 +259,7 @@ class Job:
         """
         self.prepare()
         directories = []
-        options = {"overhead_budget": None, **self.options()}
+        options = {"overhead_budget": None, "announce": False, **self.options()}
         if self.plan():
             options["plan"] = dict(self.plan())
         for session in range(self.num_sessions):

@@ -16,7 +16,6 @@ import functools
 import logging
 import multiprocessing
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Callable
@@ -278,16 +277,12 @@ class Ending:
                 self._watching.close(self._error())
 
     def _finish(self) -> None:
-        """Close the run and say where it lies."""
+        """Close the run."""
         watching, self._watching = self._watching, None
         if watching is None or self._pid != os.getpid():
             return
         with contextlib.suppress(Exception):
             watching.close(self._error())
-            if watching.scope.run_dir is not None:
-                path = _short(watching.scope.run_dir)
-                show = f"rankscope report {shlex.quote(path)}"
-                say(f"the run is recorded in {path}; to see it: {show}")
 
     def _error(self) -> BaseException | None:
         """Return what ends the script, if it is no success."""
@@ -339,8 +334,3 @@ def say(message: str) -> None:
     """Write a line to the script's error stream, if it is still open."""
     with contextlib.suppress(Exception):
         print(f"rankscope: {message}", file=sys.stderr, flush=True)
-
-
-def _short(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

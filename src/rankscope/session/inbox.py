@@ -11,6 +11,7 @@ from rankscope.agent.processes import permit_inspection
 from rankscope.agent.reports import unpack_report
 from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
+from rankscope.session.announcement import announce
 from rankscope.session.canary import LiveCanary
 from rankscope.session.collector import StepCollector
 from rankscope.session.opening import Opened
@@ -32,7 +33,7 @@ class Inbox:
         opened: The run.
         collector: Is told how often to measure.
         canary: Is told of canaries; None without.
-        on_finding: Called with each finding that opens or changes.
+        on_finding: Called with each finding that opens, gets worse or closes.
         sinks: Sinks that live in this process; None without.
 
     Attributes:
@@ -66,6 +67,7 @@ class Inbox:
             Kind.FINDINGS: self._take_findings,
             Kind.LATEST: self._take_report,
             Kind.LOG: self._take_line,
+            Kind.ANNOUNCE: self._take_announcement,
             Kind.OFF: self._take_off,
             Kind.INVITATION: self._take_invitation,
             Kind.DONE: self._take_done,
@@ -171,10 +173,11 @@ class Inbox:
 
     def _take_findings(self, frame: Frame) -> None:
         said = json.loads(frame.payload)
-        for event in said["findings"]:
+        changes = said["changes"] or [None] * len(said["findings"])
+        for event, change in zip(said["findings"], changes, strict=True):
             finding = Finding.from_json(event)
             self.findings[finding.id] = finding
-            if said["told"]:
+            if change is not None:
                 self._due.append((frame.step, finding))
             if said["news"] and self._sinks is not None:
                 self._news.append(finding)
@@ -191,6 +194,9 @@ class Inbox:
     def _take_line(self, frame: Frame) -> None:
         level, line = json.loads(frame.payload)
         _log.log(level, "%s", line)
+
+    def _take_announcement(self, frame: Frame) -> None:
+        announce(*json.loads(frame.payload))
 
     def _take_off(self, frame: Frame) -> None:
         raise AgentEndedError(frame.payload.decode())

@@ -118,6 +118,7 @@ class Intent:
         flush_seconds: Longest time that measured values stay in the agent's memory.
         hang_seconds: How long a step may take; None for any time.
         in_thread: Whether agents live in threads of the training's processes.
+        announce: Whether findings and the verdict are printed.
     """
 
     options: dict[str, Any]
@@ -126,6 +127,7 @@ class Intent:
     flush_seconds: float
     hang_seconds: float | None
     in_thread: bool
+    announce: bool = True
 
 
 def _end_lost_run(run_dir: Path, pid: int | None, how: str) -> None:
@@ -365,6 +367,7 @@ def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:
         "canary_every": options["canary_every"],
         "sinks": list(begun.sinks),
         "relays": bool(begun.local_sinks),
+        "announce": intent.announce,
     }
 
 

@@ -30,6 +30,7 @@ from rankscope.capture.guard import ForeignHook, Guard
 from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
 from rankscope.errors import RankscopeError
+from rankscope.session.announcement import announce, where_recorded
 from rankscope.session.canary import LiveCanary
 from rankscope.session.collector import StepCollector
 from rankscope.session.inbox import Inbox, OnFinding
@@ -59,9 +60,10 @@ class Scope:
         optimizer: Its optimizer, if known.
         instruments: What measures the model's gradients, and how.
         opened: The run that has begun, and the way to the agent.
-        on_finding: Called with each finding that opens or changes.
+        on_finding: Called with each finding that opens, gets worse or closes.
         make_canary: Returns what replays batches, given the way to the root; None without canaries.
         sinks: Sinks that live in this process; None without.
+        announce_end: Whether rank 0 says at the end where the run is recorded.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class Scope:
         on_finding: OnFinding | None,
         make_canary: Callable[[Callable[[bytes], None]], LiveCanary] | None = None,
         sinks: Sinks | None = None,
+        announce_end: bool = False,
     ) -> None:
-        self._opened = opened
+        self._opened, self._announces_end = opened, announce_end
         self._off = self._closed = self._inside = self._training = self._bypassing = False
         self._pid = os.getpid()
         canary = None if make_canary is None else make_canary(self._send_batch)
@@ -228,6 +231,8 @@ class Scope:
             self._inbox.close_sinks()
             if self._opened.agent is not None and self._inbox.done:
                 self._opened.agent.wait(_AGENT_SECONDS)
+        if self._announces_end and self._opened.run_dir is not None:
+            announce(logging.INFO, where_recorded(self._opened.run_dir))
         self._inbox.tell(None)
 
     def _say_goodbye(self, timeout: float, *, interrupted: bool) -> None:

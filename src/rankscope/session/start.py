@@ -1,5 +1,6 @@
 """``rankscope.watch``: what happens once, before the first step."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -65,6 +66,7 @@ def watch(
     trace: bool = False,
     sinks: SinkOption = (),
     agent: str | None = None,
+    announce: bool = True,
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
@@ -97,9 +99,9 @@ def watch(
             buffers, optimizer state, reduced gradients, random generators, precision. Samples,
             settings and the environment always are.
         seed: Seed of the sketch's signs. It touches no random generator of the training.
-        on_finding: Called with each finding when it opens or changes: in the training's thread, at
-            the beginning of the same step on every rank, so that it may write a checkpoint. What
-            it raises is logged; ``SystemExit`` and the like end the training.
+        on_finding: Called with each finding when it opens, gets worse or closes: in the training's
+            thread, at the beginning of the same step on every rank, so that it may write a
+            checkpoint. What it raises is logged; ``SystemExit`` and the like end the training.
         process_group: The data-parallel group; by default the model's own.
         config: Anything JSON that describes the run; stored in ``run.json``, but for what looks
             like a secret.
@@ -134,6 +136,9 @@ def watch(
         agent: Where the monitor's work is done: ``"process"``, one of its own on each host, or
             ``"thread"`` inside of this one, where no process may be started. By default what the
             environment variable ``RANKSCOPE_AGENT`` says, else a process.
+        announce: Whether rank 0 says on the error stream (through the logger ``rankscope``) when a
+            warning or an error opens, gets worse or closes, and at the end the verdict and the
+            command that shows more.
 
     Returns:
         The running scope, also a context manager.
@@ -197,6 +202,7 @@ def watch(
             flush_seconds=flush_seconds,
             hang_seconds=hang_seconds,
             in_thread=in_thread,
+            announce=announce,
         ),
     )
     if opened.rank != 0:
@@ -210,6 +216,7 @@ def watch(
         on_finding=on_finding,
         make_canary=partial(LiveCanary, wrapped, opened.rank, first=first) if canary else None,
         sinks=_local_sinks(opened),
+        announce_end=announce,
     )
 
 
@@ -234,11 +241,9 @@ class _OnStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
-        try:
+        with contextlib.suppress(Exception):  # it is closed: nobody can be told
             sys.stderr.write(f"{self.format(record)}\n")  # in one piece, beside other ranks' lines
             sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
 
 
 def _in_thread(agent: str | None) -> bool:

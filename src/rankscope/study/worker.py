@@ -198,6 +198,7 @@ def train(job: Job, combination: Combination, on_step: Callable[[StepReport | No
         config=run_facts,
         plan={"loss_weighting": "worker"},  # each worker's mean counts alike, as in the paper
         flush_seconds=FLUSH_SECONDS,
+        announce=False,  # the table of all configurations follows
     ) as scope:
         for _ in range(config.steps):
             _train_step(job, ddp, optimizer, batches, scope)

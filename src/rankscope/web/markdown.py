@@ -91,7 +91,8 @@ def study_markdown(study: Study, pictures: Sequence[str] = ()) -> str:
 
 
 def _heading(severity: str, headline: str) -> str:
-    word = "" if headline.lower().startswith(severity) else f"{severity.capitalize()}: "
+    said = headline.lower().startswith(severity) or severity == "early"
+    word = "" if said else f"{severity.capitalize()}: "
     return f"## {SIGNS[severity]} {word}{escaped(headline)}"
 
 

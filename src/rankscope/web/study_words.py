@@ -7,6 +7,7 @@ from typing import Any
 
 from rankscope.core.finding import Severity
 from rankscope.diagnose.rules import count
+from rankscope.diagnose.verdicts import TOO_EARLY
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import is_directory, is_file, parse, read_file, unreadable
@@ -47,9 +48,11 @@ class Entry:
 
     @property
     def severity(self) -> str:
-        """``healthy``, ``note``, ``warning`` or ``error``."""
+        """``healthy``, ``early``, ``note``, ``warning`` or ``error``."""
         known = {str(severity) for severity in Severity}
-        return self.text("severity") if self.text("severity") in known else "healthy"
+        if self.text("severity") in known:
+            return self.text("severity")
+        return "early" if self.text("headline").startswith(TOO_EARLY) else "healthy"
 
     @property
     def name(self) -> str:
@@ -165,10 +168,13 @@ def _amount(entry: Entry, name: str, noun: str) -> str:
 
 def headline_of(entries: Sequence[Entry]) -> tuple[str, str]:
     """Return the worst severity of a study, and one sentence that says what it shows."""
-    order = ["healthy", *(str(severity) for severity in Severity)]
+    order = ["healthy", "early", *(str(severity) for severity in Severity)]
     worst = max((entry.severity for entry in entries), key=order.index)
     bad = [entry for entry in entries if order.index(entry.severity) >= order.index("warning")]
     if not bad:
+        short = sum(entry.severity == "early" for entry in entries)
+        if short:
+            return worst, f"No fault found, in {short} of {len(entries)} too few steps to judge."
         if len(entries) == 1:
             return worst, "The one configuration of this study passes."
         return worst, f"All {len(entries)} configurations of this study pass."

@@ -15,7 +15,7 @@ from rankscope.diagnose.rules import RULES, count, explanations, name_ranks, pag
 from rankscope.record import Run
 
 UNKNOWN = "–"
-SIGNS = {"healthy": "●", "note": "○", "warning": "▲", "error": "◆"}
+SIGNS = {"healthy": "●", "early": "◌", "note": "○", "warning": "▲", "error": "◆"}
 """One sign for each verdict, beside its name."""
 Values = Mapping[str, Any]
 
@@ -242,7 +242,7 @@ class Verdict:
 
     Attributes:
         title: The run's name.
-        severity: ``healthy``, ``note``, ``warning`` or ``error``.
+        severity: ``healthy``, ``early``, ``note``, ``warning`` or ``error``.
         line: What the run is, in one line.
         assessment: Headline, recommendation and statements.
         tiles: The key numbers.
@@ -267,7 +267,7 @@ def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
     causes = explanations(found)
     return Verdict(
         title=title_of(run.info, run.path),
-        severity=str(assessment.severity or "healthy"),
+        severity=assessment.word,
         line=run_line(run, assessment),
         assessment=assessment,
         tiles=tiles(assessment.values),

@@ -22,6 +22,7 @@ import numpy as np
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Finding
 from rankscope.core.signals import Table
+from rankscope.diagnose.checks import checks_of, missing_steps
 from rankscope.diagnose.rules import ranked
 from rankscope.errors import RunError
 from rankscope.record import Run
@@ -46,7 +47,7 @@ _FLUSH_SECONDS = 10.0
 _RECENT = 50
 
 UNREADABLE = "unreadable"
-ORDER = ("error", "warning", UNREADABLE, "note", "healthy")
+ORDER = ("error", "warning", UNREADABLE, "note", "early", "healthy")
 """Severities, worst first."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -238,7 +239,7 @@ class Glance:
     Attributes:
         place: Where it lies.
         title: Its name.
-        severity: ``error``, ``warning``, ``note``, ``healthy``, or ``unreadable``.
+        severity: ``error``, ``warning``, ``note``, ``early``, ``healthy``, or ``unreadable``.
         headline: What is wrong in a few words; empty when nothing is.
         since_step: The first step that shows the worst finding.
         since: When that was, in seconds since 1970.
@@ -310,12 +311,16 @@ def _look(place: Place, at: Stamp, run: Run) -> Glance:
     columns = run.columns(Table.STEPS, "step", "time", "loss_mean")
     step_T, time_T = columns["step"], columns["time"]
     worst = next(iter(ranked(run.findings())), None)
-    severity = "healthy" if worst is None else str(worst.severity)
+    severity, headline = "healthy", ""
+    if worst is not None:
+        severity, headline = str(worst.severity), title_of_finding(worst)
+    elif missing_steps(checks_of(run.num_workers, run.info.get("options")), len(step_T)):
+        severity, headline = "early", "Too early to judge"
     return Glance(
         place=place,
         title=title_of(run.info, place.path),
         severity=severity,
-        headline="" if worst is None else title_of_finding(worst),
+        headline=headline,
         since_step=None if worst is None else worst.first_step,
         since=None if worst is None else _time_of(worst, step_T, time_T),
         ended=run.status,

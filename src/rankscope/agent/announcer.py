@@ -1,0 +1,139 @@
+"""What is said of findings while the training goes on: opened, worsened, closed, and the verdict.
+
+Detectors update a finding often; who is told of it hears of it when its meaning changes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+
+from rankscope.core.finding import Finding, Severity
+from rankscope.diagnose.checks import checks_of, missing_steps
+from rankscope.diagnose.rules import count, explanations, name_ranks, ranked
+
+MOST_LINES = 20
+"""Lines about single findings in one run: a log that scrolls is not read."""
+
+
+class Change(StrEnum):
+    """What an update of a finding changes for whoever reads it."""
+
+    OPENED = "opened"
+    WORSENED = "worsened"
+    CLOSED = "closed"
+
+
+class Changes:
+    """Tells updates that change a finding's meaning from those that only count on.
+
+    Args:
+        known: Findings that were told before, in an earlier run that this one continues.
+    """
+
+    def __init__(self, known: Iterable[Finding] = ()) -> None:
+        self._last = {finding.id: finding for finding in known}
+
+    def of(self, finding: Finding) -> Change | None:
+        """Take an update; return what it changes, None for nothing but numbers."""
+        before = self._last.get(finding.id)
+        self._last[finding.id] = finding
+        if before is None or (before.status == "closed" and finding.status != "closed"):
+            return Change.OPENED
+        if finding.status == "closed":
+            return Change.CLOSED if before.status != "closed" else None
+        return Change.WORSENED if finding.severity > before.severity else None
+
+
+class Announcer:
+    """Says in one line each what changes about warnings and errors, and at the end the verdict.
+
+    Notes, and findings that another one explains, are only counted at the end.
+
+    Args:
+        say: Sends a line; whether it speaks of a fault.
+    """
+
+    def __init__(self, say: Callable[[str, bool], None]) -> None:
+        self._say = say
+        self._num_lines = 0
+        self._announced: set[str] = set()
+
+    def take(self, changed: Sequence[tuple[Finding, Change]], known: Sequence[Finding]) -> None:
+        """Say what changes about findings.
+
+        Args:
+            changed: The findings, and what has changed about each.
+            known: All findings of the run.
+        """
+        told = [one for one in changed if self._is_told(*one)]
+        if not told:
+            return
+        causes = explanations(known)
+        for finding, change in told:
+            if change is not Change.CLOSED and causes.get(finding.id) is not None:
+                continue
+            self._num_lines += 1
+            if self._num_lines > MOST_LINES:
+                if self._num_lines == MOST_LINES + 1:
+                    self._say("Further findings are only recorded, not printed.", True)
+                return
+            self._announced.add(finding.id)
+            self._say(line_of(finding, change), change is not Change.CLOSED)
+
+    def _is_told(self, finding: Finding, change: Change) -> bool:
+        if change is Change.CLOSED:
+            return finding.id in self._announced
+        return finding.severity > Severity.NOTE
+
+    def conclude(
+        self, known: Sequence[Finding], *, num_steps: int, num_workers: int, options: object
+    ) -> None:
+        """Say what the whole run has shown.
+
+        Args:
+            known: All findings of the run, in their last state.
+            num_steps: Steps that were judged.
+            num_workers: Workers.
+            options: What ``run.json`` says of the options of ``watch``.
+        """
+        if not num_steps:
+            return
+        missing = missing_steps(checks_of(num_workers, options), num_steps)
+        seen = f"{count(num_steps, 'step')} of {count(num_workers, 'worker')}"
+        self._say(f"{seen}: {verdict_line(known, missing)}", False)
+
+
+def line_of(finding: Finding, change: Change) -> str:
+    """Return a change of a finding in one line."""
+    who = f" ({name_ranks(finding.ranks)})" if finding.ranks else ""
+    if change is Change.CLOSED:
+        return f"closed: {finding.cause}{who} has not been seen since step {finding.last_step:,}."
+    now = f"now {finding.severity}" if change is Change.WORSENED else str(finding.severity)
+    said = _first_sentence(finding)
+    return f"{now}: {said} [{finding.cause}, since step {finding.first_step:,}]"
+
+
+def verdict_line(findings: Sequence[Finding], missing: int = 0) -> str:
+    """Return all findings of a run in one line, the worst one in words.
+
+    Args:
+        findings: The findings.
+        missing: Steps that some check would need besides.
+    """
+    faults = [finding for finding in findings if finding.severity > Severity.NOTE]
+    notes = len(findings) - len(faults)
+    if not faults:
+        noted = f" ({count(notes, 'note')})" if notes else ""
+        more = f", but some checks need {count(missing, 'more step')}" if missing else ""
+        return f"no fault found{noted}{more}."
+    counted = [
+        count(sum(finding.severity is severity for finding in faults), str(severity))
+        for severity in (Severity.ERROR, Severity.WARNING)
+        if any(finding.severity is severity for finding in faults)
+    ]
+    closed = sum(finding.status == "closed" for finding in faults)
+    kept = f", {closed} of them closed" if closed else ""
+    return f"{' and '.join(counted)}{kept}. {_first_sentence(ranked(faults)[0])}"
+
+
+def _first_sentence(finding: Finding) -> str:
+    return f"{finding.explanation.partition('. ')[0].rstrip('.')}."

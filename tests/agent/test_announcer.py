@@ -1,0 +1,176 @@
+"""What is said of findings while the training goes on."""
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rankscope.agent.announcer import MOST_LINES, Announcer, Change, Changes, line_of, verdict_line
+from rankscope.core.finding import Finding, Severity
+from rankscope.session.announcement import announce, where_recorded
+from support.loops import Loop
+from support.ranks import run_ranks
+
+COPIES = Finding(
+    "copies",
+    "data.duplicate_batches",
+    Severity.WARNING,
+    (0, 2),
+    5,
+    8,
+    "Ranks 0 and 2 trained on identical batches. It is so.",
+    "Look.",
+)
+SCRIPT = Path(__file__).parents[1] / "support" / "train_forgotten_sampler.py"
+
+
+def test_only_what_changes_the_meaning_is_news():
+    changes = Changes()
+    assert changes.of(COPIES) is Change.OPENED
+    assert changes.of(replace(COPIES, last_step=900)) is None
+    assert changes.of(replace(COPIES, severity=Severity.ERROR)) is Change.WORSENED
+    assert changes.of(replace(COPIES, severity=Severity.NOTE)) is None
+    assert changes.of(replace(COPIES, status="closed")) is Change.CLOSED
+    assert changes.of(replace(COPIES, status="closed", last_step=9)) is None
+    assert changes.of(COPIES) is Change.OPENED
+
+
+def test_what_an_earlier_run_has_told_is_no_news():
+    changes = Changes([COPIES])
+    assert changes.of(replace(COPIES, last_step=900)) is None
+    assert changes.of(replace(COPIES, status="closed")) is Change.CLOSED
+
+
+def test_a_line_says_what_and_since_when():
+    assert line_of(COPIES, Change.OPENED) == (
+        "warning: Ranks 0 and 2 trained on identical batches. "
+        "[data.duplicate_batches, since step 5]"
+    )
+    worse = replace(COPIES, severity=Severity.ERROR)
+    assert line_of(worse, Change.WORSENED).startswith("now error: Ranks 0 and 2 trained")
+    assert line_of(COPIES, Change.CLOSED) == (
+        "closed: data.duplicate_batches (ranks 0 and 2) has not been seen since step 8."
+    )
+
+
+def said(changed, known=()):
+    """Return the lines that some changes lead to."""
+    lines = []
+    announcer = Announcer(lambda line, is_fault: lines.append((line, is_fault)))
+    for finding, change in changed:
+        announcer.take([(finding, change)], known or [finding])
+    return lines
+
+
+def test_notes_and_the_end_of_what_was_not_said_stay_silent():
+    note = replace(COPIES, severity=Severity.NOTE)
+    assert said([(note, Change.OPENED), (replace(COPIES, status="closed"), Change.CLOSED)]) == []
+    opened, closed = said([(COPIES, Change.OPENED), (COPIES, Change.CLOSED)])
+    assert (opened[1], closed[1]) == (True, False)
+
+
+def test_consequences_of_another_finding_are_not_printed():
+    cause = replace(COPIES, id="state", cause="state.parameters_differ", severity=Severity.ERROR)
+    effect = replace(COPIES, id="rank-0", cause="data.worker_outlier", first_step=6)
+    assert said([(effect, Change.OPENED)], [cause, effect]) == []
+    assert len(said([(effect, Change.OPENED)], [effect])) == 1
+
+
+def test_a_storm_of_findings_does_not_flood_the_log():
+    many = [(replace(COPIES, id=str(number)), Change.OPENED) for number in range(3 * MOST_LINES)]
+    lines = said(many)
+    assert len(lines) == MOST_LINES + 1
+    assert lines[-1] == ("Further findings are only recorded, not printed.", True)
+
+
+def test_the_verdict_counts_and_names_the_worst():
+    note, error = replace(COPIES, severity=Severity.NOTE), replace(COPIES, severity=Severity.ERROR)
+    assert verdict_line([]) == "no fault found."
+    assert verdict_line([note]) == "no fault found (1 note)."
+    other = replace(COPIES, id="x", cause="rng.identical", explanation="Equal.", status="closed")
+    assert verdict_line([other, error, note]) == (
+        "1 error and 1 warning, 1 of them closed. Ranks 0 and 2 trained on identical batches."
+    )
+
+
+@pytest.mark.parametrize(("level", "heard"), [(logging.NOTSET, 2), (logging.WARNING, 1)])
+def test_the_level_of_the_logger_decides_if_it_has_one(level, heard, monkeypatch):
+    logger, lines = logging.getLogger("rankscope"), []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "level", level)
+    logger.manager._clear_cache()
+    announce(logging.WARNING, "a fault")
+    announce(logging.INFO, "all is well")
+    logger.manager._clear_cache()
+    assert lines == ["rankscope: a fault", "rankscope: all is well"][:heard]
+
+
+def test_the_command_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert where_recorded(tmp_path / "my runs" / "a").endswith("rankscope report 'my runs/a'")
+    assert where_recorded(Path("/x/y")).endswith("to see it: rankscope report /x/y")
+
+
+def events_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "findings.jsonl").read_text().splitlines()]
+
+
+def train(run_dir, *words):
+    """Run the script whose sampler was forgotten; return its output and error stream."""
+    words = (*words, "--run-dir", str(run_dir))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*command, "--rdzv-endpoint", "localhost:0", "--rdzv-backend", "c10d", str(SCRIPT), *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("rankscope: ")]
+    return ended.stdout, lines
+
+
+def test_a_forgotten_sampler_is_said_when_it_happens_and_at_the_end(tmp_path):
+    out, lines = train(tmp_path / "run")
+    opened, verdict, recorded = lines
+    assert opened.startswith("rankscope: error: Ranks 0 and 1 trained on identical batches")
+    assert opened.endswith("[data.duplicate_batches, since step 0]")
+    assert verdict.startswith("rankscope: 30 steps of 2 workers: 1 error. Ranks 0 and 1 trained")
+    assert recorded.endswith(f"rankscope report {tmp_path / 'run'}")
+    assert out == ""
+    found = events_of(tmp_path / "run")
+    assert {one["cause"] for one in found} >= {"data.duplicate_batches"}
+
+
+def test_a_healthy_run_says_one_word_at_the_end_and_silence_can_be_had(tmp_path):
+    _, (verdict, recorded) = train(tmp_path / "run", "--healthy")
+    assert verdict.startswith("rankscope: 30 steps of 2 workers: no fault found")
+    assert "to see it: rankscope report" in recorded
+    assert train(tmp_path / "silent", "--silent") == ("", [])
+
+
+def changing(rank, run_dir):
+    """Train with the same batches on both ranks, as long as it takes to find more than once."""
+    told = []
+    loop = Loop(rank, run_dir, on_finding=told.append)
+    for step in range(40):
+        loop.step(step, rank=0)
+    loop.scope.close()
+    return [(finding.id, str(finding.severity), finding.status) for finding in told]
+
+
+def test_a_finding_that_only_counts_on_is_told_once(tmp_path):
+    first, second = run_ranks(changing, 2, str(tmp_path / "run"))
+    assert first == second
+    assert ("data.duplicate_batches", "error", "open") in first
+    assert len(first) == len(set(first))
+    events = events_of(tmp_path / "run")
+    assert sum(event["cause"] == "data.duplicate_batches" for event in events) > 1
