@@ -76,7 +76,7 @@ def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
     """
     try:
         with open_file(file) as handle:
-            yield pq.ParquetFile(handle, buffer_size=buffer_bytes)
+            yield pq.ParquetFile(handle, buffer_size=buffer_bytes, pre_buffer=not buffer_bytes)
     except RunError:
         raise
     except MemoryError as error:
@@ -231,7 +231,7 @@ def _thinned(
         steps = to_numpy(rows["step"], DType.INT)
         if not len(steps):
             continue
-        before = steps[0] - 1 if last is None else last
+        before = ~steps[0] if last is None else last
         number = seen + np.cumsum(np.diff(steps, prepend=before) != 0)
         kept.append(rows.filter(pa.array(number % every == 0)))
         seen, last, total = int(number[-1]), steps[-1], total + len(kept[-1])
