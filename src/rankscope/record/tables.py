@@ -128,8 +128,8 @@ def _wanted(parquet: Any, schema: pa.Schema, choose: Choice | None) -> tuple[lis
 
 def _values_of_a_row(footer: Any, groups: Sequence[int], names: Sequence[str]) -> int:
     """Return how many values a row's lists hold, on average over the row group with the most."""
-    sizes = _sizes(footer).tolist()
-    return max(1, *(_num_values(footer, g, names) // max(sizes[g], 1) for g in groups))
+    sizes: list[int] = _sizes(footer).tolist()
+    return max([1, *(_num_values(footer, g, names) // max(sizes[g], 1) for g in groups)])
 
 
 def _num_values(footer: Any, group: int, names: Sequence[str]) -> int:
