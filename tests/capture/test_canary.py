@@ -18,7 +18,7 @@ from rankscope.capture.canary.batch import (
     samples_of,
 )
 from rankscope.capture.canary.replay import loss_of, loss_without_gradient, run_batch, state_digest
-from rankscope.core.batches import pack_batch, unpack_batch
+from rankscope.core.batches import PlainBatch, pack_batch, unpack_batch
 from support.models import make_batch, make_model
 
 CPU = torch.device("cpu")
@@ -182,6 +182,37 @@ def test_samples_are_cut_out_of_a_batch():
     assert [array.shape for array in parts[1].arrays] == [(1, 5), (1, 5), ()]
     assert parts[1].arrays[0].tolist() == [make_batch(0, 0)["input_ids"][1].tolist()]
     assert samples_of(capture_batch((), {"x": 3}).plain()) == []
+    assert samples_of(PlainBatch(batch.structure, batch.arrays, np.arange(1_000_000))) == []
+
+
+TENSOR = {"tensor": 0, "dtype": "float32", "host": True}
+DEEP: list[object] = []
+for _ in range(5000):
+    DEEP = [{"list": DEEP}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({**TENSOR, "tensor": index} for index in (-1, 1, 10**30, True, 0.0, "0", [0], None)),
+        *({**TENSOR, "dtype": name} for name in ("int32", "float64", "nn", "none", 3)),
+        *({"array": index, "scalar": False} for index in (-1, 1, 10**30)),
+        *({"tensor": 0}, {"array": 0}, {}, {"list": [], "tuple": []}, {"other": 1}, {"list": 3}),
+        *({"float": "x"}, {"float": 3}, {"dict": [1]}, {"dict": [[{"list": []}, 1]]}),
+        {"list": DEEP},
+    ],
+)
+def test_structures_that_are_none_are_declined(value):
+    structure = {"tuple": [{"tuple": [value]}, {"dict": []}]}
+    batch = PlainBatch(structure, (np.ones((2, 2), np.float32),))
+    with pytest.raises(CanaryDeclined, match="cannot be brought back"):
+        restore_batch(batch, CPU)
+
+
+@pytest.mark.parametrize("structure", [None, 3, {"tuple": []}, {"tuple": [3, {"dict": []}]}])
+def test_arguments_that_are_none_are_declined(structure):
+    with pytest.raises(CanaryDeclined, match="cannot be brought back"):
+        restore_batch(PlainBatch(structure, ()), CPU)
 
 
 # The run --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Assessments of runs that are too long to read whole, and numbers that stay as they were."""
 
 import math
+import shutil
 from dataclasses import astuple
 from random import Random
 
@@ -15,7 +16,7 @@ from rankscope.core.step import GatheredStep
 from rankscope.core.summarize import summarize
 from rankscope.diagnose import assessment, noise
 from rankscope.diagnose.assessment import assess
-from rankscope.record import Run, RunWriter, reader
+from rankscope.record import Run, RunWriter, reader, rollups, tables
 from record.step_reports import local_values
 
 W, STEPS, MICRO = 4, 300, 3
@@ -98,14 +99,35 @@ def test_micro_batches_of_a_long_run_are_read_in_an_even_choice_of_steps(path, m
     assert few["noise_scale_batch"] == exact["noise_scale_batch"] == W * 5
 
 
-def test_a_long_run_without_roll_ups_is_read_whole(tmp_path, monkeypatch):
-    made = RunWriter(tmp_path / "run", {"num_workers": W})
-    rng = np.random.default_rng(0)
-    for step in range(30):
-        made.add(summarize(gathered(step, rng)))
-    made.close()
-    monkeypatch.setattr(reader, "MAX_ROWS", 100)
-    assert not Run.open(made.path).is_long
+def test_a_long_run_without_roll_ups_is_read_in_pieces(path, tmp_path, monkeypatch):
+    exact = assess(Run.open(path)).values
+    bare = shutil.copytree(path, tmp_path / "run", ignore=shutil.ignore_patterns("rollups"))
+    for module in (reader, rollups):
+        monkeypatch.setattr(module, "MAX_ROWS", STEPS * W - 1)
+    monkeypatch.setattr(assessment, "MAX_SAMPLES", 100)
+    monkeypatch.setattr(tables, "PIECE_VALUES", 50)
+    monkeypatch.setattr(Run, "sample_ids", None)
+    run = Run.open(bare)
+    assert run.is_long
+    assert run.coverage() is None
+    long = assess(run).values
+    assert long["overhead_share"] == pytest.approx(exact["overhead_share"], rel=0.03)
+    assert long["distinct_samples"] == exact["distinct_samples"]
+    assert long["samples_exact"]
+
+
+def test_steps_of_which_there_are_too_many_are_chosen_evenly(path, monkeypatch):
+    exact = assess(Run.open(path)).values
+    for module in (reader, assessment):
+        monkeypatch.setattr(module, "MAX_STEPS", STEPS // 2)
+    monkeypatch.setattr(tables, "PIECE_VALUES", 7)
+    run = Run.open(path)
+    assert run.steps("step")["step"].tolist() == [*range(0, STEPS, 2)]
+    few = assess(run)
+    assert few.values["steps"] == STEPS
+    assert few.values["samples_drawn"] == exact["samples_drawn"] == STEPS * W * 5
+    assert few.values["loss_std"] == pytest.approx(exact["loss_std"], rel=0.1)
+    assert "Of the 300 steps of this run, up to 150 were read" in " ".join(few.statements)
 
 
 # The same numbers as before ----------------------------------------------------------------------

@@ -1,12 +1,16 @@
 """Bounded parts of long tables, what a run says of its samples, and whether it has changed."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rankscope.core import share as core_share
 from rankscope.core.share import DistinctSamples
 from rankscope.core.signals import Table
-from rankscope.record import Run, RunWriter, tables, writer
+from rankscope.errors import RunError
+from rankscope.record import Run, RunWriter, rollups, tables, writer
+from rankscope.record.schema import arrow_schema
 from record.run_files import make_finding
 from record.step_reports import make_report
 
@@ -171,3 +175,89 @@ def test_memory_stays_bounded(monkeypatch):
         assert len(samples._hashes) <= 100
         assert samples._num_waiting < 150
     assert core_share.CAPACITY == 65_536
+
+
+# One row group of any size -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_group(tmp_path, monkeypatch):
+    """Return a run whose tables are one row group each, of which little is read at a time."""
+    made = RunWriter(tmp_path / "run", {"num_workers": 4})
+    for step in range(100):
+        made.add(make_report(step, groups=True))
+    made.close()
+    run = Run.open(made.path)
+    for table in (Table.STEPS, Table.WORKERS, Table.SAMPLES, Table.GROUPS, Table.PAIRS):
+        rows = pq.read_table(made.path / table)
+        files = [*(made.path / table).glob("part-*.parquet")]
+        for file in files:
+            file.unlink()
+        pq.write_table(rows, made.path / table / "part-000000.parquet", row_group_size=len(rows))
+        assert pq.read_metadata(made.path / table / "part-000000.parquet").num_row_groups == 1
+    monkeypatch.setattr(tables, "PIECE_VALUES", 30)
+    monkeypatch.setattr(tables, "LARGE_ROWS", 40)
+    monkeypatch.setattr(tables, "_MOST_ROWS", 40)
+    return run
+
+
+def test_pieces_are_the_part(one_group):
+    for table in (Table.STEPS, Table.WORKERS, Table.GROUPS, Table.PAIRS):
+        for file in tables.parts_in(one_group.path / table):
+            schema = arrow_schema(table)
+            pieces = [*tables.read_pieces(file, schema)]
+            assert len(pieces) > 3
+            assert pa.concat_tables(pieces).equals(tables.read_part(file, schema))
+            assert max(map(len, pieces)) <= 30
+
+
+def test_whole_steps_of_one_row_group_are_chosen_evenly(one_group):
+    rows = one_group.sampled(Table.WORKERS, "step", "rank", max_rows=80)
+    assert rows["step"].tolist() == np.repeat(np.arange(0, 100, 5), 4).tolist()
+    assert rows["rank"].tolist() == [0, 1, 2, 3] * 20
+
+
+def test_the_end_of_one_row_group_is_read(one_group):
+    every = one_group.columns(Table.GROUPS, "step", "rank", "group", "grad_norm")
+    last = one_group.latest(Table.GROUPS, "step", "rank", "group", "grad_norm", max_rows=50)
+    number = len(last["step"])
+    assert 50 <= number <= 80
+    for name, values in last.items():
+        np.testing.assert_array_equal(values, every[name][-number:])
+
+
+def test_single_rows_of_one_row_group_are_found(one_group):
+    steps, cosines = one_group.cosines()
+    few, chosen = one_group.cosines(max_frames=7)
+    assert len(few) == 7
+    assert (few[0], few[-1]) == (steps[0], steps[-1])
+    np.testing.assert_array_equal(chosen, cosines[np.isin(steps, few)])
+
+
+def test_one_row_group_of_workers_is_seen_whole_in_pieces(one_group, monkeypatch):
+    for bins in (240, 10):
+        whole = one_group.overview("loss", max_bins=bins)
+        with monkeypatch.context() as limited:
+            limited.setattr(rollups, "MAX_ROWS", 50)
+            limited.setattr(rollups, "read_rows", None)
+            pieces = Run.open(one_group.path).overview("loss", max_bins=bins)
+        assert pieces.last_B[-1] == whole.last_B[-1] == 99
+        assert np.nanmin(pieces.low_BW) == np.nanmin(whole.low_BW)
+        assert np.nanmax(pieces.high_BW) == np.nanmax(whole.high_BW)
+
+
+def test_samples_are_counted_again_in_pieces(one_group):
+    counted, ids = one_group.count_samples(), one_group.sample_ids()
+    assert one_group.num_samples >= len(ids) > 0
+    assert counted.drawn_B[-1] == len(ids)
+    assert counted.distinct_B[-1] == len(set(ids.tolist()))
+    assert counted.step_B[-1] == 99
+    assert counted.is_exact
+
+
+def test_too_many_rows_in_a_step_are_refused(one_group):
+    rows = pa.table({"step": np.zeros(1000, np.int64), "rank": np.zeros(1000, np.int64)})
+    file = one_group.path / Table.WORKERS / "part-000000.parquet"
+    pq.write_table(rows, file)
+    with pytest.raises(RunError, match=r"rows in 1 steps, and so many are not read"):
+        one_group.sampled(Table.WORKERS, "step", max_rows=100)

@@ -1,17 +1,22 @@
 """Replay bundles on disk."""
 
 import json
+import resource
+import zipfile
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
 import pytest
 
+from fuzz.readers import forked
 from rankscope.core.batches import PlainBatch
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.record.bundle import ReplayBundle, find_bundles, load_bundle, save_bundle
+from rankscope.record.files import archive_of
 
 SUSPECT = PlainBatch(
     {"tuple": [{"tensor": 0, "dtype": "bfloat16", "host": False}, {"float": "nan"}]},
@@ -157,4 +162,63 @@ def test_damaged_files(tmp_path):
         load_bundle(path)
     (path / "bundle.json").write_text("{")
     with pytest.raises(RunError, match="damaged"):
+        load_bundle(path)
+
+
+def zipped(shape: str, content: bytes) -> bytes:
+    """Return an archive whose array says of itself what it wants."""
+    head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    file = BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        array = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode() + content
+        archive.writestr("array-0.npy", array)
+    return file.getvalue()
+
+
+def archived(**arrays) -> bytes:
+    return archive_of({"samples": np.arange(2), "array-0": np.ones(2), **arrays})
+
+
+ENTRY = b"PK\x01\x02\x2d\x03\x2d\0"
+ARCHIVES = {
+    "nothing": b"",
+    "half of one": archived()[:300],
+    "an array": b"\x93NUMPY\x01\x00",
+    "a password": archived().replace(ENTRY + b"\0", ENTRY + b"\1"),
+    "more than there is": zipped("(1000000000, 1000000)", bytes(8)),
+    "a negative shape": zipped("(-2, 2)", bytes(8)),
+    "a bomb": zipped("(100000000,)", bytes(400_000_000)),
+    "no samples": archive_of({"array-0": np.ones(2)}),
+    "another array": archive_of({"samples": np.arange(2), "array-7": np.ones(2)}),
+    "samples of text": archived(samples=np.array(["a"])),
+    "samples that are no numbers": archived(samples=np.array([np.nan])),
+    "one sample alone": archived(samples=np.int64(3)),
+    "a table of samples": archived(samples=np.ones((2, 2), np.int64)),
+}
+
+
+@pytest.mark.parametrize("content", ARCHIVES)
+def test_archives_that_hold_no_batch_are_refused_in_one_line(tmp_path, content):
+    path = save_bundle(tmp_path, bundle())
+    (path / "peer.npz").write_bytes(ARCHIVES[content])
+
+    def act() -> None:
+        with pytest.raises(RunError, match=r"peer\.npz.*the bundle is damaged") as refused:
+            load_bundle(path)
+        assert "\n" not in str(refused.value)
+        assert len(str(refused.value)) < len(str(path)) + 300
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100 * 2**10
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert forked(act, tmp_path / "err") is None
+
+
+@pytest.mark.parametrize("column", [[], [[0.1], [0.2]], [0.1], "", {}, 3, None, ["a", "b"]])
+@pytest.mark.parametrize("name", ["losses_W", "again_W"])
+def test_results_that_are_not_one_of_each_worker_are_refused(tmp_path, name, column):
+    path = save_bundle(tmp_path, bundle(results=RESULTS))
+    info = json.loads((path / "bundle.json").read_text())
+    info["results"][name] = column
+    (path / "bundle.json").write_text(json.dumps(info))
+    with pytest.raises(RunError, match="the bundle is damaged"):
         load_bundle(path)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rankscope.cli.output import plain, terminal
 from rankscope.errors import RunError, UsageError
-from rankscope.record.files import replace
+from rankscope.record.files import DAMAGES, parse, read_file, replace
 
 if TYPE_CHECKING:
     from rankscope.faults.bench import Score
@@ -195,11 +195,11 @@ def _read_scores(file: Path) -> "list[Score]":
     from rankscope.faults.bench import Score
     from rankscope.faults.catalogue import catalogue
 
-    if not file.exists():
-        return []
     try:
-        return [Score.from_json(one, catalogue()) for one in json.loads(file.read_bytes())]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [Score.from_json(one, catalogue()) for one in parse(read_file(file))]
+    except FileNotFoundError:
+        return []
+    except DAMAGES as error:
         raise UsageError(
             f"--resume expected scores that --json has written, got {file}, which cannot be read "
             f"as such ({error}); name another file, or leave --resume out"

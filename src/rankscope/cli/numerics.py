@@ -13,12 +13,13 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from rankscope.cli.output import plain, show, terminal
-from rankscope.errors import MissingExtraError, UsageError
+from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.numerics.gradients import Kind, LocalGradients, read, save, synthetic
 from rankscope.numerics.spread import SumOptions, measure
 from rankscope.numerics.summation import TYPES
 from rankscope.numerics.words import USUAL_WORKERS
 from rankscope.numerics.words import types as types_in_words
+from rankscope.record.files import replace
 from rankscope.web import write_numerics_page
 
 DEFAULT_WORKERS = ",".join(map(str, SumOptions().workers))
@@ -179,10 +180,11 @@ def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any) -> lis
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / RESULT_FILE).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
+        replace(directory / RESULT_FILE, f"{text}\n".encode())
+    except (OSError, RunError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"--output {directory} cannot be written ({error.strerror}): give a directory that can"
+            f"--output {directory} cannot be written ({reason}): give a directory that can"
         ) from error
     lines = [plain(f"  Numbers: {directory / RESULT_FILE}")]
     try:

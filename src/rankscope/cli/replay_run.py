@@ -26,6 +26,7 @@ from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict, judge
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
 from rankscope.record.bundle import ReplayBundle
+from rankscope.record.files import open_file
 
 WORST = 5
 """Samples that are told, those whose loss is NaN and then those with the largest."""
@@ -241,6 +242,7 @@ def _with_samples(
 def _load_checkpoint(model: nn.Module, file: Path) -> None:
     read = _read_safetensors if file.suffix == ".safetensors" else _read_torch
     try:
+        open_file(file).close()  # a pipe would be waited for
         state = read(file)
     except Exception as error:
         raise RunError(f"cannot read the checkpoint {file} ({error})") from error

@@ -17,6 +17,7 @@ from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.diagnose.verdicts import Course, Verdict, judge, statements
 from rankscope.record import Coverage, Run
+from rankscope.record.reader import MAX_STEPS
 from rankscope.record.states import START_FILE, read_number
 from rankscope.record.tables import step_range
 
@@ -109,17 +110,17 @@ def measure(run: Run) -> Values:
         RunError: A file of the run cannot be read.
     """
     names = ("loss_mean", "samples_drawn", "samples_distinct", *_MEANS)
-    columns = run.columns(Table.STEPS, *names)
+    columns = run.steps(*names)
     drawn, distinct = (_known(columns[name]) for name in names[1:3])
     losses = columns["loss_mean"]
     measured = losses[np.isfinite(losses)]
     return {
         "num_workers": run.num_workers,
-        "steps": len(losses),
+        "steps": run.num_rows(Table.STEPS),
         **{name: _defined(finite_mean(columns[name])) for name in _MEANS},
         **dispersion_numbers(columns["loss_std"], columns["loss_std_expected"]),
         **noise_numbers(run),
-        **_samples(run, int(drawn[np.isfinite(drawn)].sum())),
+        **_samples(run, round(_total(run, drawn))),
         "effective_batch": _defined(finite_mean(distinct)),
         "global_batch": _defined(finite_mean(drawn)),
         **_cost(run),
@@ -127,6 +128,12 @@ def measure(run: Run) -> Values:
         "loss_last": _defined(finite_mean(measured[-_ENDS:])),
         "loss_per_token": _has_tokens(run),
     }
+
+
+def _total(run: Run, values_T: Floats) -> float:
+    """Return the sum over all steps, from those that were read."""
+    known_T = values_T[np.isfinite(values_T)]
+    return float(known_T.sum()) * run.num_rows(Table.STEPS) / max(len(values_T), 1)
 
 
 def _has_tokens(run: Run) -> bool:
@@ -138,7 +145,7 @@ def _has_tokens(run: Run) -> bool:
 
 def _cost(run: Run) -> Values:
     """Return the monitor's share of the training's time, and the widest sampling interval."""
-    columns = run.columns(Table.STEPS, "step", "overhead_seconds", "interval")
+    columns = run.steps("step", "overhead_seconds", "interval")
     longest = _longest_seconds(run, columns["step"])
     overheads, intervals = columns["overhead_seconds"][1:], _known(columns["interval"])
     known = np.isfinite(overheads) & (longest[1:] > 0) if len(overheads) else overheads > 0
@@ -176,24 +183,30 @@ def _samples(run: Run, drawn: int) -> Values:
     coverage = run.coverage() if drawn > MAX_SAMPLES else None
     if coverage is not None:
         return _estimated_samples(run, coverage, drawn)
-    samples = np.sort(run.sample_ids())
-    changes = int(np.count_nonzero(np.diff(samples)))
+    if run.num_samples > MAX_SAMPLES:
+        counted = run.count_samples()
+        number, distinct = int(counted.drawn_B[-1]), int(counted.distinct_B[-1])
+    else:
+        samples = np.sort(run.sample_ids())
+        number = len(samples)
+        distinct = int(np.count_nonzero(np.diff(samples))) + 1 if number else 0
     return {
-        "distinct_samples": changes + 1 if len(samples) else None,
+        "distinct_samples": distinct or None,
         "samples_drawn": drawn or None,
-        "samples_exact": len(samples) == drawn,
+        "samples_exact": number == drawn,
     }
 
 
 def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
     """Return the same of a run with too many samples to count again, from its roll-ups."""
-    columns = run.columns(Table.STEPS, "step", "samples_drawn")
+    columns = run.steps("step", "samples_drawn")
     counted_T = _known(columns["samples_drawn"])[columns["step"] <= coverage.step_B[-1]]
     share = int(coverage.distinct_B[-1]) / int(coverage.drawn_B[-1])
     return {
         "distinct_samples": round(share * drawn),
         "samples_drawn": drawn or None,
-        "samples_exact": int(np.nansum(counted_T)) == int(coverage.drawn_B[-1]),
+        "samples_exact": len(columns["step"]) < run.num_rows(Table.STEPS)
+        or int(np.nansum(counted_T)) == int(coverage.drawn_B[-1]),
     }
 
 
@@ -227,13 +240,24 @@ def _say_missing(run: Run) -> tuple[str, ...]:
 
 
 def _say_long(run: Run) -> tuple[str, ...]:
-    if not run.is_long:
-        return ()
-    return (
-        "This run is too long to read every row again: the time that watching took, the number of "
-        "different samples and what is said of micro-batches are estimates, from roll-ups and from "
-        "an even choice of steps.",
-    )
+    said = []
+    if run.num_rows(Table.STEPS) > MAX_STEPS:
+        said.append(
+            f"Of the {run.num_rows(Table.STEPS):,} steps of this run, up to {MAX_STEPS:,} were "
+            "read, evenly chosen: means and sums over steps are estimates."
+        )
+    if run.is_long:
+        said.append(
+            "This run is too long to read every row again: the time that watching took, the number "
+            "of different samples and what is said of micro-batches are estimates, from roll-ups "
+            "and from an even choice of steps."
+        )
+    elif run.num_samples > MAX_SAMPLES:
+        said.append(
+            "This run drew too many samples to count each again: the number of different ones is "
+            "an estimate, with an error of about 0.5 %."
+        )
+    return tuple(said)
 
 
 def _defined(value: float) -> float | None:

@@ -188,8 +188,8 @@ def _noise_of(steps: _Steps) -> tuple[NoiseOfSteps, Floats]:
 
 
 def _steps_of(run: Run) -> _Steps:
-    columns = run.columns(
-        Table.STEPS, "step", "grad_norm_mean", "grad_norm_std", "grad_norm_reduced", "samples_drawn"
+    columns = run.steps(
+        "step", "grad_norm_mean", "grad_norm_std", "grad_norm_reduced", "samples_drawn"
     )
     steps_T = columns["step"]
     micro = run.sampled(Table.MICRO, *_MICRO, max_rows=MAX_MICRO_ROWS)
@@ -219,7 +219,7 @@ def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints, Floa
         unknown_T = np.full(len(steps_T), np.nan)
         return unknown_T, np.ones(len(steps_T), np.int64), unknown_T
     at = np.searchsorted(steps_T, rows["step"])
-    here = at < len(steps_T)
+    here = np.isin(rows["step"], steps_T)
     cells = at[here] * width + rows["rank"][here]
     size = len(steps_T) * width
 

@@ -1,7 +1,5 @@
 """Local gradients whose sums are measured: made up by kind, or read from a file."""
 
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,14 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import DataError, UsageError
+from rankscope.record.files import DAMAGES, archive_of, open_file, replace
 
 SYNTHETIC_ELEMENTS = 65_536
 SUFFIXES = (".npz", ".npy")
 
-_DAMAGED = (
-    *(OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile, zlib.error),
-    RuntimeError,  # zipfile: encrypted, or compressed in a way it does not know
-)
+_DAMAGED = (*DAMAGES, RuntimeError)  # zipfile: encrypted, or compressed in a way it does not know
 
 _HOW = "see docs/numerics.md for how to save local gradients"
 
@@ -115,7 +111,7 @@ def read(path: Path) -> LocalGradients:
         raise DataError(f"expected a .npz or .npy file of gradients, got {path}: {_HOW}")
     arrays: dict[str, NDArray[np.float32]] = {}
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             loaded = np.load(file, allow_pickle=False)
             if path.suffix == ".npy":
                 arrays[path.stem] = _checked(path, path.stem, loaded)
@@ -175,17 +171,16 @@ def save(gradients: LocalGradients, path: Path) -> None:
     """Write gradients to a ``.npz`` file that :func:`read` reads.
 
     Raises:
-        UsageError: The name does not end in ``.npz``, or the file cannot be written.
+        UsageError: The name does not end in ``.npz``, or there can be no such file.
+        RunError: The file cannot be written.
     """
     if path.suffix != ".npz":
         raise UsageError(f"gradients are saved in a .npz file, got {path}: end the name in .npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            arrays: dict[str, Any] = dict(gradients.arrays)
-            np.savez(file, **arrays)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    replace(path, archive_of(gradients.arrays))
 
 
 def for_workers(

@@ -16,9 +16,11 @@ import json
 import platform
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,9 @@ FOLDER = "replay"
 """Where a run keeps its bundles."""
 
 FORMAT = 1
+
+MAX_BYTES = 2**28
+"""Bytes of a batch that are read; a canary keeps batches of up to 64 MiB."""
 
 _INFO = "bundle.json"
 _FILES = ("suspect.npz", "peer.npz")
@@ -167,7 +172,9 @@ def load_bundle(path: Path) -> ReplayBundle:
     except RunError:
         raise
     except DAMAGES as error:
-        raise RunError(f"cannot use {folder / _INFO} ({error!r}): the bundle is damaged") from error
+        raise RunError(
+            f"cannot use {folder / _INFO} ({error!r:.200}): the bundle is damaged"
+        ) from error
 
 
 def find_bundles(run_dir: Path) -> list[Path]:
@@ -231,6 +238,9 @@ def _results(plain: Mapping[str, Any]) -> CanaryResults:
         name: np.array([missing if v is None else v for v in plain[name]], type(missing))
         for name, missing in kinds.items()
     }
+    shapes = {column.shape for column in columns.values()}
+    if len(shapes) > 1 or any(len(shape) != 1 or not shape[0] for shape in shapes):
+        raise ValueError("results that are not one of each worker")
     return CanaryResults(suspect=int(plain["suspect"]), peer=int(plain["peer"]), **columns)
 
 
@@ -251,12 +261,35 @@ def _archive(batch: PlainBatch) -> bytes:
 
 def _read_batch(file: Path, structure: Any) -> PlainBatch:
     try:
-        with np.load(BytesIO(read_file(file)), allow_pickle=False) as archive:
+        content = read_file(file)
+        _check_sizes(content)
+        with np.load(BytesIO(content), allow_pickle=False) as archive:
             count = len(archive.files) - 1
             arrays = tuple(archive[f"array-{i}"] for i in range(count))
-            return PlainBatch(structure, arrays, archive["samples"].astype(np.int64))
-    except DAMAGES as error:
-        raise RunError(f"cannot read {file} ({error}): the bundle is damaged") from error
+            samples = archive["samples"]
+        if samples.dtype != np.int64 or samples.ndim != 1:
+            raise ValueError(f"samples of {samples.dtype} in {samples.ndim} dimensions")
+        return PlainBatch(structure, arrays, samples)
+    except (*DAMAGES, RuntimeError) as error:  # of an archive with a password
+        raise RunError(f"cannot read {file} ({error!s:.200}): the bundle is damaged") from error
+
+
+def _check_sizes(content: bytes) -> None:
+    """Raise ValueError where an archive's arrays are larger than a batch, or than they say.
+
+    NumPy reserves the memory that the head of an array asks for, before it reads more.
+    """
+    with zipfile.ZipFile(BytesIO(content)) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > MAX_BYTES:
+            raise ValueError(f"it holds more than {MAX_BYTES // 2**20} MiB, which no batch does")
+        for entry in entries:
+            with archive.open(entry) as file:
+                if np.lib.format.read_magic(file) != (1, 0):
+                    raise ValueError(f"{entry.filename} is of another version")
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            if prod(shape) * dtype.itemsize > entry.file_size:
+                raise ValueError(f"{entry.filename} is shorter than it says")
 
 
 def _listed(folder: Path) -> str:

@@ -7,10 +7,12 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.direction import from_upper_triangle
 from rankscope.core.finding import MAX_WORKERS, Finding
+from rankscope.core.share import DistinctSamples
 from rankscope.core.signals import DType, Table, signal, signals
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError, UsageError
@@ -23,7 +25,6 @@ from rankscope.record.rollups import (
     Cells,
     Coverage,
     Overview,
-    has_rollups,
     is_sorted,
     read_coverage,
     read_overviews,
@@ -34,11 +35,18 @@ from rankscope.record.tables import (
     even_rows,
     even_single_rows,
     latest_rows,
+    num_rows,
+    num_values,
     parts_in,
+    read_pieces,
     read_rows,
     step_range,
+    thinned_rows,
     to_columns,
 )
+
+MAX_STEPS = 2**21
+"""Steps whose means are formed of each; of more, of an even choice."""
 
 
 class Run:
@@ -105,9 +113,10 @@ class Run:
     def is_long(self) -> bool:
         """Whether an assessment reads roll-ups and samples of this run, not every row."""
         found = step_range(self.path, Table.WORKERS)
-        if found is None or (found[1] - found[0] + 1) * self.num_workers <= MAX_ROWS:
+        if found is None:
             return False
-        return has_rollups(self.path)
+        cells = (found[1] - found[0] + 1) * self.num_workers
+        return cells > MAX_ROWS or self.num_rows(Table.WORKERS) > MAX_ROWS
 
     @property
     def num_workers(self) -> int:
@@ -115,8 +124,26 @@ class Run:
         for name in ("num_workers", "world_size"):
             if isinstance(self.info.get(name), int):
                 return int(self.info[name])
-        ranks = self.columns(Table.WORKERS, "rank")["rank"]
-        return int(ranks.max()) + 1 if len(ranks) else 0
+        schema = schema_with(Table.WORKERS, ["rank"])
+        pieces = (rows for file in self._files(Table.WORKERS) for rows in read_pieces(file, schema))
+        return max((pc.max(rows["rank"]).as_py() + 1 for rows in pieces if len(rows)), default=0)
+
+    def num_rows(self, table: Table) -> int:
+        """Return the number of a table's rows, without reading them.
+
+        Raises:
+            RunError: A file cannot be read.
+        """
+        return num_rows(self._files(table))
+
+    @property
+    def num_samples(self) -> int:
+        """About how many identities of samples are recorded, from the footers of the files.
+
+        Raises:
+            RunError: A file cannot be read.
+        """
+        return num_values(self._files(Table.SAMPLES), "samples")
 
     def table(self, table: Table | str) -> pa.Table:
         """Return one table, sorted by step, rank and micro-batch.
@@ -144,6 +171,21 @@ class Run:
         table = _table(table)
         names = names or _names(table)
         return to_columns(table, self._rows(table, names), names)
+
+    def steps(self, *names: str) -> Columns:
+        """Return columns of the steps table, as :meth:`columns` does.
+
+        Of more than two million steps, every n-th.
+
+        Raises:
+            KeyError: There is no such column.
+            RunError: A file cannot be read.
+        """
+        if self.num_rows(Table.STEPS) <= MAX_STEPS:
+            return self.columns(Table.STEPS, *names)
+        schema = schema_with(Table.STEPS, ("step", *names))
+        rows = thinned_rows(self._files(Table.STEPS), schema, MAX_STEPS)
+        return to_columns(Table.STEPS, rows, names)
 
     def per_worker(self, name: str) -> tuple[Ints, Floats]:
         """Return a column of the workers table as a matrix.
@@ -213,8 +255,8 @@ class Run:
             RunError: A file cannot be read.
         """
         table = _table(table)
-        files, schema = parts_in(self.path / table), schema_with(table, names)
-        return to_columns(table, even_rows(files, schema, max_rows), names)
+        schema = schema_with(table, ("step", *names))
+        return to_columns(table, even_rows(self._files(table), schema, max_rows), names)
 
     def latest(self, table: Table | str, *names: str, max_rows: int = 2**17) -> Columns:
         """Return columns of the last steps of a table, as :meth:`columns` does.
@@ -234,8 +276,8 @@ class Run:
         """
         table = _table(table)
         names = names or _names(table)
-        files, schema = parts_in(self.path / table), schema_with(table, names)
-        return to_columns(table, latest_rows(files, schema, max_rows), names)
+        schema = schema_with(table, names)
+        return to_columns(table, latest_rows(self._files(table), schema, max_rows), names)
 
     def cosines(self, max_frames: int | None = None) -> tuple[Ints, Floats]:
         """Return the recorded cosines of all pairs of workers.
@@ -255,7 +297,7 @@ class Run:
         if max_frames is None:
             rows = self.columns(Table.PAIRS, *names)
         else:
-            files, schema = parts_in(self.path / Table.PAIRS), schema_with(Table.PAIRS, names)
+            files, schema = self._files(Table.PAIRS), schema_with(Table.PAIRS, names)
             rows = to_columns(Table.PAIRS, even_single_rows(files, schema, max_frames), names)
         num_pairs = max(map(len, rows["cosines"]), default=0)
         width = (1 + math.isqrt(1 + 8 * num_pairs)) // 2 if num_pairs else self.num_workers
@@ -275,6 +317,22 @@ class Run:
         """
         return read_coverage(self.path)
 
+    def count_samples(self) -> Coverage:
+        """Return the same from the samples themselves, in pieces: for many, without roll-ups.
+
+        Raises:
+            RunError: A file cannot be read.
+        """
+        counted, schema = DistinctSamples(), schema_with(Table.SAMPLES, ["step", "samples"])
+        moments = []
+        for file in self._files(Table.SAMPLES):
+            for rows in read_pieces(file, schema):
+                counted.add(pc.list_flatten(rows["samples"]).to_numpy())
+                step = pc.max(rows["step"]).as_py()
+                moments.append((step, counted.drawn, counted.distinct()))
+        step_B, drawn_B, distinct_B = np.array(moments, np.int64).reshape(-1, 3).T
+        return Coverage(step_B, drawn_B, distinct_B, counted.is_exact)
+
     def sample_ids(self) -> Ints:
         """Return all samples that were drawn, in any order: ids, or digests of their content.
 
@@ -285,6 +343,9 @@ class Run:
         rows = read_rows(self.path / Table.SAMPLES, schema)
         cells = [chunk.flatten() for chunk in rows["samples"].chunks]
         return np.concatenate([np.empty(0, np.int64), *(cell.to_numpy() for cell in cells)])
+
+    def _files(self, table: Table) -> list[Path]:
+        return parts_in(self.path / table)
 
     def _rows(self, table: Table, names: Sequence[str]) -> pa.Table:
         """Return columns of a table, sorted by its keys, which may come along."""

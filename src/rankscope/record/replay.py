@@ -13,7 +13,7 @@ from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RunError
 from rankscope.record.schema import arrow_schema, to_numpy
-from rankscope.record.tables import Columns, from_step, parts_in, read_part
+from rankscope.record.tables import Columns, from_step, parts_in, read_part, read_pieces
 
 _LOCAL = tuple(s.name for s in signals(Table.WORKERS, Source.LOCAL))
 _DERIVED = tuple(s.name for s in signals(Table.WORKERS, Source.DERIVED))
@@ -193,9 +193,9 @@ def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
     """
     schema = arrow_schema(table)
     for file in parts_in(run / table):
-        for batch in read_part(file, schema, from_step(first_step)).to_batches(_BLOCK_ROWS):
-            block = pa.table(batch)
-            yield {s.name: to_numpy(block[s.name], s.dtype) for s in signals(table)}
+        for rows in read_pieces(file, schema, from_step(first_step)):
+            for block in map(pa.table, rows.to_batches(_BLOCK_ROWS)):
+                yield {s.name: to_numpy(block[s.name], s.dtype) for s in signals(table)}
 
 
 def _last_step_of(run: Path) -> int | None:

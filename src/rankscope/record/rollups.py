@@ -37,7 +37,7 @@ from rankscope.core.signals import DType, Signal, Table
 from rankscope.core.step import MISSING_INT
 from rankscope.record.rows import Rows
 from rankscope.record.schema import Array, schema_of, schema_with, to_numpy
-from rankscope.record.tables import parts_in, read_rows, read_tail, step_range
+from rankscope.record.tables import num_rows, parts_in, read_rows, read_tail, step_range
 
 SAMPLES = "samples"
 """The directory of the roll-up of samples."""
@@ -56,11 +56,6 @@ def folder_of(run: Path, kind: int | str) -> Path:
 def columns_by_folder() -> dict[str, tuple[Signal, ...]]:
     """Return the columns of all roll-ups, by the name of their directory."""
     return {**{str(level): rollup_signals() for level in LEVELS}, SAMPLES: coverage_signals()}
-
-
-def has_rollups(run: Path) -> bool:
-    """Return whether a run directory has roll-ups of the narrowest level."""
-    return bool(parts_in(folder_of(run, LEVELS[0])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,14 +320,18 @@ def read_overviews(
     num_steps = last - first + 1
     schema = schema_with(Table.WORKERS, ("step", "rank", *names))
     width = bin_width(first, last, max_bins)
+    files = parts_in(run / Table.WORKERS)
     few = num_steps * num_workers <= MAX_ROWS or num_steps <= max_bins
+    parts: list[dict[str, Bins]] = []
     if few and width < LEVELS[0]:
-        bins = bins_of(read_rows(run / Table.WORKERS, schema), names, num_workers)
-        return {name: _overview(_thinned(bins[name], max_bins)) for name in names}
-    width = max(width, LEVELS[0])
-    parts = _rolled(run, names, num_workers, width)
+        if num_rows(files) <= MAX_ROWS:
+            bins = bins_of(read_rows(run / Table.WORKERS, schema), names, num_workers)
+            return {name: _overview(_thinned(bins[name], max_bins)) for name in names}
+    else:
+        width = max(width, LEVELS[0])
+        parts = _rolled(run, names, num_workers, width)
     after = max((int(part[names[0]].last_B.max()) for part in parts), default=first - 1)
-    for rows in read_tail(parts_in(run / Table.WORKERS), schema, after + 1):
+    for rows in read_tail(files, schema, after + 1):
         tail = bins_of(rows.filter(pc.field("step") > after), names, num_workers)
         parts.append({name: bins.merged(width) for name, bins in tail.items()})
     whole = {name: joined([part[name] for part in parts]).merged(width) for name in names}

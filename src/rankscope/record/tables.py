@@ -2,11 +2,12 @@
 
 Whole row groups are read, and no others; a row group holds whole steps, since a flush writes whole
 steps. So a bounded part of a table can be read whatever its length: an even choice of rows, or the
-latest.
+latest. Other programs may write a table as one row group, of any size: that is read in pieces.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import MAX_WORKERS
-from rankscope.core.signals import Table, signal
+from rankscope.core.signals import DType, Table, signal
 from rankscope.errors import RunError
 from rankscope.record.files import open_file, unreadable
 from rankscope.record.schema import Array, arrow_schema, to_numpy
@@ -27,6 +28,16 @@ Columns = dict[str, Array]
 
 MAX_FILES = 32
 """Files that an even choice of rows is taken from."""
+
+LARGE_ROWS = 2**16
+"""Rows of a file's share of an even choice that are always read whole."""
+
+PIECE_VALUES = 2**18
+"""Values of a column that are in memory at a time where a table is read in pieces."""
+
+_MOST_ROWS = 2**20
+"""Rows of the last row groups that are read whole, as a flush of many workers writes them."""
+_BUFFER_BYTES = 2**20
 
 
 def parts_in(folder: Path) -> list[Path]:
@@ -53,15 +64,19 @@ Choice = Callable[[Any], Sequence[int]]
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
     """Open a part from a single handle.
+
+    Args:
+        file: The part.
+        buffer_bytes: How much of a column is read at a time; 0 for all of it.
 
     Raises:
         RunError: It cannot be read.
     """
     try:
         with open_file(file) as handle:
-            yield pq.ParquetFile(handle)
+            yield pq.ParquetFile(handle, buffer_size=buffer_bytes, pre_buffer=not buffer_bytes)
     except RunError:
         raise
     except MemoryError as error:
@@ -87,18 +102,58 @@ def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa
         RunError: The file cannot be read.
     """
     with _opened(file) as parquet:
-        present = [name for name in parquet.schema_arrow.names if name in set(schema.names)]
-        groups = range(parquet.num_row_groups) if choose is None else choose(parquet.metadata)
-        rows = parquet.read_row_groups([int(g) for g in groups], columns=present)
-        columns = [
-            rows[field.name].cast(field.type)
-            if field.name in present
-            else pa.nulls(len(rows), field.type)
-            for field in schema
-        ]
-        table = pa.table(columns, schema=schema)
-        _check(table)
-        return table
+        groups, present = _wanted(parquet, schema, choose)
+        return _shaped(parquet.read_row_groups(groups, columns=present), schema)
+
+
+def read_pieces(file: Path, schema: pa.Schema, choose: Choice | None = None) -> Iterator[pa.Table]:
+    """Yield what :func:`read_part` returns, some rows at a time, however large a row group is.
+
+    Raises:
+        RunError: The file cannot be read.
+    """
+    with _opened(file, _BUFFER_BYTES) as parquet:
+        groups, present = _wanted(parquet, schema, choose)
+        size = max(1, PIECE_VALUES // _values_of_a_row(parquet.metadata, groups, present))
+        for batch in parquet.iter_batches(size, groups, present) if groups else ():
+            yield _shaped(pa.table(batch), schema)
+
+
+def _wanted(parquet: Any, schema: pa.Schema, choose: Choice | None) -> tuple[list[int], list[str]]:
+    """Return the row groups to read, and those of a schema's columns that a file has."""
+    groups = range(parquet.num_row_groups) if choose is None else choose(parquet.metadata)
+    present = [name for name in parquet.schema_arrow.names if name in set(schema.names)]
+    return [int(group) for group in groups], present
+
+
+def _values_of_a_row(footer: Any, groups: Sequence[int], names: Sequence[str]) -> int:
+    """Return how many values a row's lists hold, on average over the row group with the most."""
+    sizes: list[int] = _sizes(footer).tolist()
+    return max([1, *(_num_values(footer, g, names) // max(sizes[g], 1) for g in groups)])
+
+
+def _num_values(footer: Any, group: int, names: Sequence[str]) -> int:
+    """Return the values of the longest of some columns in a row group; an empty list is one."""
+    columns = map(footer.row_group(group).column, range(footer.num_columns))
+    lengths = (c.num_values for c in columns if c.path_in_schema.split(".")[0] in names)
+    return int(max(lengths, default=0))
+
+
+def _shaped(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return rows with the columns of a schema, null where there are none.
+
+    Raises:
+        ValueError: They are not rows of a table.
+    """
+    columns = [
+        rows[field.name].cast(field.type)
+        if field.name in rows.column_names
+        else pa.nulls(len(rows), field.type)
+        for field in schema
+    ]
+    table = pa.table(columns, schema=schema)
+    _check(table)
+    return table
 
 
 def _check(table: pa.Table) -> None:
@@ -124,6 +179,70 @@ def read_rows(folder: Path, schema: pa.Schema) -> pa.Table:
     return pa.concat_tables([schema.empty_table(), *parts])
 
 
+def num_rows(files: Sequence[Path]) -> int:
+    """Return the rows of a table, from the footers of its files.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    return sum(map(_num_rows, files))
+
+
+def num_values(files: Sequence[Path], name: str) -> int:
+    """Return the values in a column's lists, from the footers; an empty list counts as one.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    total = 0
+    for file in files:
+        with _opened(file) as parquet:
+            footer = parquet.metadata
+            total += sum(_num_values(footer, g, [name]) for g in range(footer.num_row_groups))
+    return total
+
+
+def thinned_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
+    """Return the rows of every n-th step of a table, n so that there are at most so many.
+
+    Args:
+        files: The files of the table, in order.
+        schema: The columns to return, the step among them.
+        max_rows: Rows at most.
+
+    Raises:
+        RunError: A file cannot be read, or there are too many rows in a step.
+    """
+    every = max(1, -(-num_rows(files) // max_rows))
+    pieces = (piece for file in files for piece in read_pieces(file, schema))
+    return _thinned(pieces, schema, every, max_rows, files)
+
+
+def _thinned(
+    pieces: Iterable[pa.Table],
+    schema: pa.Schema,
+    every: int,
+    max_rows: int,
+    files: Sequence[Path],
+) -> pa.Table:
+    """Return the rows of each n-th step of rows in the order of their steps."""
+    kept, total, seen, last = [schema.empty_table()], 0, -1, None
+    for rows in pieces:
+        steps = to_numpy(rows["step"], DType.INT)
+        if not len(steps):
+            continue
+        before = ~steps[0] if last is None else last
+        number = seen + np.cumsum(np.diff(steps, prepend=before) != 0)
+        kept.append(rows.filter(pa.array(number % every == 0)))
+        seen, last, total = int(number[-1]), steps[-1], total + len(kept[-1])
+        if total > 2 * max_rows + LARGE_ROWS:
+            raise RunError(
+                f"{files[0].parent} holds more than {total:,} rows in {seen // every + 1:,} steps, "
+                "and so many are not read: no run has as many workers, and the files are damaged"
+            )
+    return pa.concat_tables(kept)
+
+
 def from_step(first_step: int) -> Choice:
     """Return the choice of row groups that may have rows of this step or later ones."""
 
@@ -144,7 +263,7 @@ def to_columns(table: Table, rows: pa.Table, names: Sequence[str]) -> Columns:
 
 
 def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iterator[pa.Table]:
-    """Yield what files in the order of their steps hold from a step on, earlier rows among it.
+    """Yield in pieces what files in the order of their steps hold from a step on, and earlier rows.
 
     Only files and row groups that may have rows of this step or later ones are read.
 
@@ -159,7 +278,7 @@ def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iter
         if found is not None and found[0] <= first_step:
             break
     for file in reversed(wanted):
-        yield read_part(file, schema, from_step(first_step))
+        yield from read_pieces(file, schema, from_step(first_step))
 
 
 def step_range_of(file: Path) -> tuple[int, int] | None:
@@ -191,8 +310,9 @@ def step_range(run: Path, table: Table) -> tuple[int, int] | None:
 
 
 def _range_in(file: Path, table: Table) -> tuple[int, int] | None:
-    steps = read_part(file, pa.schema([arrow_schema(table).field("step")]))["step"]
-    return (min(steps).as_py(), max(steps).as_py()) if len(steps) else None
+    schema = pa.schema([arrow_schema(table).field("step")])
+    ends = [pc.min_max(rows["step"]).as_py() for rows in read_pieces(file, schema) if len(rows)]
+    return (min(e["min"] for e in ends), max(e["max"] for e in ends)) if ends else None
 
 
 def _step_ranges(footer: Any) -> list[tuple[int, int] | None]:
@@ -211,7 +331,8 @@ def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Tab
     Args:
         files: The files of a table, in order.
         schema: The columns to return.
-        max_rows: About how many rows at most; at least a row group of each file that is opened.
+        max_rows: About how many rows at most; at least a row group of each file that is opened, or
+            an even choice of its steps where it is large.
 
     Raises:
         RunError: A file cannot be read.
@@ -225,12 +346,20 @@ def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Tab
             return range(len(sizes_G))
         return list(_evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))))
 
-    parts = [read_part(files[index], schema, choose) for index in chosen.tolist()]
+    parts = [_even_part(files[index], schema, choose, share) for index in chosen.tolist()]
     return pa.concat_tables([schema.empty_table(), *parts])
 
 
+def _even_part(file: Path, schema: pa.Schema, choose: Choice, share: int) -> pa.Table:
+    most, rows = max(share, LARGE_ROWS), _num_rows(file, choose)
+    if rows <= most:
+        return read_part(file, schema, choose)
+    pieces = read_pieces(file, schema, choose)
+    return _thinned(pieces, schema, -(-rows // most), most, [file])
+
+
 def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return the last rows of a table, in whole row groups: at least one.
+    """Return the last rows of a table, in whole row groups: at least one, unless it is large.
 
     Raises:
         RunError: A file cannot be read.
@@ -245,12 +374,24 @@ def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.T
         return range(len(sizes_G))[-count:] if count else ()
 
     for file in reversed(files):
-        part = read_part(file, schema, choose)
+        part = _last_part(file, schema, choose, max(left, LARGE_ROWS))
         if not len(part) and parts:
             break
         parts.insert(0, part)
         left -= len(part)
     return pa.concat_tables([schema.empty_table(), *parts])
+
+
+def _last_part(file: Path, schema: pa.Schema, choose: Choice, max_rows: int) -> pa.Table:
+    if _num_rows(file, choose) <= _MOST_ROWS:
+        return read_part(file, schema, choose)
+    kept, total = deque([schema.empty_table()]), 0
+    for rows in read_pieces(file, schema, choose):
+        kept.append(rows)
+        total += len(rows)
+        while total - len(kept[0]) >= max_rows:
+            total -= len(kept.popleft())
+    return pa.concat_tables(kept)
 
 
 def even_single_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
@@ -276,19 +417,25 @@ def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
 
     A flush merges row groups, but never changes the number of a row.
     """
-    read = [np.empty(0, np.int64)]
+    wanted: list[Ints] = []
 
     def choose(footer: Any) -> Sequence[int]:
         sizes_G = _sizes(footer)
         ends_G = np.cumsum(sizes_G)
-        groups = np.unique(np.searchsorted(ends_G, rows_R, side="right"))
+        group_R = np.searchsorted(ends_G, rows_R, side="right")
+        groups = np.unique(group_R)
         groups = groups[groups < len(sizes_G)]  # all, unless another file has taken its place
-        read.extend(np.arange(ends_G[g] - sizes_G[g], ends_G[g]) for g in groups.tolist())
+        ends = np.cumsum(sizes_G[groups])
+        for group, skipped in zip(groups, ends_G[groups] - ends, strict=True):
+            wanted.append(rows_R[group_R == group] - skipped)
         return list(groups)
 
-    table = read_part(file, schema, choose)
-    places = np.concatenate(read)
-    return table.take(np.flatnonzero(np.isin(places, rows_R)))
+    found, begin = [schema.empty_table()], 0
+    for rows in read_pieces(file, schema, choose):
+        places = np.concatenate(wanted) - begin
+        found.append(rows.take(places[(places >= 0) & (places < len(rows))]))
+        begin += len(rows)
+    return pa.concat_tables(found)
 
 
 def _evenly(length: int, count: int) -> Ints:
@@ -297,9 +444,10 @@ def _evenly(length: int, count: int) -> Ints:
     return np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))
 
 
-def _num_rows(file: Path) -> int:
+def _num_rows(file: Path, choose: Choice | None = None) -> int:
     with _opened(file) as parquet:
-        return int(parquet.metadata.num_rows)
+        footer = parquet.metadata
+        return int(footer.num_rows if choose is None else _sizes(footer)[[*choose(footer)]].sum())
 
 
 def _sizes(footer: Any) -> Ints:

@@ -33,7 +33,7 @@ from rankscope.core.secrets import without_secrets
 from rankscope.core.signals import schema_hash
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record.begin import begin_run, end_lost_run, is_run
-from rankscope.record.files import RunTakenError, to_plain
+from rankscope.record.files import RunTakenError, parse, read_file, to_plain
 from rankscope.record.states import pack_state
 from rankscope.session.rendezvous import LateError, Rendezvous
 from rankscope.sinks import PlannedSink, plan_sinks
@@ -290,7 +290,7 @@ def _wait_for_agent(previous: Path) -> None:
     until = time.monotonic() + _PREVIOUS_SECONDS
     while time.monotonic() < until:
         try:
-            said = json.loads((previous / "run.json").read_bytes())
+            said = parse(read_file(previous / "run.json"))
         except (OSError, ValueError):
             return
         agent = said.get("agent") or {}

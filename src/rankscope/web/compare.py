@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
+from rankscope.record.tables import step_range
 from rankscope.web import bins, series
 from rankscope.web.parts import (
     Spec,
@@ -116,9 +117,9 @@ def _notes(run_a: Run, run_b: Run) -> list[str]:
             f"A has {run_a.num_workers:,} workers and B {run_b.num_workers:,}: a spread over more "
             "workers reaches farther, so compare the dispersions rather than the bands."
         )
-    ends = [run.columns(Table.STEPS, "step")["step"] for run in (run_a, run_b)]
-    if all(map(len, ends)) and (ends[0][0], ends[0][-1]) != (ends[1][0], ends[1][-1]):
-        spans = [f"steps {steps[0]:,} to {steps[-1]:,}" for steps in ends]
+    ends = [step_range(run.path, Table.STEPS) for run in (run_a, run_b)]
+    if all(ends) and ends[0] != ends[1]:
+        spans = [f"steps {found[0]:,} to {found[1]:,}" for found in ends if found]
         notes.append(f"A has {spans[0]}, B {spans[1]}; equal steps are drawn above each other.")
     return notes
 
@@ -128,7 +129,7 @@ def _loss(run: Run) -> tuple[list[Row], list[Row]]:
 
 
 def _curve(run: Run, name: str) -> list[Row]:
-    columns = run.columns(Table.STEPS, "step", name)
+    columns = run.steps("step", name)
     rows = series.curve(columns["step"], columns[name])
     return [row for row in rows if row["value"] is not None]
 

@@ -14,6 +14,7 @@ from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.noise import expected_cosines, expected_norm_stds
 from rankscope.record import Columns, Overview, Run
+from rankscope.record.rollups import MAX_ROWS
 from rankscope.web import bins, figures, maps, series
 from rankscope.web.parts import Spec, Tables
 from rankscope.web.series import Row
@@ -83,7 +84,7 @@ def read_source(tables: Tables, run: Run, named: Sequence[int]) -> Source:
     return Source(
         tables=tables,
         run=run,
-        steps=run.columns(Table.STEPS, *_STEPS),
+        steps=run.steps(*_STEPS),
         overviews=overviews,
         named=shown if len(shown) <= max(1, run.num_workers // 2) else [],
         drawn=drawn,
@@ -267,11 +268,11 @@ def _coverage_figure(
 
 def _coverage_rows(run: Run, notes: dict[str, str]) -> list[Row]:
     """Return rows ``{step, drawn, distinct}``, from roll-ups where the run is long."""
-    if not run.is_long:
+    if not run.is_long and run.num_samples <= MAX_ROWS:
         columns = run.columns(Table.SAMPLES, "step", "samples")
         return series.coverage(columns["step"], list(columns["samples"]))
-    counted = run.coverage()
-    if counted is None:
+    counted = run.coverage() or run.count_samples()
+    if not len(counted.step_B):
         return []
     if not counted.is_exact:
         notes["coverage-exact"] = "Different ones are estimated, with an error of about 0.5 %."

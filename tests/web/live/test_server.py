@@ -15,6 +15,7 @@ from rankscope import Run
 from rankscope.errors import UsageError
 from rankscope.web.live import board, live_server
 from rankscope.web.live.catalog import id_of
+from rankscope.web.live.sheets import addresses
 from web.html_reader import Page, data_names
 from web.live.serving import Training, events, get, serving
 
@@ -414,3 +415,39 @@ def test_viewers_who_never_finish_a_request_are_left(tmp_path: Path):
             with contextlib.suppress(ConnectionResetError):
                 assert viewer.recv(1) == b""
         assert get(server, "/").status == 200
+
+
+def test_viewers_who_never_read_an_answer_are_left(tmp_path: Path):
+    script = addresses()["vega.js"]
+    request = f"GET {script} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    with serving(tmp_path, request_seconds=1.0) as server, contextlib.ExitStack() as stack:
+        for _ in range(30):
+            viewer = stack.enter_context(socket.socket())
+            viewer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            viewer.connect(("127.0.0.1", server.port))
+            viewer.sendall(40 * request)
+
+        assert get(server, script).status == 200
+        while server.server_state.connections:  # else the test's own limit ends it
+            time.sleep(0.05)
+        assert get(server, script).status == 200
+
+
+def test_of_too_many_viewers_the_first_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rankscope.web.live.server.MAX_CONNECTIONS", 8)
+    with serving(tmp_path) as server, contextlib.ExitStack() as stack:
+        viewers = []
+        for _ in range(20):
+            viewer = stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            )
+            viewer.sendall(b"GET /events?topic=runs HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert viewer.recv(15) == b"HTTP/1.1 200 OK"
+            viewers.append(viewer)
+
+        for viewer in viewers[:12]:
+            with contextlib.suppress(ConnectionResetError):
+                while viewer.recv(4096):
+                    pass
+        assert get(server, "/").status == 200
+        assert len(server.server_state.connections) <= 8

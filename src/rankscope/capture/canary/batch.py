@@ -132,7 +132,9 @@ def restore_batch(
     tensors: dict[int, Tensor] = {}
     try:
         args, kwargs = _restore(batch.structure, batch.arrays, device, tensors)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+            raise TypeError("its arguments are no tuple and no dict")
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CanaryDeclined(f"a kept batch cannot be brought back ({error})") from error
     return args, kwargs
 
@@ -141,9 +143,12 @@ def samples_of(batch: PlainBatch) -> list[PlainBatch]:
     """Return the samples of a batch as batches of one.
 
     Tensors whose first axis has as many entries as there are samples are cut; all others are given
-    to every sample as they are. Returns nothing where no samples were recognised.
+    to every sample as they are. Returns nothing where no samples were recognised, or no tensor has
+    as many entries.
     """
     count = len(batch.samples)
+    if not any(a.ndim and len(a) == count for a in batch.arrays):
+        return []
     return [
         PlainBatch(
             batch.structure,
@@ -250,6 +255,8 @@ def _restore(
         return value
     [tag] = value.keys() & {"float", "tensor", "array", "dict", "list", "tuple"}
     content = value[tag]
+    if tag in ("tensor", "array") and (type(content) is not int or content < 0):
+        raise IndexError(f"it has no tensor {content!r:.40}")
     if tag == "float":
         return float.fromhex(content)
     if tag == "tensor":
@@ -271,5 +278,7 @@ def _tensor(array: NDArray[Any], place: Mapping[str, Any], device: torch.device)
         raise TypeError(f"{place['dtype']} is no type of tensors")
     tensor = torch.from_numpy(array.copy())
     if tensor.dtype is not dtype:
+        if dtype in _NUMPY_KNOWS or tensor.dtype is not _INTEGERS.get(dtype.itemsize):
+            raise TypeError(f"{tensor.dtype} is stored where {dtype} is expected")
         tensor = tensor.view(dtype)
     return tensor if place["host"] else tensor.to(device)

@@ -29,6 +29,7 @@ from rankscope.record import Run
 from rankscope.record.files import unreadable as unreadable_file
 from rankscope.record.lock import writer_is_gone
 from rankscope.record.states import START_FILE
+from rankscope.record.tables import step_range
 from rankscope.web.words import title_of, title_of_finding
 
 MAX_DEPTH = 6
@@ -308,8 +309,13 @@ def in_order(glances: list[Glance]) -> list[Glance]:
 
 
 def _look(place: Place, at: Stamp, run: Run) -> Glance:
-    columns = run.columns(Table.STEPS, "step", "time", "loss_mean")
+    columns = run.steps("step", "time", "loss_mean")
+    known = step_range(run.path, Table.STEPS)
     step_T, time_T = columns["step"], columns["time"]
+    num_steps = run.num_rows(Table.STEPS)
+    last_T = time_T
+    if len(time_T) < num_steps:
+        last_T = run.latest(Table.STEPS, "time", max_rows=_RECENT)["time"]
     worst = next(iter(ranked(run.findings())), None)
     severity, headline = "healthy", ""
     if worst is not None:
@@ -325,11 +331,11 @@ def _look(place: Place, at: Stamp, run: Run) -> Glance:
         since=None if worst is None else _time_of(worst, step_T, time_T),
         ended=run.status,
         num_workers=run.num_workers,
-        num_steps=len(step_T),
-        last_step=int(step_T[-1]) if len(step_T) else None,
-        last_time=_finite(float(time_T[-1])) if len(time_T) else None,
+        num_steps=num_steps,
+        last_step=None if known is None else known[1],
+        last_time=_finite(float(last_T[-1])) if len(last_T) else None,
         changed=at.changed,
-        patience=_patience(time_T),
+        patience=_patience(last_T),
         spark=_spark(columns["loss_mean"]),
     )
 

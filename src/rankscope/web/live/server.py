@@ -23,18 +23,36 @@ _LAST_SECONDS = 1
 _TOKEN_SIGNS = 512
 
 REQUEST_SECONDS = 15.0
-"""Seconds that a viewer has to send a request, from its first byte or its connection on."""
+"""Seconds that a viewer has to send a request, from its first byte or its connection on, and to
+take some more of an answer."""
+
+MAX_CONNECTIONS = 256
+"""Connections at a time; for another one, the oldest ends. A browser opens up to six of a page."""
 
 
 class _Protocol(H11Protocol):
-    """HTTP that leaves a viewer who does not finish a request."""
+    """HTTP that leaves a viewer who does not finish a request, or takes nothing of an answer.
+
+    Attributes:
+        seconds: How long it waits for either.
+        opened: The open connections of the server, in the order of their beginning.
+    """
 
     seconds = REQUEST_SECONDS
+    opened: dict["_Protocol", None]
     _late: asyncio.TimerHandle | None = None
+    _look: asyncio.TimerHandle | None = None
+    _unsent = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.opened[self] = None
+        if len(self.opened) > MAX_CONNECTIONS:
+            oldest = next(iter(self.opened))
+            del self.opened[oldest]
+            oldest.transport.abort()
         self._watch()
+        self._look = self.loop.call_later(self.seconds, self._look_at_answer)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -42,7 +60,10 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.opened.pop(self, None)
         self._stop_watching()
+        if self._look is not None:
+            self._look.cancel()
 
     def _watch(self) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete
@@ -55,6 +76,14 @@ class _Protocol(H11Protocol):
         if self._late is not None:
             self._late.cancel()
         self._late = None
+
+    def _look_at_answer(self) -> None:
+        """Leave a viewer who has taken nothing since the last look; closing would wait for it."""
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        if 0 < before <= self._unsent:
+            self._leave()
+        else:
+            self._look = self.loop.call_later(self.seconds, self._look_at_answer)
 
     def _leave(self) -> None:
         self.transport.abort()
@@ -70,7 +99,7 @@ class LiveServer(uvicorn.Server):
         token: What viewers must know. None: nothing on the loopback address, a random one else.
         poll_seconds: Seconds between two looks for what is new.
         refresh_seconds: Seconds between two readings of a changed run, at least.
-        request_seconds: Seconds that a viewer has to send a request.
+        request_seconds: Seconds that a viewer has to send a request, and to take some of an answer.
 
     Attributes:
         token: What viewers must know, None for nothing.
@@ -109,7 +138,7 @@ class LiveServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=type("Protocol", (_Protocol,), {"seconds": request_seconds}),
+                http=type("Protocol", (_Protocol,), {"seconds": request_seconds, "opened": {}}),
                 access_log=False,
                 log_level="warning",
                 lifespan="off",
