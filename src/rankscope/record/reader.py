@@ -138,7 +138,7 @@ class Run:
 
     @property
     def num_samples(self) -> int:
-        """About how many identities of samples are recorded, from the footers of the files.
+        """About how many identities of samples are recorded, from the first rows of each file.
 
         Raises:
             RunError: A file cannot be read.

@@ -59,6 +59,9 @@ def parts_in(folder: Path) -> list[Path]:
 _DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError)
 """What Arrow raises over a damaged file, or one whose columns are not those of a table."""
 
+_FIRST_ROWS = 64
+"""Rows whose lists tell how long lists are."""
+
 Choice = Callable[[Any], Sequence[int]]
 """From the footer of a file: the row groups to read."""
 
@@ -114,7 +117,7 @@ def read_pieces(file: Path, schema: pa.Schema, choose: Choice | None = None) -> 
     """
     with _opened(file, _BUFFER_BYTES) as parquet:
         groups, present = _wanted(parquet, schema, choose)
-        size = max(1, PIECE_VALUES // _values_of_a_row(parquet.metadata, groups, present))
+        size = max(1, int(PIECE_VALUES / _values_of_a_row(parquet, groups, present)))
         for batch in parquet.iter_batches(size, groups, present) if groups else ():
             yield _shaped(pa.table(batch), schema)
 
@@ -126,17 +129,16 @@ def _wanted(parquet: Any, schema: pa.Schema, choose: Choice | None) -> tuple[lis
     return [int(group) for group in groups], present
 
 
-def _values_of_a_row(footer: Any, groups: Sequence[int], names: Sequence[str]) -> int:
-    """Return how many values a row's lists hold, on average over the row group with the most."""
-    sizes: list[int] = _sizes(footer).tolist()
-    return max([1, *(_num_values(footer, g, names) // max(sizes[g], 1) for g in groups)])
+def _values_of_a_row(parquet: Any, groups: Sequence[int], names: Sequence[str]) -> float:
+    """Return how many values the lists of the first rows hold, on average; 1 without lists.
 
-
-def _num_values(footer: Any, group: int, names: Sequence[str]) -> int:
-    """Return the values of the longest of some columns in a row group; an empty list is one."""
-    columns = map(footer.row_group(group).column, range(footer.num_columns))
-    lengths = (c.num_values for c in columns if c.path_in_schema.split(".")[0] in names)
-    return int(max(lengths, default=0))
+    The footer has the number of values, too; but Arrow ends the process over a damaged one.
+    """
+    first = next(parquet.iter_batches(_FIRST_ROWS, groups[:1], names), None) if groups else None
+    if first is None or not len(first):
+        return 1.0
+    lists = [column for column in first.columns if pa.types.is_list(column.type)]
+    return max([1.0, *(len(column.flatten()) / len(first) for column in lists)])
 
 
 def _shaped(rows: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -189,17 +191,17 @@ def num_rows(files: Sequence[Path]) -> int:
 
 
 def num_values(files: Sequence[Path], name: str) -> int:
-    """Return the values in a column's lists, from the footers; an empty list counts as one.
+    """Return about how many values a column's lists hold, from the first rows of each file.
 
     Raises:
         RunError: A file cannot be read.
     """
-    total = 0
+    total = 0.0
     for file in files:
-        with _opened(file) as parquet:
-            footer = parquet.metadata
-            total += sum(_num_values(footer, g, [name]) for g in range(footer.num_row_groups))
-    return total
+        with _opened(file, _BUFFER_BYTES) as parquet:
+            groups = range(parquet.num_row_groups)
+            total += parquet.metadata.num_rows * _values_of_a_row(parquet, groups, [name])
+    return round(total)
 
 
 def thinned_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
