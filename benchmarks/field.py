@@ -14,6 +14,7 @@ import math
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,6 +50,7 @@ class Script:
         package: Whose script it is, or whose pattern.
         module: Whether the first word is a module.
         logged: Finds the losses that it logs.
+        plan: What is declared of it, as JSON; empty for nothing.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Script:
     package: str
     module: bool = True
     logged: re.Pattern[str] = _TRAINER
+    plan: str = ""
 
 
 def _trl(name: str, data: str, *more: str, **options: object) -> tuple[str, ...]:
@@ -103,7 +106,7 @@ ALL = (
             "prompts",
             num_generations=2,
             max_completion_length=12,
-            reward_funcs="think_format_reward",
+            reward_funcs="rewards.variety",
         ),
         "trl",
     ),
@@ -113,9 +116,12 @@ ALL = (
         for micro in ("1", "3")
     ),
     *(_own("accelerate_loop.py", kind, package="accelerate") for kind in ("ddp", "fsdp2")),
+    replace(_own("local_sgd.py", package="accelerate"), plan='{"local_steps": 8}'),
+    *(_own("deepspeed_loop.py", stage, package="deepspeed") for stage in ("1", "2", "3")),
     _own("lightning_validation.py", package="lightning"),
     _own("sentences.py", package="sentence-transformers", logged=_TRAINER),
     _own("nanogpt_loop.py", package="torch"),
+    _own("muon_loop.py", package="torch"),
     _own("titan_loop.py", package="torch"),
     _own("dino_loop.py", package="torch"),
     _own("resnet_loop.py", package="torch"),
@@ -143,7 +149,8 @@ def run(
     if fault:
         target = [str(SCRIPTS / "with_fault.py"), *target]
     if run_dir is not None:
-        target = ["-m", "rankscope", "run", "--run-dir", str(run_dir), *target]
+        plan = ["--plan", script.plan] if script.plan else []
+        target = ["-m", "rankscope", "run", "--run-dir", str(run_dir), *plan, *target]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
     ended = subprocess.run(
         [sys.executable, *launcher, *target],
@@ -327,6 +334,7 @@ def make_assets(folder: Path) -> None:
         (folder / name).mkdir()
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / name / "train.jsonl").write_text(lines)
+    shutil.copy(SCRIPTS / "rewards.py", folder)  # where the script looks for it
 
 
 # The page ------------------------------------------------------------------------------------

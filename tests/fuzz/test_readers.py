@@ -23,3 +23,8 @@ def test_each_kind_of_failure_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert killed == f"code {-signal.SIGKILL}: "
     monkeypatch.setattr(readers, "SECONDS", 0.2)
     assert readers.forked(lambda: time.sleep(600), tmp_path / "none") == "hang"
+
+
+@pytest.mark.parametrize("seed", [174])
+def test_what_once_failed_stays_repaired(seed: int):
+    assert readers.run([seed]) == []
