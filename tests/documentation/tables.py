@@ -33,8 +33,8 @@ NOT_RUN = {
     ("docs/live.md", "rankscope serve runs/ --host 0.0.0.0"): "a server: tests/web run it",
     (
         "docs/integrations/run.md",
-        "rankscope: error: Ranks 0 and 1 trained on identical batches in 1 step: the job did the work of "
-        "1 worker, not of 2. [data.duplicate_batches, since step 0]",
+        "rankscope: error: Ranks 0 and 1 trained on identical batches in 1 step: the job did "
+        "the work of 1 worker, not of 2. [data.duplicate_batches, since step 0]",
     ): OUTPUT,
     ("README.md", "◆ ERROR  fault"): OUTPUT,
     (
