@@ -17,7 +17,15 @@ from rankscope.integrations import run_script
 from rankscope.integrations.run_script import Job
 
 OPTIONS = {
-    *("--every", "--groups", "--no-canary", "--overhead-budget", "--plan", "--reduced"),
+    *(
+        "--every",
+        "--groups",
+        "--no-announce",
+        "--no-canary",
+        "--overhead-budget",
+        "--plan",
+        "--reduced",
+    ),
     *("--run-dir", "--sink", "--tier", "--trace", "-m"),
 }
 
@@ -77,10 +85,19 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
         "plan": None,
         "trace": False,
         "canary": True,
+        "announce": True,
     }
     words = ["--run-dir", "elsewhere", "--tier", "scalars", "--every", "4", "--reduced", "sketch"]
     words += ["--groups", '{"a": "b"}', "--overhead-budget", "none", "--plan", "plan.json"]
-    words += ["--trace", "--no-canary", "--sink", "jsonl:a.jsonl", "--sink", "command:true"]
+    words += [
+        "--trace",
+        "--no-canary",
+        "--no-announce",
+        "--sink",
+        "jsonl:a.jsonl",
+        "--sink",
+        "command:true",
+    ]
     command, job = ask(monkeypatch, capsys, *words, "-m", "project.train", "--tier", "x")
     assert command[-4:] == ["-m", "project.train", "--tier", "x"]
     assert (job.run_dir, job.script) == (str(tmp_path / "elsewhere"), "train")
@@ -89,6 +106,7 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
     assert job.options["overhead_budget"] is None
     assert job.options["tier"] == str(Tier.SCALARS)
     assert (job.options["trace"], job.options["canary"]) == (True, False)
+    assert job.options["announce"] is False
     assert job.options["sinks"] == ["jsonl:a.jsonl", "command:true"]
     command, job = ask(monkeypatch, capsys, "--", "sh", "start.sh", "train.py", "--run-dir", "x")
     assert Path(command[0]).name == "sh"

@@ -19,12 +19,14 @@ PLAN = {"local_buffers": True, "loss_weighting": "worker"}
 def collect_warnings() -> list[str]:
     """Return a list that gets every warning of the monitor in this process from now on.
 
-    One that is logged with a traceback ends in ``[traceback]``.
+    One that is logged with a traceback ends in ``[traceback]``. What is said of findings is none.
     """
     warnings: list[str] = []
 
     def collect(record: logging.LogRecord) -> None:
-        warnings.append(record.getMessage() + (" [traceback]" if record.exc_info else ""))
+        line = record.getMessage()
+        if not line.startswith("rankscope: "):
+            warnings.append(line + (" [traceback]" if record.exc_info else ""))
 
     handler = logging.Handler(logging.WARNING)
     handler.emit = collect  # type: ignore[method-assign]

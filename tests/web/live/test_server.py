@@ -41,7 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory):
 
 def test_all_runs_are_listed_with_the_worst_first(served: Any):
     page = Page(get(served, "/").text)
-    order = [page.words.index(word) for word in ("Error", "Unreadable", "Healthy")]
+    order = [page.words.index(word) for word in ("Error", "Unreadable", "Too early")]
 
     assert order == sorted(order)
     assert "4 runs, 2 to look at" in page.words
@@ -57,7 +57,7 @@ def test_a_page_of_a_run_holds_what_the_report_holds(served: Any):
     assert answer.headers["content-encoding"] == "gzip"
     assert {"loss", "loss_std", "heatmap", "workers-loss"} <= set(page.figures)
     assert set(page.figures) == set(page.specs)
-    assert "Healthy" in page.words
+    assert "Too early Too short to judge" in page.words
     assert "Complete" in page.words
 
 

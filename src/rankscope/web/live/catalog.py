@@ -321,7 +321,7 @@ def _look(place: Place, at: Stamp, run: Run) -> Glance:
     if worst is not None:
         severity, headline = str(worst.severity), title_of_finding(worst)
     elif missing_steps(checks_of(run.num_workers, run.info.get("options")), len(step_T)):
-        severity, headline = "early", "Too early to judge"
+        severity = "early"
     return Glance(
         place=place,
         title=title_of(run.info, place.path),
