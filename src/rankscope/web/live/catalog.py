@@ -320,7 +320,7 @@ def _look(place: Place, at: Stamp, run: Run) -> Glance:
     severity, headline = "healthy", ""
     if worst is not None:
         severity, headline = str(worst.severity), title_of_finding(worst)
-    elif missing_steps(checks_of(run.num_workers, run.info.get("options")), len(step_T)):
+    elif missing_steps(checks_of(run.num_workers, run.info.get("options")), num_steps):
         severity = "early"
     return Glance(
         place=place,
