@@ -35,7 +35,8 @@ fuzz: $(VENV)/.dev ## 10,000 damaged runs, studies, bundles, data files and plan
 	PYTHONPATH=tests $(BIN)/python -m fuzz.readers $(FUZZ_FLAGS)
 
 field: $(VENV)/.dev ## scripts of other packages, plain and watched: half an hour
-	$(PIP_INSTALL) peft sentence-transformers
+	$(PIP_INSTALL) peft sentence-transformers torchtitan==0.2.2
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/timm timm torchvision==0.28.*  # others' imports fail with it
 	$(BIN)/python benchmarks/field.py --write
 
 chaos: $(VENV)/.dev ## accidents around small trainings, hundreds of them: a quarter of an hour

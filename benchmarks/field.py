@@ -22,7 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,11 @@ SCRIPTS = HERE / "field_scripts"
 STEPS = 24
 _TRAINER = re.compile(r"'loss': '?(-?[0-9.e-]+)'?")
 _OWN = re.compile(r"^loss (-?[0-9.e-]+)$", re.M)
-_TIMES = re.compile(r"'(train_runtime|train_\w+_per_second|step_time)': '?[0-9.e+-]+'?")
+_TITAN = re.compile(r"step: +\d+ +loss: +(-?[0-9.]+)")
+_TIMES = re.compile(
+    r"'(train_runtime|train_\w+_per_second|step_time)': '?[0-9.e+-]+'?"
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+|tps: .*|took [0-9.]+ seconds"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Script:
         module: Whether the first word is a module.
         logged: Finds the losses that it logs.
         plan: What is declared of it, as JSON; empty for nothing.
+        packages: A folder of packages of its own, in the environment; empty for none.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Script:
     module: bool = True
     logged: re.Pattern[str] = _TRAINER
     plan: str = ""
+    packages: str = ""
 
 
 def _trl(name: str, data: str, *more: str, **options: object) -> tuple[str, ...]:
@@ -83,6 +89,24 @@ def _trl(name: str, data: str, *more: str, **options: object) -> tuple[str, ...]
 def _own(name: str, *words: str, package: str, logged: re.Pattern[str] = _OWN) -> Script:
     title = " ".join((name.removesuffix(".py"), *words))
     return Script(title, (str(SCRIPTS / name), "{}", *words), package, False, logged)
+
+
+def _titan(name: str, **options: object) -> Script:
+    settings = {
+        "model.hf_assets_path": "{}/model",
+        "training.dataset_path": "{}/text",
+        "training.seq_len": 32,
+        "training.local_batch_size": 2,
+        "training.steps": STEPS,
+        "training.mixed_precision_param": "float32",
+        "lr_scheduler.warmup_steps": 2,
+        "metrics.log_freq": 1,
+        "debug.seed": 1,
+        **options,
+    }
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    words += ["--metrics.disable_color_printing"]
+    return Script(name, (str(SCRIPTS / "titan.py"), *words), "torchtitan", False, _TITAN)
 
 
 ALL = (
@@ -122,7 +146,19 @@ ALL = (
     _own("sentences.py", package="sentence-transformers", logged=_TRAINER),
     _own("nanogpt_loop.py", package="torch"),
     _own("muon_loop.py", package="torch"),
-    _own("titan_loop.py", package="torch"),
+    _titan("torchtitan train"),
+    _titan("torchtitan train, 2 micro-batches", **{"training.global_batch_size": 8}),
+    _titan(
+        "torchtitan train, replicated",
+        **{
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.data_parallel_shard_degree": 1,
+        },
+    ),
+    *(
+        replace(_own("timm_loop.py", micro, package="timm"), packages="timm")
+        for micro in ("1", "2")
+    ),
     _own("dino_loop.py", package="torch"),
     _own("resnet_loop.py", package="torch"),
 )
@@ -151,11 +187,20 @@ def run(
     if run_dir is not None:
         plan = ["--plan", script.plan] if script.plan else []
         target = ["-m", "rankscope", "run", "--run-dir", str(run_dir), *plan, *target]
+    paths = [os.environ.get("PYTHONPATH", "")]
+    if script.packages:
+        paths.append(str(Path(sys.prefix) / script.packages))
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
     ended = subprocess.run(
         [sys.executable, *launcher, *target],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        },
         capture_output=True,
         text=True,
         timeout=600,
@@ -208,7 +253,7 @@ def check(script: Script, folder: Path) -> Row:
     watched = run(script, folder, watched_dir)
     row = Row(
         script.name,
-        f"{script.package} {_version(script.package)}",
+        f"{script.package} {_version(script)}",
         (plain.exit_code, watched.exit_code),
         _lines(plain) == _lines(watched),
     )
@@ -250,19 +295,20 @@ def _lines(outcome: Outcome) -> Counter[str]:
     return Counter(_TIMES.sub(r"'\1'", outcome.output).splitlines())
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def _version(script: Script) -> str:
+    place = Path(sys.prefix) / script.packages
+    known = distributions(name=script.package, path=[*sys.path, str(place)])
+    return next((found.version for found in known), "not installed")
 
 
 # Models and data -----------------------------------------------------------------------------
 
 
 def make_assets(folder: Path) -> None:
-    """Write a tiny causal model with its tokenizer, and three data sets."""
+    """Write a tiny causal model with its tokenizer, three data sets, and pictures."""
+    import numpy as np
     import torch
+    from PIL import Image
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -334,6 +380,12 @@ def make_assets(folder: Path) -> None:
         (folder / name).mkdir()
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / name / "train.jsonl").write_text(lines)
+    pixels = np.random.default_rng(0)
+    for label in "abcd":
+        (folder / "images" / label).mkdir(parents=True)
+        for number in range(24):
+            picture = Image.fromarray(pixels.integers(0, 256, (72, 72, 3), dtype=np.uint8))
+            picture.save(folder / "images" / label / f"{number}.png")
     shutil.copy(SCRIPTS / "rewards.py", folder)  # where the script looks for it
 
 

@@ -33,7 +33,7 @@ STUDY = {
     "--weights",
     "--workers",
 }
-REPORT = {"--again", "--fail-on", "--format", "--html", "--json", "--no-html", "--output"}
+REPORT = {"--again", "--full", "--fail-on", "--format", "--html", "--json", "--no-html", "--output"}
 HELP = {"--help", "-h"}
 COMMANDS = {"study", "run", "report", "serve", "doctor", "replay", "diff", "numerics", "faults"}
 

@@ -141,7 +141,7 @@ def test_what_an_encoding_lacks_becomes_the_nearest_sign_it_has(
     written = {}
     for encoding in ("ascii", "utf-8"):
         with (tmp_path / encoding).open("w+", encoding=encoding) as file:
-            assert call(file, "report", runs / "copied", "--no-html") == 1
+            assert call(file, "report", runs / "copied", "--no-html", "--full") == 1
             file.seek(0)
             written[encoding] = file.read()
     assert {"◆", "·"} <= set(written["utf-8"])

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from rankscope.cli.report import report
+from rankscope.cli.summary import SUMMARY_LINES
 from rankscope.cli.verdict import render_run, render_study
 from rankscope.diagnose.assessment import assess
 from rankscope.errors import RunError, UsageError
@@ -66,7 +68,99 @@ def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied: Path):
     text = " ".join(lines)
     assert "data.duplicate_batches" in text
     assert "ranks 1–7 · steps 0 to 5" in text
-    assert "Check next:" in text
+    assert "Check next:" not in text
+    assert len(result.output.splitlines()) <= SUMMARY_LINES
+
+    full = call(copied, "--full")
+    assert full.exit_code == 1
+    assert "Check next:" in full.output
+    assert "What the measurements say" in full.output
+
+
+def with_findings(run: Path, place: Path, *events: dict[str, object]) -> Path:
+    """Copy a run, with findings made from its last one."""
+    shutil.copytree(run, place)
+    model = json.loads((run / "findings.jsonl").read_text().splitlines()[-1])
+    lines = [json.dumps(model | event) + "\n" for event in events]
+    (place / "findings.jsonl").write_text("".join(lines))
+    return place
+
+
+def test_the_summary_of_many_findings_has_twelve_lines(copied: Path, tmp_path: Path):
+    causes = ["numerics.nonfinite", "loss.scale", "data.dispersion_too_high", "time.straggler"]
+    events = [
+        {"id": f"{cause}/{rank}", "cause": cause, "ranks": [rank], "severity": severity}
+        for rank in range(8)
+        for cause, severity in zip(causes, ["error", "warning", "note", "error"], strict=True)
+    ]
+    many = with_findings(copied, tmp_path / "many", *events)
+
+    for columns in ("80", "120"):
+        output = call_in(columns, many).output
+        lines = output.splitlines()
+        assert len(lines) <= SUMMARY_LINES
+        assert lines[0].startswith("  ◆ ERROR")
+        assert "What to do:" in output
+        assert f"  More: rankscope report {many} --full" in lines
+        (rest,) = [line for line in lines if re.match(r"  and \d", line)]
+        shown = sum(line.startswith(("  ◆ ", "  ▲ ")) for line in lines[1:])
+        numbers = [int(word) for word in rest.replace(",", "").split() if word.isdigit()]
+        assert shown >= 1
+        assert shown + sum(numbers) == len(events)
+
+
+def call_in(columns: str, *arguments: str | Path) -> Result:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", columns)
+        return call(*arguments)
+
+
+def test_what_follows_from_a_finding_is_counted(copied: Path, tmp_path: Path):
+    causes = ["sync.not_reduced", "state.parameters_differ", "state.optimizer_differs"]
+    events = [{"id": cause, "cause": cause, "ranks": list(range(8))} for cause in causes]
+    run = with_findings(copied, tmp_path / "follows", *events)
+
+    output = call_in("80", run).output
+    assert "and 2 findings that follow from it" in output
+    assert "state.parameters_differ" not in output
+    assert "state.parameters_differ" in call(run, "--full").output
+
+
+def test_a_healthy_summary_shows_numbers(healthy: Path):
+    output = call_in("80", healthy).output
+    assert "Averaged loss" in output
+    assert "Loss dispersion" in output
+    assert len(output.splitlines()) <= SUMMARY_LINES
+
+
+def test_a_directory_of_runs_is_listed(healthy: Path, copied: Path, tmp_path: Path):
+    shutil.copytree(healthy, tmp_path / "runs" / "sft" / "first")
+    shutil.copytree(copied, tmp_path / "runs" / "second")
+    broken = tmp_path / "runs" / "third"
+    broken.mkdir()
+    (broken / "run.json").write_text("{}")
+
+    result = call_in("100", tmp_path / "runs")
+    assert result.exit_code == 1
+    lines = [line for line in result.output.splitlines() if line and line[2] != " "]
+    assert lines[0] == "  3 runs"
+    assert [line.split()[0] for line in lines[2:5]] == ["second", "third", "sft/first"]
+    assert "error" in lines[2]
+    assert "unreadable" in lines[3]
+    assert "healthy" in lines[4]
+    assert not (tmp_path / "runs" / "report.html").exists()
+
+    told = json.loads(call(tmp_path / "runs", "--json").stdout)
+    assert told["kind"] == "runs"
+    assert told["severity"] == "error"
+    assert [run["verdict"] for run in told["runs"]] == ["error", "unreadable", "healthy"]
+    assert told["runs"][2]["path"] == str(tmp_path / "runs" / "sft" / "first")
+    assert told["runs"][2]["num_steps"] == 64
+
+    assert call(tmp_path / "runs" / "sft").exit_code == 0
+    wrong = call(tmp_path / "runs", "--format", "png")
+    assert isinstance(wrong.exception, UsageError)
+    assert "name one of the runs in it" in str(wrong.exception)
 
 
 def test_fail_on(healthy: Path, copied: Path, tmp_path: Path):

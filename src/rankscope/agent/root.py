@@ -8,7 +8,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from rankscope.agent.message import StepMessage
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.reports import pack_report
 from rankscope.agent.summary import HostSummary, lean_layout, with_directions
+from rankscope.agent.workers import Workers
 from rankscope.core.finding import Finding
 from rankscope.core.governor import LAG, Governor
 from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
@@ -43,27 +43,6 @@ Send = Callable[[int, bytes], None]
 """Sends a frame to a rank, or to all of them."""
 
 
-@dataclass(slots=True)
-class _Worker:
-    """What the root knows of one worker.
-
-    Attributes:
-        left: Why it sends nothing any more; None while it may.
-        complete: Whether it has said that its part of the run is complete.
-        ended_at: Unix time at which it left.
-        wants_reports: Whether it asked for the steps' reports.
-        last_word: What it is told when the run is closed, though all was well on its side.
-        without_room: Steps whose gradient it left out, as its agent did not keep up.
-    """
-
-    left: str | None = None
-    complete: bool = False
-    ended_at: float = 0.0
-    wants_reports: bool = False
-    last_word: str = ""
-    without_room: int = 0
-
-
 class Root:
     """Assembles, judges and records the steps of one run.
 
@@ -77,7 +56,7 @@ class Root:
         layout = Layout.from_json(setup["layout"])
         self._send = send
         self._run_dir = Path(setup["run_dir"])
-        self._workers = [_Worker() for _ in range(layout.num_workers)]
+        self._workers = Workers(layout.num_workers)
         self._layout = layout
         self._host_steps: HostSteps | None = None
         if layout.num_workers > MAX_PAIRED_WORKERS:
@@ -129,7 +108,7 @@ class Root:
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a rank, or None for the end of its connection."""
         if frame is None:
-            self._leave(rank, self._hosts.ending(rank), at)
+            self._workers.leave(rank, self._hosts.ending(rank), at)
         elif frame.kind == Kind.SUMMARY:
             self._take_summary(frame.payload)
         elif frame.kind == Kind.HELLO:
@@ -157,7 +136,7 @@ class Root:
         self._workers[rank].without_room = int(said.get("without_room", 0))
         if self._hangs is not None:
             self._hangs.leave(rank)
-        self._leave(rank, said["why"], at)
+        self._workers.leave(rank, said["why"], at)
 
     def _subscribe(self, rank: int, frame: Frame, at: float) -> None:
         self._workers[rank].wants_reports = True
@@ -189,11 +168,6 @@ class Root:
     def _known(self) -> tuple[Finding, ...]:
         hangs = () if self._hangs is None else tuple(self._hangs.findings.values())
         return (*self._diagnosis.findings, *hangs)
-
-    def _leave(self, rank: int, why: str, at: float) -> None:
-        worker = self._workers[rank]
-        if worker.left is None:
-            worker.left, worker.ended_at = why, at
 
     # What is made of it ------------------------------------------------------------------------
 
@@ -303,12 +277,11 @@ class Root:
 
     def _have_patience(self) -> None:
         """Tell ranks that wait for the end of the run that it comes nearer."""
-        for rank, worker in enumerate(self._workers):
-            if worker.left is not None:
-                self._send(rank, pack(Kind.WORKING, rank=rank))
+        for rank in self._workers.left:
+            self._send(rank, pack(Kind.WORKING, rank=rank))
 
     def _send_reports(self) -> None:
-        wanted = [rank for rank, worker in enumerate(self._workers) if worker.wants_reports]
+        wanted = self._workers.readers
         if self._latest is None or not wanted:
             return
         content = pack_report(self._latest)
@@ -320,31 +293,20 @@ class Root:
 
     def _see_who_left(self) -> None:
         """End the run once no further step can be whole."""
-        left = [rank for rank, worker in enumerate(self._workers) if worker.left is not None]
+        left, delivered = self._workers.left, self._assembly.delivered
         if not left:
             return
-        delivered = self._assembly.delivered
         last = min(delivered[rank] for rank in left)
         passed = any(delivered[rank] > last for rank in range(len(delivered)) if rank not in left)
         if passed or len(left) == len(self._workers):
-            if not self._is_whole:
-                first = min(left, key=self._blame)
+            if not self._workers.are_whole(delivered):
+                first = self._workers.ended(delivered)[0]
                 self._turn_off(
                     f"rank {first} sends nothing after step {delivered[first]}: "
                     f"{self._workers[first].left}",
                     because_of=first,
                 )
             self.close()
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether all workers have said that the run is complete, after the same step."""
-        complete = all(worker.complete for worker in self._workers)
-        return complete and len(set(self._assembly.delivered)) == 1
-
-    def _blame(self, rank: int) -> tuple[bool, int, float]:
-        worker = self._workers[rank]
-        return worker.complete, self._assembly.delivered[rank], worker.ended_at
 
     def _turn_off(self, why: str, because_of: int = -1) -> None:
         """Tell the probes that nothing is recorded any more, also one that has closed already."""
@@ -370,23 +332,11 @@ class Root:
         if self.finished:
             return
         self.finished = True
-        whole = self._is_whole
-        complete = whole and not failed
         last: list[Finding] = []
         closed = False
         try:
             last = self._diagnosis.close()
-            self._record.add_findings(last)
-            if self._sinks is not None:
-                self._sinks.findings(last)
-            if self._record.flush() and (whole or not failed):
-                self._save_state(at_end=True)
-            self._record.close(
-                "complete" if complete else "incomplete",
-                overhead=self._governor.summary(),
-                **({} if complete else {"ended": self._endings()}),
-                **self._missing(),
-            )
+            self._close_record(last, failed)
             closed = True
         except Exception as error:
             level = logging.DEBUG if failed else logging.WARNING  # it was told why already
@@ -395,26 +345,42 @@ class Root:
             self._lock.release(closed=closed)
             if self._sinks is not None:
                 self._sinks.close()
-            known = self._known
-            self._tell(last)
-            self._send(ALL_RANKS, _findings_frame(known))
-            if self._announcer is not None:
-                self._conclude_aloud(self._announcer)
-            if self._latest is not None:
-                self._send(ALL_RANKS, pack(Kind.LATEST, pack_report(self._latest)))
+            self._say_last(last)
             for rank, worker in enumerate(self._workers):
                 self._send(rank, pack(Kind.DONE, worker.last_word.encode(), rank=rank))
 
-    def _conclude_aloud(self, announcer: Announcer) -> None:
+    def _close_record(self, last: Sequence[Finding], failed: bool) -> None:
+        delivered = self._assembly.delivered
+        whole = self._workers.are_whole(delivered)
+        complete = whole and not failed
+        self._record.add_findings(last)
+        if self._sinks is not None:
+            self._sinks.findings(last)
+        if self._record.flush() and (whole or not failed):
+            self._save_state(at_end=True)
+        self._record.close(
+            "complete" if complete else "incomplete",
+            overhead=self._governor.summary(),
+            **({} if complete else {"ended": self._workers.endings(delivered)}),
+            **self._missing(),
+        )
+
+    def _say_last(self, last: Sequence[Finding]) -> None:
+        """Tell all ranks what came out; whatever fails here, they get the word that ends it."""
         try:
-            announcer.conclude(
-                self._known,
-                num_steps=self._diagnosis.num_steps,
-                num_workers=len(self._workers),
-                options=self._options,
-            )
-        except Exception as error:  # the last word matters more
-            _log.debug("the verdict cannot be said: %s", error)
+            self._tell(last)
+            self._send(ALL_RANKS, _findings_frame(self._known))
+            if self._announcer is not None:
+                self._announcer.conclude(
+                    self._known,
+                    num_steps=self._diagnosis.num_steps,
+                    num_workers=len(self._workers),
+                    options=self._options,
+                )
+            if self._latest is not None:
+                self._send(ALL_RANKS, pack(Kind.LATEST, pack_report(self._latest)))
+        except Exception as error:
+            _log.debug("the run's last words cannot be said: %s", error)
 
     def _missing(self) -> dict[str, Any]:
         """Return what was not gathered, and of which workers."""
@@ -422,27 +388,9 @@ class Root:
         if self._assembly.lost:
             missing["lost_steps"] = self._assembly.lost
             missing["lost_of"] = dict(sorted(self._assembly.lost_of.items()))
-        left_out = {rank: each.without_room for rank, each in enumerate(self._workers)}
-        if any(left_out.values()):
-            missing["without_room"] = {rank: steps for rank, steps in left_out.items() if steps}
+        if without_room := self._workers.without_room:
+            missing["without_room"] = without_room
         return missing
-
-    def _endings(self) -> list[dict[str, Any]]:
-        """Return who ended, the first one first: by its last step, and then by time.
-
-        A busy machine tells the agent of several ends at once.
-        """
-        delivered, workers = self._assembly.delivered, self._workers
-        left = [rank for rank, worker in enumerate(workers) if worker.left is not None]
-        return [
-            {
-                "rank": rank,
-                "last_step": delivered[rank],
-                "time": workers[rank].ended_at,
-                "why": workers[rank].left,
-            }
-            for rank in sorted(left, key=self._blame)
-        ]
 
     def _save_state(self, *, at_end: bool = False) -> None:
         """Write what the detectors remember; if it cannot be told, the run goes on all the same."""

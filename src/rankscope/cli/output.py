@@ -173,13 +173,18 @@ def terminal(*, stderr: bool = False) -> Console:
 
 def show(console: Console, content: RenderableType) -> None:
     """Print with a margin, in lines that are not too long to read and end where the text does."""
-    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
-    for line in console.render_lines(content, options, pad=False):
+    for line in readable_lines(console, content):
         while line and not line[-1].text.strip():
             line.pop()
         if line:
             line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
         console.print(Segments([Segment(" " * MARGIN), *line, Segment.line()]), end="")
+
+
+def readable_lines(console: Console, content: RenderableType) -> list[list[Segment]]:
+    """Return a content in the lines that :func:`show` prints."""
+    options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
+    return console.render_lines(content, options, pad=False)
 
 
 def heading(console: Console, words: str, *, space: bool = True) -> None:

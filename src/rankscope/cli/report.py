@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rankscope.cli.listing import Listing, is_directory_of_runs
 from rankscope.cli.output import terminal
 from rankscope.cli.report_files import (
     STDOUT,
@@ -22,6 +23,7 @@ from rankscope.cli.report_files import (
     study_writers,
     write_files,
 )
+from rankscope.cli.summary import render_summary
 from rankscope.cli.verdict import render_differences, render_run, render_study
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import Assessment, assess
@@ -50,12 +52,14 @@ class _Wanted:
         where: Where each format goes.
         asked: Whether the formats were named with --format.
         quiet: Whether standard output is for a file's content alone.
+        full: Whether all is printed, and not its summary.
     """
 
     as_json: bool
     where: Mapping[Format, Path]
     asked: bool
     quiet: bool
+    full: bool = False
 
     @property
     def shows(self) -> bool:
@@ -85,7 +89,10 @@ class _Wanted:
 
 def report(
     path: Annotated[
-        Path, typer.Argument(help="A run's directory, or a study's.", show_default=False)
+        Path,
+        typer.Argument(
+            help="A run's directory, a study's, or one that holds runs.", show_default=False
+        ),
     ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON instead of the verdict.")
@@ -114,6 +121,9 @@ def report(
             show_default="report.html, report.md, report.json, figures/ in that directory",
         ),
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print every finding and number, not the summary.")
+    ] = False,
     again: Annotated[
         bool,
         typer.Option(
@@ -122,7 +132,7 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """Show the verdict of a run or a study, and write its report.
+    """Show the verdict of a run or a study, and write its report; or list a directory's runs.
 
     The page is one file that opens offline. Exit code: 0 healthy, or nothing as severe as
     --fail-on; 1 findings at or above it; 2 bad usage or input.
@@ -131,11 +141,17 @@ def report(
     quiet = output == STDOUT
     if quiet and as_json:
         raise UsageError("--json and --output - both write to standard output: use one of them")
-    wanted = _Wanted(as_json, places(path, chosen, output), bool(formats), quiet)
+    wanted = _Wanted(as_json, places(path, chosen, output), bool(formats), quiet, full)
     if is_study(path):
         if again:
             raise UsageError(f"--again takes a run, and {path} is a study: name one of its runs")
         severity = _report_study(path, wanted)
+    elif is_directory_of_runs(path, ("run.json", "study.json")):
+        if again or formats or output:
+            raise UsageError(
+                f"{path} is no run: name one of the runs in it (see them without options)"
+            )
+        severity = _list_runs(path, wanted)
     else:
         severity = _report_run(path, wanted, again=again)
     if severity is not None and severity >= Severity[fail_on.name]:
@@ -158,7 +174,7 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
     result = _run_result(path, run, assessment, differences)
 
     def show() -> None:
-        render_run(run, assessment, terminal())
+        (render_run if wanted.full else render_summary)(run, assessment, terminal())
         if differences is not None:
             render_differences(differences, run.status, terminal())
 
@@ -220,6 +236,15 @@ def _comparable(finding: Finding) -> dict[str, Any]:
     event: dict[str, Any] = to_plain(finding.to_json())
     del event["step"]
     return event
+
+
+def _list_runs(path: Path, wanted: _Wanted) -> Severity | None:
+    listing = Listing(path)
+    if wanted.as_json:
+        sys.stdout.write(json_text(listing.to_json()))
+    else:
+        listing.render(terminal())
+    return listing.worst
 
 
 def _report_study(path: Path, wanted: _Wanted) -> Severity | None:

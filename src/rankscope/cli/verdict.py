@@ -39,27 +39,28 @@ _COLOURS = {
     "warning": "yellow",
     "error": "red",
 }
-_LOOK = {name: (sign, _COLOURS[name]) for name, sign in SIGNS.items()}
+LOOK = {name: (sign, _COLOURS[name]) for name, sign in SIGNS.items()}
+"""Sign and colour of each verdict."""
 
 
 def render_run(run: Run, assessment: Assessment, console: Console) -> None:
-    """Print the verdict of a run.
+    """Print all that a run's report says.
 
     Raises:
         RunError: The findings cannot be read.
     """
     verdict = verdict_of(run, assessment)
     console.print()
-    show(console, _verdict(verdict.severity, assessment.headline, verdict.title))
+    show(console, verdict_lines(verdict.severity, assessment.headline, verdict.title))
     console.print()
-    show(console, _labelled("What to do", assessment.recommendation))
+    show(console, labelled("What to do", assessment.recommendation))
     if verdict.findings:
         heading(console, "Findings")
     for finding in verdict.findings:
         show(console, _finding(finding))
         console.print()
     heading(console, verdict.line, space=not verdict.findings)
-    show(console, _numbers(verdict.tiles, narrow=console.width < NARROW))
+    show(console, numbers_grid(verdict.tiles, narrow=console.width < NARROW))
     if assessment.statements:
         heading(console, "What the measurements say")
         points(console, assessment.statements)
@@ -88,7 +89,7 @@ def render_study(study_dir: Path, console: Console) -> None:
     study = open_study(study_dir)
     severity, headline = headline_of(study.entries)
     console.print()
-    show(console, _verdict(severity, headline, study.name))
+    show(console, verdict_lines(severity, headline, study.name))
     show(console, plain(study.caption, "dim"))
     console.print()
     show(console, _study_table(study, console.width))
@@ -98,12 +99,13 @@ def render_study(study_dir: Path, console: Console) -> None:
             show(console, _entry(entries))
     heading(console, why_heading(study.entries))
     for title, words in why_they_differ(study.entries):
-        show(console, _labelled(title, words))
+        show(console, labelled(title, words))
         console.print()
 
 
-def _verdict(severity: str, headline: str, title: str) -> Text:
-    sign, colour = _LOOK[severity]
+def verdict_lines(severity: str, headline: str, title: str) -> Text:
+    """Return a verdict, of what, and its headline below."""
+    sign, colour = LOOK[severity]
     return Text.assemble(
         (f"{sign} {'TOO EARLY' if severity == 'early' else severity.upper()}", f"bold {colour}"),
         ("  ", ""),
@@ -114,7 +116,7 @@ def _verdict(severity: str, headline: str, title: str) -> Text:
 
 
 def _finding(finding: Mapping[str, Any]) -> Text:
-    sign, colour = _LOOK[finding["severity"]]
+    sign, colour = LOOK[finding["severity"]]
     return Text.assemble(
         (f"{sign} {finding['severity']}", f"bold {colour}"),
         "  ",
@@ -131,7 +133,8 @@ def _finding(finding: Mapping[str, Any]) -> Text:
     )
 
 
-def _numbers(tiles: Sequence[Mapping[str, str]], *, narrow: bool) -> RenderableType:
+def numbers_grid(tiles: Sequence[Mapping[str, str]], *, narrow: bool) -> RenderableType:
+    """Return key numbers, one below the other; their notes on lines of their own if narrow."""
     grid = Grid.grid(padding=(0, 2))
     for _ in range(2 if narrow else 3):
         grid.add_column()
@@ -164,7 +167,7 @@ def _columns(width: int) -> list[str]:
 
 
 def _cells(entry: Entry) -> dict[str, Text]:
-    sign, colour = _LOOK[entry.severity]
+    sign, colour = LOOK[entry.severity]
     first, last = entry.number("loss_first"), entry.number("loss_last")
     return {
         "Setting": plain(entry.name),
@@ -181,7 +184,7 @@ def _cells(entry: Entry) -> dict[str, Text]:
 
 def _entry(entries: Sequence[Entry]) -> Text:
     entry = entries[0]
-    sign, colour = _LOOK[entry.severity]
+    sign, colour = LOOK[entry.severity]
     return Text.assemble(
         (f"{sign} ", colour),
         plain("; ".join(member.name for member in entries), "bold"),
@@ -193,5 +196,6 @@ def _entry(entries: Sequence[Entry]) -> Text:
     )
 
 
-def _labelled(label: str, words: str) -> Text:
+def labelled(label: str, words: str) -> Text:
+    """Return words with a label before them."""
     return Text.assemble((f"{label}: ", "bold"), plain(words))
