@@ -36,7 +36,7 @@ NOT_RUN = {
         "rankscope: error: Ranks 0 and 1 trained on identical batches in 1 step: the job did "
         "the work of 1 worker, not of 2. [data.duplicate_batches, since step 0]",
     ): OUTPUT,
-    ("README.md", "◆ ERROR  fault"): OUTPUT,
+    ("README.md", "◆ ERROR  sft"): OUTPUT,
     (
         "README.md",
         "torchrun --nproc-per-node 8 -m rankscope run train.py --lr 3e-4",
