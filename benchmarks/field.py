@@ -400,7 +400,8 @@ def table_of(rows: Sequence[Row]) -> str:
     for row in rows:
         same = "same" if row.same else "**differ**"
         steps = "**nothing**" if row.steps is None else f"{row.steps[0]}, {row.steps[1]}"
-        apart = "equal as printed" if row.apart <= 1 else f"**{row.apart:.1f} half digits apart**"
+        far = f"**{row.apart:.1f} half digits apart**"
+        apart = "–" if row.steps is None else far if row.apart > 1 else "equal as printed"
         cells = (row.script, row.package, steps, apart, same, _in_words(row.findings))
         lines.append("| " + " | ".join((*cells, _in_words(row.found))) + " |")
     return "\n".join(lines)

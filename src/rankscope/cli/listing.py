@@ -1,7 +1,6 @@
 """``rankscope report`` on a directory of runs: which are there, and how each stands."""
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rankscope.cli.verdict import LOOK, NARROW
 from rankscope.core.finding import Severity
 from rankscope.diagnose.rules import count
 from rankscope.errors import RunError
+from rankscope.record.files import is_directory, is_file
 from rankscope.web.live.catalog import (
     MAX_DIRECTORIES,
     UNREADABLE,
@@ -111,17 +111,11 @@ class Listing:
         }
 
 
-def is_directory_of_runs(path: Path, others: Sequence[str]) -> bool:
-    """Return whether a path is a directory that is neither a run nor anything else with a name.
-
-    Args:
-        path: The path.
-        others: Files by which other directories are known.
-    """
-    try:
-        return path.is_dir() and not any((path / name).exists() for name in others)
-    except OSError:
-        return False
+def is_directory_of_runs(path: Path) -> bool:
+    """Return whether a path is a directory that is neither a run's nor a study's."""
+    return is_directory(path) and not any(
+        is_file(path / name) for name in ("run.json", "study.json")
+    )
 
 
 def _headline(each: Glance) -> str:

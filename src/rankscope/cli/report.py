@@ -59,7 +59,7 @@ class _Wanted:
     where: Mapping[Format, Path]
     asked: bool
     quiet: bool
-    full: bool = False
+    full: bool
 
     @property
     def shows(self) -> bool:
@@ -146,7 +146,7 @@ def report(
         if again:
             raise UsageError(f"--again takes a run, and {path} is a study: name one of its runs")
         severity = _report_study(path, wanted)
-    elif is_directory_of_runs(path, ("run.json", "study.json")):
+    elif is_directory_of_runs(path):
         if again or formats or output:
             raise UsageError(
                 f"{path} is no run: name one of the runs in it (see them without options)"

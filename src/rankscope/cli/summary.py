@@ -55,8 +55,10 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
     if rest := _rest(heads[shown:], followers):
         sheet.add(plain(rest, "dim"))
     if not found:
-        rows = tiles(assessment.values)[: max(sheet.room, 0)]
-        sheet.add(numbers_grid(rows, narrow=console.width < NARROW))
+        numbers, narrow = tiles(assessment.values), console.width < NARROW
+        while numbers and not sheet.fits(numbers_grid(numbers, narrow=narrow)):
+            numbers.pop()
+        sheet.add(numbers_grid(numbers, narrow=narrow))
     sheet.show()
     more = labelled("  More", f"rankscope report {shlex.quote(str(run.path))} --full")
     console.print(more, soft_wrap=True)  # in one piece, to be pasted
