@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,10 +25,11 @@ from support.models import make_batch, make_model
 from support.ranks import run_ranks
 
 STEPS, WIDTH, RANKS = 3, 1021, 4
-WRAPPERS = ["DDP", "FSDP2", "HSDP"]
+WRAPPERS = ["DDP", "replicate", "FSDP2", "replicate by FSDP2", "HSDP"]
 CASES = [
     *((wrapper, tier) for wrapper in WRAPPERS for tier in ("scalars", "sketch")),
     ("DDP", "exact"),
+    ("replicate", "exact"),
 ]
 
 
@@ -34,6 +37,10 @@ def wrap(kind):
     model = make_model(dropout=0.0)
     if kind == "DDP":
         return DistributedDataParallel(model)
+    if kind == "replicate":
+        return replicate(model)
+    if kind == "replicate by FSDP2":
+        return replicate_with_fsdp(model, mesh=init_device_mesh("cpu", (RANKS,)))
     if kind == "HSDP":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     else:
@@ -146,7 +153,7 @@ class TestWhatIsRecorded:
     def test_each_worker_against_the_others(self, recorded, case):
         steps, run = recorded[case]
         _, cosines_TW = run.per_worker("cosine_rest")
-        if case[1] == "scalars" and case[0] != "DDP":
+        if case[1] == "scalars" and case[0] not in ("DDP", "replicate"):
             assert np.isnan(cosines_TW).all()
             return
         within = 6 / WIDTH**0.5 if case[1] == "sketch" else 1e-6

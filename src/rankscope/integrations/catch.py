@@ -34,6 +34,7 @@ _log = logging.getLogger("rankscope")
 
 _WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.distributed._composable.replicate": "DDP",
     "torch.distributed.fsdp._fully_shard._fully_shard": "FSDPModule",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
     "torch._dynamo.eval_frame": "OptimizedModule",
@@ -43,7 +44,7 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 _AUTOGRAD = "torch.autograd"
 
 NOTHING = (
-    "nothing was watched: the script trained no model wrapped in DistributedDataParallel or "
+    "nothing was watched: the script trained no model under DistributedDataParallel, replicate or "
     "fully_shard, and no DeepSpeed engine"
 )
 ALONE = (

@@ -40,6 +40,8 @@ def check_canary(wrapped: Wrapped, *, wanted: bool, every: int | None) -> bool:
 
 def _why_not(wrapped: Wrapped) -> str:
     num_workers = wrapped.group.size()
+    if wrapped.kind == "replicate":
+        return "replicate() reduces in hooks of the model itself, so no worker can run it alone"
     if wrapped.kind != "DDP":
         return (
             f"a canary runs the whole model on each worker alone, which under {wrapped.kind} no "

@@ -189,7 +189,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             replicated=wrapped.replica is not None,
             reduces=wrapped.reduces(),
             broadcasts=wrapped.broadcasts(),
-            left_out=frozenset(getattr(wrapped.wrapper, "parameters_to_ignore", ())),
+            left_out=wrapped.left_out(),
             lasting=LastingParameters(wrapped.wrapper) if wrapped.kind == "FSDP2" else None,
             device=wrapped.device,
             spacing=1 if options.overhead_budget is None else STATE_SPACING,

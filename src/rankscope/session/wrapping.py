@@ -33,14 +33,16 @@ class Wrapped:
     """A data-parallel model as it was found.
 
     Attributes:
-        kind: ``"DDP"``, ``"FSDP2"`` or ``"DeepSpeed"``.
-        wrapper: The module that reduces gradients.
+        kind: ``"DDP"``, ``"replicate"``, ``"FSDP2"`` or ``"DeepSpeed"``.
+        wrapper: The module that reduces gradients; under ``replicate``, the DDP that hooks of the
+            model call.
         parameters: The parameters that require a gradient, by canonical name.
         group: The process group whose ranks are compared; each of them is a worker.
         device: Where the gradients live.
         optimizer: The optimizer, where the wrapper holds it.
         replica: Workers with equal numbers hold the same parameters; None when each parameter has
             one owner.
+        replicated: The model that ``replicate`` was applied to; None under anything else.
     """
 
     kind: str
@@ -50,10 +52,13 @@ class Wrapped:
     device: torch.device
     optimizer: torch.optim.Optimizer | None = None
     replica: int | None = 0
+    replicated: nn.Module | None = None
 
     @property
     def module(self) -> nn.Module:
         """The model inside the wrapper; under FSDP2, where a layer may be called so, the same."""
+        if self.replicated is not None:
+            return self.replicated
         if self.kind == "FSDP2":
             return self.wrapper
         inner = getattr(self.wrapper, "module", None)
@@ -72,13 +77,21 @@ class Wrapped:
         known = {id(parameter) for parameter in kept if parameter.requires_grad}
         return lambda parameter: id(parameter) in known
 
+    def left_out(self) -> frozenset[str]:
+        """Return the canonical names of parameters that DDP was told to leave alone."""
+        if self.replicated is None:
+            return frozenset(getattr(self.wrapper, "parameters_to_ignore", ()))
+        kept = {id(parameter) for parameter in self.wrapper.parameters()}
+        named = self.replicated.named_parameters()
+        return frozenset(canonical_name(name) for name, p in named if id(p) not in kept)
+
     def broadcasts(self) -> Callable[[], bool] | None:
         """Return what tells whether DDP broadcasts buffers before a forward pass; None if never.
 
         Where a hook of the user's does it, it is not known when.
         """
         ddp = self.wrapper
-        if not isinstance(ddp, DistributedDataParallel):
+        if not isinstance(ddp, DistributedDataParallel) or self.replicated is not None:
             return None
         asked = getattr(ddp, "forward_sync_buffers", None)  # its later name
         if not (ddp.broadcast_buffers if asked is None else asked):
@@ -122,10 +135,13 @@ def find_wrapper(model: nn.Module) -> Wrapped:
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
     if isinstance(inner, DistributedDataParallel):
-        _check_ddp(inner)
         parameters = _trained(inner)
+        _check_ddp(inner, parameters)
         device = next(iter(parameters.values()), next(inner.parameters())).device
         return Wrapped("DDP", inner, parameters, inner.process_group, device)
+    ddp = composable_ddp(inner)
+    if ddp is not None:
+        return _find_replicated(inner, ddp)
     if isinstance(inner, FullyShardedDataParallel):
         raise UnsupportedError(
             "watch() expected DDP or FSDP2, got FSDP1, whose flat parameters hide the local "
@@ -138,7 +154,7 @@ def find_wrapper(model: nn.Module) -> Wrapped:
         device, replica = fsdp2_device(inner), fsdp2_replica(inner)
         return Wrapped("FSDP2", inner, parameters, group, device, replica=replica)
     raise UnsupportedError(
-        "watch() expected a model wrapped in DistributedDataParallel or fully_shard, or a "
+        "watch() expected a model under DistributedDataParallel, replicate or fully_shard, or a "
         f"DeepSpeed engine, got {type(inner).__name__}; pass what the training calls, after "
         "wrapping"
     )
@@ -207,6 +223,39 @@ def has_closure(args: Any, kwargs: Any) -> bool:
     return bool(given) and any(map(callable, given))
 
 
+def composable_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP that reduces for a model under torch's composable ``replicate``, or None.
+
+    ``replicate`` makes it in the first forward pass; it is made here if there is none yet.
+    """
+    try:
+        from torch.distributed._composable.contract import _get_registry
+        from torch.distributed._composable.replicate import replicate
+    except ImportError:
+        return None
+    if "replicate" not in (_get_registry(model) or {}):
+        return None
+    state: Any = replicate.state(model)
+    if not hasattr(state, "lazy_init"):
+        return None  # FSDP2 carries a younger ``replicate``
+    if not state.has_initialized:
+        state.lazy_init()
+    ddp = state._ddp
+    return ddp if isinstance(ddp, DistributedDataParallel) else None
+
+
+def _find_replicated(model: nn.Module, ddp: DistributedDataParallel) -> Wrapped:
+    kept = {id(parameter) for parameter in ddp.parameters()}
+    parameters = {
+        canonical_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) in kept
+    }
+    _check_ddp(ddp, parameters)
+    device = next(ddp.parameters()).device
+    return Wrapped("replicate", ddp, parameters, ddp.process_group, device, replicated=model)
+
+
 def _find_deepspeed(engine: Any) -> Wrapped:
     parameters = {
         canonical_name(name): parameter
@@ -219,7 +268,7 @@ def _find_deepspeed(engine: Any) -> Wrapped:
     return Wrapped("DeepSpeed", engine, parameters, group, engine.device, optimizer, replica)
 
 
-def _check_ddp(ddp: DistributedDataParallel) -> None:
+def _check_ddp(ddp: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
     if ddp._use_python_reducer:
         raise UnsupportedError(
             "watch() expected DDP's own reducer, got optimize_ddp='python_reducer', under which "
@@ -236,7 +285,7 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "watch() expected all gradients in DDP's buckets, got delay_all_reduce_named_params, "
             "which are reduced apart; leave it out"
         )
-    devices = {parameter.device for parameter in _trained(ddp).values()}
+    devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         raise UnsupportedError(
             "watch() expected all parameters of a worker on one device, got "
