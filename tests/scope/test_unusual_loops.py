@@ -66,13 +66,37 @@ def zeroed_before_backward(loop: Loop) -> Iterator[Expected]:
 
 
 def micro_batches_that_all_synchronise(loop: Loop) -> Iterator[Expected]:
+    """Each pass adds to what the one before has left; the optimizer's call ends the step."""
+    for step in range(STEPS):
+        norm = loop.exact_norm(*range(3 * step, 3 * step + 3))
+        for number in range(3 * step, 3 * step + 3):
+            (loop.forward(number) / 3).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        moved = step == 0 and loop.ddp.gradient_as_bucket_view  # DDP has made its buckets anew
+        yield UNMEASURED if moved else norm
+
+
+def updates_that_a_scaler_skips(loop: Loop) -> Iterator[Expected]:
+    """Gradients are zeroed all the same: a step ends without the optimizer's call."""
     for step in range(STEPS):
         norm = loop.exact_norm(step)
         loop.forward(step).backward()
         if step % 2:
             loop.optimizer.step()
-            loop.optimizer.zero_grad()
-        yield CARRIED_OVER if step % 2 else norm
+        loop.optimizer.zero_grad(set_to_none=step < 2)
+        yield norm
+
+
+def fewer_micro_batches_at_an_end(loop: Loop) -> Iterator[Expected]:
+    for step, count in enumerate((2, 1, 2, 1)):
+        norm = loop.exact_norm(*range(2 * step, 2 * step + count))
+        for number in range(2 * step, 2 * step + count):
+            (loop.forward(number) / count).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        moved = step == 0 and loop.ddp.gradient_as_bucket_view
+        yield UNMEASURED if moved else norm
 
 
 def backward_twice(loop: Loop) -> Iterator[Expected]:
@@ -159,6 +183,8 @@ LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
     one_layer_never_zeroed,
     zeroed_before_backward,
     micro_batches_that_all_synchronise,
+    updates_that_a_scaler_skips,
+    fewer_micro_batches_at_an_end,
     backward_twice,
     *([one_backward_for_two_forwards] if SINCE_TORCH_2_13 else []),
     other_gradients_on_the_way,
@@ -209,5 +235,8 @@ def test_measured_right_or_not_at_all(trained, loop, views):
     assert flags.astype(bool).tolist() == [[e == CARRIED_OVER for e in step] for step in expected]
     _, norms = run.per_worker("grad_norm")
     fine = [step for step, seen in enumerate(observed) if seen]
-    np.testing.assert_allclose(norms[fine], [expected[step] for step in fine], rtol=1e-6)
+    estimated = loop in (micro_batches_that_all_synchronise, fewer_micro_batches_at_an_end)
+    np.testing.assert_allclose(
+        norms[fine], [expected[step] for step in fine], rtol=0.15 if estimated else 1e-6
+    )
     assert np.isfinite(run.columns(Table.STEPS, "loss_mean")["loss_mean"]).all()

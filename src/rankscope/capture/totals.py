@@ -106,6 +106,14 @@ class GradientTotals:
         torch.maximum(self.largest, other.largest, out=self.largest)
         self.nonfinite.add_(other.nonfinite)
 
+    def subtract(self, other: "GradientTotals") -> None:
+        """Take a gradient out of the sum, in place; from the sketches alone, which are linear."""
+        self.sketches.sub_(other.sketches)
+
+    def estimate_norms(self) -> None:
+        """Make the squared norms those of the sketches: unbiased, relative RMS error sqrt(2/k)."""
+        self.squared_norms.copy_(self.sketches.double().square().sum(1))
+
     def scale(self, factor: float) -> None:
         """Make them the totals of gradients that were multiplied by a number, in place."""
         if factor != 1.0:

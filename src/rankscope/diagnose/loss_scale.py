@@ -38,9 +38,8 @@ class LossScale(Detector):
     it cannot be told. A multiplier beyond 4·max(W, M), or three powers of two, count as one. And
     losses that are sums over tokens, divided by the number on all workers, need the factor W.
 
-    Micro-batches whose backward passes all synchronise are a step each, and the optimizer is called
-    in the last of them. Then it is their sum that is 1. Where the optimizer is not known, one
-    micro-batch with 1/W may be one of W, and nothing is said of it.
+    Where the optimizer is not known, and each micro-batch's backward pass synchronises, one with
+    1/W may be one of W, and nothing is said of it.
 
     Args:
         num_workers: W.
@@ -57,7 +56,6 @@ class LossScale(Detector):
         self._streak = ("", 0)
         self._streak_first = -1
         self._called = False  # the optimizer, in some step
-        self._carried = 0.0  # multipliers since then
         self._span = Span()
         self._factor = ""
         self._value = math.nan
@@ -77,27 +75,18 @@ class LossScale(Detector):
             or follow_tokens(scales_W, workers["loss_weight"])
         )
         scale = _mean(step, scales_W) if alike and len(sizes) < 2 else math.nan
-        total = self._take_turn(step, scale)
+        self._notice_calls(step)
         if not known or len(sizes) > 1:
             return ()
         if not alike:
             return self._odd.observe(gathered.step, scales_W)
         micro = max(sizes, default=1)
         self._notice_scaler(scale, micro)
-        return () if math.isnan(total) else self._observe_mean(gathered, scale, total, micro)
+        return () if math.isnan(scale) else self._observe_mean(gathered, scale, micro)
 
-    def _take_turn(self, step: Observation, scale: float) -> float:
-        """Return the sum of multipliers since the optimizer's last call; NaN before the next.
-
-        And if one of them is not known.
-        """
+    def _notice_calls(self, step: Observation) -> None:
         calls_W: Ints = step.gathered.workers["optimizer_steps"]
-        alike, first = step.alike("optimizer_steps"), int(calls_W[0])
-        self._called = self._called or (first > 0 if alike else bool((calls_W > 0).all()))
-        total = self._carried + scale
-        waits = self._called and (first == 0 if alike else not calls_W.any())
-        self._carried = total if waits else 0.0
-        return math.nan if waits else total
+        self._called = self._called or bool((calls_W > 0).all())
 
     def _notice_scaler(self, scale: float, micro: int) -> None:
         if micro > self._most_micro:
@@ -109,10 +98,8 @@ class LossScale(Detector):
         beyond = scale > 4 * max(self._num_workers, micro)
         self._scaler = self._scaler or beyond or len(self._powers) >= _POWERS
 
-    def _observe_mean(
-        self, gathered: GatheredStep, scale: float, total: float, micro: int
-    ) -> Iterable[Evidence]:
-        silent = self._scaler or self._sums.found or math.isclose(total, 1, rel_tol=_CLOSE)
+    def _observe_mean(self, gathered: GatheredStep, scale: float, micro: int) -> Iterable[Evidence]:
+        silent = self._scaler or self._sums.found or math.isclose(scale, 1, rel_tol=_CLOSE)
         factor = "" if silent else self._name(scale, micro)
         before, steps = self._streak
         self._streak = factor, (steps + 1 if factor == before else 1)

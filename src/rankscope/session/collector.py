@@ -1,7 +1,8 @@
 """What one worker sees of a step, collected from its first forward pass to its last.
 
 A step ends with the backward pass that synchronises gradients, but the optimizer's call and the
-time belong to it as well. So a step is closed when the next one's first forward pass begins.
+time belong to it as well. So a step is closed when the next one's first forward pass begins. Where
+each micro-batch's backward pass synchronises, the optimizer's call ends the step.
 
 A training that never leaves ``no_sync`` has no such pass. There, from the second call of the
 optimizer on, each call closes a step; from the first one on, where the plan has local steps.
@@ -18,12 +19,13 @@ import torch
 import torch.distributed as dist
 
 from rankscope.capture import GradientTransfer, LossMeter, OptimizerMeter, SampleMeter
+from rankscope.capture.accumulation import Accumulation
 from rankscope.capture.guard import Guard
 from rankscope.capture.host import begin_copies
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.state.exact_evidence import NoEvidence
 from rankscope.capture.state.trace import PendingTrace
-from rankscope.capture.taps.tap import BothSee
+from rankscope.capture.taps.tap import BothSee, GradientObserver
 from rankscope.core.governor import Intervals
 from rankscope.reduce.exact import pack_share
 from rankscope.session.canary import LiveCanary
@@ -76,9 +78,13 @@ class StepCollector:
         self._trace = None if make_trace is None else make_trace(optimizer, guard.leave_out)
         self._replica = math.nan if instruments.replica is None else instruments.replica
         self._unreduced = self._updated = self._forgot = self._handing_over = False
+        self._reduced = False  # by some backward pass of the step
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
-        observer = self._evidence if self._trace is None else BothSee(self._evidence, self._trace)
+        self._accumulation = None if optimizer is None else Accumulation(optimizer)
+        observer: GradientObserver = self._evidence
+        for other in (self._trace, self._accumulation):
+            observer = observer if other is None else BothSee(observer, other)
         self._tap = instruments.make_tap(guard, observer, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
         self._layout = instruments.layout
@@ -245,15 +251,18 @@ class StepCollector:
         """Take a call of ``optimizer.step`` that has ended."""
         self._optimizer.count(optimizer)
         self._updated = True
+        if self._accumulation is not None:
+            self._accumulation.see_updated(self._passes.current + 1)
         if self._tap.complete:
             self._evidence.see_updated()
 
-    def close_step(self, *, interrupted: bool = False) -> None:
+    def close_step(self, *, interrupted: bool = False, last: bool = False) -> None:
         """Close a step, once its synchronising backward pass has ended.
 
-        Or once the optimizer has been called for the second time without such a pass. A single
-        call between two of them belongs to the second, unless the plan has local steps, or two
-        calls without a pass between them have shown that the training takes some.
+        Unless the next one will add to the gradients that it has left. Or once the optimizer has
+        been called for the second time without such a pass. A single call between two of them
+        belongs to the second, unless the plan has local steps, or two calls without a pass between
+        them have shown that the training takes some.
 
         Ctrl-C may be raised in the monitor's own work. What is known of a step is not whole then,
         and is not sent; where the training goes on all the same, the others still count the step.
@@ -261,7 +270,10 @@ class StepCollector:
         Args:
             interrupted: Whether an exception ended the training. Then what this worker holds can
                 only be held against the others when its optimizer has had its turn.
+            last: Whether nothing comes after it.
         """
+        if self._tap.complete and not last and self._waits_for_more():
+            return
         cut_short = self._guard.take_cut_short()
         if self._tap.complete or self._handing_over:
             self._updates_alone = 0
@@ -272,6 +284,8 @@ class StepCollector:
                 self._hand_over(comparable=comparable)
         elif self._tap.aborted:  # the training caught what its backward pass raised
             self._forget()
+        elif self._updated and self._reduced:  # not in the last backward pass
+            self._hand_over()
         elif self._updated and (self._local or self._updates_alone > 1):
             self._local = True
             self._hand_over()
@@ -284,6 +298,13 @@ class StepCollector:
                     "synchronised gradients, and no optimizer that watch() knows was called",
                     _MOST_PASSES,
                 )
+
+    def _waits_for_more(self) -> bool:
+        """Return whether the step goes on, though its gradients have been reduced."""
+        self._reduced = True
+        if self._accumulation is None or self._updated or self._handing_over:
+            return False
+        return self._accumulation.goes_on(self._passes.current + 1)
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
@@ -301,7 +322,7 @@ class StepCollector:
         self._passes.take_idle()
         self._losses.collect()
         self._samples.collect()
-        self._updated = False
+        self._updated = self._reduced = False
 
     def _shadow(self) -> None:
         """Take part in a step of the others, in ``join()`` after this rank's last batch.
@@ -362,7 +383,7 @@ class StepCollector:
         )
         self._guard.leave_out(tracing_seconds)  # they will count with the next step's
         self.step += 1
-        self._unreduced = self._updated = False
+        self._unreduced = self._updated = self._reduced = False
         self._last_time = now
         self._handing_over = False
         begin_copies()

@@ -211,7 +211,7 @@ class Scope:
     def _close(self, timeout: float, *, interrupted: bool = False) -> None:
         if self._closed or os.getpid() != self._pid:  # what a forked process ends is its own
             return
-        self._guard(partial(self._collector.close_step, interrupted=interrupted))
+        self._guard(partial(self._collector.close_step, interrupted=interrupted, last=True))
         self._closed = True
         settled = self._guard.open
         self._guard.open = False

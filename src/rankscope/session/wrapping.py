@@ -246,7 +246,7 @@ def composable_ddp(model: nn.Module) -> DistributedDataParallel | None:
 
 def _find_replicated(model: nn.Module, ddp: DistributedDataParallel) -> Wrapped:
     kept = {id(parameter) for parameter in ddp.parameters()}
-    parameters = {
+    parameters: dict[str, Tensor] = {
         canonical_name(name): parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and id(parameter) in kept

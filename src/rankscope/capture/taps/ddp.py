@@ -10,6 +10,10 @@ any communication hook.
 Where the training itself ends the reduction (``require_manual_backward_finalization``), the reduced
 gradient is not read: it may be there before the backward pass ends, or after.
 
+Without ``no_sync``, each micro-batch's backward pass reduces, and adds to what the one before has
+left. The sketch of a reduced gradient, taken out of the next local one, leaves what the worker has
+added; norms are estimates then.
+
 Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is shown before it
 is taken away (:mod:`rankscope.capture.taps.alone`), and measured as a part of the whole.
 """
@@ -71,6 +75,7 @@ class DDPTap:
         self._product: ReducedProduct | None = None
         if product_is_asked_for(model, sketcher, reduced):
             self._product = ReducedProduct(parameters, sketcher.device, guarded)
+        self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
         self._measure_reduced = partial(measure_reduced, parameters, sketcher, reduced)
         self._micro = MicroBatches()
         self._calls = HookCalls()
@@ -167,12 +172,18 @@ class DDPTap:
     def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
         if self._alone is not None:
             return self._alone.gradient(reduced, self._step.carried_over)
+        step, totals = self._step, self._reading.totals
+        if step.earlier is not None:
+            totals = totals.clone()
+            totals.add(step.earlier)
+            totals.estimate_norms()
+            return LocalGradient(totals, reduced, None, step.carried_over, norm_estimated=True)
         return LocalGradient(
-            self._reading.totals,
+            totals,
             reduced,
             self._micro.squared_norms(),
-            self._step.carried_over,
-            reduced_product=self._step.reduced_product,
+            step.carried_over,
+            reduced_product=step.reduced_product,
         )
 
     def _find_alone(self) -> None:
@@ -244,16 +255,30 @@ class DDPTap:
     def _begin_pass(self, name: str) -> None:
         """Begin a backward pass whose first gradient is that of ``name``."""
         step = self._step
-        self._fresh = False
         self._counted.clear()
         self._calls.begin_pass()
-        step.spoiled |= step.settled  # it adds to a gradient that was reduced
+        if step.settled:
+            self._add_to_reduced()
+        self._fresh = False
         if self._alone is None:
             synchronises = step.synchronises and not self._bypassed
             self._reading.begin_pass(name, measure=self._measure, synchronises=synchronises)
         if self._due and not step.begun:
             step.begun = True
             step.carried_over = self._sketcher.holds_any(self._reading.begin_step(name))
+
+    def _add_to_reduced(self) -> None:
+        """Keep what this worker has added so far: the pass adds to a gradient that was reduced."""
+        step, reduced = self._step, self._reduced
+        known = self._fresh and self._measure and step.reduced_known and self._alone is None
+        if reduced is None or not (known and self._subtracts):
+            step.spoiled = True
+            return
+        added = self._reading.totals.clone()
+        added.subtract(reduced)
+        if step.earlier is not None:
+            added.add(step.earlier)
+        step.earlier, step.settled, step.reduced_known = added, False, False
 
     def _on_ending(self) -> None:
         """Read the local gradients, and see the reduced ones take their place."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.taps.calls import Relay
+from rankscope.capture.totals import GradientTotals
 
 _BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
 _SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
@@ -32,6 +33,8 @@ class StepState:
         settled: The reduction is over.
         reduced_known: The reduced gradient was read.
         reduced_product: Its inner product with the local one.
+        earlier: What this worker has added to gradients that were reduced in the step, and then
+            added to.
         spoiled: What was measured is not the step's local gradient.
     """
 
@@ -42,6 +45,7 @@ class StepState:
     settled: bool = False
     reduced_known: bool = False
     reduced_product: Tensor | None = None
+    earlier: GradientTotals | None = None
     spoiled: bool = False
 
 
@@ -144,11 +148,11 @@ class BusyClock:
     def see_reduced(self) -> None:
         """Take note that a reduction has ended: of every worker's gradient, at about one time."""
         free_at, self._free_at = self._free_at, time.perf_counter()
-        again = self._seconds is not None  # a second reduction in one step is not comparable
-        if free_at is None or again or not self._on_host or self._waits_elsewhere():
+        before = self._seconds or 0.0  # of other reductions in this step
+        if free_at is None or not self._on_host or self._waits_elsewhere():
             self._seconds = math.nan
         else:
-            self._seconds = self._ready_at - free_at - self._broadcasting
+            self._seconds = before + self._ready_at - free_at - self._broadcasting
         self._broadcasting = 0.0
 
     def begin_step(self, *, reduced: bool) -> None:
