@@ -45,6 +45,35 @@ def test_where_that_is_not_known_tokens_count(multipliers_M):
     assert loss_of(multipliers_M) == pytest.approx((BY_TOKENS, TOKENS_M.sum()))
 
 
+def summed(tokens_M, divisor, weight):
+    """A worker's message with losses of 2 per token, summed and divided."""
+    rows = [(tokens, divisor, 2.0, weight) for tokens in tokens_M]
+    return StepMessage(
+        step=0,
+        slots=np.frombuffer(pack_values({}), np.int64),
+        losses_U=np.array([2.0 * tokens / divisor for tokens in tokens_M]),
+        weights_U=np.full(len(tokens_M), np.nan),
+        units_M=np.ones(len(tokens_M), np.int64),
+        multipliers_M=np.ones(len(tokens_M)),
+        sums_M4=np.array(rows, np.float64).ravel(),
+    )
+
+
+@pytest.mark.parametrize("own", [[3.0], [2.0, 1.0]], ids=["one micro-batch", "two"])
+@pytest.mark.parametrize("divisor", [10.0, 5.0, 1.0], ids=["all", "half", "nothing"])
+def test_a_sum_over_tokens_is_a_mean_only_if_its_divisor_counts_all_of_them(own, divisor):
+    assembly = Assembly(Layout(num_workers=2), 0)
+    step = assembly.step_of([summed(own, divisor, 0.5), summed([7.0], divisor, 0.25)], 1)
+    if divisor == 10.0:
+        assert step.workers["loss"] == pytest.approx([2.0, 2.0])
+        assert step.workers["loss_weight"] == pytest.approx([3.0, 7.0])
+        assert step.workers["grad_scale"] == pytest.approx([0.5 * len(own), 0.25])
+    else:
+        assert step.workers["loss"][1] == 14.0 / divisor
+        assert np.isnan(step.workers["loss_weight"]).all()
+        assert step.workers["grad_scale"] == pytest.approx([len(own), 1.0])
+
+
 def message_of(step):
     return StepMessage(step=step, slots=np.frombuffer(pack_values({}), np.int64))
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.functional import cross_entropy
 
 from rankscope.capture import LossMeter
 from rankscope.capture.loss import _Multiplier, count_label_tokens
@@ -385,13 +386,38 @@ def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(make, m
     for forward in range(micro):
         x = torch.full((3,), 1.5, requires_grad=True)
         root = make(x)
-        loss, factor, constant = unscaled(root, {})
+        loss, factor, constant, _ = unscaled(root, {})
         meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
         root.backward()
     parts = _losses(*meter.collect())
     losses = np.frombuffer(parts["losses_U"])
     assert losses.tolist() == [pytest.approx(value)] * micro
     assert np.frombuffer(parts["multipliers_M"]).sum() == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(
+    ("divide", "divisor", "weight"),
+    [
+        (lambda total: total / torch.tensor(6.0), 6.0, 0.5),
+        (lambda total: total / 6, 6.0, 0.5),
+        (lambda total: total, 1.0, 3.0),
+        (lambda total: total / torch.tensor(3.0) / 2 * torch.tensor(1024.0), 6.0, 512.0),
+        (lambda total: 2 * total / 12, 6.0, 0.5),
+    ],
+    ids=["a tensor", "a number", "nothing", "scaled", "both"],
+)
+def test_of_a_sum_over_label_tokens_the_mean_is_known(divide, divisor, weight):
+    meter = LossMeter(shifted=False)
+    logits = torch.zeros(4, 5, requires_grad=True)
+    labels = torch.tensor([1, -100, 2, 3])
+    root = divide(cross_entropy(logits, labels, reduction="sum"))
+    found = unscaled(root, {})
+    how = {"factor": found.factor, "constant": found.constant, "summed": found.summed}
+    meter.give(found.loss, **how, spare=True)
+    root.backward()
+    parts = _losses(*meter.collect(), summed_workers=1.0)
+    expected = [3.0, divisor, math.log(5), weight]
+    assert np.frombuffer(parts["sums_M4"]) == pytest.approx(expected)
 
 
 def test_what_a_model_returned_is_its_loss_only_if_it_is_a_mean():

@@ -239,7 +239,7 @@ def masked(logits):
 )
 def test_what_scales_a_loss_is_read_from_its_graph(make, value, factor, constant):
     logits = LOGITS.clone().requires_grad_()
-    loss, found, found_constant = unscaled(make(logits), {})
+    loss, found, found_constant, _ = unscaled(make(logits), {})
     assert (None if found is None else pytest.approx(float(found))) == factor
     assert found_constant == constant
     expected = value(logits).detach().item()
@@ -248,7 +248,7 @@ def test_what_scales_a_loss_is_read_from_its_graph(make, value, factor, constant
 
 def test_a_loss_that_the_model_returned_is_taken_as_it_is():
     loss = mean(LOGITS.clone().requires_grad_())
-    found, factor, constant = unscaled(torch.tensor(8.0) * loss / 3, {loss.grad_fn: loss})
+    found, factor, constant, _ = unscaled(torch.tensor(8.0) * loss / 3, {loss.grad_fn: loss})
     assert found is loss
     assert (factor, constant) == (None, None)
 

@@ -104,7 +104,7 @@ class Assembly:
 
     def step_of(self, messages_W: Sequence[StepMessage], interval: int) -> GatheredStep:
         """Return what all workers' messages of a step say together."""
-        first = messages_W[0]
+        first, messages_W = messages_W[0], _as_means(messages_W)
         workers = columns_of([message.slots for message in messages_W])
         losses, weights = _losses(messages_W, workers)
         measured_W = [self._measured(message) for message in messages_W]
@@ -222,6 +222,31 @@ def _tensors(message: StepMessage, kinds: _Kinds, names: tuple[str, ...], begin:
     return Trace(
         kinds, names, message.traced_digests_N[rows], message.traced_norms_N[rows], sketches[rows]
     )
+
+
+def _as_means(messages_W: Sequence[StepMessage]) -> Sequence[StepMessage]:
+    """Take losses for means over label tokens where they are proven to be.
+
+    They are if each is a sum over label tokens, divided by the number of them in all micro-batches
+    of all workers.
+    """
+    if not all(0 < len(m.sums_M4) == 4 * len(m.units_M) for m in messages_W):
+        return messages_W
+    tables = [message.sums_M4.reshape(-1, 4) for message in messages_W]
+    count_S, divisor_S, _, _ = np.concatenate(tables).T
+    total = float(count_S.sum())
+    if not (total > 0 and np.isclose(divisor_S, total, rtol=1e-6, atol=0.0).all()):
+        return messages_W
+    return [
+        replace(
+            message,
+            losses_U=table[:, 2],
+            weights_U=table[:, 0],
+            units_M=np.ones(len(table), np.int64),
+            multipliers_M=table[:, 3],
+        )
+        for message, table in zip(messages_W, tables, strict=True)
+    ]
 
 
 def _losses(

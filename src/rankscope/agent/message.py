@@ -29,6 +29,7 @@ _ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (
     ("weights_U", np.float64),
     ("units_M", np.int64),
     ("multipliers_M", np.float64),
+    ("sums_M4", np.float64),
     ("samples_B", np.int64),
     ("digests_D", np.int64),
     ("numbers", np.float64),
@@ -83,6 +84,8 @@ class StepMessage:
         weights_U: Label tokens behind each, NaN if unknown.
         units_M: How many units each micro-batch has.
         multipliers_M: What each loss was multiplied by before backward; empty if unknown.
+        sums_M4: Of losses that are sums over label tokens, all of them: how many tokens, what the
+            sum was divided by, their mean, and what that was multiplied by before backward.
         samples_B: Ids or digests of the samples.
         digests_D: Digests of what should be equal on other workers.
         unchanged_D: For reduced gradients: whether the reduction left the local bits as they were.
@@ -103,6 +106,7 @@ class StepMessage:
     weights_U: Floats = field(default_factory=_no_floats)
     units_M: Ints = field(default_factory=_no_ints)
     multipliers_M: Floats = field(default_factory=_no_floats)
+    sums_M4: Floats = field(default_factory=_no_floats)
     samples_B: Ints = field(default_factory=_no_ints)
     digests_D: Ints = field(default_factory=_no_ints)
     unchanged_D: Bytes = field(default_factory=_no_bytes)

@@ -33,6 +33,18 @@ from rankscope.errors import UsageError
 _log = logging.getLogger("rankscope")
 
 
+class TokenSum(NamedTuple):
+    """What a loss is if it is a sum over label tokens that was divided by a number.
+
+    Attributes:
+        tokens: How many ``[1]``.
+        divisor: What their sum was divided by ``[1]``: the number of all workers' tokens, perhaps.
+    """
+
+    tokens: Numbers
+    divisor: Numbers
+
+
 class MicroBatchLoss(NamedTuple):
     """Losses of one micro-batch.
 
@@ -44,6 +56,7 @@ class MicroBatchLoss(NamedTuple):
         constant: None where they are known to be means, or the user's own. Else the constant in
             the multiplier of which only one over the number of micro-batches can be told from the
             loss itself; NaN: all of the multiplier.
+        summed: What a loss is that is a sum over label tokens; None of others.
     """
 
     values: Numbers
@@ -51,6 +64,13 @@ class MicroBatchLoss(NamedTuple):
     multiplier: "_Multiplier | None" = None
     forward: int = 0
     constant: float | None = None
+    summed: TokenSum | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of it can be read without waiting for the device."""
+        numbers = (self.values, self.weights, *(self.summed or ()))
+        return all(each is None or each.ready for each in numbers)
 
 
 class _Multiplier:
@@ -112,6 +132,7 @@ class LossMeter:
         *,
         factor: Tensor | float | None = None,
         constant: float | None = None,
+        summed: tuple[Tensor, Tensor | float] | None = None,
         spare: bool = False,
     ) -> None:
         """Take the loss of a micro-batch.
@@ -123,6 +144,8 @@ class LossMeter:
             factor: What ``value`` was multiplied by already, a scalar; it is taken out of what is
                 recorded, and counts as a part of what the loss was multiplied by.
             constant: See :class:`MicroBatchLoss`.
+            summed: Number of label tokens that ``value`` sums over, and what the sum was divided
+                by, scalars; None where it is no such sum.
             spare: Whether it only counts when backward did not pass through the losses that were
                 seen in the model's outputs.
 
@@ -152,7 +175,8 @@ class LossMeter:
                     f"{values.numel()} losses"
                 )
         copy = None if weights is None else HostCopy(weights)
-        taken = MicroBatchLoss(HostCopy(values), copy, multiplier, forward, constant)
+        whole = None if summed is None else TokenSum(*(HostCopy(_in_double(n)) for n in summed))
+        taken = MicroBatchLoss(HostCopy(values), copy, multiplier, forward, constant, whole)
         (self._spare if spare else self._given).append(taken)
 
     def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:

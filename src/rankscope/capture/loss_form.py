@@ -21,7 +21,7 @@ _SAVED = ("_saved_other", "_saved_self")
 PASSING = ("ToCopyBackward", "CloneBackward", "ViewBackward", "AliasBackward", "SqueezeBackward")
 """Operators that leave a number what it is."""
 
-_MEAN = 1  # of torch's reductions: 0 none, 1 mean, 2 sum
+_MEAN, _SUM = 1, 2  # of torch's reductions; 0 is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,22 @@ def is_mean_node(node: Any) -> bool:
     """Return whether an operator takes a mean."""
     kind = type(node).__name__
     return kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+
+
+def summed_tokens(node: Any) -> Tensor | None:
+    """Return how many label tokens cross entropy has summed a loss over, a scalar, or None.
+
+    With weights of classes it keeps their sum, which is no count.
+    """
+    if getattr(node, "_saved_reduction", None) != _SUM or getattr(node, "_saved_weight", None):
+        return None
+    return _number(node, "_saved_total_weight")
+
+
+def divisor_of(node: Any) -> Tensor | None:
+    """Return the tensor of one number that an operator has divided a loss by, or None."""
+    divides = type(node).__name__.startswith("DivBackward") and node.next_functions[1][0] is None
+    return _number(node, "_saved_other") if divides else None
 
 
 def _nodes_before(loss: Tensor) -> Iterator[Any]:

@@ -2,19 +2,26 @@
 
 Nothing of torch's is in a better place to know it. A gradient scaler's factor is taken out again,
 one over the number of micro-batches as well, and any constant before a mean. Other constants stay:
-they may make a loss of what is a sum.
+they may make a loss of what is a sum. Of a sum over label tokens it is said how many there are, and
+what it was divided by.
 """
 
 import logging
 import math
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rankscope.capture.guard import ForeignHook
-from rankscope.capture.loss_form import PASSING, is_mean, is_mean_node
+from rankscope.capture.loss_form import (
+    PASSING,
+    divisor_of,
+    is_mean,
+    is_mean_node,
+    summed_tokens,
+)
 from rankscope.capture.passes import tensors_in
 from rankscope.integrations.hooks import BackwardCalls, reaches
 
@@ -99,30 +106,48 @@ class BackwardLoss:
                 torch.stack([loss.detach().sum() for loss in losses]).sum(), spare=True
             )
             return
-        loss, factor, constant = unscaled(losses[0], self._outputs)
-        self._scope.loss(loss, factor=factor, constant=constant, spare=True)
+        found = unscaled(losses[0], self._outputs)
+        self._scope.loss(
+            found.loss,
+            factor=found.factor,
+            constant=found.constant,
+            summed=found.summed,
+            spare=True,
+        )
 
 
-def unscaled(
-    root: Tensor, outputs: dict[Any, Tensor | None]
-) -> tuple[Tensor, Tensor | float | None, float | None]:
+class Unscaled(NamedTuple):
+    """The loss behind what ``backward`` is called on.
+
+    Attributes:
+        loss: The loss, a scalar.
+        factor: What it was multiplied by; None if by nothing, or when the loss is at hand without
+            that.
+        constant: What in ``factor`` may belong to the loss; None behind a mean, NaN where only the
+            backward pass shows it.
+        summed: Number of label tokens that the loss sums over, and what the sum was divided by;
+            None where it is no such sum.
+    """
+
+    loss: Tensor
+    factor: Tensor | float | None = None
+    constant: float | None = None
+    summed: tuple[Tensor, Tensor | float] | None = None
+
+
+def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
     """Return the loss behind what ``backward`` is called on.
 
     Args:
         root: What ``backward`` is called on, a scalar.
         outputs: What the model returned: scalars by the node of the graph that they come from.
-
-    Returns:
-        The loss; what it was multiplied by, None if by nothing, or when the loss is at hand
-        without that; and the constant in this of which it is not known whether it belongs to the
-        loss, None behind a mean, NaN where only the backward pass shows it.
     """
     constant, scaler = 1.0, []
     node: Any = root.grad_fn
     while node is not None:
         output = outputs.get(node)
         if output is not None:
-            return output, None, None if is_mean(output) else math.nan
+            return Unscaled(output, constant=None if is_mean(output) else math.nan)
         step = _constant(node)
         if step is None:
             break
@@ -132,7 +157,16 @@ def unscaled(
         else:
             constant *= factor
     whole = math.prod(scaler, start=constant) if scaler or constant != 1 else None
-    return root, whole, None if is_mean_node(node) else constant
+    if is_mean_node(node):
+        return Unscaled(root, whole)
+    return Unscaled(root, whole, constant, _summed(node))
+
+
+def _summed(node: Any) -> tuple[Tensor, Tensor | float] | None:
+    """Return over how many label tokens a loss sums, and what the sum was divided by, or None."""
+    divisor = divisor_of(node)
+    count = summed_tokens(node if divisor is None else node.next_functions[0][0])
+    return None if count is None else (count, 1.0 if divisor is None else divisor.detach())
 
 
 def _constant(node: Any) -> tuple[Tensor | float, Any] | None:

@@ -99,15 +99,10 @@ class StepCollector:
         self,
         value: Any,
         weight: Any,
-        *,
-        factor: Any = None,
-        constant: float | None = None,
-        spare: bool = False,
+        **more: Any,
     ) -> None:
-        """Take the loss of a micro-batch from the user."""
-        self._losses.give(
-            value, weight, self._passes.current, factor=factor, constant=constant, spare=spare
-        )
+        """Take the loss of a micro-batch, see :meth:`rankscope.capture.LossMeter.give`."""
+        self._losses.give(value, weight, self._passes.current, **more)
 
     def give_samples(self, samples: Any) -> None:
         """Take the identity of the next forward pass's samples from the user."""

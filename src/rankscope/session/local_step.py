@@ -66,10 +66,7 @@ class LocalStep:
         for samples in self.samples:
             if not (isinstance(samples, np.ndarray) or samples.ready):
                 return False
-        for micro in self.losses:
-            if not (micro.values.ready and (micro.weights is None or micro.weights.ready)):
-                return False
-        return True
+        return all(micro.ready for micro in self.losses)
 
     def pack(self, known_names: set[int] | None, *, gradient: bool = True) -> list[Content]:
         """Wait for the device, and return the message's bytes, in pieces.
@@ -136,6 +133,7 @@ def _trained_losses(
     """
     count = len(collected)
     losses, multipliers = [], np.array(multipliers_M, np.float64)
+    known = _token_means(collected, multipliers_M, summed_workers)
     for number, micro in enumerate(collected):
         values: NDArray[Any] = micro.values.numpy()
         constant = micro.constant
@@ -146,7 +144,25 @@ def _trained_losses(
                 multipliers[number] /= share
             values = values * summed_workers
         losses.append(_packed(values))
-    return {**_loss_parts(collected, losses), "multipliers_M": multipliers.tobytes()}
+    return {**_loss_parts(collected, losses), **known, "multipliers_M": multipliers.tobytes()}
+
+
+def _token_means(
+    collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any], summed_workers: float
+) -> dict[str, Content]:
+    """Return what sums over label tokens are as means, if their divisor counts all tokens.
+
+    Whether it does, all workers' counts tell together.
+    """
+    rows = []
+    for micro, multiplier in zip(collected, multipliers_M, strict=True):
+        if micro.summed is None or micro.constant is None:
+            return {}
+        count, divisor = (float(number.numpy().item()) for number in micro.summed)
+        mean = float(micro.values.numpy().item()) * divisor / count if count else 0.0
+        weight = float(multiplier) * summed_workers * count / divisor
+        rows.append((count, divisor / micro.constant, mean, weight))
+    return {"sums_M4": np.array(rows, np.float64).tobytes()}
 
 
 def _loss_parts(collected: Sequence[MicroBatchLoss], losses: list[bytes]) -> dict[str, Content]:

@@ -147,6 +147,7 @@ class Scope:
         *,
         factor: Tensor | float | None = None,
         constant: float | None = None,
+        summed: tuple[Tensor, Tensor | float] | None = None,
         spare: bool = False,
     ) -> None:
         """Give the local loss of a micro-batch, when the model's output has no ``.loss``.
@@ -161,10 +162,13 @@ class Scope:
             constant: For a loss of unknown make, the constant in ``factor`` (NaN: all of it), which
                 is only taken out if it is one over the number of micro-batches. None: ``factor``
                 is certain.
+            summed: Number of label tokens that ``value`` sums over, and what the sum was divided
+                by: the mean over tokens is recorded if that counts those of all workers.
             spare: Whether this loss only counts when the backward pass does not go through the
                 ``.loss`` of the model's output.
         """
-        give = partial(self._collector.give_loss, factor=factor, constant=constant, spare=spare)
+        more = {"factor": factor, "constant": constant, "summed": summed, "spare": spare}
+        give = partial(self._collector.give_loss, **more)
         self._guard(give, value, weight)
 
     def batch(self, samples: Sequence[Any] | Tensor | Mapping[str, Any]) -> None:
