@@ -163,6 +163,38 @@ def branch_in_some_micro_batches(loop: Loop) -> Iterator[Expected]:
         yield UNMEASURED if used == (True, False) else norm
 
 
+def odd_steps_after_many_alike(loop: Loop) -> Iterator[Expected]:
+    """By then most parameters have no hook any more."""
+
+    def one(numbers: tuple[int, ...], *, used: bool = True, zeroed: bool = True) -> float:
+        norm = loop.exact_norm(*numbers, branch=(used,) * len(numbers))
+        for number in numbers:
+            last = number == numbers[-1]
+            batch: dict[str, Any] = make_batch(loop.rank, number)
+            with contextlib.nullcontext() if last else loop.ddp.no_sync():
+                (loop.ddp(**batch, use_branch=used)["loss"] / len(numbers)).backward()
+        loop.optimizer.step()
+        if zeroed:
+            loop.optimizer.zero_grad()
+        return norm
+
+    for step in range(10):
+        yield one((step,))
+    hooked = sum(bool(p._post_accumulate_grad_hooks) for p in loop.ddp.parameters())  # type: ignore[attr-defined]
+    views = loop.ddp.gradient_as_bucket_view
+    assert loop.scope is None or hooked == (len(list(loop.ddp.parameters())) if views else 2)
+    yield one((10,), used=loop.rank == 1)
+    yield one((11,), zeroed=False)
+    one((12,))
+    yield CARRIED_OVER if views else UNMEASURED
+    yield one((13, 14))
+    loop.ddp.eval()
+    yield one((15,))
+    loop.ddp.train()
+    for step in range(16, 20):
+        yield one((step,))
+
+
 def reductions_ended_by_hand(loop: Loop) -> Iterator[Expected]:
     """Before the training has waited for them, gradients are the local ones."""
     loop.ddp.require_manual_backward_finalization = True
@@ -190,6 +222,7 @@ LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
     other_gradients_on_the_way,
     forward_passes_before_backward_passes,
     branch_in_some_micro_batches,
+    odd_steps_after_many_alike,
     *([reductions_ended_by_hand] if SINCE_TORCH_2_15 else []),
 ]
 
@@ -200,7 +233,9 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
         for views in (False, True):
             name = f"{loop.__name__}{' in bucket views' * views}"
             options: dict[str, Any] = {"ddp": {"gradient_as_bucket_view": views}}
-            if loop is branch_in_some_micro_batches:
+            if loop is odd_steps_after_many_alike:  # statistics of an evaluation are its own
+                options["ddp"]["broadcast_buffers"] = False
+            if loop in (branch_in_some_micro_batches, odd_steps_after_many_alike):
                 options["ddp"]["find_unused_parameters"] = options["branch"] = True
             alone = Loop(rank, None, **copy.deepcopy(options))
             list(loop(alone))

@@ -1,7 +1,8 @@
 """The local gradient under ``DistributedDataParallel``, read before the reduction replaces it.
 
 The tap is a post-accumulate hook per parameter, most of which only count: gradients are read
-together (:mod:`rankscope.capture.taps.ddp_reading`). Unlike a communication hook it leaves DDP's
+together (:mod:`rankscope.capture.taps.ddp_reading`), and once that is known to work, most hooks
+are taken out. Unlike a communication hook it leaves DDP's
 own path alone, which keeps every bit of the training as it was (a communication hook changes bits
 at W = 3: DDP then divides at another place). It sees the accumulated local gradient with bucket
 views, ``no_sync``, static graphs, unused parameters, compiled models, activation checkpointing and
@@ -25,13 +26,18 @@ from functools import partial
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
-from rankscope.capture.passes import BackwardEnd
+from rankscope.capture.passes import BackwardEnd, in_backward
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.alone import PartsAlone, alone_gradients
 from rankscope.capture.taps.ddp_reading import LocalReading, measure_reduced
-from rankscope.capture.taps.ddp_step import BusyClock, HookCalls, ShadowSteps, StepState
+from rankscope.capture.taps.ddp_step import (
+    BusyClock,
+    GradientHooks,
+    HookCalls,
+    ShadowSteps,
+    StepState,
+)
 from rankscope.capture.taps.parts import MicroBatches
 from rankscope.capture.taps.reduced_product import ReducedProduct, product_is_asked_for
 from rankscope.capture.taps.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
@@ -65,7 +71,7 @@ class DDPTap:
     ) -> None:
         self._observer = observer
         self._model = model
-        self._parameters = parameters
+        self._parameters, self._all = parameters, tuple(parameters)
         self._sketcher = sketcher
         self._guarded = guarded
         self._backward = BackwardEnd(self._on_begin, self._on_end, guarded, self._on_ending)
@@ -88,12 +94,8 @@ class DDPTap:
         self._announce: Callable[[], None] | None = None  # of the pass that runs
         self._reached: list[Callable[[], None]] = []  # to be called if it trains
         self._alone: PartsAlone | None = None
-        self._handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(self._on_gradient, name)
-            )
-            for name, parameter in parameters.items()
-        ]
+        self._hooks = GradientHooks(parameters, self._on_gradient)
+        self._noticed = False  # the backward pass, before its first gradient
         self._shadow = ShadowSteps(model, shadowed)
 
     @property
@@ -120,6 +122,7 @@ class DDPTap:
         self._step.through_ddp |= not bypassed
         self._bypassed = not self._step.through_ddp
         self._find_alone()
+        self._choose_hooks()
         self._backward.begin()
         self._reading.forget()
         self._fresh = True
@@ -132,6 +135,7 @@ class DDPTap:
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Say, from inside it, that a backward pass has reached what the model returned."""
         self._backward.notice()
+        self._noticed = True
         self._reached.append(trained)
 
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
@@ -141,6 +145,7 @@ class DDPTap:
         """
         if not self._fresh and not self._backward.running:
             self._announce = announce
+            self._hooks.keep(self._all)
             Variable._execution_engine.queue_callback(self._forget_unannounced)
 
     @property
@@ -204,11 +209,18 @@ class DDPTap:
         """Take all hooks out of the model."""
         if self._alone is not None:
             self._alone.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
         self._shadow.remove()
         self._busy.remove()
+
+    def _choose_hooks(self) -> None:
+        """Have as few hooks as the next backward pass needs, unless one runs."""
+        if in_backward():
+            return
+        several = self._alone is None and self._noticed
+        reduces = self._model.require_backward_grad_sync
+        self._hooks.keep(self._reading.hooked(synchronises=reduces) if several else self._all)
+        self._noticed = False
 
     def _start_again(self) -> None:
         self._busy.begin_step(reduced=self.complete)
@@ -260,6 +272,7 @@ class DDPTap:
         if step.settled:
             self._add_to_reduced()
         self._fresh = False
+        step.spoiled |= bool(self._hooks.absent) and not self._noticed  # it may be reduced by now
         if self._alone is None:
             synchronises = step.synchronises and not self._bypassed
             self._reading.begin_pass(name, measure=self._measure, synchronises=synchronises)
@@ -286,6 +299,7 @@ class DDPTap:
             return
         self._busy.see_gradient()
         self._calls.add(self._counted)
+        self._calls.add(self._hooks.with_gradient())
         self._reading.end_pass(self._calls.names)
         reduces = self._step.synchronises and not self._waits_by_hand
         if self._product is not None and self._measure and reduces:

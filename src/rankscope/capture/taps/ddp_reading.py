@@ -27,6 +27,7 @@ from rankscope.capture.totals import GradientTotals
 _LEARNT_IN = 2  # passes: DDP differs in its first one
 _LASTS_AFTER = 4  # steps that were alike
 _KEPT_BYTES = 32 << 20
+_FEW = 8  # parameters: hooks cost nothing
 
 _State = tuple[int, int]
 """Address and version of a tensor: both stay while nobody changes it."""
@@ -75,6 +76,7 @@ class LocalReading:
         self._together: Together = NONE_TOGETHER
         self.spoiled = False
         self._all = tuple(parameters)
+        self._ends = self._all[:1] + self._all[-1:]
         self._lasting = {True: _Lasting(), False: _Lasting()}  # with a reduction, and without
         if in_buckets:
             self._lasting[True].give_up()
@@ -90,6 +92,20 @@ class LocalReading:
         self._sees_made = self._learns_made = False  # whether this pass makes them
         self._late: frozenset[str] = frozenset()
         self._chosen: tuple[object, ...] = ()  # what it was made for
+
+    def hooked(self, *, synchronises: bool) -> Collection[str]:
+        """Return the parameters whose hooks a backward pass needs; the others are read without.
+
+        Where the step's first pass makes all gradients, those that are there at its end tell which
+        parameters took part. What begins a pass is told by two that no training leaves out.
+
+        Args:
+            synchronises: Whether DDP reduces in that pass.
+        """
+        if self._times_made < _LASTS_AFTER or self._in_buckets or len(self._all) < _FEW:
+            return self._all
+        lasting = self._lasting[synchronises].names
+        return self._ends if len(lasting) == len(self._all) else self._all
 
     def take_together(self) -> Together:
         """Return what was read together in the pass; the next one is another."""

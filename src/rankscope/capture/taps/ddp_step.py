@@ -6,13 +6,16 @@ An attribute of the model would be copied along with it; so methods of its class
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, KeysView
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from rankscope.capture.taps.calls import Relay
 from rankscope.capture.totals import GradientTotals
@@ -106,6 +109,47 @@ class HookCalls:
             return False
         differ = expected.items() ^ self._expected.items()
         return any(name not in late for name, _ in differ)
+
+
+class GradientHooks:
+    """A hook on each parameter's gradient, or on a few of them.
+
+    Args:
+        parameters: The parameters, by name.
+        on_gradient: Called with a name and its parameter, once a gradient has been accumulated.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], on_gradient: Callable[[str, Tensor], None]
+    ) -> None:
+        self._parameters, self._on_gradient = parameters, on_gradient
+        self._handles: dict[str, RemovableHandle] = {}
+        self.absent: tuple[str, ...] = ()
+        """Names of the parameters without a hook."""
+        self._kept: Collection[str] = ()
+        self.keep(tuple(parameters))
+
+    def keep(self, names: Collection[str]) -> None:
+        """Have hooks on these parameters alone from now on."""
+        if names is self._kept:
+            return
+        self._kept = names
+        wanted = set(names)
+        for name in self._handles.keys() - wanted:
+            self._handles.pop(name).remove()
+        for name in [name for name in names if name not in self._handles]:
+            hook = partial(self._on_gradient, name)
+            parameter: Any = self._parameters[name]
+            self._handles[name] = parameter.register_post_accumulate_grad_hook(hook)
+        self.absent = tuple(name for name in self._parameters if name not in wanted)
+
+    def with_gradient(self) -> list[str]:
+        """Return the names of those without a hook that have a gradient."""
+        return [name for name in self.absent if self._parameters[name].grad is not None]
+
+    def remove(self) -> None:
+        """Take all hooks out."""
+        self.keep(())
 
 
 class BusyClock:
