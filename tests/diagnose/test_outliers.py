@@ -80,7 +80,7 @@ def test_a_worker_with_bad_data_is_named_with_its_beginning_and_size():
     assert abs(first.first_step - 200) <= 5
     assert first.groups == ()
     assert "Rank 5 differs" in say(told[-1])
-    assert "loss +1" in say(told[-1])
+    assert "loss × 1.1" in say(told[-1])
     assert "probability of at most 0.0003" in say(told[-1])
     assert all(float(one.fields["bound"]) >= one.numbers["false_alarm_probability"] for one in told)
     assert len({one.key for one in told}) == 1
@@ -126,7 +126,7 @@ def test_of_positive_losses_the_difference_is_told_in_parts_of_them():
     told = observed(detector, 0, 3.0, range(140))
     assert (told[-1].severity, told[-1].ranks) == (Severity.WARNING, (5,))
     for one in told:
-        assert 1.3 < float(one.fields["what"].removeprefix("loss +").removesuffix(" %")) < 2.7
+        assert 1.013 < float(one.fields["what"].removeprefix("loss × ")) < 1.027
         assert "unit" not in one.numbers["workers"]["5"][0]
 
 

@@ -287,8 +287,8 @@ def test_processes_that_train_without_a_process_group_are_told_so_by_name(tmp_pa
     command = inside if launched_by == "torchrun" else outside
     for words, line in {
         ("train",): "nothing was watched: each of 2 processes (WORLD_SIZE) trained a model of its",
-        (): "nothing was watched: the script trained no model wrapped in",
-        ("train", "late"): "nothing was watched: the script trained no model wrapped in",
+        (): "nothing was watched: the script trained no model under",
+        ("train", "late"): "nothing was watched: the script trained no model under",
     }.items():
         ended = start(*command, str(script), *words)
         assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr

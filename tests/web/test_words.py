@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.dispersion_words import say_dispersion
 from rankscope.diagnose.rules import RULES
 from rankscope.web.study_words import Entry, headline_of, why_heading, why_they_differ
 from rankscope.web.words import (
@@ -76,6 +78,27 @@ def test_tiles_of_undefined_values_say_what_is_not_known():
     assert shown["Mean cosine"]["value"] == "–"
     assert shown["Loss dispersion"]["note"] == "what sampling alone explains is not known"
     assert shown["Different samples"]["note"] == "samples were not identified"
+
+
+@pytest.mark.parametrize("loss_std", [0.192, 0.0218, 3.1e-5, 7.0, 1234.5])
+@pytest.mark.parametrize("ratio", [0.021, 0.97, 1.2, 1.333, 12.7])
+def test_the_dispersion_and_what_sampling_explains_divide_as_they_are_printed(loss_std, ratio):
+    values = {
+        "loss_std": loss_std,
+        "dispersion_ratio": ratio,
+        "dispersion_ratio_low": 0.9 * ratio,
+        "dispersion_ratio_high": 1.1 * ratio,
+        "num_workers": 4,
+        "steps": 60,
+    }
+    tile = next(tile for tile in tiles(values) if tile["label"] == "Loss dispersion")
+    told, explained = re.findall(r"[0-9][0-9.,e-]*", tile["note"])
+    observed, expected = (float(text.replace(",", "")) for text in (tile["value"], explained))
+    assert told == f"{observed / expected:.2f}"
+    assert float(told) == pytest.approx(ratio, rel=0.01, abs=0.005)
+    assert f"{explained}; the observed one, {tile['value']}, is {told} times" in say_dispersion(
+        values
+    )
 
 
 def test_tiles_say_when_not_all_samples_were_identified():

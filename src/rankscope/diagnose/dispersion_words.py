@@ -1,7 +1,8 @@
 """What an assessment says of dispersion against sampling, and of the gradient noise scale."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 Values = dict[str, float | int | None]
 """The numbers of an assessment by name; None where one is undefined."""
@@ -9,23 +10,43 @@ Values = dict[str, float | int | None]
 
 def say_dispersion(values: Values) -> str:
     """Return how the loss dispersion compares with sampling, or that this cannot be known."""
-    ratio, expected = values["dispersion_ratio"], values["loss_std_expected"]
+    figures = dispersion_figures(values)
     if values["num_workers"] == 1 or values["loss_std"] is None:
         return ""
-    if ratio is None:
+    if figures is None:
         return (
             "How much dispersion sampling alone would give cannot be known: each worker reported "
             "one loss per step. One loss per sample, or several micro-batches, would tell."
         )
+    observed, ratio, expected = figures
+    band = _band(values)
     meaning = {
-        "about": "as much as different samples of the same data give",
+        "about": f"within the {1 / band:.2f} to {band:.2f} that different samples of the same data "
+        "may give in so many steps",
         "further": "more than sampling gives: the workers' data, or their state, differ in kind",
         "closer": "less than different samples would give: the workers share data",
     }[spread_in_words(values) or "about"]
     return (
-        f"Sampling alone would give a loss std of {short(expected)}; the observed one is "
-        f"{ratio:.2f} times that{_interval(values, 'dispersion_ratio')}, {meaning}."
+        f"Sampling alone would give a loss std of {expected}; the observed one, {observed}, is "
+        f"{ratio} times that{_interval(values, 'dispersion_ratio')}, {meaning}."
     )
+
+
+def dispersion_figures(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Return the loss std, its ratio to what sampling explains, and that, as they are printed.
+
+    They are rounded so that they divide. The ratio is one of root mean squares over steps, and the
+    std a mean over steps; what sampling explains follows from both. None where it is not known.
+    """
+    observed, ratio = values.get("loss_std"), values.get("dispersion_ratio")
+    if observed is None or ratio is None:
+        return None
+    whole = observed / ratio if observed and ratio else values.get("loss_std_expected")
+    if not whole or not math.isfinite(whole):
+        return None
+    texts = short(observed), short(whole)
+    shown, expected = (float(text.replace(",", "")) for text in texts)
+    return texts[0], f"{shown / expected:.2f}", texts[1]
 
 
 def say_gradients(values: Values) -> str:
@@ -85,11 +106,15 @@ def spread_in_words(values: Values) -> str | None:
     ratio = values["dispersion_ratio"]
     if ratio is None:
         return None
-    degrees = (values["steps"] or 0) * max((values["num_workers"] or 0) - 1, 1)
-    band = 1.4 + 3 / math.sqrt(2 * degrees)
+    band = _band(values)
     if ratio > band:
         return "further"
     return "closer" if ratio < 1 / band else "about"
+
+
+def _band(values: Values) -> float:
+    degrees = (values["steps"] or 0) * max((values["num_workers"] or 0) - 1, 1)
+    return 1.4 + 3 / math.sqrt(2 * degrees)
 
 
 def short(value: float | None) -> str:
@@ -98,4 +123,6 @@ def short(value: float | None) -> str:
         return "an unknown amount"
     if value == 0:
         return "0"
-    return f"{value:,.4g}" if abs(value) >= 100 else f"{value:.3g}"
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 100 else f"{value:.3g}"

@@ -239,9 +239,7 @@ def _size(signal: WorkerSignal, trace: Trace) -> str:
         return f"{deviation:+.2f}".replace("-", "−")
     if not trace.relative:  # of values around zero, parts of their median say nothing
         return f"{deviation:+.2g}".replace("-", "−")
-    if signal.name == "grad_norm" or deviation >= 1:
-        return f"× {1 + deviation:.2f}"
-    return f"{100 * deviation:+.1f} %".replace("-", "−")
+    return f"× {1 + deviation:.{2 if abs(deviation) >= 0.1 else 3}f}"
 
 
 def _groups(fault: Fault, num_groups: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.dispersion_words import dispersion_figures, short
 from rankscope.diagnose.rules import RULES, count, explanations, name_ranks, page_of, ranked
 from rankscope.record import Run
 
@@ -114,11 +115,11 @@ def steps_in_words(finding: Finding) -> str:
 
 def ratio_in_words(values: Values) -> str:
     """Return the loss dispersion against its null: ``1.02 × what sampling explains``."""
-    ratio: Any = values.get("dispersion_ratio")
-    expected = values.get("loss_std_expected")
-    if missing(ratio) or missing(expected):
+    figures = dispersion_figures(values)
+    if figures is None:
         return "what sampling alone explains is not known"
-    return f"{float(ratio):.2f} × the {number(expected)} that sampling explains"
+    _, ratio, expected = figures
+    return f"{ratio} × the {expected} that sampling explains"
 
 
 def coverage_in_words(values: Values) -> str:
@@ -137,9 +138,10 @@ def tiles(values: Values) -> list[dict[str, str]]:
     unit = TOKENS if values.get("loss_per_token") else "mean over the workers"
     batch: Any = values.get("effective_batch")
     batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
+    spread = UNKNOWN if missing(values.get("loss_std")) else short(values["loss_std"])
     cells = (
         ("Averaged loss", f"{number(first, 2)} → {number(last, 2)}", unit),
-        ("Loss dispersion", number(values.get("loss_std")), ratio_in_words(values)),
+        ("Loss dispersion", spread, ratio_in_words(values)),
         (
             "Gradient-norm dispersion",
             number(values.get("grad_norm_std")),
