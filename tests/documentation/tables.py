@@ -57,6 +57,11 @@ NOT_RUN = {
         "torchrun --nproc-per-node 8 -m rankscope replay "
         "RUN/replay/rank-2-step-66 --model my_model:make",
     ): TORCHRUN,
+    (
+        "docs/clusters.md",
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint node-0:29500 "
+        "-m rankscope run train.py",
+    ): PLACEHOLDER,
     ("docs/diff.md", "torchrun --nproc-per-node 4 train.py --run-dir runs/first"): PLACEHOLDER,
     ("docs/diff.md", "torchrun --nproc-per-node 4 train.py --run-dir runs/second"): PLACEHOLDER,
     ("docs/diff.md", "python benchmarks/diff_pairs.py --seeds 3"): BENCHMARK,
