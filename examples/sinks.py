@@ -7,7 +7,7 @@ To files, and a line on the terminal for each finding:
 
 To TensorBoard, with a sink of the script's own beside it:
 
-    pip install 'rankscope[tensorboard]'
+    pip install '.[tensorboard]'
     torchrun --nproc-per-node 2 examples/sinks.py --sink tensorboard --slowest
     tensorboard --logdir runs/sinks/tensorboard
 """

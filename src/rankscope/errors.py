@@ -19,6 +19,13 @@ Each message says what was expected, what came, and what to do. None of them is 
 a training loop after ``watch`` has returned: from then on the monitor disables itself instead.
 """
 
+import json
+import shlex
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
 
 class RankscopeError(Exception):
     """Base of all errors that rankscope raises on purpose."""
@@ -50,5 +57,32 @@ class MissingExtraError(RankscopeError):
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(
-            f"{what} needs packages that are not installed: run pip install 'rankscope[{extra}]'"
+            f"{what} needs packages that are not installed: run {install_command(extra)}"
         )
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra from where this installation came from.
+
+    Args:
+        extra: One of the extras of ``pyproject.toml``.
+    """
+    return f"pip install {shlex.quote(_requirement(extra))}"
+
+
+def _requirement(extra: str) -> str:
+    """Return what pip calls this project, with an extra: PEP 610 tells where it came from."""
+    named = f"rankscope[{extra}]"
+    try:
+        told = metadata.distribution("rankscope").read_text("direct_url.json")
+        origin = json.loads(told) if told else {}
+        url = str(origin["url"]) if origin else ""
+    except (metadata.PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
+        return named
+    if not url:
+        return named
+    folder = url2pathname(urlparse(url).path)
+    if url.startswith("file:") and Path(folder).is_dir():
+        return f"{folder}[{extra}]"
+    control = origin.get("vcs_info", {}).get("vcs")
+    return f"{named} @ {control}+{url}" if control else f"{named} @ {url}"

@@ -24,6 +24,7 @@ from rankscope.agent.processes import (
 from rankscope.agent.progress import ProgressMark, open_mark, read_mark
 from rankscope.agent.stacks import StackTaker, stacks_of
 from rankscope.core.hang import Place, ProcessState
+from rankscope.errors import install_command
 
 PATIENCE = 60.0
 SLEEPER = "print('ready', flush=True); import time; time.sleep(600)"
@@ -284,7 +285,7 @@ def test_without_py_spy_a_sentence_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     stack = stacks_of({1: 0})[1]
     assert stack["frames"] == []
-    assert "pip install 'rankscope[hangs]'" in stack["missing"]
+    assert install_command("hangs") in stack["missing"]
 
 
 @pytest.fixture

@@ -8,7 +8,14 @@ import pytest
 import typer
 
 from rankscope.cli import main
-from rankscope.errors import DataError, MissingExtraError, RunError, UnsupportedError, UsageError
+from rankscope.errors import (
+    DataError,
+    MissingExtraError,
+    RunError,
+    UnsupportedError,
+    UsageError,
+    install_command,
+)
 from rankscope.study.config import StudyConfig
 from rankscope.study.launch import StudyInterrupted, WorkerFailedError
 
@@ -198,7 +205,7 @@ def test_a_study_that_is_done_stays_done_without_the_extra_for_its_page(
     monkeypatch.setitem(sys.modules, "jinja2", None)
     code, out, err = call(monkeypatch, capsys, "study", "--json")
     assert (code, json.loads(out)) == (0, [{"setting": "s1-1"}])
-    assert "pip install 'rankscope[web]'" in err
+    assert install_command("web") in err
 
 
 def test_a_defect_is_one_line_and_a_code_of_its_own(

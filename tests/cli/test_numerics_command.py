@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from rankscope.cli import main
+from rankscope.errors import install_command
 from rankscope.numerics.gradients import read
 from rankscope.study import local_gradients, rounding_result
 
@@ -138,7 +139,7 @@ def test_without_the_packages_for_figures_the_numbers_are_written(
         monkeypatch, capsys, *QUICK, "--types", "float32", "--output", str(tmp_path)
     )
     assert (code, err) == (0, "")
-    assert "pip install 'rankscope[web]'" in out
+    assert install_command("web") in out
     assert [path.name for path in tmp_path.iterdir()] == ["numerics.json"]
 
 

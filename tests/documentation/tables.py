@@ -27,7 +27,7 @@ NOT_RUN = {
         "docs/integrations/run.md",
         "rankscope run lightning_script.py",
     ): "run by tests/integrations/test_run_ranks.py",
-    ("docs/live.md", "pip install 'rankscope[serve]'"): INSTALLS,
+    ("docs/live.md", "pip install '.[serve]'"): INSTALLS,
     ("docs/live.md", "rankscope serve runs/"): "a server: tests/web run it",
     ("docs/live.md", "ssh -L 8321:localhost:8321 the-training-host"): "a program of others",
     ("docs/live.md", "rankscope serve runs/ --host 0.0.0.0"): "a server: tests/web run it",
@@ -81,7 +81,7 @@ NOT_RUN = {
         "docs/integrations/lightning.md",
         "python examples/lightning_one_line.py --forget-sampler --run-dir runs/lightning-fault",
     ): IN_RANKS,
-    ("docs/integrations/prometheus.md", "pip install 'rankscope[prometheus]'"): INSTALLS,
+    ("docs/integrations/prometheus.md", "pip install '.[prometheus]'"): INSTALLS,
     ("docs/integrations/prometheus.md", "curl http://127.0.0.1:9500/metrics"): OTHERS,
     (
         "docs/integrations/prometheus.md",

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -21,6 +22,7 @@ from documentation.framework_examples import assert_example_ran, examples, run_e
 from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, bits, loud, run_in
 from rankscope.core.signals import Table
+from rankscope.errors import install_command
 from support.models import make_batch, make_model
 from support.ranks import run_ranks
 
@@ -227,5 +229,5 @@ def test_without_lightning_it_says_what_to_install(monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "rankscope.integrations.lightning", raising=False)
-    with pytest.raises(rankscope.RankscopeError, match=r"pip install 'rankscope\[lightning\]'"):
+    with pytest.raises(rankscope.RankscopeError, match=re.escape(install_command("lightning"))):
         importlib.import_module("rankscope.integrations.lightning")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import torch
 from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import assert_same_metrics, loud, run_in
 from rankscope.core.signals import Table
-from rankscope.errors import MissingExtraError, UsageError
+from rankscope.errors import MissingExtraError, UsageError, install_command
 from rankscope.integrations.ray import HIDDEN_SECONDS, _close_at_the_end, watch
 from support.models import make_model
 
@@ -108,7 +109,7 @@ def test_outside_of_a_worker_it_says_where_it_belongs():
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.train", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rankscope\[ray\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_command("ray"))):
         watch(make_model())
 
 

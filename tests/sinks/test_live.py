@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import rankscope
 from rankscope import Run
 from rankscope.core.signals import Table
+from rankscope.errors import install_command
 from rankscope.sinks import specs
 from rankscope.sinks.grafana import dashboard
 from rankscope.sinks.prometheus import PrometheusSink
@@ -120,7 +121,7 @@ def test_what_rank_0_cannot_do_is_raised_on_all_ranks_before_anything_is_written
     assert (usage, missing) == ("UsageError", "MissingExtraError")
     assert "one of tensorboard" in text
     assert advice == (
-        "the sink 'wandb' needs packages that are not installed: run pip install 'rankscope[wandb]'"
+        "the sink 'wandb' needs packages that are not installed: run " + install_command("wandb")
     )
     assert not (folder / "none").exists()
 

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.core.hang import Stack
+from rankscope.errors import install_command
 
 NUM_FRAMES = 12
 
-NO_PY_SPY = (
-    "py-spy is not installed where the agent runs; pip install 'rankscope[hangs]' shows Python "
-    "stacks of hangs"
-)
 NO_PERMISSION = (
     "the system does not let the agent read this process; set kernel.yama.ptrace_scope to 0 or 1, "
     "or give a container CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
@@ -41,7 +38,8 @@ def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Sta
     """
     program = _find()
     if program is None:
-        return {pid: _missing(NO_PY_SPY) for pid in threads}
+        why = "py-spy, which shows Python stacks of hangs, is not installed where the agent runs"
+        return {pid: _missing(f"{why}: {install_command('hangs')}") for pid in threads}
     return {pid: _stack_of(program, pid, thread, seconds) for pid, thread in threads.items()}
 
 
