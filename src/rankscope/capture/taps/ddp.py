@@ -272,7 +272,7 @@ class DDPTap:
         if step.settled:
             self._add_to_reduced()
         self._fresh = False
-        step.spoiled |= bool(self._hooks.absent) and not self._noticed  # it may be reduced by now
+        step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
         if self._alone is None:
             synchronises = step.synchronises and not self._bypassed
             self._reading.begin_pass(name, measure=self._measure, synchronises=synchronises)
@@ -298,8 +298,10 @@ class DDPTap:
         if self._first or self._alone is not None:
             return
         self._busy.see_gradient()
-        self._calls.add(self._counted)
-        self._calls.add(self._hooks.with_gradient())
+        if self._hooks.all:
+            self._calls.add(self._counted)
+        else:
+            self._calls.see_without(self._reading.with_gradient())
         self._reading.end_pass(self._calls.names)
         reduces = self._step.synchronises and not self._waits_by_hand
         if self._product is not None and self._measure and reduces:

@@ -75,7 +75,8 @@ class LocalReading:
         self.read_late: Collection[str] = ()
         self._together: Together = NONE_TOGETHER
         self.spoiled = False
-        self._all = tuple(parameters)
+        self._all, self._every = tuple(parameters), list(parameters.values())
+        self._found: list[Tensor] | None = None  # gradients of all, at the end of a pass
         self._ends = self._all[:1] + self._all[-1:]
         self._lasting = {True: _Lasting(), False: _Lasting()}  # with a reduction, and without
         if in_buckets:
@@ -164,6 +165,7 @@ class LocalReading:
         self._together = NONE_TOGETHER
         self.spoiled = self._sees_made = self._learns_made = False
         self._seen.clear()
+        self._found = None
         self._kept.clear()
         self._kept_bytes = 0
 
@@ -187,12 +189,22 @@ class LocalReading:
             self._sketcher.measure(name, gradient, self.totals)
             self._seen[name] = _state_of(gradient)
 
+    def with_gradient(self) -> Sequence[str]:
+        """Return the names of the parameters that have a gradient, at the end of a pass."""
+        gradients = list(map(_gradient_of, self._every))
+        if not _lacks_any(gradients):
+            self._found = gradients
+            return self._all
+        both = zip(self._all, gradients, strict=True)
+        return [name for name, gradient in both if gradient is not None]
+
     def end_pass(self, called: Collection[str]) -> None:
         """Read all that was not read in hooks, before DDP finishes its reduction.
 
         Args:
             called: The parameters whose hooks were called.
         """
+        found, self._found = self._found, None  # the training may free them
         late, self.late = self.late, ()
         self.read_late = late if self._measure else ()
         lasting = self._lasting[self._synchronises]
@@ -206,20 +218,25 @@ class LocalReading:
         self._read_kept()
         now = {name: _state_of(self._parameters[name].grad) for name in self._seen}
         if lasting.names:
-            self._read_late(called, lasting, now)
+            self._read_late(called, lasting, now, found)
         else:
             same = {n for n, state in now.items() if state == self._seen[n] != _UNKNOWN}
             lasting.learn(same)
 
     def _read_late(
-        self, called: Collection[str], lasting: "_Lasting", now: Mapping[str, _State]
+        self,
+        called: Collection[str],
+        lasting: "_Lasting",
+        now: Mapping[str, _State],
+        found: list[Tensor] | None,
     ) -> None:
         """Read gradients that should be as they were in their hooks."""
-        names, parameters = self._all, list(self._parameters.values())
+        names, gradients = self._all, found
         if len(called) < len(names) or len(lasting.names) < len(names):
             names = tuple(name for name in names if name in called and name in lasting.names)
-            parameters = [self._parameters[name] for name in names]
-        gradients = list(map(_gradient_of, parameters))
+            gradients = None
+        if gradients is None:
+            gradients = list(map(_gradient_of, map(self._parameters.__getitem__, names)))
         changed = any(now[n] != seen for n, seen in self._seen.items() if n in lasting.names)
         if changed or _lacks_any(gradients):
             self.spoiled = True
@@ -327,5 +344,5 @@ def measure_reduced(
     return True
 
 
-def _lacks_any(gradients: list[Tensor | None]) -> bool:
+def _lacks_any(gradients: Sequence[Tensor | None]) -> bool:
     return any(map(_is_none, gradients))

@@ -96,6 +96,11 @@ class HookCalls:
         """Take many calls."""
         self._counts.update(names)
 
+    def see_without(self, names: Iterable[str]) -> None:
+        """Take it that each of these parameters has had its one call in the pass, and no other."""
+        self._counts.clear()
+        self._counts.update(names)
+
     def end_pass(self, late: Collection[str] = ()) -> bool:
         """End a backward pass; return whether a parameter was not called as often as expected.
 
@@ -124,8 +129,8 @@ class GradientHooks:
     ) -> None:
         self._parameters, self._on_gradient = parameters, on_gradient
         self._handles: dict[str, RemovableHandle] = {}
-        self.absent: tuple[str, ...] = ()
-        """Names of the parameters without a hook."""
+        self.all = True
+        """Whether no parameter is without its hook."""
         self._kept: Collection[str] = ()
         self.keep(tuple(parameters))
 
@@ -141,11 +146,7 @@ class GradientHooks:
             hook = partial(self._on_gradient, name)
             parameter: Any = self._parameters[name]
             self._handles[name] = parameter.register_post_accumulate_grad_hook(hook)
-        self.absent = tuple(name for name in self._parameters if name not in wanted)
-
-    def with_gradient(self) -> list[str]:
-        """Return the names of those without a hook that have a gradient."""
-        return [name for name in self.absent if self._parameters[name].grad is not None]
+        self.all = len(wanted) == len(self._parameters)
 
     def remove(self) -> None:
         """Take all hooks out."""
