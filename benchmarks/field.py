@@ -251,7 +251,8 @@ class Row:
         whole = self.steps is not None and self.steps[0] == self.steps[1] > 0
         loud = [finding for finding in self.findings if not finding.startswith("note")]
         right = loud == ([f"warning: {self.true}"] if self.true else [])
-        return self.same and whole and self.apart <= 1 and right and bool(set(self.found) - set(loud))
+        found = bool(set(self.found) - set(loud))
+        return self.same and whole and self.apart <= 1 and right and found
 
 
 def check(script: Script, folder: Path) -> Row:
