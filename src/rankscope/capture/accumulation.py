@@ -4,7 +4,7 @@ Some trainings reduce in the backward pass of each micro-batch: torchtitan, and 
 ``no_sync``. Their step ends with the optimizer's call, as any other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from weakref import ref
 
 import torch
@@ -64,8 +64,9 @@ class Accumulation:
         return None if self._parameter is None else self._parameter.grad
 
     def _parameters(self) -> Iterator[Tensor]:
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
+        for group in getattr(self._optimizer, "param_groups", None) or ():  # some have none
+            if isinstance(group, Mapping):
+                yield from group.get("params", ())
 
 
 def _version_of(gradient: Tensor) -> int:
