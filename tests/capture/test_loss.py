@@ -420,6 +420,15 @@ def test_of_a_sum_over_label_tokens_the_mean_is_known(divide, divisor, weight):
     assert np.frombuffer(parts["sums_M4"]) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("weighted", [{"weight": torch.ones(5)}, {"reduction": "none"}])
+def test_a_sum_with_weights_of_classes_or_of_single_losses_counts_no_tokens(weighted):
+    logits = torch.zeros(4, 5, requires_grad=True)
+    labels = torch.tensor([1, -100, 2, 3])
+    total = cross_entropy(logits, labels, **{"reduction": "sum", **weighted}).sum()
+    for root in (total, total / torch.tensor(3.0), total / 3):
+        assert unscaled(root, {}).summed is None
+
+
 def test_what_a_model_returned_is_its_loss_only_if_it_is_a_mean():
     for make, value, scale in ((torch.mean, 0.5, 1 / 6), (torch.sum, 1 / 6, 1.0)):
         x = torch.full((2,), 0.5, requires_grad=True)

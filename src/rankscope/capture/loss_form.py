@@ -94,15 +94,21 @@ def summed_tokens(node: Any) -> Tensor | None:
 
     With weights of classes it keeps their sum, which is no count.
     """
-    if getattr(node, "_saved_reduction", None) != _SUM or getattr(node, "_saved_weight", None):
+    if getattr(node, "_saved_reduction", None) != _SUM:
         return None
-    return _number(node, "_saved_total_weight")
+    try:
+        weighted = getattr(node, "_saved_weight", None) is not None
+    except RuntimeError:  # changed in place since
+        return None
+    return None if weighted else _number(node, "_saved_total_weight")
 
 
 def divisor_of(node: Any) -> Tensor | None:
     """Return the tensor of one number that an operator has divided a loss by, or None."""
-    divides = type(node).__name__.startswith("DivBackward") and node.next_functions[1][0] is None
-    return _number(node, "_saved_other") if divides else None
+    if not type(node).__name__.startswith("DivBackward"):
+        return None
+    whole = [function for function, _ in node.next_functions][1:] == [None]
+    return _number(node, "_saved_other") if whole else None
 
 
 def _nodes_before(loss: Tensor) -> Iterator[Any]:
