@@ -10,6 +10,7 @@ from benchmarks.diff_training import Flip, Variant, flipped_parameter, train_var
 
 from numerics.diff_runs import Training, write_training
 from rankscope.cli import main
+from rankscope.errors import install_command
 from support.ranks import run_ranks
 
 STEPS = 7
@@ -174,7 +175,7 @@ def test_a_missing_extra_is_named(command, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     code, _, errors = command(tmp_path / "a", tmp_path / "b", "--html", tmp_path / "d.html")
     assert code == 2
-    assert "rankscope[web]" in errors
+    assert install_command("web") in errors
     assert command(tmp_path / "a", tmp_path / "b")[0] == 0
 
 

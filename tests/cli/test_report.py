@@ -14,7 +14,7 @@ from rankscope.cli.report import report
 from rankscope.cli.summary import SUMMARY_LINES
 from rankscope.cli.verdict import render_run, render_study
 from rankscope.diagnose.assessment import assess
-from rankscope.errors import RunError, UsageError
+from rankscope.errors import RunError, UsageError, install_command
 from rankscope.record import Run, RunWriter
 from web.recorded_runs import record_run, record_study
 
@@ -249,7 +249,7 @@ def test_without_the_extra_the_verdict_is_shown_all_the_same(
 
     assert result.exit_code == 0
     assert "HEALTHY" in result.stdout
-    assert "rankscope[web]" in result.stderr
+    assert install_command("web") in result.stderr
     assert not (tmp_path / "page.html").exists()
 
 

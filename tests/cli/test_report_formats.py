@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from rankscope.cli.report import report
-from rankscope.errors import MissingExtraError, UsageError
+from rankscope.errors import MissingExtraError, UsageError, install_command
 from web.recorded_runs import record_run, record_study, with_everything
 
 
@@ -110,7 +110,7 @@ def test_markdown_needs_no_extra_and_pictures_say_which(
     assert call(run_dir, "--format", "md", "--output", tmp_path / "x.md").exit_code == 0
     result = call(run_dir, "--format", "png", "--output", tmp_path)
     assert isinstance(result.exception, MissingExtraError)
-    assert "rankscope[web]" in str(result.exception)
+    assert install_command("web") in str(result.exception)
 
 
 def test_a_run_whose_name_is_no_utf8(run_dir: Path, tmp_path: Path):

@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
-from rankscope.errors import DataError, MissingExtraError, UsageError
+from rankscope.errors import DataError, MissingExtraError, UsageError, install_command
 from rankscope.study.data import Record, load_records
 
 
@@ -177,5 +178,5 @@ def test_unknown_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"rankscope\[study\]"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_command("study"))):
         load_records("someone/instructions")

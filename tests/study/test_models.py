@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rankscope.errors import MissingExtraError, UsageError
+from rankscope.errors import MissingExtraError, UsageError, install_command
 from rankscope.study.base import train_tokenizer
 from rankscope.study.data import load_records
 from rankscope.study.encoding import encode
@@ -124,7 +125,8 @@ def test_weights_are_for_pangu_only(tmp_path: Path) -> None:
 def test_without_the_extra(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=r"rankscope study needs .*rankscope\[study\]"):
+    command = re.escape(install_command("study"))
+    with pytest.raises(MissingExtraError, match=f"rankscope study needs .*{command}"):
         load_model(spec, tokenizer_records=RECORDS)
 
 

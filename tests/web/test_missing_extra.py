@@ -1,10 +1,11 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rankscope.errors import MissingExtraError
+from rankscope.errors import MissingExtraError, install_command
 from rankscope.record import Run
 from rankscope.web import write_figures, write_report, write_study_report
 
@@ -18,11 +19,12 @@ def without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_jinja")
 def test_pages_and_figures_name_the_extra(healthy_run: Run, study: Path):
-    with pytest.raises(MissingExtraError, match=r"report\.html needs .*rankscope\[web\]"):
+    command = re.escape(install_command("web"))
+    with pytest.raises(MissingExtraError, match=rf"report\.html needs .*{command}"):
         write_report(healthy_run)
-    with pytest.raises(MissingExtraError, match=r"rankscope\[web\]"):
+    with pytest.raises(MissingExtraError, match=command):
         write_study_report(study)
-    with pytest.raises(MissingExtraError, match=r"rankscope\[web\]"):
+    with pytest.raises(MissingExtraError, match=command):
         write_figures(study)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.errors import MissingExtraError
+from rankscope.errors import MissingExtraError, install_command
 from rankscope.web.live import live_server
 from web.live.serving import serving
 
@@ -63,5 +63,5 @@ def test_the_extra_is_named(package: str, tmp_path: Path, monkeypatch: pytest.Mo
         if name != "rankscope.web.live":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=r"rankscope\[serve\]"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_command("serve"))):
         live_server(tmp_path, port=0)
