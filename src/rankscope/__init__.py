@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from rankscope.reduce.order_free import order_free as order_free
     from rankscope.session.scope import Scope as Scope
     from rankscope.session.start import watch as watch
+    from rankscope.web.loaded import LoadedRun as LoadedRun
+    from rankscope.web.loaded import load as load
 
 _HOMES = {
     "Finding": "rankscope.core.finding",
+    "LoadedRun": "rankscope.web.loaded",
     "RankscopeError": "rankscope.errors",
     "Run": "rankscope.record",
     "Scope": "rankscope.session.scope",
@@ -41,12 +44,14 @@ _HOMES = {
     "StepReport": "rankscope.core.step",
     "Tier": "rankscope.core.plan",
     "fixed_order": "rankscope.reduce.fixed_order",
+    "load": "rankscope.web.loaded",
     "order_free": "rankscope.reduce.order_free",
     "watch": "rankscope.session.start",
 }
 
 __all__ = [
     "Finding",
+    "LoadedRun",
     "RankscopeError",
     "Run",
     "Scope",
@@ -55,6 +60,7 @@ __all__ = [
     "Tier",
     "__version__",
     "fixed_order",
+    "load",
     "order_free",
     "watch",
 ]

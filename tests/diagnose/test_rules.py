@@ -6,7 +6,7 @@ from string import Formatter
 import pytest
 
 from rankscope.core.finding import Severity
-from rankscope.diagnose.rules import RULES, count, describe, name_ranks, page_of
+from rankscope.diagnose.rules import RULES, count, describe, name_ranks
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,3 @@ def test_every_cause_has_a_title_and_advice_that_is_a_sentence(cause):
 def test_a_field_that_is_missing_is_an_error():
     with pytest.raises(KeyError):
         describe("data.duplicate_batches", Severity.ERROR, {})
-
-
-def test_a_finding_has_a_page_by_its_own_rule_or_by_its_cause():
-    assert page_of("applied-scale", "state.parameters_differ") == "docs/causes.md#applied-scale"
-    assert page_of("outlier-1", "data.worker_outlier") == "docs/causes.md#dataworker_outlier"

@@ -1,6 +1,9 @@
 """Canaries inside a training on real ranks: what they tell, and that they leave no trace."""
 
 import random
+import shlex
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -16,6 +19,7 @@ import rankscope
 from rankscope import Run
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.record.bundle import find_bundles, load_bundle
@@ -363,6 +367,16 @@ def test_a_worker_with_bad_labels_has_bad_data_and_nothing_else(tmp_path):
     assert canary.evidence["same_bits"] is True
     assert len(set(canary.evidence["losses"])) == len(set(canary.evidence["peer_losses"])) == 1
     [path] = find_bundles(run.path)
+    assessed = assess(run)
+    assert assessed.recommendation.startswith(
+        f"The canary agrees: the difference is in the data of rank {FAULTY}. Look at the batch of"
+    )
+    assert "another worker" not in assessed.recommendation
+    assert shlex.split(assessed.command) == ["rankscope", "replay", str(path)]
+    shown = subprocess.run(
+        [sys.executable, "-m", *shlex.split(assessed.command)], capture_output=True, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
     bundle = load_bundle(path)
     assert bundle.finding is not None
     assert bundle.finding.ranks == (FAULTY,)

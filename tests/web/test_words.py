@@ -129,7 +129,6 @@ def test_evidence_of_any_shape_is_one_short_line():
         "many": "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, … (40 in all)",
         "deep": "a 1.235, b –",
         "yes": "yes",
-        "explained in": "docs/causes.md#c",
     }
 
 

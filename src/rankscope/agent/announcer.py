@@ -8,7 +8,14 @@ from enum import StrEnum
 
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.checks import checks_of, missing_steps
-from rankscope.diagnose.rules import count, explanations, name_ranks, ranked
+from rankscope.diagnose.rules import (
+    count,
+    explanations,
+    first_sentence,
+    name_ranks,
+    ranked,
+    settles,
+)
 
 MOST_LINES = 20
 """Lines about single findings in one run: a log that scrolls is not read."""
@@ -46,7 +53,8 @@ class Changes:
 class Announcer:
     """Says in one line each what changes about warnings and errors, and at the end the verdict.
 
-    Notes, and findings that another one explains, are only counted at the end.
+    Notes, and findings that another one explains, are only counted at the end; but for a note that
+    answers the question of a finding that was told.
 
     Args:
         say: Sends a line; whether it speaks of a fault.
@@ -64,7 +72,7 @@ class Announcer:
             changed: The findings, and what has changed about each.
             known: All findings of the run.
         """
-        told = [one for one in changed if self._is_told(*one)]
+        told = [one for one in changed if self._is_told(*one, known)]
         if not told:
             return
         causes = explanations(known)
@@ -79,10 +87,12 @@ class Announcer:
             self._announced.add(finding.id)
             self._say(line_of(finding, change), change is not Change.CLOSED)
 
-    def _is_told(self, finding: Finding, change: Change) -> bool:
+    def _is_told(self, finding: Finding, change: Change, known: Sequence[Finding]) -> bool:
         if change is Change.CLOSED:
             return finding.id in self._announced
-        return finding.severity > Severity.NOTE
+        if finding.severity > Severity.NOTE:
+            return True
+        return any(settles(finding, one) for one in known if one.id in self._announced)
 
     def conclude(
         self, known: Sequence[Finding], *, num_steps: int, num_workers: int, options: object
@@ -108,7 +118,7 @@ def line_of(finding: Finding, change: Change) -> str:
     if change is Change.CLOSED:
         return f"closed: {finding.cause}{who} has not been seen since step {finding.last_step:,}."
     now = f"now {finding.severity}" if change is Change.WORSENED else str(finding.severity)
-    said = _first_sentence(finding)
+    said = first_sentence(finding)
     return f"{now}: {said} [{finding.cause}, since step {finding.first_step:,}]"
 
 
@@ -132,8 +142,4 @@ def verdict_line(findings: Sequence[Finding], missing: int = 0) -> str:
     ]
     closed = sum(finding.status == "closed" for finding in faults)
     kept = f", {closed} of them closed" if closed else ""
-    return f"{' and '.join(counted)}{kept}. {_first_sentence(ranked(faults)[0])}"
-
-
-def _first_sentence(finding: Finding) -> str:
-    return f"{finding.explanation.partition('. ')[0].rstrip('.')}."
+    return f"{' and '.join(counted)}{kept}. {first_sentence(ranked(faults)[0])}"

@@ -18,6 +18,7 @@ Source of the method: Charikar, Chen and Farach-Colton, "Finding frequent items 
 (2002).
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -80,6 +81,12 @@ class Sketcher:
         self._kernel = choose_kernel(device, width, period_signs(seed))
         self._signs: dict[str, ParameterSigns] = {}
         self._together: dict[tuple[Sequence[str], Sequence[int], bool], Together] = {}
+        self._seconds = 0.0
+
+    def take_seconds(self) -> float:
+        """Return how long reading gradients has taken of the calling thread since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     @property
     def kernel(self) -> str:
@@ -175,6 +182,7 @@ class Sketcher:
         sketching: bool,
         again: bool = False,
     ) -> None:
+        begun = time.perf_counter()
         key = (names, starts, sketching)
         together = self._together.get(key)
         if together is None or not (again or together.fits(gradients)):
@@ -187,6 +195,7 @@ class Sketcher:
             together = Together(self._kernel, self.device, gradients, sources, sketching=sketching)
             self._together[key] = together
         together.measure(gradients, into)
+        self._seconds += time.perf_counter() - begun
 
     def _source(self, name: str, start: int, *, sketching: bool) -> Source:
         """Return where the elements of a gradient belong that begins at ``start``."""

@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 import rankscope
+from rankscope.cli.causes import causes
 from rankscope.cli.diff import diff
 from rankscope.cli.doctor import doctor
 from rankscope.cli.faults import faults
@@ -63,6 +64,7 @@ app.command(
     short_help="Watch an unmodified training script.",
 )(run_script)
 app.command()(report)
+app.command(short_help="Say what a finding means, and what to do about it.")(causes)
 app.command()(serve)
 app.command(short_help="Check that a training can start: ranks, network, model, data.")(doctor)
 app.command(short_help="Run the batches again that a finding has saved.")(replay)

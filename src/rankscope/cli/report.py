@@ -27,8 +27,9 @@ from rankscope.cli.summary import render_summary
 from rankscope.cli.verdict import render_differences, render_run, render_study
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import Assessment, assess
+from rankscope.diagnose.causes import page_of
 from rankscope.diagnose.diagnosis import diagnose_run
-from rankscope.diagnose.rules import explanations, page_of, ranked
+from rankscope.diagnose.rules import explanations, ranked
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.files import is_file, to_plain
@@ -199,6 +200,7 @@ def _run_result(
         "headline": assessment.headline,
         "statements": list(assessment.statements),
         "recommendation": assessment.recommendation,
+        "command": assessment.command or None,
         "values": assessment.values,
         "findings": [_with_context(finding, causes[finding.id]) for finding in found],
         **({} if differences is None else {"differences": differences}),

@@ -9,9 +9,17 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from rankscope.cli.output import plain, readable_lines, show
-from rankscope.cli.verdict import LOOK, NARROW, labelled, numbers_grid, verdict_lines
+from rankscope.cli.verdict import (
+    LOOK,
+    NARROW,
+    labelled,
+    numbers_grid,
+    show_command,
+    verdict_lines,
+)
 from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.causes import section_of
 from rankscope.diagnose.rules import count, explanations, listed, ranked
 from rankscope.record import Run
 from rankscope.web.words import (
@@ -39,7 +47,7 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
     causes = explanations(found)
     heads = [finding for finding in found if causes[finding.id] is None]
     followers = len(found) - len(heads)
-    sheet = _Sheet(console, SUMMARY_LINES - 2)
+    sheet = _Sheet(console, SUMMARY_LINES - 2 - bool(assessment.command))
     title = title_of(run.info, run.path)
     sheet.add(verdict_lines(assessment.word, assessment.headline, title))
     kept_free = min(len(heads), 2) + (len(heads) > 2 or followers > 0)
@@ -60,6 +68,7 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
             numbers.pop()
         sheet.add(numbers_grid(numbers, narrow=narrow))
     sheet.show()
+    show_command(assessment.command, console)
     more = labelled("  More", f"rankscope report {shlex.quote(str(run.path))} --full")
     console.print(more, soft_wrap=True)  # in one piece, to be pasted
 
@@ -114,7 +123,7 @@ def _line(finding: Finding, num_workers: int) -> Text:
         "  ",
         plain(where, colour),
         "  ",
-        plain(finding.cause, "dim"),
+        plain(section_of(finding.id, finding.cause), "dim"),
     )
 
 

@@ -54,6 +54,7 @@ def render_run(run: Run, assessment: Assessment, console: Console) -> None:
     show(console, verdict_lines(verdict.severity, assessment.headline, verdict.title))
     console.print()
     show(console, labelled("What to do", assessment.recommendation))
+    show_command(assessment.command, console)
     if verdict.findings:
         heading(console, "Findings")
     for finding in verdict.findings:
@@ -130,6 +131,9 @@ def _finding(finding: Mapping[str, Any]) -> Text:
         "\n",
         ("Check next: ", "bold"),
         plain(finding["next_check"]),
+        "\n",
+        ("More: ", "bold"),
+        plain(f"rankscope causes {finding['about']}"),
     )
 
 
@@ -194,6 +198,12 @@ def _entry(entries: Sequence[Entry]) -> Text:
         ("What to do: ", "bold"),
         plain(entry.text("recommendation")),
     )
+
+
+def show_command(command: str, console: Console) -> None:
+    """Print a command in one piece, to be pasted; nothing for none."""
+    if command:
+        console.print(labelled("  Run", command), soft_wrap=True)
 
 
 def labelled(label: str, words: str) -> Text:

@@ -1,6 +1,7 @@
 """The assessment of a run: one verdict in plain words, from the recorded tables and findings."""
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,12 +12,14 @@ from rankscope.core.dispersion import finite_mean
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.canary import CANARIES
 from rankscope.diagnose.checks import checks_of
 from rankscope.diagnose.dispersion_words import Values
 from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
-from rankscope.diagnose.rules import count, name_ranks
+from rankscope.diagnose.rules import count, name_ranks, settled_by
 from rankscope.diagnose.verdicts import Course, Verdict, judge, statements
 from rankscope.record import Coverage, Run
+from rankscope.record.bundle import latest_bundle
 from rankscope.record.reader import MAX_STEPS
 from rankscope.record.states import START_FILE, read_number
 from rankscope.record.tables import step_range
@@ -33,6 +36,9 @@ _ENDS = 5
 MAX_SAMPLES = 2**23
 """Identities of samples that are counted exactly: 64 MB of them."""
 
+MAX_COSTS = 2**16
+"""Steps and workers whose costs a median is taken of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
@@ -45,6 +51,7 @@ class Assessment:
         recommendation: What to change.
         values: The numbers behind it; None where a number is undefined. Means are over steps.
         early: Whether some check needs more steps than the run has.
+        command: What to run next, ready to be pasted; empty where there is nothing.
     """
 
     severity: Severity | None
@@ -53,6 +60,7 @@ class Assessment:
     recommendation: str
     values: Mapping[str, float | int | None]
     early: bool = False
+    command: str = ""
 
     @property
     def word(self) -> str:
@@ -86,7 +94,16 @@ def assess(run: Run) -> Assessment:
         recommendation=verdict.recommendation,
         values=values,
         early=verdict.early,
+        command="" if verdict.about is None else replay_command(run, verdict.about),
     )
+
+
+def replay_command(run: Run, finding: Finding) -> str:
+    """Return the command that shows the batches of a finding again; empty where none are kept."""
+    answer = settled_by(finding, run.findings()) or finding
+    until = answer.last_step if answer.id in CANARIES else -1
+    bundle = latest_bundle(run.path, {finding.id, answer.id}, until)
+    return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle))}"
 
 
 def course_of(run: Run) -> Course:
@@ -156,7 +173,39 @@ def _cost(run: Run) -> Values:
             float(np.sum(overheads[known])) / time if time > 0 else math.nan
         ),
         "interval": _defined(float(widest)),
+        **_cost_of_a_step(run),
     }
+
+
+def _cost_of_a_step(run: Run) -> Values:
+    """Return what the slowest worker pays in every step, and besides where gradients are read.
+
+    Both in seconds, medians over steps.
+    """
+    rows = run.sampled(
+        Table.WORKERS, "rank", "overhead_seconds", "read_seconds", max_rows=MAX_COSTS
+    )
+    reads_R, costs_R = rows["read_seconds"], rows["overhead_seconds"]
+    known_R = np.isfinite(reads_R) & np.isfinite(costs_R)
+    fixed, read = [], []
+    for rank in np.unique(rows["rank"][known_R]):
+        own_R = known_R & (rows["rank"] == rank)
+        fixed.append(np.median(costs_R[own_R] - reads_R[own_R]))
+        read.append(np.median(reads_R[own_R & (reads_R > 0)]) if reads_R[own_R].any() else 0.0)
+    return {
+        "overhead_fixed_seconds": _defined(float(max(fixed, default=math.nan))),
+        "overhead_read_seconds": _defined(float(max(read, default=math.nan))),
+        "overhead_budget": _budget(run),
+    }
+
+
+def _budget(run: Run) -> float | None:
+    """Return the budget of the overhead if it was not kept."""
+    said = run.info.get("overhead")
+    if not isinstance(said, dict) or said.get("within_budget") is not False:
+        return None
+    budget = said.get("budget")
+    return float(budget) if isinstance(budget, int | float) else None
 
 
 def _longest_seconds(run: Run, steps_T: Ints) -> Floats:

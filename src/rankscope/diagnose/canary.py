@@ -22,6 +22,8 @@ DATA = "canary-data"
 DIFFERS = "canary-differs"
 NONDETERMINISTIC = "canary-nondeterministic"
 INCONCLUSIVE = "canary-inconclusive"
+CANARIES = (DATA, DIFFERS, NONDETERMINISTIC, INCONCLUSIVE)
+"""Findings of this detector."""
 
 _KINDS: Mapping[Verdict, tuple[str, str, list[str]]] = {
     Verdict.DATA: (DATA, "data.worker_outlier", []),

@@ -4,7 +4,8 @@ Explanations are templates. Their fields come from the detector that found the e
 has one entry for each severity that it can have.
 
 One fault leaves many traces: when a worker's gradients are not reduced, its parameters drift, and
-its loss follows. The table also says what explains what (``explains``).
+its loss follows. The table also says what explains what (``explains``), and which finding answers
+the question that another one leaves open (``settles``).
 """
 
 import tomllib
@@ -40,11 +41,13 @@ class Rule:
         title: The cause in a few words.
         advice: What to say, by severity.
         explains: Causes whose findings are consequences of this one.
+        settles: Causes whose open question this one answers.
     """
 
     title: str
     advice: Mapping[Severity, Advice]
     explains: tuple[str, ...] = ()
+    settles: tuple[str, ...] = ()
 
 
 def _load() -> Mapping[str, Rule]:
@@ -58,16 +61,11 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         for severity in reversed(Severity)
         if str(severity) in entry
     }
-    return Rule(entry["title"], advice, tuple(entry.get("explains", ())))
+    also = {name: tuple(entry.get(name, ())) for name in ("explains", "settles")}
+    return Rule(entry["title"], advice, **also)
 
 
 RULES: Mapping[str, Rule] = _load()
-
-
-def page_of(finding_id: str, cause: str) -> str:
-    """Return where the documentation explains a finding: a file of the project, and its section."""
-    rule = finding_id if finding_id in RULES else cause
-    return f"docs/causes.md#{rule.replace('.', '')}"
 
 
 _START_AGAIN = "start again with the fault repaired"
@@ -168,6 +166,41 @@ def _explained(cause: Finding) -> Collection[str]:
 def _covers(earlier: Finding, later: Finding) -> bool:
     """Return whether an earlier finding explains all that a later one of its kind does."""
     return earlier.severity >= later.severity and earlier.first_step <= later.first_step
+
+
+def settled_by(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
+    """Return the latest finding that answers the question that another one leaves open, if any.
+
+    A canary of the suspected workers does: it ran one of their batches on every worker.
+
+    Args:
+        finding: The one with an open question.
+        findings: All findings of the run.
+    """
+    answers = [one for one in findings if settles(one, finding)]
+    return max(answers, key=lambda answer: answer.last_step, default=None)
+
+
+def settles(answer: Finding, finding: Finding) -> bool:
+    """Return whether a finding answers the question that another one leaves open."""
+    rule = RULES.get(answer.id)
+    if rule is None or finding.cause not in rule.settles or answer.last_step < finding.first_step:
+        return False
+    asked, answered = set(finding.ranks), set(answer.ranks)
+    return bool(asked & answered if finding.cause == "inconclusive" else asked <= answered)
+
+
+def next_check_of(finding: Finding, findings: Iterable[Finding]) -> str:
+    """Return what to look at next, given what other findings of the run have settled."""
+    answer = settled_by(finding, findings)
+    if answer is None:
+        return finding.next_check
+    return f"{first_sentence(answer)} {answer.next_check}"
+
+
+def first_sentence(finding: Finding) -> str:
+    """Return the first sentence of what a finding says."""
+    return f"{finding.explanation.partition('. ')[0].rstrip('.')}."
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:

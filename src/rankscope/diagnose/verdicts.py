@@ -5,7 +5,7 @@ a finding: what is certain comes from findings, and from exact equality.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rankscope.core.budget import bound_in_words
 from rankscope.core.finding import Finding, Severity
@@ -18,7 +18,7 @@ from rankscope.diagnose.dispersion_words import (
     short,
     spread_in_words,
 )
-from rankscope.diagnose.rules import count, name_ranks, ranked
+from rankscope.diagnose.rules import count, first_sentence, name_ranks, next_check_of, ranked
 
 NOTHING_TO_CHANGE = "Nothing to change."
 TOO_EARLY = ("Too early to judge", "Too short to judge")
@@ -30,12 +30,21 @@ _FEW_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Headline and recommendation, a severity that no finding carries, and whether it is early."""
+    """What is said of a run.
+
+    Attributes:
+        headline: What is wrong, or that nothing is.
+        recommendation: What to do.
+        severity: How bad it is, where no finding says so.
+        early: Whether some check needs more steps.
+        about: The finding that it is about, if any.
+    """
 
     headline: str
     recommendation: str
     severity: Severity | None = None
     early: bool = False
+    about: Finding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +114,8 @@ def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdi
         return _without_findings(values, course)
     worst = ranked(told)[0]
     if worst.id in _BY_CAUSE:
-        return _BY_CAUSE[worst.id](values, worst)
-    first_sentence = worst.explanation.partition(". ")[0].rstrip(".")
-    return Verdict(f"{first_sentence}.", worst.next_check)
+        return replace(_BY_CAUSE[worst.id](values, worst), about=worst)
+    return Verdict(first_sentence(worst), next_check_of(worst, findings), about=worst)
 
 
 def statements(
@@ -205,10 +213,13 @@ _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
 def _cut_short(verdict: Verdict, course: Course) -> Verdict:
     """Return a verdict that claims nothing of steps that were not watched."""
     own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
-    return Verdict(
-        f"{verdict.headline} {_say_end(course)}",
-        f"{own}See the log: it says what ended the training, or why rankscope ended before it.",
-        verdict.severity or Severity.NOTE,
+    return replace(
+        verdict,
+        headline=f"{verdict.headline} {_say_end(course)}",
+        recommendation=f"{own}See the log: it says what ended the training, or why rankscope ended "
+        "before it.",
+        severity=verdict.severity or Severity.NOTE,
+        early=False,
     )
 
 
@@ -221,7 +232,7 @@ def _too_early(verdict: Verdict, values: Values, course: Course, missing: int) -
     if recommendation == NOTHING_TO_CHANGE:
         verb = "Train for" if course.ended else "Let it run for"
         recommendation = f"{verb} {more}: then every check has had its chance."
-    return Verdict(headline, recommendation, early=True)
+    return replace(verdict, headline=headline, recommendation=recommendation, early=True)
 
 
 def _say_end(course: Course) -> str:
@@ -368,7 +379,20 @@ def _say_cost(values: Values) -> str:
     text = f"Watching took {share:.1%} of the training's own time on the slowest worker"
     if interval is not None and interval > 1:
         text += f"; gradients were measured every {int(interval)} steps at the widest"
-    return text + "."
+    fixed, read = values["overhead_fixed_seconds"], values["overhead_read_seconds"]
+    if fixed is None or read is None:
+        return text + "."
+    text += (
+        f": {1e3 * fixed:.2g} ms in every step whatever its length, and {1e3 * read:.2g} ms to "
+        f"read the gradient where it is measured. A step of 1 second would pay {fixed + read:.2%}."
+    )
+    budget = values["overhead_budget"]
+    if budget is not None:
+        text += (
+            f" The budget of {budget:.2%} was not kept: measuring less often saves the read only. "
+            "Set overhead_budget to what these short steps may pay."
+        )
+    return text
 
 
 def _coverage(values: Values) -> str:

@@ -17,7 +17,7 @@ import platform
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from math import prod
@@ -103,7 +103,11 @@ class ReplayBundle:
     @property
     def name(self) -> str:
         """Name of its directory."""
-        return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', self.reason)}-step-{self.step}"
+        return f"{_file_name(self.reason)}-step-{self.step}"
+
+
+def _file_name(reason: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", reason)
 
 
 def save_bundle(run_dir: Path, bundle: ReplayBundle) -> Path:
@@ -180,6 +184,22 @@ def load_bundle(path: Path) -> ReplayBundle:
 def find_bundles(run_dir: Path) -> list[Path]:
     """Return the directories of a run's bundles, in order of their names."""
     return sorted(file.parent for file in (run_dir / FOLDER).glob(f"[!.]*/{_INFO}"))
+
+
+def latest_bundle(run_dir: Path, reasons: Collection[str], until: int = -1) -> Path | None:
+    """Return the latest bundle that was saved for one of some reasons, or for any up to a step.
+
+    Args:
+        run_dir: The run's directory.
+        reasons: Ids of findings.
+        until: The step.
+    """
+    names, steps = set(map(_file_name, reasons)), {}
+    for folder in find_bundles(run_dir):
+        name, _, step = folder.name.rpartition("-step-")
+        if step.isdecimal() and (name in names or int(step) <= until):
+            steps[folder] = int(step)
+    return max(steps, key=lambda folder: steps[folder], default=None)
 
 
 def results_to_json(results: CanaryResults) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class StepCollector:
         make_exact = instruments.make_exact
         self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
-        self._send = send
+        self._send, self._take_read_seconds = send, instruments.take_read_seconds
         self._canary, self._module = canary, instruments.module
         self._losses = self._new_losses()
         self._samples = SampleMeter()
@@ -374,6 +374,7 @@ class StepCollector:
                 "step_seconds": now - self._last_time,
                 "busy_seconds": busy,
                 "overhead_seconds": self._guard.take_seconds(),
+                "read_seconds": self._take_read_seconds(),
             },
         )
         self._guard.leave_out(tracing_seconds)  # they will count with the next step's

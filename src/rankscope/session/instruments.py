@@ -98,6 +98,7 @@ class Instruments:
         reduced_in: Where the reduction is audited, for each group the type in which its gradient
             is meant to be reduced; else None.
         local_steps: As in :class:`Options`.
+        take_read_seconds: Returns how long reading gradients has taken since its last call.
     """
 
     make_tap: Callable[[Guarded, GradientObserver, Callable[[], None]], GradientTap]
@@ -109,6 +110,7 @@ class Instruments:
     groups: Groups
     device: torch.device
     shifted_labels: bool
+    take_read_seconds: Callable[[], float]
     make_exact: Callable[[Guarded], ExactGram] | None = None
     make_trace_meter: MakeTraceMeter | None = None
     reduced_in: Mapping[str, str] | None = None
@@ -213,6 +215,7 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         groups=groups,
         device=wrapped.device,
         shifted_labels=shifts_labels(wrapped.module),
+        take_read_seconds=sketcher.take_seconds,
         reduced_in=None if sections is None else _reduced_in(wrapped, groups),
         make_exact=_make_exact(wrapped) if options.tier is Tier.EXACT else None,
         make_trace_meter=_make_trace_meter(wrapped, options.every) if options.trace else None,

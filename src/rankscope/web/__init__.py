@@ -12,7 +12,7 @@ from rankscope.errors import MissingExtraError
 from rankscope.record import Run
 
 _EXTRAS = (
-    *("jinja2", "markupsafe", "vl_convert"),
+    *("jinja2", "markdown_it", "markupsafe", "vl_convert"),
     *("starlette", "uvicorn", "sse_starlette", "anyio"),
 )
 

@@ -17,8 +17,10 @@ from typing import Any
 
 import jinja2
 import vl_convert
+from markdown_it import MarkdownIt
 from markupsafe import Markup
 
+from rankscope.diagnose.causes import cause_pages
 from rankscope.errors import RunError
 from rankscope.web import theme, words
 from rankscope.web.parts import Spec, Tables
@@ -162,7 +164,15 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["number"] = words.number
     environment.filters["whole"] = words.whole
+    environment.filters["cause_text"] = cause_text
     return environment
+
+
+@functools.cache
+def cause_text(name: str) -> Markup:
+    """Return what the documentation says of a cause; empty where it says nothing."""
+    text = cause_pages().get(name, "")
+    return Markup(MarkdownIt("commonmark", {"html": False}).render(text))
 
 
 def _script(source: str) -> str:

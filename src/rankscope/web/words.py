@@ -1,7 +1,7 @@
 """Numbers, titles and records in words, for page and terminal. Needs no extra package."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,16 @@ import numpy as np
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.causes import section_of
 from rankscope.diagnose.dispersion_words import dispersion_figures, short
-from rankscope.diagnose.rules import RULES, count, explanations, name_ranks, page_of, ranked
+from rankscope.diagnose.rules import (
+    RULES,
+    count,
+    explanations,
+    name_ranks,
+    next_check_of,
+    ranked,
+)
 from rankscope.record import Run
 
 UNKNOWN = "–"
@@ -176,7 +184,12 @@ def anchors(findings: Sequence[Finding], key: str = "") -> list[str]:
 
 
 def finding_view(
-    finding: Finding, num_workers: int, cause: Finding | None = None, *, anchor: str = ""
+    finding: Finding,
+    num_workers: int,
+    cause: Finding | None = None,
+    *,
+    known: Iterable[Finding] = (),
+    anchor: str = "",
 ) -> dict[str, Any]:
     """Return what the page shows of a finding, and of the one that explains it, if there is one.
 
@@ -184,6 +197,7 @@ def finding_view(
         finding: The finding.
         num_workers: W.
         cause: The finding that explains it.
+        known: All findings of the run: one may have settled what this one leaves open.
         anchor: The id of its article on the page.
     """
     return {
@@ -197,11 +211,11 @@ def finding_view(
         "ranks": ranks_in_words(finding.ranks, num_workers),
         "steps": steps_in_words(finding),
         "explanation": finding.explanation,
-        "next_check": finding.next_check if cause is None else consequence_of(cause),
+        "next_check": next_check_of(finding, known) if cause is None else consequence_of(cause),
         "groups": ", ".join(finding.groups),
+        "about": section_of(finding.id, finding.cause),
         "evidence": [
-            *((name.replace("_", " "), _shown(v)) for name, v in finding.evidence.items()),
-            ("explained in", page_of(finding.id, finding.cause)),
+            (name.replace("_", " "), _shown(value)) for name, value in finding.evidence.items()
         ],
     }
 
@@ -274,7 +288,7 @@ def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
         assessment=assessment,
         tiles=tiles(assessment.values),
         findings=[
-            finding_view(one, run.num_workers, causes[one.id], anchor=anchor)
+            finding_view(one, run.num_workers, causes[one.id], known=found, anchor=anchor)
             for one, anchor in zip(found, anchors(found, key), strict=True)
         ],
     )

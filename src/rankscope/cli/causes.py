@@ -1,0 +1,49 @@
+"""``rankscope causes``: what a finding means, and what to do about it."""
+
+import json
+from typing import Annotated
+
+import typer
+from rich.markdown import Markdown
+from rich.table import Table as Grid
+
+from rankscope.cli.output import heading, plain, show, terminal
+from rankscope.diagnose.causes import cause_pages
+from rankscope.diagnose.rules import RULES
+from rankscope.errors import UsageError
+
+
+def causes(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A cause or a finding's id, such as data.worker_outlier; all without one.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say what a finding means: how it looks, what led to it elsewhere, and what to do."""
+    known = {rule: RULES[rule].title for rule in cause_pages() if rule in RULES}
+    if name is not None and name not in known:
+        raise UsageError(
+            f"expected the name of a cause, got {name!r}: rankscope causes lists all of them"
+        )
+    if name is None:
+        _list(known, as_json=as_json)
+    elif as_json:
+        print(json.dumps({"name": name, "title": known[name], "text": cause_pages()[name]}))
+    else:
+        heading(terminal(), f"{known[name]}  {name}", space=False)
+        show(terminal(), Markdown(cause_pages()[name]))
+
+
+def _list(known: dict[str, str], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([{"name": name, "title": title} for name, title in known.items()]))
+        return
+    grid = Grid("name", "finding", box=None, pad_edge=False)
+    for name, title in known.items():
+        grid.add_row(plain(name), plain(title))
+    show(terminal(), grid)

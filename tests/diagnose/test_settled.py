@@ -1,0 +1,82 @@
+"""A canary answers the question that an outlier leaves open; advice says so."""
+
+from dataclasses import replace
+
+import pytest
+
+from rankscope.agent.announcer import Announcer, Change
+from rankscope.core.finding import Finding, Severity
+from rankscope.diagnose.causes import cause_pages, page_of, section_of
+from rankscope.diagnose.rules import RULES, next_check_of, settled_by
+from rankscope.record.bundle import latest_bundle
+
+OUTLIER = Finding(
+    "outlier-2", "data.worker_outlier", Severity.WARNING, (2,), 20, 60, "It differs.", "Swap.", {}
+)
+CANARY = Finding(
+    *("canary-data", "data.worker_outlier", Severity.NOTE, (2,), 64, 64),
+    "The canary agrees: the data differ. More of it.",
+    "Look at the batch.",
+    {},
+)
+
+
+def test_a_canary_settles_what_to_do_about_an_outlier():
+    assert next_check_of(OUTLIER, [OUTLIER]) == "Swap."
+    assert settled_by(OUTLIER, [OUTLIER, CANARY]) == CANARY
+    advice = "The canary agrees: the data differ. Look at the batch."
+    assert next_check_of(OUTLIER, [CANARY, OUTLIER]) == advice
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ({}, {"ranks": (1,)}),
+        ({"ranks": (1, 2)}, {}),
+        ({"first_step": 65}, {}),
+        ({"cause": "sync.stale"}, {}),
+        ({}, {"id": "canary-nondeterministic"}),
+    ],
+)
+def test_it_settles_nothing_else(asked, answer):
+    assert settled_by(replace(OUTLIER, **asked), [replace(CANARY, **answer)]) is None
+
+
+def test_where_nobody_knows_who_is_at_fault_an_answer_about_one_of_them_counts():
+    unclear = replace(OUTLIER, cause="inconclusive", ranks=(0, 2))
+    assert settled_by(unclear, [CANARY]) == CANARY
+
+
+def test_the_answer_is_told_while_the_training_goes_on():
+    said: list[str] = []
+    announcer = Announcer(lambda line, fault: said.append(line))
+    announcer.take([(CANARY, Change.OPENED)], [CANARY])
+    assert said == []  # a note, about nothing that was told
+    announcer.take([(OUTLIER, Change.OPENED)], [OUTLIER])
+    announcer.take([(CANARY, Change.OPENED)], [OUTLIER, CANARY])
+    assert said[1].startswith("note: The canary agrees: the data differ.")
+
+
+def test_the_latest_bundle_of_a_finding(tmp_path):
+    for name in ("rank-2-step-9", "rank-2-step-66", "rank-3-step-70", "scheduled-step-100"):
+        (tmp_path / "replay" / name).mkdir(parents=True)
+        (tmp_path / "replay" / name / "bundle.json").touch()
+    replay = tmp_path / "replay"
+    assert latest_bundle(tmp_path, {"rank-2"}) == replay / "rank-2-step-66"
+    assert latest_bundle(tmp_path, {"canary-data"}, until=75) == replay / "rank-3-step-70"
+    assert latest_bundle(tmp_path, {"rank-1"}) is None
+    assert latest_bundle(tmp_path / "none", {"rank-1"}, until=9) is None
+
+
+def test_every_rule_has_its_page_in_the_package():
+    pages = cause_pages()
+    assert pages.keys() >= RULES.keys()
+    for name in RULES:
+        assert "**Looks like:**" in pages[name]
+        assert "**Do:**" in pages[name]
+        assert "](" not in pages[name].replace("](http", "")
+
+
+def test_a_finding_has_a_page_by_its_own_rule_or_by_its_cause():
+    assert page_of("applied-scale", "state.parameters_differ") == "docs/causes.md#applied-scale"
+    assert section_of("outlier-1", "data.worker_outlier") == "data.worker_outlier"
