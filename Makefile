@@ -16,7 +16,8 @@ FUZZ_FLAGS ?=
 
 .PHONY: demo test check bench fuzz field chaos gpu docs packaging format clean
 
-demo: $(VENV)/.study ## the paper's experiment on built-in data, a few minutes on 2 cores
+demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minutes on 2 cores
+	$(BIN)/rankscope demo --output $(DEMO_OUTPUT)-two-runs --overwrite
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
 
 test: $(VENV)/.dev ## all tests, in parallel
@@ -56,7 +57,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) $(DEMO_OUTPUT) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DEMO_OUTPUT) $(DEMO_OUTPUT)-two-runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)

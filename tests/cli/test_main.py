@@ -42,7 +42,10 @@ STUDY = {
 }
 REPORT = {"--again", "--full", "--fail-on", "--format", "--html", "--json", "--no-html", "--output"}
 HELP = {"--help", "-h"}
-COMMANDS = {"study", "run", "report", "serve", "doctor", "replay", "diff", "numerics", "faults"}
+COMMANDS = {
+    *("study", "run", "report", "serve", "doctor", "replay", "diff", "numerics", "faults"),
+    *("causes", "demo"),
+}
 
 
 def call(

@@ -13,6 +13,7 @@ from rich.text import Text
 
 import rankscope
 from rankscope.cli.causes import causes
+from rankscope.cli.demo import demo
 from rankscope.cli.diff import diff
 from rankscope.cli.doctor import doctor
 from rankscope.cli.faults import faults
@@ -57,6 +58,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command(short_help="Train a small model twice, healthy and with a fault; half a minute.")(demo)
 app.command(short_help="Repeat the paper's experiment on your data or built-in data.")(study)
 app.command(
     "run",

@@ -17,6 +17,7 @@ _EXTRAS = (
 )
 
 __all__ = [
+    "write_comparison",
     "write_figures",
     "write_numerics_page",
     "write_report",
@@ -35,6 +36,18 @@ def write_report(run: Run, path: Path | None = None) -> Path:
     with needs_extra("report.html", "web"):
         from rankscope.web.page import write_run_page
     return write_run_page(run, path)
+
+
+def write_comparison(run_a: Run, run_b: Run, path: Path) -> Path:
+    """Write a page that shows two runs side by side, and return its path.
+
+    Raises:
+        MissingExtraError: The extra ``web`` is not installed.
+        RunError: A run cannot be read, or the file cannot be written.
+    """
+    with needs_extra(path.name, "web"):
+        from rankscope.web.compare import write_compare_page
+    return write_compare_page(run_a, run_b, path)
 
 
 def write_study_report(study_dir: Path, path: Path | None = None) -> Path:

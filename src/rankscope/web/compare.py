@@ -6,12 +6,14 @@ apart in grey too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
 from rankscope.record.tables import step_range
 from rankscope.web import bins, series
+from rankscope.web.document import render, write_text
 from rankscope.web.parts import (
     Spec,
     Tables,
@@ -108,6 +110,19 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
         for run, letter in zip(runs, LETTERS, strict=True)
     )
     return CompareView(key, (side_a, side_b), specs, _notes(run_a, run_b))
+
+
+def write_compare_page(run_a: Run, run_b: Run, path: Path) -> Path:
+    """Write a page of two runs compared.
+
+    Raises:
+        RunError: A file of a run cannot be read, or the page cannot be written.
+    """
+    tables = Tables()
+    view = compare_view(tables, run_a, run_b)
+    title = " and ".join(side.verdict.title for side in view.sides)
+    page = render("compare.html", {"view": view, "title": title}, view.specs, tables)
+    return write_text(path, page)
 
 
 def _notes(run_a: Run, run_b: Run) -> list[str]:

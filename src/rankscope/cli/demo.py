@@ -1,0 +1,119 @@
+"""``rankscope demo``: the same job twice, as it should be and with its sampler forgotten."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from rankscope.cli.output import plain, show, terminal
+from rankscope.cli.verdict import labelled, verdict_lines
+from rankscope.diagnose.assessment import assess
+from rankscope.errors import MissingExtraError, RunError, UsageError
+from rankscope.record import Run
+from rankscope.web import write_comparison
+from rankscope.web.words import run_line, verdict_of
+
+TRAININGS = {"healthy": "H11", "forgotten-sampler": "D5"}
+"""The demo's runs, and the jobs of the fault bench that they are."""
+
+WORKERS, STEPS = 2, 120
+_SECONDS = 300.0  # a training that takes longer counts as hung
+
+
+def demo(
+    output: Annotated[
+        Path, typer.Option(metavar="<path>", help="Directory for both runs and the page.")
+    ] = Path("rankscope-demo"),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove a demo that is there.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print both verdicts as JSON instead of text.")
+    ] = False,
+) -> None:
+    """Train a small model twice on two workers: with shards, and with the sampler forgotten.
+
+    Both averaged losses fall alike. The verdicts and the page show the difference. It takes half
+    a minute, and no network.
+
+    Exit code: 0 when both trainings finished, whatever was found; 2 bad usage; 3 one failed.
+    """
+    _prepare(output, overwrite=overwrite)
+    console = terminal(stderr=as_json)
+    show(console, plain(f"Training on {WORKERS} workers, twice; it takes half a minute …", "dim"))
+    runs = _train(output)
+    line = _write_page(runs, output)
+    if as_json:
+        print(json.dumps({name: _as_json(run) for name, run in runs.items()}, indent=2))
+    else:
+        for run in runs.values():
+            _show(run)
+    console.print()
+    console.print(line, soft_wrap=True)
+
+
+def _prepare(output: Path, *, overwrite: bool) -> None:
+    there = [name for name in TRAININGS if Run.is_run(output / name)]
+    if there and not overwrite:
+        raise UsageError(
+            f"{output} already holds a demo: add --overwrite, or choose another --output"
+        )
+    for name in there:
+        shutil.rmtree(output / name)
+
+
+def _train(output: Path) -> dict[str, Run]:
+    """Run both trainings.
+
+    Raises:
+        RunError: One did not end, or left no record.
+    """
+    from rankscope.faults.job import Trial
+    from rankscope.faults.pool import WorkerPool
+
+    runs = {}
+    with WorkerPool(WORKERS) as workers:
+        for name, job in TRAININGS.items():
+            outcome = workers.run(Trial(job, WORKERS, 0, STEPS, 0, output / name), _SECONDS)
+            if outcome.problem or not outcome.directories:
+                reason = outcome.problem.strip().rpartition("\n")[2] or "it left no record"
+                raise RunError(f"the training {name!r} failed: {reason}")
+            runs[name] = Run.open(output / name)
+    return runs
+
+
+def _show(run: Run) -> None:
+    said = assess(run)
+    verdict = verdict_of(run, said)
+    console = terminal()
+    first, last = said.values["loss_first"], said.values["loss_last"]
+    console.print()
+    show(console, verdict_lines(verdict.severity, said.headline, verdict.title))
+    if first is not None and last is not None:
+        show(console, labelled("Averaged loss", f"{first:.2f} → {last:.2f}, {run_line(run, said)}"))
+    show(console, labelled("What to do", said.recommendation))
+
+
+def _write_page(runs: dict[str, Run], output: Path) -> Text:
+    """Write the page, and say where it is."""
+    try:
+        return labelled(
+            "  Side by side", str(write_comparison(*runs.values(), output / "report.html"))
+        )
+    except MissingExtraError as error:
+        return plain(f"  {error}", "yellow")
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    said = assess(run)
+    return {
+        "path": str(run.path),
+        "severity": None if said.severity is None else str(said.severity),
+        "headline": said.headline,
+        "recommendation": said.recommendation,
+        "values": said.values,
+        "findings": [finding.to_json() for finding in run.findings()],
+    }
