@@ -3,12 +3,13 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from rankscope.cli.output import plain, show, terminal
+from rankscope.cli.report import run_result
 from rankscope.cli.verdict import labelled, verdict_lines
 from rankscope.diagnose.assessment import assess
 from rankscope.errors import MissingExtraError, RunError, UsageError
@@ -47,7 +48,7 @@ def demo(
     runs = _train(output)
     line = _write_page(runs, output)
     if as_json:
-        print(json.dumps({name: _as_json(run) for name, run in runs.items()}, indent=2))
+        print(json.dumps({name: run_result(run) for name, run in runs.items()}, indent=2))
     else:
         for run in runs.values():
             _show(run)
@@ -99,21 +100,9 @@ def _show(run: Run) -> None:
 
 def _write_page(runs: dict[str, Run], output: Path) -> Text:
     """Write the page, and say where it is."""
+    healthy, faulty = runs.values()
     try:
-        return labelled(
-            "  Side by side", str(write_comparison(*runs.values(), output / "report.html"))
-        )
+        page = write_comparison(healthy, faulty, output / "report.html")
+        return labelled("  Side by side", str(page))
     except MissingExtraError as error:
         return plain(f"  {error}", "yellow")
-
-
-def _as_json(run: Run) -> dict[str, Any]:
-    said = assess(run)
-    return {
-        "path": str(run.path),
-        "severity": None if said.severity is None else str(said.severity),
-        "headline": said.headline,
-        "recommendation": said.recommendation,
-        "values": said.values,
-        "findings": [finding.to_json() for finding in run.findings()],
-    }

@@ -172,7 +172,7 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
         differences = _differences(run.findings(), diagnosed)
         run = run.with_findings(diagnosed)
     assessment = assess(run)
-    result = _run_result(path, run, assessment, differences)
+    result = run_result(run, assessment, differences)
 
     def show() -> None:
         (render_run if wanted.full else render_summary)(run, assessment, terminal())
@@ -186,15 +186,22 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
     return max(severities, default=None)
 
 
-def _run_result(
-    path: Path, run: Run, assessment: Assessment, differences: Sequence[str] | None
+def run_result(
+    run: Run, assessment: Assessment | None = None, differences: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON document of a run."""
+    """Return the JSON document of a run.
+
+    Args:
+        run: The run.
+        assessment: Its assessment, if it is known already.
+        differences: How a new diagnosis differs, where one was made.
+    """
+    assessment = assessment or assess(run)
     found = ranked(run.findings())
     causes = explanations(found)
     return {
         "kind": "run",
-        "path": str(path),
+        "path": str(run.path),
         "status": run.status,
         "severity": _name(assessment.severity),
         "headline": assessment.headline,

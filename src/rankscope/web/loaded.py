@@ -1,6 +1,7 @@
 """A recorded run in Python and in notebooks: its tables, its findings and its verdict."""
 
 import json
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,6 @@ class LoadedRun:
         return verdict_of(self._run, self.assess())
 
 
-def _row(finding: dict[str, Any]) -> str:
+def _row(finding: Mapping[str, Any]) -> str:
     cells = (finding["severity"], finding["title"], finding["ranks"], finding["steps"])
     return f"<tr>{''.join(f'{_CELL}{escape(cell)}</td>' for cell in cells)}</tr>"
