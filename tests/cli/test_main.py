@@ -74,10 +74,24 @@ def options_of(command: str | None) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "options"), [(None, {"--version"}), ("study", STUDY), ("report", REPORT)]
+    ("command", "options"),
+    [
+        (None, {"--version", "--install-completion", "--show-completion"}),
+        ("study", STUDY),
+        ("report", REPORT),
+    ],
 )
 def test_the_options_are_frozen(command: str | None, options: set[str]) -> None:
     assert options_of(command) - HELP == options
+
+
+def test_a_shell_completes_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_RANKSCOPE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "rankscope re")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert call(monkeypatch, capsys)[1].split() == ["report", "replay"]
 
 
 def test_the_commands_are_frozen() -> None:

@@ -26,7 +26,7 @@ _SECONDS = 300.0  # a training that takes longer counts as hung
 
 def demo(
     output: Annotated[
-        Path, typer.Option(metavar="<path>", help="Directory for both runs and the page.")
+        Path, typer.Option(metavar="DIR", help="Directory for both runs and the page.")
     ] = Path("rankscope-demo"),
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove a demo that is there.")
@@ -40,7 +40,7 @@ def demo(
     Both averaged losses fall alike. The verdicts and the page show the difference. It takes half
     a minute, and no network.
 
-    Exit code: 0 when both trainings finished, whatever was found; 2 bad usage; 3 one failed.
+    Exit code: 0 when both trainings finished, whatever was found; else 2.
     """
     _prepare(output, overwrite=overwrite)
     console = terminal(stderr=as_json)

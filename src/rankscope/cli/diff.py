@@ -33,25 +33,34 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def diff(
-    run_a: Annotated[Path, typer.Argument(help="A run's directory.", show_default=False)],
-    run_b: Annotated[Path, typer.Argument(help="Another run's.", show_default=False)],
+    run_a: Annotated[
+        Path, typer.Argument(metavar="RUN_A", help="A run's directory.", show_default=False)
+    ],
+    run_b: Annotated[
+        Path, typer.Argument(metavar="RUN_B", help="Another run's.", show_default=False)
+    ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON instead of the verdict.")
     ] = False,
     offset: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             help="Step of A minus step of B.",
             show_default="0, unless equal batches say otherwise",
         ),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option("--html", help="Write a page to this file.", show_default=False),
+        typer.Option(
+            "--html", metavar="FILE", help="Write a page to this file.", show_default=False
+        ),
     ] = None,
     png: Annotated[
         Path | None,
-        typer.Option("--png", help="Write the figure to this file.", show_default=False),
+        typer.Option(
+            "--png", metavar="FILE", help="Write the figure to this file.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Say where two runs first part, by how much, and whether rounding explains it.

@@ -26,6 +26,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Option(
+            metavar="MODULE:FUNCTION",
             help="MODULE:FUNCTION that returns the module, or (module, optimizer).",
             show_default=False,
         ),
@@ -33,6 +34,7 @@ def doctor(
     optimizer: Annotated[
         str | None,
         typer.Option(
+            metavar="MODULE:FUNCTION",
             help="MODULE:FUNCTION that takes the module and returns its optimizer.",
             show_default=False,
         ),
@@ -40,13 +42,19 @@ def doctor(
     loader: Annotated[
         str | None,
         typer.Option(
+            metavar="MODULE:FUNCTION",
             help="MODULE:FUNCTION that returns the rank's data loader, or any iterable of batches.",
             show_default=False,
         ),
     ] = None,
-    batches: Annotated[int, typer.Option(help="Batches that each rank reads at most.")] = 200,
+    batches: Annotated[
+        int, typer.Option(metavar="N", help="Batches that each rank reads at most.")
+    ] = 200,
     seconds: Annotated[
-        float, typer.Option(help="How long a rank may take for one check before it is named.")
+        float,
+        typer.Option(
+            metavar="SECONDS", help="How long a rank may take for one check before it is named."
+        ),
     ] = 20.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of the table.")

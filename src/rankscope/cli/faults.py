@@ -57,7 +57,7 @@ def list_faults(
 def run_faults(
     ids: Annotated[
         list[str] | None,
-        typer.Argument(help="Faults by id, such as D1 T2 H1.", show_default=False),
+        typer.Argument(metavar="ID...", help="Faults by id, such as D1 T2 H1.", show_default=False),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Run the whole catalogue instead.")
@@ -69,26 +69,32 @@ def run_faults(
         ),
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(help="Number of workers.", show_default=str(DEFAULT_WORKERS))
+        int | None,
+        typer.Option(metavar="N", help="Number of workers.", show_default=str(DEFAULT_WORKERS)),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of everything.", show_default=str(DEFAULT_SEED))
+        int | None,
+        typer.Option(metavar="N", help="Seed of everything.", show_default=str(DEFAULT_SEED)),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of a run.", show_default="by the fault's class")
+        int | None,
+        typer.Option(metavar="N", help="Steps of a run.", show_default="by the fault's class"),
     ] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(help="Keep the run directories here.", show_default="they are removed"),
+        typer.Option(
+            metavar="DIR", help="Keep the run directories here.", show_default="they are removed"
+        ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all scores to this file, one by one.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all scores to this file, one by one."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave out the runs that the --json file holds.")
     ] = False,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the page to this file.")
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the page to this file.")
     ] = None,
 ) -> None:
     """Inject faults into a small training job on gloo ranks and score what is found.

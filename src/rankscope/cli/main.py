@@ -53,19 +53,18 @@ app = typer.Typer(
     name=NAME,
     help="See every worker of a data-parallel training job before all-reduce averages it away.",
     invoke_without_command=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(short_help="Train a small model twice, healthy and with a fault; half a minute.")(demo)
+app.command(short_help="Train a small model twice, healthy and with a fault.")(demo)
 app.command(short_help="Repeat the paper's experiment on your data or built-in data.")(study)
 app.command(
     "run",
     context_settings={"allow_interspersed_args": False},
     short_help="Watch an unmodified training script.",
 )(run_script)
-app.command()(report)
+app.command(short_help="Show the verdict of a run or a study; write its page.")(report)
 app.command(short_help="Say what a finding means, and what to do about it.")(causes)
 app.command()(serve)
 app.command(short_help="Check that a training can start: ranks, network, model, data.")(doctor)

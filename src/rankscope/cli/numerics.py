@@ -39,6 +39,7 @@ def numerics(
     gradients: Annotated[
         Path | None,
         typer.Option(
+            metavar="FILE",
             help="A .npz or .npy file of local gradients, one row for each worker.",
             show_default="gradients of the built-in model",
         ),
@@ -48,33 +49,48 @@ def numerics(
         typer.Option("--synthetic", help="Made-up gradients instead.", show_default=False),
     ] = None,
     at_step: Annotated[
-        int, typer.Option("--at-step", help="The built-in model's gradients after so many steps.")
+        int,
+        typer.Option(
+            "--at-step", metavar="N", help="The built-in model's gradients after so many steps."
+        ),
     ] = 0,
     workers: Annotated[
-        str, typer.Option(help="World sizes, separated by commas.")
+        str, typer.Option(metavar="N,N,...", help="World sizes, separated by commas.")
     ] = DEFAULT_WORKERS,
     orders: Annotated[
-        int, typer.Option(help="Orders to try; all there are up to 5 workers.")
+        int, typer.Option(metavar="N", help="Orders to try; all there are up to 5 workers.")
     ] = SumOptions().orders,
     types: Annotated[
-        str, typer.Option(help="Types of the gradients in the buffer, separated by commas.")
+        str,
+        typer.Option(
+            metavar="TYPE,TYPE,...",
+            help="Types of the gradients in the buffer, separated by commas.",
+        ),
     ] = ",".join(TYPES),
     training_steps: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             help="Also compare trainings of so many steps that differ in rounding alone; 0: none.",
             show_default=f"{DEFAULT_TRAINING_STEPS} with the built-in model, else 0",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of everything.")] = 0,
     save_file: Annotated[
         Path | None,
-        typer.Option("--save", help="Save the gradients to this .npz file.", show_default=False),
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Save the gradients to this .npz file.",
+            show_default=False,
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help=f"Write {RESULT_FILE}, figures and a page to this directory.", show_default=False
+            metavar="DIR",
+            help=f"Write {RESULT_FILE}, figures and a page to this directory.",
+            show_default=False,
         ),
     ] = None,
     as_json: Annotated[

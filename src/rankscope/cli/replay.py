@@ -26,7 +26,9 @@ _LOOK = {True: ("●", "AGREES", "green"), False: ("◆", "DIFFERS", "red")}
 def replay(
     bundle: Annotated[
         Path,
-        typer.Argument(help="A bundle: a directory under RUN/replay.", show_default=False),
+        typer.Argument(
+            metavar="BUNDLE", help="A bundle: a directory under RUN/replay.", show_default=False
+        ),
     ],
     model: Annotated[
         str | None,
@@ -37,7 +39,9 @@ def replay(
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="The model's state dict: safetensors, or a file of torch.save."),
+        typer.Option(
+            metavar="FILE", help="The model's state dict: safetensors, or a file of torch.save."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON instead of tables.")

@@ -92,7 +92,9 @@ def report(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A run's directory, a study's, or one that holds runs.", show_default=False
+            metavar="DIR",
+            help="A run's directory, a study's, or one that holds runs.",
+            show_default=False,
         ),
     ],
     as_json: Annotated[
@@ -118,6 +120,7 @@ def report(
         Path | None,
         typer.Option(
             "--output",
+            metavar="PATH",
             help="The file; a directory for PNG files or several formats; - for standard output.",
             show_default="report.html, report.md, report.json, figures/ in that directory",
         ),

@@ -36,19 +36,25 @@ def run_script(
     run_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory to write.", show_default="runs/ and the script's name", metavar="PATH"
+            metavar="DIR",
+            help="Directory to write.",
+            show_default="runs/ and the script's name",
         ),
     ] = None,
     tier: Annotated[
         Tier, typer.Option(help="How much of the gradients is compared.")
     ] = Tier.SKETCH,
     every: Annotated[
-        int, typer.Option(help="Measure gradients in steps that are multiples of this.", min=1)
+        int,
+        typer.Option(
+            metavar="N", help="Measure gradients in steps that are multiples of this.", min=1
+        ),
     ] = 1,
     groups: Annotated[
         str,
         typer.Option(
-            help="Groups of parameters: blocks, none, or JSON from name prefix to group name."
+            metavar="GROUPS",
+            help="Groups of parameters: blocks, none, or JSON from name prefix to group name.",
         ),
     ] = "blocks",
     reduced: Annotated[
@@ -59,18 +65,24 @@ def run_script(
         ),
     ] = None,
     overhead_budget: Annotated[
-        str, typer.Option(help="Share of the step time that rankscope may take, or none.")
+        str,
+        typer.Option(
+            metavar="SHARE", help="Share of the step time that rankscope may take, or none."
+        ),
     ] = "0.01",
     sink: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="SINK",
             help="Where the numbers go as well: tensorboard, jsonl:PATH, … Repeatable.",
             show_default=False,
         ),
     ] = None,
     plan: Annotated[
         str | None,
-        typer.Option(help="What is meant: JSON, or a file that holds it.", show_default=False),
+        typer.Option(
+            metavar="PLAN", help="What is meant: JSON, or a file that holds it.", show_default=False
+        ),
     ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Record a trace for rankscope diff (DDP).")

@@ -29,46 +29,57 @@ def study(
     data: Annotated[
         str,
         typer.Option(
-            help="'builtin', a JSON or JSONL file in Alpaca's format, or a Hugging Face data set."
+            metavar="DATA",
+            help="'builtin', a JSON or JSONL file in Alpaca's format, or a Hugging Face data set.",
         ),
     ] = DEFAULTS.data,
     model: Annotated[
-        str, typer.Option(help="'tiny', 'pangu-1b', or a Hugging Face name or directory.")
+        str,
+        typer.Option(
+            metavar="MODEL", help="'tiny', 'pangu-1b', or a Hugging Face name or directory."
+        ),
     ] = DEFAULTS.model,
     weights: Annotated[
-        str, typer.Option(help="Directory of published weights for pangu-1b.")
+        str, typer.Option(metavar="DIR", help="Directory of published weights for pangu-1b.")
     ] = DEFAULTS.weights,
-    output: Annotated[Path, typer.Option(help="Directory to write; must be new.")] = Path(
-        "runs/study"
-    ),
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory to write; must be new.")
+    ] = Path("runs/study"),
     reading: Annotated[
         ReadingOption, typer.Option(help="How workers get their samples.")
     ] = ReadingOption.BOTH,
     settings: Annotated[
-        str, typer.Option(help="Seed settings, separated by commas.")
+        str, typer.Option(metavar="NAME,NAME,...", help="Seed settings, separated by commas.")
     ] = "s1-1,s1-2,s1-3",
-    workers: Annotated[int, typer.Option(help="Number of workers.")] = DEFAULTS.workers,
-    steps: Annotated[int, typer.Option(help="Optimizer steps per training.")] = DEFAULTS.steps,
+    workers: Annotated[
+        int, typer.Option(metavar="N", help="Number of workers.")
+    ] = DEFAULTS.workers,
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="Optimizer steps per training.")
+    ] = DEFAULTS.steps,
     batch_size: Annotated[
-        int, typer.Option(help="Samples per worker and micro-batch.")
+        int, typer.Option(metavar="N", help="Samples per worker and micro-batch.")
     ] = DEFAULTS.batch_size,
     accumulation: Annotated[
-        int, typer.Option(help="Micro-batches per step.")
+        int, typer.Option(metavar="N", help="Micro-batches per step.")
     ] = DEFAULTS.accumulation,
     learning_rate: Annotated[
         float | None,
-        typer.Option(help="AdamW's learning rate.", show_default="5e-4 for tiny, else 2e-5"),
+        typer.Option(
+            metavar="RATE", help="AdamW's learning rate.", show_default="5e-4 for tiny, else 2e-5"
+        ),
     ] = None,
     max_length: Annotated[
-        int, typer.Option(help="Longest sample in tokens.")
+        int, typer.Option(metavar="N", help="Longest sample in tokens.")
     ] = DEFAULTS.max_length,
     precision: Annotated[
         Precision, typer.Option(help="auto: bf16 on an accelerator, fp32 on a CPU.")
     ] = DEFAULTS.precision,
     limit: Annotated[
-        int | None, typer.Option(help="First N records of the data.", show_default="all")
+        int | None,
+        typer.Option(metavar="N", help="First N records of the data.", show_default="all"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything.")] = DEFAULTS.seed,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of everything.")] = DEFAULTS.seed,
     save_all: Annotated[
         bool, typer.Option("--save-all", help="Save all models, not of the sharded reading alone.")
     ] = False,
