@@ -206,46 +206,43 @@ def render(results: dict[str, list[Row]]) -> str:
     given = partial(_given, results)
     parts = [
         "# Performance",
-        "The training process measures, and hands a message over; that is what a training feels. "
-        "The agent works beside it. Each table says which.",
-        "Measured by `make bench`. A ratio compares two things in one run, in turns, so that the "
-        "machine's own drift cancels: the median of the pairwise ratios, and the 95 % interval of "
-        "that median.",
+        "Measured by `make bench`. The training process measures and hands over a message; the "
+        "agent does the rest. A ratio is the median of pairs that ran in turns, with the 95 % "
+        "interval of that median.",
         f"torch {torch.__version__}, {platform.machine()}, one thread per rank, 2 ranks over gloo, "
-        f"{num_parameters() / 1e6:.1f} M parameters, every step observed, where nothing else is "
-        "said. What an accelerator tells stands at the end.",
+        f"{num_parameters() / 1e6:.1f} M parameters, every step observed, unless stated. "
+        "[Accelerators](#on-an-accelerator) are at the end.",
         "## Added CPU time of the training process",
-        "The monitor's work on the training's thread, by the thread's own clock, default settings, "
-        "the two reads of the gradient included; the tenth percentile is what other processes on "
-        "the machine disturb least. `python benchmarks/probe_cost.py` shows the parts.",
+        "CPU time of the monitor on the training's thread, with default settings and both reads "
+        "of the gradient. Other processes disturb the tenth percentile least. "
+        "`python benchmarks/probe_cost.py` shows the parts.",
         given("probe"),
         "## The agent's CPU time",
-        "Statistics, detectors and record of a step, on another core where there is one "
+        "Statistics, detectors and record of a step, on another core if there is one "
         "(`python benchmarks/agent_cost.py`).",
         given("agent"),
         "## Step time, watched / unwatched",
-        "Blocks of ten steps in turns, default settings, W = 2; pinned: both ranks on one core, "
-        "the agent on the other (`python benchmarks/in_turns.py`).",
+        "Blocks of ten steps in turns, default settings (`python benchmarks/in_turns.py`).",
         given("turns"),
         "Other settings:",
         _table([row for part in _STEP_TIMES for row in results.get(part, [])]),
         "## Launches",
-        "Kernels, operations of torch that would be one, and copies between host and device, "
-        "counted without an accelerator (`python benchmarks/launches.py`).",
+        "Kernels, torch operations that would be one, and copies between host and device, "
+        "counted on the CPU (`python benchmarks/launches.py`).",
         given("launches"),
         "## Bytes",
         *([row["markdown"].strip() for row in results.get("scale", [])] or [NOT_MEASURED]),
         "## Two hosts",
-        "Two network namespaces, `torchrun` across them. Only the agents' link is cut.",
+        "`torchrun` across two network namespaces. Only the agents' link is cut.",
         given("hosts"),
         "## After a kill",
         given("killed"),
         "## Start",
-        "The agent starts while the training goes on; what is sent before waits in its socket.",
+        "Steps wait in the agent's socket while it starts.",
         given("start"),
         "## Memory",
         given("resident"),
-        "What a step takes besides:",
+        "A step takes in addition:",
         memory.render(results["memory"]) if "memory" in results else NOT_MEASURED,
         "## Exact evidence",
         _evidence(results.get("evidence", [])),
@@ -253,9 +250,8 @@ def render(results: dict[str, list[Row]]) -> str:
         _naive(results.get("naive", [])),
         "## The kernel",
         kernel.render(results.get("kernel", [])),
-        "The native kernel is used where a C compiler is at hand. The rows of operations alone are "
-        "what no kernel in plain torch can do without: signs element by element, the sum of rows, "
-        "and the squared norm, chunk by chunk in cache. They bound what plain torch can reach.",
+        "The native kernel needs a C compiler. The rows of operations alone bound what plain torch "
+        "can reach: signs by element, the sum of rows and the squared norm, by chunks in cache.",
     ]
     return gpu_page.put_into("\n\n".join(parts), results)
 
@@ -291,10 +287,10 @@ def _evidence(rows: list[Row]) -> str:
     share = added / whole["step_milliseconds"]
     return "\n\n".join(
         [
-            "Digests of state and gradients, random generators, precision and settings: the "
-            "default, against `watch(evidence=False)`, both over an unwatched step.",
+            "The default (digests, random generators, precision, settings) and "
+            "`watch(evidence=False)`, both over an unwatched step.",
             _table(row["steps"]),
-            f"By the monitor's own clock, on the training thread: "
+            f"By the monitor's clock, on the training thread: "
             f"{whole['overhead_milliseconds']:.2f} ms a step with it and "
             f"{without['overhead_milliseconds']:.2f} ms without, in steps of "
             f"{whole['step_milliseconds']:.0f} ms: **{100 * share:.2f} %** of the step.",
@@ -308,9 +304,9 @@ def _naive(rows: list[Row]) -> str:
         return NOT_MEASURED
     *measured, counted = rows
     lines = [
-        "A step of 512 tokens that also gathers the whole gradients of all ranks, against one that "
-        "is watched. Added time by the pairs of one run, and for the monitor by its own clock too, "
-        "which sees a few milliseconds where the pairs see the machine's noise.",
+        "A step of 512 tokens that gathers the whole gradients of all ranks, against one that is "
+        "watched. Added time by pairs of one run; for the monitor also by its own clock, because "
+        "a few milliseconds are below the noise of the pairs.",
         "",
         "| ranks | pairs | gathering: ratio | gathering adds | watching: ratio | watching adds "
         "| its own clock | times less by its clock | times fewer bytes |",

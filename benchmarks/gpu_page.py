@@ -152,9 +152,9 @@ def render(results: Mapping[str, list[Row]]) -> str:
     """Return the section, without an empty line at its end."""
     parts = [
         HEADING,
-        "`make gpu`, in parts that run alone: `make gpu GPU_FLAGS='--parts kernels'`. The median "
-        "and, in brackets, its 95 % interval. Bandwidths count the bytes of the gradient; of a "
-        "copy, those that are read and those that are written.",
+        "`make gpu` measures all; `make gpu GPU_FLAGS='--parts kernels'` one part. Medians, with "
+        "95 % intervals in brackets. Bandwidths count the bytes of the gradient; a copy counts "
+        "bytes read and written.",
     ]
     for name, part in PARTS.items():
         parts += [f"### {part.title}", _table(part, results.get(PREFIX + name, []))]
