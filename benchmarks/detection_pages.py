@@ -171,9 +171,9 @@ def _faults(rows: list[Row]) -> list[str]:
     return [
         "The whole diagnosis at threshold 10⁶: loss, gradient norm and direction of 8 workers, "
         "norm and direction of 40 groups. Unless stated, the fault begins after 50 healthy steps. "
-        "Delay: steps until the first warning, counting the first faulty step. Right workers: all "
-        "open warnings of the next 30 steps name exactly the faulty ones. Onset: median error of "
-        "the estimated first step. " + _before(rows),
+        "Delay: steps until the first warning, with the first faulty one. Right workers: all open "
+        "warnings, up to 30 steps later, name exactly the faulty ones. Onset: median error of the "
+        "estimated first step. " + _before(rows),
         _table(
             (
                 "fault",
