@@ -181,6 +181,9 @@ def text_of(row: Row) -> str:
 
 
 def _table(part: Part, rows: list[Row]) -> str:
+    """Return the rows of a part as a table; one line while none is measured."""
+    if not rows:
+        return f"All {len(part.rows)} rows: {NOT_MEASURED}."
     found = {row["what"]: row for row in rows}
     lines = ["| what | value | device | torch | measured on |", "|---|---|---|---|---|"]
     for what in part.rows:
