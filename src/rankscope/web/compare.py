@@ -28,6 +28,7 @@ from rankscope.web.parts import (
     step_axis,
     step_tip,
     tip,
+    zoomable,
 )
 from rankscope.web.series import Row
 from rankscope.web.words import METRICS, Verdict, titles_of, verdict_of
@@ -203,7 +204,7 @@ def _lines(
         *letters,
         dots,
     ]
-    return layered(layers, height, [pointed("near", dots, ["step", "run"])])
+    return layered(layers, height, [pointed("near", dots, ["step", "run"]), zoomable(dots)])
 
 
 def _by_letter(curves: Sequence[Sequence[Row]]) -> list[tuple[str, Sequence[Row]]]:

@@ -21,6 +21,7 @@ from rankscope.web.parts import (
     step_axis,
     step_tip,
     tip,
+    zoomable,
 )
 from rankscope.web.series import Row
 
@@ -35,7 +36,7 @@ def _with_crosshair(
     at = layer("rule", source, {"x": x, "tooltip": list(tooltip)}, strokeWidth=1, opacity=0)
     shown = {"filter": {"param": "at", "empty": False}}
     rule = layer("rule", source, {"x": x}, shown, style="crosshair")
-    return layered([*layers, rule, at], height, [pointed("at", at, ["step"])])
+    return layered([*layers, rule, at], height, [pointed("at", at, ["step"]), zoomable(at)])
 
 
 def _end_label(
@@ -230,7 +231,8 @@ def worker_lines(
     pinned = {"filter": "datum.rank === pinned"}
     layers.append(layer("line", source, encoding, pinned, style="focus"))
     points = layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=30)
-    params = [{"name": "pinned", "value": -1}, pointed("near", points, ["rank"])]
+    near = pointed("near", points, ["rank"])
+    params = [{"name": "pinned", "value": -1}, near, zoomable(points)]
     return layered([*layers, points], 190, params)
 
 

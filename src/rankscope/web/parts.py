@@ -120,6 +120,15 @@ def pointed(name: str, at: Spec, fields: Sequence[str], **options: Any) -> Spec:
     return {"name": name, "select": select, "views": [at["name"]]}
 
 
+def zoomable(at: Spec) -> Spec:
+    """Return a parameter that moves and zooms the steps of a figure, by a layer with a name.
+
+    A wheel alone scrolls the page. A double click shows all steps again.
+    """
+    select = {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.shiftKey]"}
+    return {"name": "zoom", "select": select, "bind": "scales", "views": [at["name"]]}
+
+
 def step_axis(
     title: str | None = "step", ticks: int = 6, field: str = "step", **scale: Any
 ) -> Spec:

@@ -167,6 +167,51 @@ def test_the_slider_and_the_player_move_the_matrix(page: Page, site: Site):
     expect(page.locator("[data-play]")).to_have_text("▶")
 
 
+def test_shift_and_the_wheel_zoom_a_curve_and_a_double_click_shows_it_whole(page: Page, site: Site):
+    opened(page, site, "run/sft/healthy")
+    place = figure(page, "loss")
+    labels = place.locator(".role-axis-label").first.locator("text")
+    steps = set(labels.all_text_contents())
+    box = place.bounding_box()
+    assert box is not None
+    middle = box["x"] + box["width"] / 2, box["y"] + 90
+    page.mouse.move(*middle)
+    page.mouse.wheel(0, 60)
+    page.wait_for_timeout(300)
+    assert set(labels.all_text_contents()) == steps
+    page.mouse.wheel(0, -60)
+    page.keyboard.down("Shift")
+    for _ in range(4):
+        page.mouse.wheel(0, -200)
+    page.keyboard.up("Shift")
+    expect(labels.filter(has_text="0").first).not_to_have_text("0")
+    page.mouse.dblclick(*middle)
+    expect(labels.get_by_text("0", exact=True)).to_have_count(1)
+    assert set(labels.all_text_contents()) == steps
+
+
+def test_print_has_every_figure(page: Page, site: Site):
+    opened(page, site, "run/sft/forgotten-sampler")
+    page.emulate_media(media="print")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    figures = page.locator("[data-figure]")
+    expect(page.locator("[data-drawn]")).to_have_count(figures.count())
+    pdf = page.pdf()
+    assert pdf.startswith(b"%PDF")
+    assert pdf.count(b"/Type /Page\n") > 1
+
+
+@pytest.mark.parametrize("path", ["", "run/sft/forgotten-sampler"])
+def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site, path: str):
+    page.set_viewport_size({"width": 400, "height": 800})
+    opened(page, site, path)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    for place in page.locator("[data-figure]").all():
+        box = place.bounding_box()
+        assert box is not None
+        assert 0 <= box["x"] < box["x"] + box["width"] <= 400
+
+
 def test_a_finding_on_the_timeline_leads_to_its_article(page: Page, site: Site):
     opened(page, site, "run/sft/forgotten-sampler")
     place = figure(page, "timeline")
