@@ -123,7 +123,17 @@ def test_a_finding_is_titled_by_its_rule_or_its_cause_or_the_name_of_that(name, 
 def test_evidence_of_any_shape_is_one_short_line():
     evidence = {"many": list(range(40)), "deep": {"a": 1.23456789, "b": None}, "yes": True}
     finding = Finding("i", "c", Severity.NOTE, (), 4, 4, "e", "n", evidence)
+    finding = replace(
+        finding,
+        evidence={
+            **evidence,
+            "workers": {"2": [{"signal": "loss", "far_out": 3.25}, {"far_out": 1}]},
+        },
+    )
     view = finding_view(finding, 8)
+    assert view["evidence_tables"] == [
+        ("workers", (["rank", "signal", "far out"], [["2", "loss", "3.25"], ["2", "–", "1"]]))
+    ]
     assert view["steps"] == "step 4"
     assert dict(view["evidence"]) == {
         "many": "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, … (40 in all)",

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rankscope import errors
@@ -255,6 +256,7 @@ def _begin(
         "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
         "options": intent.options,
         **info,
+        "versions": {"torch": str(torch.__version__), **info.get("versions", {})},
         "config": without_secrets(to_plain(info.get("config", {}))),
     }
     while True:

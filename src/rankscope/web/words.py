@@ -215,9 +215,38 @@ def finding_view(
         "groups": ", ".join(finding.groups),
         "about": section_of(finding.id, finding.cause),
         "evidence": [
-            (name.replace("_", " "), _shown(value)) for name, value in finding.evidence.items()
+            (_spaced(name), _shown(value))
+            for name, value in finding.evidence.items()
+            if not _records(value)
+        ],
+        "evidence_tables": [
+            (_spaced(name), _table_of(_records(value)))
+            for name, value in finding.evidence.items()
+            if _records(value)
         ],
     }
+
+
+def _records(value: Any) -> list[Mapping[str, Any]]:
+    """Return evidence that is a list of objects, or such lists by rank; empty for any other."""
+    if isinstance(value, Mapping):
+        parts = [(rank, _records(rows)) for rank, rows in value.items()]
+        whole = all(rows for _, rows in parts)
+        return [{"rank": rank, **row} for rank, rows in parts for row in rows] if whole else []
+    if not isinstance(value, list) or not all(isinstance(row, Mapping) for row in value):
+        return []
+    return value
+
+
+def _table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads of a table, and its rows; the first dozen of them."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    shown = [[_shown(row.get(name)) for name in names] for row in rows[:12]]
+    return [_spaced(name) for name in names], shown
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def consequence_of(cause: Finding) -> str:
