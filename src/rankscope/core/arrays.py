@@ -17,6 +17,10 @@ def median(values: Floats) -> Floats:
     """Return the median over the last axis of numbers none of which is NaN; fast for few of them.
 
     The same, bit for bit, as numpy's.
+
+    Example:
+        >>> median(np.array([[1.0, 9.0, 2.0, 4.0], [5.0, 5.0, 5.0, 0.0]])).tolist()
+        [3.0, 5.0]
     """
     ordered, count = np.sort(values, axis=-1), values.shape[-1]
     upper: Floats = ordered[..., count // 2]

@@ -73,6 +73,12 @@ def total_of(parts: Sequence[AuditPart], num_workers: int, copies: int) -> Float
     Returns:
         ``[S k]`` and, where the reduced gradient is sharded, its squared norms ``[S]``. Between
         hosts float32 is enough: it rounds to about 5e-8 of the mean's norm.
+
+    Example:
+        >>> ones = np.ones((1, 2), np.float32)
+        >>> parts = [AuditPart(x * ones, 2 * ones, np.array([8.0])) for x in (1.0, 3.0)]
+        >>> total_of(parts, num_workers=2, copies=2).tolist()  # the mean of what went in
+        [2.0, 2.0]
     """
     local_SK = sum((part.local_SK.astype(np.float64) for part in parts), start=np.zeros(()))
     shares_SK: Floats = local_SK / num_workers
@@ -113,7 +119,17 @@ def residuals(
 
 
 def residuals_of_all(parts_W: Sequence[AuditPart], firsts_G: Ints, copies: int) -> Floats:
-    """Return :func:`residuals` of all workers ``[W, 1 + G]`` from all of their parts."""
+    """Return :func:`residuals` of all workers ``[W, 1 + G]`` from all of their parts.
+
+    Example:
+        >>> ones, first_G = np.ones((1, 2), np.float32), np.array([0])
+        >>> right = [AuditPart(x * ones, 2 * ones, np.array([8.0])) for x in (1.0, 3.0)]
+        >>> residuals_of_all(right, first_G, copies=2).tolist()  # whole, and its only group
+        [[0.0, 0.0], [0.0, 0.0]]
+        >>> wrong = [AuditPart(x * ones, 4 * ones, np.array([32.0])) for x in (1.0, 3.0)]
+        >>> residuals_of_all(wrong, first_G, copies=2).tolist()  # summed, not averaged
+        [[0.5, 0.5], [0.5, 0.5]]
+    """
     num_workers = len(parts_W)
     total_N = total_of(parts_W, num_workers, copies)
     kept, which_W = parts_W[:1], np.zeros(num_workers, np.int64)  # sharded: all learn the same

@@ -75,7 +75,12 @@ class Bet:
 
 
 def worker_bets() -> tuple[Bet, ...]:
-    """Return the bets on workers: shifts both ways, spread, rare large errors."""
+    """Return the bets on workers: shifts both ways, spread, rare large errors.
+
+    Example:
+        >>> [bet.kind.value for bet in worker_bets()[-2:]], sum(bet.weight for bet in worker_bets())
+        (['spread', 'rare'], 1.0)
+    """
     shift = 0.7 / (2 * len(STRENGTHS))
     return (
         *(Bet(Kind.UP, strength, shift) for strength in STRENGTHS),
@@ -86,7 +91,12 @@ def worker_bets() -> tuple[Bet, ...]:
 
 
 def pair_bets() -> tuple[Bet, ...]:
-    """Return the bets on pairs: too much alike."""
+    """Return the bets on pairs: too much alike.
+
+    Example:
+        >>> [bet.strength for bet in pair_bets()]
+        [0.75, 1.6, 4.0]
+    """
     return tuple(Bet(Kind.UP, strength, 1 / len(STRENGTHS)) for strength in STRENGTHS)
 
 
@@ -99,6 +109,11 @@ class RobustScale(Stateful):
 
     Args:
         num_signals: S.
+
+    Example:
+        >>> scale, both = RobustScale(1), slice(None)
+        >>> [scale.observe(np.array([now]), both).item() for now in (1.0, 3.0, 1.0)]  # 2 after two
+        [1.0, 1.5, 2.0]
     """
 
     def __init__(self, num_signals: int) -> None:
@@ -170,7 +185,12 @@ class Ranked:
 
 
 def rank_units(values_SU: Floats) -> Ranked:
-    """Sort each row; equal values share the middle of their ranks."""
+    """Sort each row; equal values share the middle of their ranks.
+
+    Example:
+        >>> rank_units(np.array([[30.0, 10.0, 10.0, np.nan]])).doubled_SU.tolist()
+        [[4, 1, 1, -1]]
+    """
     num_signals, width = values_SU.shape
     row_starts_S1 = _row_starts(num_signals, width)
     places_SU = values_SU.argsort(axis=1)
@@ -210,7 +230,12 @@ def _even_numbers(count: int) -> Ints:
 
 
 def medians(ranked: Ranked) -> Floats:
-    """Return the median of each row over the units present, NaN without any."""
+    """Return the median of each row over the units present, NaN without any.
+
+    Example:
+        >>> medians(rank_units(np.array([[3.0, 1.0, 2.0, np.nan], [1.0, 2.0, 3.0, 4.0]]))).tolist()
+        [2.0, 2.5]
+    """
     last = ranked.sorted_SU.shape[1] - 1
     middle: Floats
     if ranked.count is not None:
@@ -226,7 +251,13 @@ def medians(ranked: Ranked) -> Floats:
 
 
 def distances(ranked: Ranked) -> tuple[Floats, Ranked, Floats]:
-    """Return the median ``[S]``, the ranked distances from it, and their robust scale ``[S]``."""
+    """Return the median ``[S]``, the ranked distances from it, and their robust scale ``[S]``.
+
+    Example:
+        >>> middle_S, away, scale_S = distances(rank_units(np.array([[1.0, 2.0, 3.0, 4.0, 100.0]])))
+        >>> middle_S.tolist(), away.values_SU.tolist(), scale_S.tolist()
+        ([3.0], [[2.0, 1.0, 0.0, 1.0, 97.0]], [1.4826])
+    """
     middle_S = medians(ranked)
     with np.errstate(over="ignore", invalid="ignore"):
         away = rank_units(np.abs(ranked.values_SU - middle_S[:, None]))
@@ -235,7 +266,12 @@ def distances(ranked: Ranked) -> tuple[Floats, Ranked, Floats]:
 
 @lru_cache(maxsize=256)
 def normal_scores(count: int) -> Floats:
-    """Return the normal score of each doubled mid-rank among ``count`` units ``[2·count − 1]``."""
+    """Return the normal score of each doubled mid-rank among ``count`` units ``[2·count − 1]``.
+
+    Example:
+        >>> normal_scores(3).round(2).tolist()  # of ranks 1, 1.5, 2, 2.5 and 3
+        [-0.87, -0.4, 0.0, 0.4, 0.87]
+    """
     ranks = np.arange(2 * count - 1) / 2 + 1
     return np.array([NormalDist().inv_cdf((r - 0.375) / (count + 0.25)) for r in ranks])
 
@@ -245,6 +281,13 @@ class Betting:
 
     Args:
         bets: The bets.
+
+    Example:
+        >>> ranked, e_BSU = rank_units(np.array([[1.0, 2.0, 9.0]])), np.empty((1, 1, 3), np.float32)
+        >>> middle_S, away, scales_S = distances(ranked)
+        >>> Betting([Bet(Kind.UP, 1.6, 1.0)]).write_e_values(ranked, away, scales_S, e_BSU)
+        >>> e_BSU.astype(float).round(2).tolist()  # of mean 1, whatever the values
+        [[[0.14, 0.57, 2.29]]]
     """
 
     def __init__(self, bets: Sequence[Bet]) -> None:

@@ -39,7 +39,14 @@ class Estimate:
 
 
 class BlockRatio(Stateful):
-    """Sums of two quantities over blocks of steps; up to 64 blocks."""
+    """Sums of two quantities over blocks of steps; up to 64 blocks.
+
+    Example:
+        >>> ratio = BlockRatio()
+        >>> ratio.add_many(np.full(100, 3.0), np.full(100, 2.0))
+        >>> ratio.length, ratio.complete, ratio_of_sums(ratio.sums())
+        (2, 50, Estimate(value=1.5, error=0.0, low=1.5, high=1.5))
+    """
 
     def __init__(self) -> None:
         self._sums_B2 = np.zeros((CAPACITY, 2))
@@ -141,7 +148,12 @@ def ratio_of_sums(sums_B2: Floats, *, root: bool = False) -> Estimate:
 
 
 def difference(earlier: Estimate, later: Estimate) -> float:
-    """Return later minus earlier in standard errors; NaN when unknown, 0 when equal."""
+    """Return later minus earlier in standard errors; NaN when unknown, 0 when equal.
+
+    Example:
+        >>> difference(Estimate(1.0, error=0.3), Estimate(2.0, error=0.4))
+        2.0
+    """
     if earlier.value == later.value:
         return 0.0
     error = math.hypot(earlier.error, later.error)
@@ -155,6 +167,10 @@ def student_975(degrees: int) -> float:
     """Return the 97.5 % quantile of Student's t, by an expansion around the normal one.
 
     Abramowitz and Stegun, 26.7.5; right to 0.01 from 4 degrees of freedom on.
+
+    Example:
+        >>> round(student_975(10), 2)
+        2.23
     """
     z, n = _NORMAL_975, degrees
     return (

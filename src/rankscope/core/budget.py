@@ -34,6 +34,13 @@ class ShiryaevRoberts(Stateful):
         evidence: R of each, 0 at first, float32.
         age: How many steps ago the fault began, this step included: the mean over all beginnings
             in proportion to their evidence. It counts steps in which the detector was fed.
+
+    Example:
+        >>> detector = ShiryaevRoberts(2)
+        >>> for _ in range(3):
+        ...     detector.observe(np.array([1.0, 2.0], np.float32))
+        >>> detector.evidence.tolist()  # 3 steps of nothing; ((0 + 1)·2 + 1)·2 …
+        [3.0, 14.0]
     """
 
     def __init__(self, *shape: int) -> None:
@@ -81,12 +88,22 @@ FAR_BELOW = 0.99
 
 
 def alarm_level(share: float) -> float:
-    """Return the value of an e-detector at which a family with this share of the budget alarms."""
+    """Return the value of an e-detector at which a family with this share of the budget alarms.
+
+    Example:
+        >>> alarm_level(PAIRS)
+        20000000.0
+    """
     return THRESHOLD / share
 
 
 def false_alarm_bound(num_steps: int) -> float:
-    """Return the largest probability that a healthy run of so many steps raises any finding."""
+    """Return the largest probability that a healthy run of so many steps raises any finding.
+
+    Example:
+        >>> false_alarm_bound(10_000)
+        0.01
+    """
     return min(1.0, num_steps / THRESHOLD)
 
 

@@ -64,7 +64,12 @@ class Narrowing(NamedTuple):
 
 
 def narrowing_for(num_workers: int) -> Narrowing:
-    """Return what is left for so many workers: at 1,024 the root takes in less than 4 MB a step."""
+    """Return what is left for so many workers: at 1,024 the root takes in less than 4 MB a step.
+
+    Example:
+        >>> narrowing_for(1024)[:3]
+        (509, 127, 4)
+    """
     if num_workers <= 512:
         return Narrowing(1021, 251, 4, 4, 251)
     if num_workers <= 2048:
@@ -136,6 +141,11 @@ def fold(rows_NK: Floats32, width: int) -> Floats32:
 
     Returns:
         ``[N, width]``, linear in the rows; the rows themselves where they are not wider.
+
+    Example:
+        >>> one, other = np.eye(7, dtype=np.float32)[:2, None] * 3
+        >>> fold(one, 2).shape, bool((fold(one, 2) + fold(other, 2) == fold(one + other, 2)).all())
+        ((1, 2), True)
     """
     num_rows, wide = rows_NK.shape
     if wide <= width:
@@ -152,6 +162,11 @@ def narrow(rows_NK: Floats32, width: int) -> Halves:
     Args:
         rows_NK: Sketches ``[N, K]`` of any magnitude.
         width: Width of the result, at most.
+
+    Example:
+        >>> halves = narrow(np.array([[3.0, 4.0], [3e30, 4e30]], np.float32), width=2)
+        >>> halves.widened()[0].tolist(), halves.exponents_N.tolist()
+        ([3.0, 4.0], [-12, 87])
     """
     rows = fold(rows_NK, width).astype(np.float64)
     largest_N = np.abs(rows).max(axis=1, initial=0.0)
@@ -168,6 +183,12 @@ def consensus_of(sketches_WK: Floats, group_sketches_gWk: Floats) -> Consensus:
     Args:
         sketches_WK: Narrow sketches of all workers ``[W, K]``.
         group_sketches_gWk: Those of the groups whose turn it is ``[g, W, k]``; g may be 0.
+
+    Example:
+        >>> sketches_WK = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> found = consensus_of(sketches_WK, np.empty((0, 4, 2)))
+        >>> found.cosine_rest_W.round(3).tolist(), found.cosine_mean  # 2/√5, and 3 of 6 pairs
+        ([0.894, 0.894, 0.894, 0.0], 0.5)
     """
     rows_WK, norms_W = _with_direction(sketches_WK)
     total_K = rows_WK.sum(axis=0)
@@ -195,6 +216,11 @@ def step_values(consensus: Consensus) -> dict[str, float]:
     Returns:
         ``cosine_mean``, ``cosine_weighted``, ``directions_undefined``, and ``cosine_min``, which
         takes pairs and so is NaN here.
+
+    Example:
+        >>> sketches_WK = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
+        >>> step_values(consensus_of(sketches_WK, np.empty((0, 3, 2))))
+        {'cosine_mean': 1.0, 'cosine_weighted': 1.0, 'cosine_min': nan, 'directions_undefined': 1.0}
     """
     num_workers = len(consensus.cosine_rest_W)
     return {

@@ -30,6 +30,10 @@ def gram(sketches_WK: NDArray[np.floating]) -> Floats:
 
     Returns:
         Symmetric ``[..., W, W]``; rows and columns of workers with an infinity or NaN are NaN.
+
+    Example:
+        >>> gram(np.array([[1.0, 0.0], [0.0, 2.0], [3.0, 4.0]])).tolist()
+        [[1.0, 0.0, 3.0], [0.0, 4.0, 8.0], [3.0, 8.0, 25.0]]
     """
     rows_WK: Floats = np.asarray(sketches_WK, np.float64, order="C")
     with np.errstate(over="ignore", invalid="ignore"):
@@ -46,7 +50,12 @@ def gram(sketches_WK: NDArray[np.floating]) -> Floats:
 
 
 def has_direction(gram_WW: Floats) -> NDArray[np.bool_]:
-    """Return for each worker ``[..., W]`` whether its gradient is finite and not zero."""
+    """Return for each worker ``[..., W]`` whether its gradient is finite and not zero.
+
+    Example:
+        >>> has_direction(gram(np.array([[1.0, 0.0], [0.0, 0.0], [np.nan, 1.0]]))).tolist()
+        [True, False, False]
+    """
     squares_W = gram_WW.diagonal(0, -2, -1)
     return np.isfinite(squares_W) & (squares_W > 0)
 
@@ -57,6 +66,10 @@ def cosines_from_gram(gram_WW: Floats) -> Floats:
     Returns:
         Symmetric ``[W, W]`` in [-1, 1] with 1 on the diagonal. Identical gradients give exactly
         1. Rows and columns of workers without a direction are NaN, the diagonal too.
+
+    Example:
+        >>> cosines_from_gram(gram(np.array([[3.0, 4.0], [4.0, 3.0], [-30.0, -40.0]]))).tolist()
+        [[1.0, 0.96, -1.0], [0.96, 1.0, -0.96], [-1.0, -0.96, 1.0]]
     """
     norms_W = _norms(gram_WW)
     cosines_WW = _snap(gram_WW / (norms_W[:, None] * norms_W))
@@ -66,7 +79,12 @@ def cosines_from_gram(gram_WW: Floats) -> Floats:
 
 
 def mean_and_min_cosine(cosines_WW: Floats) -> tuple[float, float]:
-    """Return the mean and the smallest over pairs i < j that are defined, or NaN without any."""
+    """Return the mean and the smallest over pairs i < j that are defined, or NaN without any.
+
+    Example:
+        >>> mean_and_min_cosine(np.array([[1.0, 0.5, 0.0], [0.5, 1.0, 1.0], [0.0, 1.0, 1.0]]))
+        (0.5, 0.0)
+    """
     pairs = upper_triangle(cosines_WW)
     pairs = pairs[np.isfinite(pairs)]
     if not pairs.size:
@@ -79,6 +97,10 @@ def norm_weighted_cosine(gram_WW: Floats) -> float:
     """Return ``Σ_{i≠j} G_ij / Σ_{i≠j} ‖g_i‖‖g_j‖``: cosines weighted by the norms' product.
 
     Workers without a direction are left out; with fewer than two others the result is NaN.
+
+    Example:
+        >>> norm_weighted_cosine(gram(np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 2.0]])))  # 2 / 10
+        0.2
     """
     defined_W = has_direction(gram_WW)
     if np.count_nonzero(defined_W) < 2:
@@ -101,6 +123,10 @@ def norm_weighted_cosine_from_mean(norms_W: Floats, mean_gradient_norm: float) -
 
     Returns:
         A value in [-1, 1]; NaN when a norm is not finite or fewer than two are positive.
+
+    Example:
+        >>> norm_weighted_cosine_from_mean(np.array([3.0, 4.0]), 2.5)  # a right angle
+        0.0
     """
     scale = float(np.max(norms_W, initial=0.0))
     if not np.isfinite([*norms_W, mean_gradient_norm]).all() or np.sum(norms_W > 0) < 2:
@@ -121,6 +147,11 @@ def leave_one_out(gram_WW: Floats) -> Floats:
 
     Returns:
         ``[..., W]``; NaN for a worker without a direction, or when the others' sum vanishes.
+
+    Example:
+        >>> gradients_WK = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> leave_one_out(gram(gradients_WK)).round(3).tolist()  # 2/√5, and a right angle
+        [0.894, 0.894, 0.894, 0.0]
     """
     norms_W = _norms(gram_WW)
     defined_W = np.isfinite(norms_W)
@@ -154,6 +185,12 @@ def leave_one_out_from_mean(
     Returns:
         ``[W]``; NaN for a worker whose numbers are unknown or not finite, without a direction, or
         beside which the others' sum drowns: shorter than :data:`DROWNED` of both lengths.
+
+    Example:
+        >>> gradients_WK = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [4.0, 3.0]])
+        >>> norms_W, mean_K = np.linalg.norm(gradients_WK, axis=1), gradients_WK.mean(axis=0)
+        >>> leave_one_out_from_mean(norms_W, np.linalg.norm(mean_K), gradients_WK @ mean_K).round(3)
+        array([0.894, 0.894, 0.894, 0.8  ])
     """
     num_workers = len(norms_W)
     if num_workers == 2:
@@ -171,7 +208,12 @@ def leave_one_out_from_mean(
 
 
 def upper_triangle(cosines_WW: Floats) -> Floats:
-    """Return the pairs i < j row by row, ``[W(W−1)/2]``."""
+    """Return the pairs i < j row by row, ``[W(W−1)/2]``.
+
+    Example:
+        >>> upper_triangle(np.array([[1.0, 0.5, 0.2], [0.5, 1.0, 0.1], [0.2, 0.1, 1.0]])).tolist()
+        [0.5, 0.2, 0.1]
+    """
     return cosines_WW.take(_pairs(len(cosines_WW))[0])
 
 
@@ -182,6 +224,10 @@ def from_upper_triangle(values: NDArray[np.floating], num_workers: int) -> Float
 
     Raises:
         ValueError: ``values`` are not W(W−1)/2 numbers.
+
+    Example:
+        >>> from_upper_triangle(np.array([0.5, 0.2, 0.1]), num_workers=3).tolist()
+        [[1.0, 0.5, 0.2], [0.5, 1.0, 0.1], [0.2, 0.1, 1.0]]
     """
     expected = num_workers * (num_workers - 1) // 2
     if len(values) != expected:
@@ -235,7 +281,12 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 def snapped(cosine: float) -> float:
-    """Bring a cosine within rounding of ±1 to ±1."""
+    """Bring a cosine within rounding of ±1 to ±1.
+
+    Example:
+        >>> snapped(1 - 1e-13), snapped(0.5)
+        (1.0, 0.5)
+    """
     return math.copysign(1.0, cosine) if abs(cosine) >= 1.0 - ROUNDING else cosine
 
 
@@ -266,6 +317,10 @@ def sum_shares(packed_WT: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 
     Args:
         packed_WT: Upper triangle with diagonal of each worker's share, row by row.
+
+    Example:
+        >>> sum_shares(np.array([[4.0, 1.0, 9.0], [0.0, 1.0, 16.0]])).tolist()  # G_00, G_01, G_11
+        [[4.0, 2.0], [2.0, 25.0]]
     """
     num_workers = len(packed_WT)
     gram_WW = np.zeros((num_workers, num_workers))

@@ -19,17 +19,32 @@ from rankscope.core.arrays import Floats
 
 
 def finite_mean(values_W: NDArray[np.floating]) -> float:
-    """Return the mean of the finite values, in their unit."""
+    """Return the mean of the finite values, in their unit.
+
+    Example:
+        >>> finite_mean(np.array([1.0, 3.0, np.nan]))
+        2.0
+    """
     return mean_and_std(values_W)[0]
 
 
 def population_std(values_W: NDArray[np.floating]) -> float:
-    """Return ``sqrt(mean((x − mean(x))²))`` of the finite values, in their unit."""
+    """Return ``sqrt(mean((x − mean(x))²))`` of the finite values, in their unit.
+
+    Example:
+        >>> population_std(np.array([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]))  # of eight workers
+        2.0
+    """
     return mean_and_std(values_W)[1]
 
 
 def mean_and_std(values_W: NDArray[np.floating]) -> tuple[float, float]:
-    """Return :func:`finite_mean` and :func:`population_std` together."""
+    """Return :func:`finite_mean` and :func:`population_std` together.
+
+    Example:
+        >>> mean_and_std(np.array([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]))
+        (5.0, 2.0)
+    """
     scaled, exponent = _scaled(values_W)
     count = len(scaled)
     if not count:
@@ -42,7 +57,12 @@ def mean_and_std(values_W: NDArray[np.floating]) -> tuple[float, float]:
 
 
 def value_range(values_W: NDArray[np.floating]) -> float:
-    """Return the largest minus the smallest finite value, in their unit; inf if it overflows."""
+    """Return the largest minus the smallest finite value, in their unit; inf if it overflows.
+
+    Example:
+        >>> value_range(np.array([2.0, 5.0, np.inf]))
+        3.0
+    """
     finite = _finite(values_W)
     return float(finite.max()) - float(finite.min()) if finite.size else math.nan
 
@@ -116,6 +136,10 @@ def expected_std(sems_W: NDArray[np.floating]) -> float:
 
     Returns:
         The root of it, in the unit of the losses; NaN with fewer than two finite values.
+
+    Example:
+        >>> round(expected_std(np.array([2.0, 2.0, 2.0, 2.0])), 6)  # √(3/4 · 2²)
+        1.732051
     """
     sems = np.asarray(sems_W, np.float64)
     sems = sems[np.isfinite(sems)]

@@ -104,6 +104,14 @@ class ExchangeabilityTest(Stateful):
     Attributes:
         z_SU: Distances from the median in the last step, in robust standard deviations; 0 for
             what that step did not measure.
+
+    Example:
+        >>> from rankscope.core.bets import worker_bets
+        >>> test = ExchangeabilityTest(4, np.ones(1), np.ones(1, bool), worker_bets())
+        >>> for step, values_W in enumerate(np.random.default_rng(0).normal(size=(40, 4))):
+        ...     test.observe((values_W + [0, 0, 0, 4])[None], np.arange(1), step)
+        >>> int(test.evidence_of_units().argmax()), test.evidence > 1e6
+        (3, True)
     """
 
     def __init__(
@@ -448,6 +456,11 @@ def _evidence_since(recent_TU: Floats, unit: int, bets: Sequence[Bet]) -> Floats
 
 
 def as_slice(rows: Ints) -> Rows:
-    """Return ascending indices as a slice where they are neighbours: it selects without a copy."""
+    """Return ascending indices as a slice where they are neighbours: it selects without a copy.
+
+    Example:
+        >>> as_slice(np.array([3, 4, 5])), as_slice(np.array([3, 5]))
+        (slice(3, 6, None), array([3, 5]))
+    """
     neighbours = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1
     return slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else rows

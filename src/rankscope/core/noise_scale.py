@@ -86,6 +86,12 @@ def noise_of_steps(
         num_micro_T: M; 1 where it is unknown, and where workers differ in it.
         shares_T: s from :func:`micro_shares`; NaN where unknown.
         width: W.
+
+    Example:
+        >>> unknown, one = np.array([math.nan]), np.array([1])
+        >>> of = noise_of_steps(np.array([5.0]), np.sqrt([3.0]), unknown, one, unknown, width=2)
+        >>> of.noise_T.round(6).tolist(), of.signal_T.round(6).tolist()  # 2(5 − 3) and 2·3 − 5
+        ([4.0], [1.0])
     """
     with np.errstate(all="ignore"):
         reduced_T = reduced_norms_T * reduced_norms_T
@@ -112,6 +118,10 @@ def micro_squares(norms: Sequence[Floats]) -> tuple[Floats | None, int]:
 
     Returns:
         ``[W]`` and M; None and 1 when workers have one each, or not all as many.
+
+    Example:
+        >>> micro_squares([np.array([3.0, 4.0]), np.array([1.0, 2.0])])
+        (array([25.,  5.]), 2)
     """
     num_micro = len(norms[0]) if norms else 0
     if num_micro < 2 or {len(worker) for worker in norms} != {num_micro}:
@@ -154,6 +164,10 @@ def micro_share(scales: Sequence[Floats], num_micro: int) -> float:
     Args:
         scales: Multipliers of each worker's micro-batches.
         num_micro: M.
+
+    Example:
+        >>> micro_share([np.array([0.25, 0.25, 0.25, 0.25])], num_micro=4)
+        0.25
     """
     if not scales or {len(worker) for worker in scales} != {num_micro}:
         return math.nan
@@ -169,6 +183,10 @@ def noise_scale(inverse: Estimate) -> Estimate:
     The signal may be hidden in noise; its inverse would then have no finite interval. So the
     interval is that of signal over noise, turned round: without an upper end when the signal may
     be 0.
+
+    Example:
+        >>> noise_scale(Estimate(0.25, low=0.125, high=0.5))
+        Estimate(value=4.0, error=nan, low=2.0, high=8.0)
     """
     low, high = inverse.low, inverse.high
     return Estimate(

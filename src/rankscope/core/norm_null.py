@@ -63,6 +63,15 @@ def stds_of_norms(micro_TWM: Floats, norms_TW: Floats, cosines_TWW: Floats) -> F
 
     Raises:
         ValueError: Fewer than four workers, or than two micro-batches.
+
+    Example:
+        >>> micro_TWMK = np.random.default_rng(0).normal(size=(32, 8, 4, 20))  # nothing but noise
+        >>> gradients_TWK = micro_TWMK.mean(axis=2)
+        >>> micro_TWM, norms_TW = (np.linalg.norm(g, axis=-1) for g in (micro_TWMK, gradients_TWK))
+        >>> units_TWK = gradients_TWK / norms_TW[:, :, None]
+        >>> expected_T = stds_of_norms(micro_TWM, norms_TW, units_TWK @ units_TWK.swapaxes(1, 2))
+        >>> float(expected_T.mean().round(2)), float(norms_TW.std(axis=1).mean().round(2))
+        (0.33, 0.34)
     """
     num_workers, num_micro = micro_TWM.shape[1:]
     if num_workers < MIN_WORKERS or num_micro < 2:

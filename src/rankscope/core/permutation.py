@@ -77,6 +77,11 @@ def pool_units(
     Returns:
         None with units of fewer than two workers, with no worker that has two, and when a unit
         is not finite.
+
+    Example:
+        >>> units = pool_units([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
+        >>> units.values_U.tolist(), units.index_U.tolist(), units.starts_W.tolist()
+        ([1.0, 2.0, 3.0, 4.0], [0, 1, 0, 1], [0, 2])
     """
     lengths = [len(worker) for worker in values]
     if max(lengths, default=0) < 2:
@@ -112,6 +117,12 @@ def spread_ranks(units: Units, rng: np.random.Generator, *, same_index: bool) ->
     Returns:
         Mid-ranks in (0, 1) ``[B]`` of the observed spread, at 0, and of the others. Spreads that
         are equal up to rounding share the middle of their ranks.
+
+    Example:
+        >>> units = pool_units([np.array([1.0, 2.0, 3.0, 4.0])] * 4)  # all have the same data
+        >>> ranks_B = spread_ranks(units, np.random.default_rng(0), same_index=False)
+        >>> len(ranks_B), float(ranks_B[0])
+        (16, 0.03125)
     """
     groups_U = units.index_U if same_index else np.zeros(len(units.values_U), np.int64)
     circles, places_U, shifts_BG = _rotations(groups_U, rng)
@@ -137,6 +148,11 @@ def rank_bets(ranks_B: Floats) -> tuple[Floats, Floats]:
 
     Args:
         ranks_B: Mid-ranks in (0, 1), that of the observation at 0.
+
+    Example:
+        >>> low, high = rank_bets(np.array([0.125, 0.375, 0.625, 0.875]))  # the lowest of four
+        >>> low.round(2).tolist(), high.round(2).tolist()
+        ([1.52, 2.25], [0.7, 0.39])
     """
     low, high = ranks_B**_POWERS, (1 - ranks_B) ** _POWERS
     return low[:, 0] / low.mean(axis=1), high[:, 0] / high.mean(axis=1)

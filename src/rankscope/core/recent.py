@@ -114,6 +114,11 @@ def friedman(values_TU: NDArray[np.floating], level: float) -> tuple[Floats, boo
         How far each unit's mean rank is from the middle ``[U]``, in standard deviations of the
         mean rank of units that are alike; and whether they are alike. With fewer than four steps,
         or two units, nothing says otherwise.
+
+    Example:
+        >>> z_U, alike = friedman(np.array([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]] * 10), level=0.01)
+        >>> z_U.round(2).tolist(), alike
+        ([-5.48, 0.0, 5.48], False)
     """
     values = np.asarray(values_TU, np.float64)
     values = values[np.isfinite(values).all(axis=1)]
@@ -129,4 +134,4 @@ def friedman(values_TU: NDArray[np.floating], level: float) -> tuple[Floats, boo
     statistic = float((z_U**2).sum()) * freedom / num_units
     spread = 2 / (9 * freedom)
     z = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / np.sqrt(spread)
-    return z_U, z < NormalDist().inv_cdf(1 - level)
+    return z_U, bool(z < NormalDist().inv_cdf(1 - level))

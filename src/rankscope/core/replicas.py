@@ -117,6 +117,10 @@ def odd_ranks(values: Sequence[Hashable | None]) -> tuple[int, ...]:
 
     Returns:
         Ranks in order; nothing when all known values agree.
+
+    Example:
+        >>> odd_ranks([7, 7, 9, None]), odd_ranks([7, 7, 9, 9]), odd_ranks([7, 7])
+        ((2,), (0, 1, 2, 3), ())
     """
     known = [rank for rank, value in enumerate(values) if value is not None]
     counts = Counter(values[rank] for rank in known)

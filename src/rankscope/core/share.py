@@ -31,7 +31,16 @@ MAX_HALVINGS = 20
 
 
 class SampleShare(Stateful):
-    """One sample in ``2^k``: those whose hash begins with k zero bits; all, to begin with."""
+    """One sample in ``2^k``: those whose hash begins with k zero bits; all, to begin with.
+
+    Example:
+        >>> share = SampleShare()
+        >>> share.halve()
+        >>> share.halve()
+        >>> followed = int(share.admits(np.arange(10_000)).sum())
+        >>> share.one_in, followed, [round(number) for number in share.scale_up(followed)]
+        (4, 2495, [9980, 173])
+    """
 
     def __init__(self) -> None:
         self.halvings = 0
@@ -94,6 +103,13 @@ class DistinctSamples:
 
     Attributes:
         drawn: All draws so far.
+
+    Example:
+        >>> drawn = DistinctSamples()
+        >>> for _ in range(3):
+        ...     drawn.add(np.arange(100))
+        >>> drawn.drawn, drawn.distinct(), drawn.is_exact
+        (300, 100, True)
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:

@@ -55,14 +55,24 @@ def log_spread(scales_RU: Floats, tokens_RU: Floats) -> Floats:
 
 
 def are_alike(values_U: Floats) -> bool:
-    """Return whether all numbers are known, and equal but for rounding."""
+    """Return whether all numbers are known, and equal but for rounding.
+
+    Example:
+        >>> are_alike(np.array([2.0, 2.0001])), are_alike(np.array([2.0, 2.1]))
+        (True, False)
+    """
     sizes_U = np.abs(values_U)
     largest = float(sizes_U.max())
     return math.isfinite(largest) and largest - float(sizes_U.min()) <= _EQUAL * largest
 
 
 def follow_tokens(scales_U: Floats, tokens_U: Floats) -> bool:
-    """Return whether multipliers are in proportion to tokens that are all known."""
+    """Return whether multipliers are in proportion to tokens that are all known.
+
+    Example:
+        >>> follow_tokens(np.array([1.0, 2.0]), np.array([10.0, 20.0]))
+        True
+    """
     if not (np.isfinite(tokens_U).all() and (tokens_U > 0).all()):
         return False
     spread = float(log_spread(scales_U[None], tokens_U[None])[0])
@@ -70,7 +80,12 @@ def follow_tokens(scales_U: Floats, tokens_U: Floats) -> bool:
 
 
 def as_matrix(parts: Sequence[Floats]) -> Floats:
-    """Return arrays of different lengths as the rows of a matrix, filled up with NaN."""
+    """Return arrays of different lengths as the rows of a matrix, filled up with NaN.
+
+    Example:
+        >>> as_matrix([np.array([1.0]), np.array([2.0, 3.0])]).tolist()
+        [[1.0, nan], [2.0, 3.0]]
+    """
     lengths = {len(part) for part in parts}
     if len(lengths) == 1:
         return np.concatenate(parts, dtype=np.float64).reshape(len(parts), -1)
@@ -89,6 +104,10 @@ def token_products(losses_RU: Floats, tokens_RU: Floats) -> Floats:
 
     Returns:
         With x log tokens and y log losses, each minus its group's mean.
+
+    Example:
+        >>> token_products(np.array([[np.e, 1.0]]), np.array([[np.e, 1.0]])).tolist()  # ±1/2 each
+        [[0.5, 0.5]]
     """
     both = np.array([tokens_RU, losses_RU])
     known_RU = (both > 0).all(axis=0) & np.isfinite(tokens_RU + losses_RU)
@@ -106,6 +125,13 @@ class TokenSums(Stateful):
     Such a loss grows with the worker's tokens, and weighs all tokens alike without any help from
     the multipliers. The slope of log loss against log tokens within a step is near 1 then, and
     near 0 for means.
+
+    Example:
+        >>> sums, means = TokenSums(), TokenSums()
+        >>> sums.add(np.array([[20.0, 40.0]]), tokens := np.array([[100.0, 200.0]]))
+        >>> means.add(np.array([[0.2, 0.21]]), tokens)
+        >>> sums.found, means.found
+        (True, False)
     """
 
     def __init__(self) -> None:
