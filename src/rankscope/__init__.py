@@ -16,6 +16,7 @@ Importing this package imports nothing heavy; torch is imported with the first n
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -68,8 +69,21 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(_imported(_HOMES[name]), name)
     raise AttributeError(f"module 'rankscope' has no attribute {name!r}")
+
+
+def _imported(home: str) -> ModuleType:
+    try:
+        return import_module(home)
+    except ImportError as error:
+        if not (error.name or "").startswith("torch."):
+            raise
+        from rankscope.errors import UnsupportedError
+
+        raise UnsupportedError(
+            f"rankscope {__version__} expected another release of torch: {error}"
+        ) from error
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from rankscope.private import find
+
 
 class Guard:
     """Runs the monitor's work on the training thread: timed, and unable to raise into it.
@@ -56,8 +58,8 @@ class Guard:
         return seconds
 
 
-_callback: Callable[[], object] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True
+_callback: Callable[[], object] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback") or (
+    lambda: True
 )
 """Returns what is about to trace all that is called; None if nothing is."""
 

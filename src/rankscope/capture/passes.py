@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from rankscope.capture.taps.tap import Guarded
+from rankscope.private import require
 
+_HAS_HOOKS = hasattr(Tensor, "_backward_hooks")
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
@@ -93,7 +95,8 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
         hook: Called with the gradient that arrives at it, for as long as the graph lives.
     """
     tensor_: Any = tensor
-    if type(tensor) is not Tensor or not hasattr(tensor_.grad_fn, "_register_hook_dict"):
+    known = type(tensor) is Tensor and _HAS_HOOKS
+    if not known or not hasattr(tensor_.grad_fn, "_register_hook_dict"):
         tensor_.register_hook(hook)
         return
     if tensor_._backward_hooks is None:
@@ -140,6 +143,9 @@ class BackwardEnd:
         ended: Called at its end, after its reduction.
         guarded: Keeps exceptions out of the backward pass.
         ending: Called when all gradients are there, before what finishes the reduction.
+
+    Raises:
+        UnsupportedError: This torch lacks what shows the end of a backward pass.
     """
 
     def __init__(
@@ -154,6 +160,7 @@ class BackwardEnd:
         self._ending = ending
         self._guarded = guarded
         self._running: object = None
+        require("backward")
 
     @property
     def running(self) -> bool:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from rankscope.capture.canary.batch import CanaryDeclined, capture_batch
 from rankscope.capture.canary.replay import run_batch
+from rankscope.capture.passes import in_backward
 from rankscope.core.batches import PlainBatch
 from rankscope.diagnose.rules import name_ranks
 from rankscope.doctor.functions import not_asked
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Options, Stage, Status, listed
+from rankscope.private import find, lacking
 
 NAME = "determinism"
 
@@ -43,6 +44,9 @@ _NO_REPEAT = ("c10d", "_c10d_functional", "c10d_functional", "profiler", "induct
 _BACKWARD = "in the backward pass"
 _FORWARD = "in the forward pass"
 
+_tree_flatten: Any = find("torch.utils._pytree.tree_flatten")
+_tree_map: Any = find("torch.utils._pytree.tree_map")
+
 Run = Callable[[], int]
 """Runs the batch and returns a digest of all bits of loss and gradient."""
 
@@ -57,6 +61,9 @@ def look(bench: Bench) -> Facts:
         module = getattr(module, "module", module)
     if not isinstance(module, nn.Module) or bench.batch is None:
         return {"declined": "there is no model, or no batch to run"}
+    missing = lacking("operators")
+    if missing:
+        return {"declined": f"torch {torch.__version__} lacks {', '.join(missing)}"}
     try:
         batch = _as_inputs(module, bench.batch)
         device = next((p.device for p in module.parameters()), bench.device)
@@ -285,7 +292,7 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _repeatable(func):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            inputs, others = tree_map(_copied, (args, kwargs))
+            inputs, others = _tree_map(_copied, (args, kwargs))
             again = self._after_same_state(func, inputs, others)
             result = func(*args, **kwargs)
             before = _tensors((args, kwargs, result))
@@ -296,7 +303,7 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before, after = _tensors(result), _tensors(again())
         self.num_repeated += 1
         if not all(map(same_bits, before, after)):
-            where = _BACKWARD if torch._C._current_graph_task_id() != -1 else _FORWARD
+            where = _BACKWARD if in_backward() else _FORWARD
             self.differing[f"{func._schema.name} {where}"] += 1
         return result
 
@@ -305,7 +312,7 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random = torch.Tag.nondeterministic_seeded in func.tags
         if not random:
             return lambda: func(*args, **kwargs)
-        leaves = tree_flatten((args, kwargs))[0]
+        leaves = _tree_flatten((args, kwargs))[0]
         generators = [value for value in leaves if isinstance(value, torch.Generator)]
         before = self._states(generators)
 
@@ -368,7 +375,7 @@ def _copied(value: Any) -> Any:
 
 def _tensors(values: Any) -> list[Tensor]:
     def found() -> Iterator[Tensor]:
-        for value in tree_flatten(values)[0]:
+        for value in _tree_flatten(values)[0]:
             if isinstance(value, Tensor):
                 yield value
 

@@ -16,6 +16,7 @@ from rankscope.core.replicas import odd_ranks
 from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
 from rankscope.errors import UsageError
+from rankscope.private import find
 
 PARAMETERS, BUFFERS, OPTIMIZER = "parameters", "buffers", "optimizer"
 RNG, BATCH_NORM = "random_numbers", "batch_norm"
@@ -140,7 +141,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _norms_in(model: nn.Module) -> list[str]:
-    kinds = nn.modules.batchnorm._BatchNorm
+    kinds: Any = find("torch.nn.modules.batchnorm._BatchNorm") or ()
     return [
         name
         for name, module in model.named_modules()

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from rankscope.faults import data_faults, healthy
 from rankscope.faults.job import INJECTORS, Job, injects, seed_everything
 from rankscope.faults.model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
+from rankscope.private import Patch
 
 __all__ = ["INJECTORS", "data_faults", "healthy"]
 
@@ -148,8 +148,8 @@ class WrongDivideFactor(Job):
         return module
 
     def train(self) -> list[Path]:
-        factors = "_get_gradient_divide_factors"
-        with mock.patch.object(_fsdp_collectives, factors, forget_the_replicas):
+        name = "_get_gradient_divide_factors"
+        with Patch(_fsdp_collectives, name, lambda _: forget_the_replicas):
             return super().train()
 
 

@@ -15,10 +15,12 @@ incomplete if an exception is being handled then.
 import contextlib
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
+from rankscope.private import Patch
 from rankscope.session import start
 from rankscope.session.scope import Scope
 
@@ -60,7 +62,7 @@ def watch(accelerator: Any, model: Any, optimizer: Any = None, **options: Any) -
         )
     config = {**_settings(accelerator), **(options.pop("config", None) or {})}
     scope = start.watch(model, optimizer, config=config, **options)
-    _close_at_end(accelerator, scope)
+    scope.until_closed(Patch(accelerator, "end_training", partial(_closing, scope)))
     return scope
 
 
@@ -73,9 +75,8 @@ def _settings(accelerator: Any) -> Mapping[str, Any]:
     }
 
 
-def _close_at_end(accelerator: Any, scope: Scope) -> None:
-    """Let the accelerator close the scope before it ends the process group."""
-    original = accelerator.end_training
+def _closing(scope: Scope, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an ``end_training`` that closes the scope before it ends the process group."""
 
     @functools.wraps(original)
     def end_training(*args: Any, **kwargs: Any) -> Any:
@@ -83,4 +84,4 @@ def _close_at_end(accelerator: Any, scope: Scope) -> None:
             scope.__exit__(*sys.exc_info())
         return original(*args, **kwargs)
 
-    accelerator.end_training = end_training
+    return end_training

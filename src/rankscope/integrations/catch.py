@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, reaches
 from rankscope.integrations.run_script import PID_VARIABLE, Job
+from rankscope.private import Patch
 
 if TYPE_CHECKING:
     from rankscope.integrations.beginning import Watching
@@ -90,14 +91,16 @@ class Catch:
 
     def _mind_the_end(self, module: Any) -> None:
         """Close the scope when the script destroys the process group that it lives in."""
-        destroy = module.destroy_process_group
 
-        @functools.wraps(destroy)
-        def destroy_process_group(group: Any = None) -> None:
-            self._ending.before_destroying(group)
-            destroy(group)
+        def closing(destroy: Callable[[Any], None]) -> Callable[[Any], None]:
+            @functools.wraps(destroy)
+            def destroy_process_group(group: Any = None) -> None:
+                self._ending.before_destroying(group)
+                destroy(group)
 
-        module.destroy_process_group = destroy_process_group
+            return destroy_process_group
+
+        self._ending.replace(module, "destroy_process_group", closing)
 
     def _before_call(self, model: Any) -> None:
         """See a forward pass that is about to begin; watch from here on if it is a training's."""
@@ -231,6 +234,7 @@ class Ending:
         self._watching: Watching | None = None
         self._pid = 0
         self._exit_code: Any = None
+        self._patches: list[Patch] = []
 
     def attach(self, watching: "Watching") -> None:
         """Close the run when the process ends, or its process group before."""
@@ -244,24 +248,31 @@ class Ending:
 
         It is that of ``sys.exit``, and of ``exit`` and ``quit`` of Python's ``site``.
         """
-        leave = sys.exit
 
-        def exit(status: Any = None, /) -> None:  # noqa: A001 the name that it has
-            self._notice(status)
-            leave(status)
+        def noticing_exit(leave: Callable[[Any], None]) -> Callable[[Any], None]:
+            def exit(status: Any = None, /) -> None:  # noqa: A001 the name that it has
+                self._notice(status)
+                leave(status)
 
-        exit.__doc__ = leave.__doc__
-        sys.exit = exit  # type: ignore[assignment]
-        quitter: Any = type(vars(builtins).get("exit"))
-        if quitter.__name__ == "Quitter":  # both names are objects of this class
-            call = quitter.__call__
+            exit.__doc__ = leave.__doc__
+            return exit
 
+        def noticing_quit(call: Callable[[Any, Any], None]) -> Callable[..., None]:
             @functools.wraps(call)
             def quit_noticed(own: Any, code: Any = None) -> None:
                 self._notice(code)
                 call(own, code)
 
-            quitter.__call__ = quit_noticed
+            return quit_noticed
+
+        self.replace(sys, "exit", noticing_exit)
+        quitter: Any = type(vars(builtins).get("exit"))
+        if quitter.__name__ == "Quitter":  # both names are objects of this class
+            self.replace(quitter, "__call__", noticing_quit)
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Put something in the place of an attribute until the run is closed."""
+        self._patches.append(Patch(owner, name, make))
 
     def _notice(self, status: Any) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -284,6 +295,8 @@ class Ending:
             return
         with contextlib.suppress(Exception):
             watching.close(self._error())
+        for patch in self._patches:
+            patch.remove()
 
     def _error(self) -> BaseException | None:
         """Return what ends the script, if it is no success."""

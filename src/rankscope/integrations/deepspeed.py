@@ -8,7 +8,8 @@
     scope = watch(engine, run_dir="runs/sft")
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from rankscope.capture.loss import shifts_labels
 from rankscope.capture.taps.deepspeed import is_deepspeed
 from rankscope.errors import UsageError
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
+from rankscope.private import Patch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,9 +77,9 @@ class _Losses:
         self._label_tokens = label_tokens
         self._shifted = shifts_labels(engine.module)
         self._weight: Tensor | float | None = None
-        engine.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self._backward = engine.backward
-        engine.backward = self._give_and_run
+        before = engine.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        scope.until_closed(before)
+        scope.until_closed(Patch(engine, "backward", partial(partial, self._give_and_run)))
 
     def _before_forward(self, engine: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not engine.training:
@@ -87,9 +89,11 @@ class _Losses:
         else:
             self._weight = count_label_tokens(kwargs, shifted=self._shifted)
 
-    def _give_and_run(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def _give_and_run(
+        self, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         self._scope.loss(loss, self._weight, spare=True)
-        return self._backward(loss, *args, **kwargs)
+        return backward(loss, *args, **kwargs)
 
 
 def _facts(engine: Any) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
+from rankscope.private import Patch, available, callers
+
 _MOST_NODES = 1000
 
 
@@ -53,14 +55,12 @@ class AfterImport:
 
 
 def _act_after(loader: Any, act: Callable[[ModuleType], None]) -> None:
-    execute = loader.exec_module
-
     def execute_and_act(module: ModuleType) -> None:
-        del loader.exec_module
-        execute(module)
+        patch.remove()
+        loader.exec_module(module)
         act(module)
 
-    loader.exec_module = execute_and_act
+    patch = Patch(loader, "exec_module", lambda _: execute_and_act)
 
 
 class CallHook:
@@ -78,7 +78,7 @@ class CallHook:
         self._holder = holder
         self._before = before
         self._own: Any = vars(holder).get("__call__")
-        holder.__call__ = self
+        self._patch = Patch(holder, "__call__", lambda _: self)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is not None:
@@ -90,12 +90,7 @@ class CallHook:
 
     def remove(self) -> None:
         """Leave the class as it was."""
-        if vars(self._holder).get("__call__") is not self:
-            return
-        if self._own is None:
-            del self._holder.__call__
-        else:
-            self._holder.__call__ = self._own
+        self._patch.remove()
 
 
 class SeenFromBelow:
@@ -115,7 +110,7 @@ class SeenFromBelow:
     @property
     def __call__(self) -> Callable[..., Any]:
         """The function; whoever asks for it is about to call it."""
-        self._see(sys._getframe(1))
+        self._see(next(callers()))
         return self.function
 
 
@@ -131,7 +126,9 @@ class BackwardCalls:
     def __init__(self, autograd: Any, see: Callable[[FrameType], None]) -> None:
         self._autograd = autograd
         self._see = see
-        self._seen = autograd._make_grads = SeenFromBelow(autograd._make_grads, self._look)
+        self._patch: Patch | None = None
+        if available("roots"):
+            self._patch = Patch(autograd, "_make_grads", lambda f: SeenFromBelow(f, self._look))
 
     def _look(self, caller: FrameType) -> None:
         ours = caller.f_globals is vars(self._autograd)
@@ -140,8 +137,8 @@ class BackwardCalls:
 
     def remove(self) -> None:
         """See no more of them, and leave torch as it was."""
-        if self._autograd._make_grads is self._seen:
-            self._autograd._make_grads = self._seen.function
+        if self._patch is not None:
+            self._patch.remove()
 
 
 def reaches(roots: Iterable[Any], is_wanted: Callable[[Any], bool]) -> bool:

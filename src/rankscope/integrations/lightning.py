@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
+from rankscope.private import Patch
 from rankscope.session.start import watch
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ class RankscopeCallback(Callback):
         self._label_tokens = LabelTokens(weight)
         self._options = options
         self._batch: Any = None
-        self._strategy: Any = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch: only now is the model wrapped."""
@@ -88,11 +88,10 @@ class RankscopeCallback(Callback):
         options: dict[str, Any] = {"loader": loader if hasattr(loader, "worker_init_fn") else None}
         options |= {**self._options, "config": config}
         self.scope = watch(trainer.strategy.model, optimizers[0], run_dir=self._run_dir, **options)
-        self._strategy = trainer.strategy
-        if pl_module.automatic_optimization:
-            self._strategy.training_step = partial(self._train, self._strategy.training_step)
-        else:  # Lightning's own hook sees what a gradient scaler has made of the loss
-            self._strategy.backward = partial(self._pass_back, self._strategy.backward)
+        name, around = "training_step", cast("Callable[..., Any]", self._train)
+        if not pl_module.automatic_optimization:
+            name, around = "backward", self._pass_back  # its own hook sees what a scaler has made
+        self.scope.until_closed(Patch(trainer.strategy, name, partial(partial, around)))
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -102,13 +101,13 @@ class RankscopeCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Finish the run."""
-        self._leave()
+        self._batch = None
         if self.scope is not None:
             self.scope.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Finish the run as an incomplete one."""
-        self._leave()
+        self._batch = None
         if self.scope is not None:
             self.scope.__exit__(type(exception), exception, exception.__traceback__)
 
@@ -128,13 +127,6 @@ class RankscopeCallback(Callback):
     def _give(self, loss: Tensor) -> None:
         if self.scope is not None:
             self.scope.loss(loss, self._label_tokens(self._batch))
-
-    def _leave(self) -> None:
-        self._batch = None
-        if self._strategy is not None:
-            for name in ("training_step", "backward"):
-                vars(self._strategy).pop(name, None)
-            self._strategy = None
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch
 
 import rankscope
 from rankscope.errors import MissingExtraError, UsageError
+from rankscope.private import Patch
 
 if TYPE_CHECKING:
     from rankscope.session.scope import Scope
@@ -127,6 +129,7 @@ def _close_at_the_end(
         clock: Seconds that only go forward.
     """
     training, runner, closed = threading.current_thread(), _runner(), threading.Event()
+    patches: list[Patch] = []
 
     def wait_and_close() -> None:
         training.join()
@@ -142,23 +145,29 @@ def _close_at_the_end(
             _log.exception("rankscope could not close its run")
         finally:
             closed.set()
+            for patch in patches:
+                patch.remove()
 
     if runner is not None:
-        runs = runner.is_running
-        runner.is_running = lambda: runs() or not closed.is_set()
-        runner.get_error = _hidden(runner, training, closed, clock)
+        patches += [
+            Patch(runner, "is_running", lambda runs: lambda: runs() or not closed.is_set()),
+            Patch(runner, "get_error", partial(_hidden, runner, training, closed, clock)),
+        ]
     threading.Thread(target=wait_and_close, name="rankscope-closing", daemon=True).start()
 
 
 def _hidden(
-    runner: Any, training: threading.Thread, closed: threading.Event, clock: Callable[[], float]
+    runner: Any,
+    training: threading.Thread,
+    closed: threading.Event,
+    clock: Callable[[], float],
+    get_error: Callable[[], BaseException | None],
 ) -> Callable[[], BaseException | None]:
     """Return a ``get_error`` that hides what ends a training function until its run is closed.
 
     The error of the function is there a moment before its thread has ended. So while that lives, it
     may be this one, or one of another thread: it is hidden for :data:`HIDDEN_SECONDS`.
     """
-    get_error: Callable[[], BaseException | None] = runner.get_error
     first_seen: float | None = None
 
     def get_error_unless_closing() -> BaseException | None:

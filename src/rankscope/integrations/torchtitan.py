@@ -17,6 +17,7 @@ divides by the number of tokens of all workers and micro-batches, and ``trainer.
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import torch
 import rankscope
 from rankscope.capture.labels import IGNORED_LABEL
 from rankscope.errors import UnsupportedError, UsageError
+from rankscope.private import Patch
 
 if TYPE_CHECKING:
     from rankscope.session.scope import Scope
@@ -66,15 +68,16 @@ def watch(trainer: Any, *, run_dir: str | Path, **options: Any) -> "Scope":
     config = {**_facts(trainer), **(options.pop("config", None) or {})}
     [model] = trainer.model_parts
     scope = rankscope.watch(model, optimizer, run_dir=run_dir, config=config, **options)
-    trainer.loss_fn = _Losses(trainer.loss_fn, scope)
-    close = trainer.close
-
-    def close_both() -> None:
-        scope.__exit__(*sys.exc_info())
-        close()
-
-    trainer.close = close_both
+    scope.until_closed(
+        Patch(trainer, "loss_fn", lambda loss_fn: _Losses(loss_fn, scope)),
+        Patch(trainer, "close", lambda close: partial(_close_both, scope, close)),
+    )
     return scope
+
+
+def _close_both(scope: "Scope", close: Callable[[], None]) -> None:
+    scope.__exit__(*sys.exc_info())
+    close()
 
 
 class JointOptimizer(torch.optim.Optimizer):

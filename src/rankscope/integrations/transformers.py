@@ -13,7 +13,6 @@ outside of the model (TRL, ``compute_loss_func``, label smoothing) is taken from
 import functools
 import logging
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +23,10 @@ from rankscope.capture.labels import count_label_tokens
 from rankscope.capture.loss import shifts_labels
 from rankscope.capture.loss_form import LossForm, read_form
 from rankscope.errors import MissingExtraError, UnsupportedError
+from rankscope.private import Patch, callers
 from rankscope.session import start
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from rankscope.session.scope import Scope
 
 try:
@@ -61,7 +59,6 @@ class RankscopeCallback(TrainerCallback):
 
     def __init__(self, run_dir: str | Path, **options: Any) -> None:
         self._options = {"run_dir": run_dir, **options}
-        self._replaced: list[tuple[Any, str, Any]] = []
         self.scope: Scope | None = None
         """The running scope; None outside of a training, and in a single process."""
 
@@ -75,9 +72,12 @@ class RankscopeCallback(TrainerCallback):
         options = {**_taken_from(kwargs), **self._options}
         options["config"] = {**_arguments(args), **(self._options.get("config") or {})}
         self.scope = start.watch(trainer.model_wrapped, trainer.optimizer, **options)
-        self._replace(trainer, "compute_loss", TrainerLoss(trainer, self.scope).around)
-        for name in _WHOLE if hasattr(trainer, "_run_epoch") else _PARTS:
-            self._replace(trainer, name, self._around)
+        loss = TrainerLoss(trainer, self.scope)
+        names = _WHOLE if hasattr(trainer, "_run_epoch") else _PARTS
+        self.scope.until_closed(
+            Patch(trainer, "compute_loss", loss.around),
+            *(Patch(trainer, name, self._around) for name in names if hasattr(trainer, name)),
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Deliver what was measured, and finish the run."""
@@ -96,17 +96,7 @@ class RankscopeCallback(TrainerCallback):
 
         return guarded
 
-    def _replace(self, trainer: Any, name: str, around: Callable[[Any], Any]) -> None:
-        self._replaced.append((trainer, name, vars(trainer).get(name)))
-        setattr(trainer, name, around(getattr(trainer, name)))
-
     def _close(self, error: BaseException | None = None) -> None:
-        for trainer, name, before in reversed(self._replaced):
-            if before is None:
-                vars(trainer).pop(name, None)
-            else:
-                setattr(trainer, name, before)
-        self._replaced.clear()
         scope, self.scope = self.scope, None
         if scope is not None:
             scope.__exit__(None if error is None else type(error), error, None)
@@ -186,12 +176,10 @@ def _calling_trainer() -> Any:
     Raises:
         UnsupportedError: No trainer does.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in callers():
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer):
             return caller
-        frame = frame.f_back
     raise UnsupportedError(
         "RankscopeCallback expected to be called by a transformers.Trainer; in a loop of your own "
         "call rankscope.watch(model, optimizer, run_dir=…)"

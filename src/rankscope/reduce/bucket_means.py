@@ -38,6 +38,13 @@ class Watcher(Protocol):
         """Note that all of the pass's gradients have been shown."""
 
 
+_OF_DDP = (
+    *("_comm_hooks", "_get_ddp_logging_data", "_module_parameters"),
+    *("_join_config", "_divide_by_initial_world_size"),
+)
+"""What must be there to reduce in DDP's place."""
+
+
 class BucketReduction(ABC):
     """Reduces the gradient of a DDP model bucket by bucket: the state of a communication hook.
 
@@ -209,12 +216,15 @@ def obstacle(model: DistributedDataParallel) -> str | None:
     """
     if BucketMeans.of(model) is not None:
         return None
+    missing = [name for name in _OF_DDP if not hasattr(model, name)]
+    if missing:
+        return f"DDP with {' and '.join(missing)}, got that of torch {torch.__version__}"
     parameters = [p for p in model._module_parameters if p.requires_grad]
     if _hooks(model) or _log(model).get("comm_hook"):  # a built-in one is in the log only
         return "a model without a communication hook of its own, got one that has a hook"
-    if model._use_python_reducer:
+    if getattr(model, "_use_python_reducer", False):
         return "DDP's C++ reducer, got optimize_ddp='python_reducer'"
-    if model._delay_all_reduce_params:
+    if getattr(model, "_delay_all_reduce_params", ()):
         return "all gradients in DDP's buckets, got delay_all_reduce_named_params"
     if any(getattr(module, "sparse", False) for module in model.modules()):
         return "dense gradients, got an embedding with sparse=True"

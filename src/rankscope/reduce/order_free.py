@@ -245,7 +245,7 @@ def reduce_bucket(state: OrderFree, bucket: dist.GradBucket) -> Future[Tensor]: 
 
 def _obstacle(model: DistributedDataParallel) -> str | None:
     """Return what was expected and what was found, as a part of a sentence; None if all is well."""
-    for _, state in model._comm_hooks:
+    for _, state in getattr(model, "_comm_hooks", ()):
         if isinstance(state, (BucketMeans, OrderFree)):
             name = "order_free" if isinstance(state, OrderFree) else "fixed_order or the exact tier"
             return f"a model that nothing else reduces, got one under {name}"
@@ -256,6 +256,8 @@ def _obstacle(model: DistributedDataParallel) -> str | None:
     wrong = obstacle(model)
     if wrong is not None:
         return wrong
+    if not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
+        return f"DDP's list of its buckets, which torch {torch.__version__} does not give"
     strange = {str(p.dtype) for p in _reduced(model) if p.dtype not in DTYPES}
     if strange:
         return f"parameters of {', '.join(map(str, DTYPES))}, got {', '.join(sorted(strange))}"

@@ -108,7 +108,7 @@ class Exchange:
         try:
             arrived = gathered.value()
             for each in arrived if isinstance(arrived, list) else ():
-                if isinstance(each, torch._C.Future):  # of collect_all
+                if hasattr(each, "value"):  # a future, of collect_all
                     each.value()
         except Exception as error:
             self.result.set_exception(error)  # type: ignore[arg-type]

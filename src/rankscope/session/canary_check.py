@@ -2,10 +2,13 @@
 
 import logging
 
+import torch
+
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.replay import check_module
 from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.errors import UnsupportedError, UsageError
+from rankscope.private import lacking
 from rankscope.session.wrapping import Wrapped
 
 _log = logging.getLogger("rankscope")
@@ -54,6 +57,9 @@ def _why_not(wrapped: Wrapped) -> str:
         )
     if not 2 <= num_workers <= MAX_PAIRED_WORKERS:
         return f"canaries compare 2 to {MAX_PAIRED_WORKERS} workers, got {num_workers}"
+    missing = lacking("canary")
+    if missing:
+        return f"torch {torch.__version__} lacks {', '.join(missing)}"
     try:
         check_module(wrapped.module)
     except CanaryDeclined as declined:

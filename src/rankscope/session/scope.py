@@ -202,6 +202,10 @@ class Scope:
         """Measure gradients again, from the next step on."""
         self._collector.paused = False
 
+    def until_closed(self, *hooks: Any) -> None:
+        """Call ``remove()`` of hooks, or of what was put into a framework's place, at the end."""
+        self._hooks.extend(hooks)
+
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Deliver what was measured, wait until the run is written, and take all hooks out.
 

@@ -73,7 +73,9 @@ class Wrapped:
         """
         if not isinstance(self.wrapper, DistributedDataParallel):
             return None
-        kept = self.wrapper._module_parameters
+        kept = getattr(self.wrapper, "_module_parameters", None)
+        if kept is None:
+            return None
         known = {id(parameter) for parameter in kept if parameter.requires_grad}
         return lambda parameter: id(parameter) in known
 
@@ -240,7 +242,7 @@ def composable_ddp(model: nn.Module) -> DistributedDataParallel | None:
         return None  # FSDP2 carries a younger ``replicate``
     if not state.has_initialized:
         state.lazy_init()
-    ddp = state._ddp
+    ddp = getattr(state, "_ddp", None)
     return ddp if isinstance(ddp, DistributedDataParallel) else None
 
 
@@ -269,7 +271,7 @@ def _find_deepspeed(engine: Any) -> Wrapped:
 
 
 def _check_ddp(ddp: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
-    if ddp._use_python_reducer:
+    if getattr(ddp, "_use_python_reducer", False):
         raise UnsupportedError(
             "watch() expected DDP's own reducer, got optimize_ddp='python_reducer', under which "
             "hooks see gradients that are averaged already; leave "
@@ -280,7 +282,7 @@ def _check_ddp(ddp: DistributedDataParallel, parameters: dict[str, Tensor]) -> N
             "watch() expected DDP without a precision of its own, got mixed_precision, under which "
             "gradients change their type inside the backward pass; use torch.autocast"
         )
-    if ddp._delay_all_reduce_params:
+    if getattr(ddp, "_delay_all_reduce_params", ()):
         raise UnsupportedError(
             "watch() expected all gradients in DDP's buckets, got delay_all_reduce_named_params, "
             "which are reduced apart; leave it out"

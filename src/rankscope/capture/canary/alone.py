@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.capture.canary.batch import CanaryDeclined
+from rankscope.private import Patch, find
 
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+_modes: Any = find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 _UNANNOUNCED = ("running_mean", "running_var")  # of batch norm, which its schema calls read-only
 
 ACCUMULATES = (
@@ -103,20 +105,14 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
     ]
 
 
-@contextmanager
-def _without_accumulation(mode: TorchDispatchMode) -> Iterator[None]:
+def _without_accumulation(mode: TorchDispatchMode) -> AbstractContextManager[object]:
     """Refuse backward passes that accumulate gradients, before they begin.
 
     ``backward`` of tensors and of :mod:`torch.autograd` meet in the engine, which all threads of
     the process share. Those of this run have its mode: autograd hands it on to the threads that it
     works in.
     """
-    engine: Any = Variable._execution_engine
-    try:
-        Variable._execution_engine = _Engine(engine, mode)  # type: ignore[assignment]
-        yield
-    finally:
-        Variable._execution_engine = engine
+    return Patch(Variable, "_execution_engine", lambda engine: _Engine(engine, mode))
 
 
 class _Engine:
@@ -139,7 +135,7 @@ class _Engine:
         accumulate_grad: bool = False,
     ) -> Any:
         """Run a backward pass, unless it is one inside the canary's that accumulates."""
-        inside = any(mode is self._mode for mode in _get_current_dispatch_mode_stack())
+        inside = any(mode is self._mode for mode in _modes())
         if inside and accumulate_grad:
             raise CanaryDeclined(ACCUMULATES)
         return self._engine.run_backward(

@@ -13,14 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from rankscope.capture.names import canonical_name
 from rankscope.capture.state.digest import known_shape, word_of
 from rankscope.core.replicas import RUNNING_STATISTICS, StateKind
+from rankscope.private import find
 
 Kinds = tuple[StateKind, ...]
+_NORMS: type[nn.Module] = find("torch.nn.modules.batchnorm._NormBase") or nn.Module
 _BROADCAST = (StateKind.STATISTICS, StateKind.BROADCAST)
 Lasting = Callable[[nn.Module, str], Tensor | None]
 """Returns what lasts of a module's parameter, where it is replaced while the model computes; None
@@ -219,7 +220,7 @@ def _drifts_apart(holder: nn.Module, key: str) -> bool:
     """Return whether a forward pass in training changes a buffer on each worker for itself."""
     return (
         key in RUNNING_STATISTICS
-        and isinstance(holder, _NormBase)
+        and isinstance(holder, _NORMS)
         and not isinstance(holder, nn.SyncBatchNorm)
     )
 

@@ -28,6 +28,7 @@ from rankscope.capture.state.fingerprint import (
     python_state,
     torch_state,
 )
+from rankscope.private import Patch
 
 PYTHON, NUMPY, TORCH, ACCELERATOR = 1, 2, 4, 8
 """The generators, as bits of the column ``rng_used``."""
@@ -153,7 +154,7 @@ class LoaderMeter:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader = getattr(loader, "base_dataloader", loader)
+        loader = getattr(loader, "base_dataloader", loader)
         self._starts: _Starts | None = None
         num_workers = getattr(loader, "num_workers", 0)
         if not isinstance(num_workers, int) or num_workers < 1:
@@ -163,7 +164,7 @@ class LoaderMeter:
         table = torch.zeros(num_workers, 2 * len(_READERS), dtype=torch.int64, device="cpu")
         table.share_memory_()  # type: ignore[no-untyped-call]
         self._starts = _Starts(loader.worker_init_fn, table)
-        loader.worker_init_fn = self._starts
+        self._patch = Patch(loader, "worker_init_fn", lambda _: self._starts)
 
     def collect(self) -> dict[str, int]:
         """Return what the processes have written so far.
@@ -190,8 +191,8 @@ class LoaderMeter:
 
     def remove(self) -> None:
         """Give the loader its own ``worker_init_fn`` back, unless somebody replaced it since."""
-        if self._starts is not None and self._loader.worker_init_fn is self._starts:
-            self._loader.worker_init_fn = self._starts.original
+        if self._starts is not None:
+            self._patch.remove()
 
 
 class _Starts:

@@ -104,13 +104,13 @@ def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
 
 def _hook(wrapper: DistributedDataParallel) -> str | None:
     """Return the name of DDP's communication hook; None without one."""
-    names = [_name_of(hook) for hook, _ in wrapper._comm_hooks]
-    log: Mapping[str, Any] = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    names = [_name_of(hook) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    log: Mapping[str, Any] = getattr(wrapper, "_get_ddp_logging_data", dict)()
     return ", ".join(names) or str(log.get("comm_hook") or "") or None
 
 
 def _fsdp2(wrapper: FSDPModule) -> Facts:
-    policy: Any = wrapper._get_fsdp_state()._mp_policy
+    policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
     names = ("param_dtype", "reduce_dtype", "output_dtype")
     return {name: _plain(getattr(policy, name, None)) for name in names}
 

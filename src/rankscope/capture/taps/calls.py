@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rankscope.errors import UnsupportedError
+from rankscope.private import Patch
 
 Listener = Callable[..., None]
 """A bound method; gets what a function was called with."""
@@ -43,8 +44,7 @@ class Relay:
         self._owner = owner
         self._name = name
         self._untraced = untraced
-        self._installed: Any = None
-        self._put_back: Callable[[], None] = lambda: None
+        self._patch: Patch | None = None
         self._before: list[weakref.WeakMethod[Listener]] = []
         self._after: list[weakref.WeakMethod[Listener]] = []
 
@@ -67,9 +67,11 @@ class Relay:
         Returns:
             What ends that; a second call does nothing. With their object it ends by itself.
         """
-        if getattr(self._owner, self._name) is not self._installed:
-            self._install()
-        installed, put_back, lists = self._installed, self._put_back, (self._before, self._after)
+        patch = self._patch
+        if patch is None or not patch.in_place:
+            self._before, self._after = [], []
+            patch = self._patch = Patch(self._owner, self._name, self._relay)
+        lists = self._before, self._after
         told = [
             (listeners, weakref.WeakMethod(listener))
             for listeners, listener in zip(lists, (before, after), strict=True)
@@ -82,25 +84,16 @@ class Relay:
             for listeners, reference in told:
                 if reference in listeners:
                     listeners.remove(reference)
-            if not any(lists) and getattr(self._owner, self._name) is installed:
-                put_back()
+            if not any(lists):
+                patch.remove()
 
         if not isinstance(self._owner, type | ModuleType):
             return stop  # an object's functions go with it
         return weakref.finalize((before or after).__self__, stop)  # type: ignore[union-attr]
 
-    def _install(self) -> None:
-        owner, name = self._owner, self._name
-        original = getattr(owner, name)
-        self._before, self._after = [], []
+    def _relay(self, original: Any) -> Any:
         relay = _relaying(original, self._before, self._after)
-        relay = torch.compiler.disable(relay) if self._untraced else wraps(original)(relay)  # type: ignore[no-untyped-call]
-        if name in vars(owner):
-            self._put_back = lambda: setattr(owner, name, original)
-        else:  # an object's own, in front of its class's
-            self._put_back = lambda: delattr(owner, name)
-        self._installed = relay
-        setattr(owner, name, relay)
+        return torch.compiler.disable(relay) if self._untraced else wraps(original)(relay)  # type: ignore[no-untyped-call]
 
 
 def _relaying(

@@ -225,7 +225,8 @@ class BusyClock:
         begun their forward pass.
         """
         model = self._model()
-        return model is None or bool(model._comm_hooks) or bool(model._join_config.enable)
+        join = getattr(model, "_join_config", None)
+        return bool(getattr(model, "_comm_hooks", True) or getattr(join, "enable", False))
 
 
 class ShadowSteps:

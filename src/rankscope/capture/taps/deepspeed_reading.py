@@ -83,9 +83,9 @@ def choose_reader(
 def _step_has_begun(engine: Any) -> bool:
     """Return whether a backward pass of the current step has already been."""
     if not engine.managed_gradient_accumulation():
-        return bool(engine._unmanaged_backward_count)
-    last_was_boundary = engine._is_gradient_accumulation_boundary  # None: the engine counts
-    if last_was_boundary is not None:
+        return bool(getattr(engine, "_unmanaged_backward_count", 0))
+    last_was_boundary = getattr(engine, "_is_gradient_accumulation_boundary", None)
+    if last_was_boundary is not None:  # else the engine counts
         return not last_was_boundary
     return bool(engine.micro_steps % engine.gradient_accumulation_steps())
 

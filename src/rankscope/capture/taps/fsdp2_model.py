@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import DTensor
 
 from rankscope.capture.names import canonical_name
 from rankscope.capture.taps.calls import Listener, Relay, expect
 from rankscope.capture.taps.fsdp2_shard import ShardPlace
 from rankscope.errors import UnsupportedError
+from rankscope.private import find
 
 _GROUP_ATTRIBUTES = (
     *("fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads"),
@@ -33,9 +33,10 @@ _PARAMETER_ATTRIBUTES = (
     *("_orig_size", "padded_sharded_param_size", "mesh_info"),
 )
 
-_STATE = _fsdp_state.FSDPState
+_STATE = find("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
+_GROUPS = find("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 _BEGIN = Relay(_STATE, "_register_root_post_backward_final_callback")
-_REDUCE = Relay(_fsdp_param_group, "foreach_reduce")
+_REDUCE = Relay(_GROUPS, "foreach_reduce")
 _END = Relay(_STATE, "_root_post_backward_final_callback")
 _FINALIZE = Relay(_STATE, "_end_backward_iteration")  # since torch 2.15
 
@@ -68,7 +69,7 @@ def listen(
         UnsupportedError: This torch lacks one of the functions.
     """
     expect(_STATE, "_register_root_post_backward_final_callback")
-    expect(_fsdp_param_group, "foreach_reduce")
+    expect(_GROUPS, "foreach_reduce")
     expect(_STATE, "_root_post_backward_final_callback")
     stops = [
         _BEGIN.tell(after=backward_begins),
@@ -325,6 +326,7 @@ def managed_parameters(model: nn.Module) -> list[ManagedParameter]:
 
 def fsdp2_states(model: nn.Module) -> list[Any]:
     """Return FSDP2's own states of the modules to which ``fully_shard`` was applied."""
+    expect(FSDPModule, "_get_fsdp_state")
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     return list(dict.fromkeys(states))
 

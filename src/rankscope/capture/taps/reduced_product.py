@@ -24,20 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankscope.capture.kernels.dot import choose_dot
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.tap import Guarded, ReadReduced, guarded
+from rankscope.private import available, find
 
-_STACK = (
-    "_push_on_torch_dispatch_stack",
-    "_pop_torch_dispatch_stack",
-    "_len_torch_dispatch_stack",
-    "_get_dispatch_stack_at",
-)
 _COPY = torch.ops.aten.copy_.default
-_COPY_SEVERAL = torch.ops.aten._foreach_copy_.default
-
-
-def can_watch_copies() -> bool:
-    """Return whether this torch has what it takes; its names for that are private."""
-    return all(hasattr(torch._C, name) for name in _STACK)
+_COPY_SEVERAL = find("torch.ops.aten._foreach_copy_.default")
 
 
 class ReducedProduct:
@@ -153,4 +143,4 @@ def product_is_asked_for(
     needed = not sketcher.sketches and reduced is not ReadReduced.OFF
     if not needed or model.process_group.size() <= 2 or model.gradient_as_bucket_view:
         return False
-    return can_watch_copies()
+    return available("copies")

@@ -1,0 +1,539 @@
+"""Private names of torch and of frameworks: which are used, why, and what there is without them.
+
+None of these names is promised to stay. So each stands in :data:`USES`, a test holds the table
+against the source and against what is installed, and training goes on without any of them: what
+rests on a name is off then, which is said once, or ``watch`` refuses before the first step.
+
+What is replaced in somebody else's object is replaced by :class:`Patch`, and put back by it. This
+module imports nothing heavy: ``rankscope run`` needs it before torch is there.
+"""
+
+import functools
+import logging
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple, Self
+
+from rankscope.errors import UnsupportedError
+
+_log = logging.getLogger("rankscope")
+
+_NOTHING = object()
+
+
+class Patch:
+    """Something in the place of an attribute of a module, class or object, until it is removed.
+
+    Args:
+        owner: What holds the attribute, itself or by its class.
+        name: Its name.
+        make: Returns what takes its place, given what is found there; None if there is nothing.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._owner, self._name = owner, name
+        self._kept = vars(owner).get(name, _NOTHING)  # as it is stored: a class binds what it gives
+        self.original = getattr(owner, name, None)
+        """What was found there."""
+        self._put = make(self.original)
+        setattr(owner, name, self._put)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether nobody else has replaced it since."""
+        return vars(self._owner).get(self._name, _NOTHING) is self._put
+
+    def remove(self) -> None:
+        """Leave the owner as it was, unless somebody else has replaced the attribute since."""
+        if not self.in_place:
+            return
+        if self._kept is _NOTHING:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._kept)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def callers() -> Iterator[FrameType]:
+    """Yield the frames around the function that asks: that of its caller first."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def find(path: str) -> Any:
+    """Return what a dotted path leads to, by imports and then by attributes; None without it."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return None
+
+
+class Use(NamedTuple):
+    """Private names that one part of rankscope uses.
+
+    Attributes:
+        owner: Dotted path of the module or class that has them; of a class, its objects may.
+        names: The names, separated by spaces.
+        where: Modules of rankscope that use them, likewise.
+        why: What they are for.
+        without: What happens where one is missing.
+        need: By which :func:`lacking` asks for them; empty if their users look themselves.
+        releases: Of a name that not all supported releases have: which ones do.
+    """
+
+    owner: str
+    names: str
+    where: str
+    why: str
+    without: str
+    need: str = ""
+    releases: str = ""
+
+
+def lacking(need: str) -> list[str]:
+    """Return the names of a need, by their full paths, that this installation is without."""
+    rows = [use for use in USES if use.need == need]
+    owners = [(use, find(use.owner)) for use in rows]
+    return [f"{use.owner}.{n}" for use, o in owners for n in use.names.split() if not hasattr(o, n)]
+
+
+@functools.cache
+def available(need: str) -> bool:
+    """Return whether all names of a need are there; if not, say once what is off without them."""
+    missing = lacking(need)
+    if missing:
+        level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO
+        without = next(use.without for use in USES if use.need == need)
+        _log.log(level, "%s: %s without %s", without, _torch(), ", ".join(missing))
+    return not missing
+
+
+def require(need: str) -> None:
+    """Refuse to go on without the names of a need.
+
+    Raises:
+        UnsupportedError: One of them is missing.
+    """
+    missing = lacking(need)
+    if missing:
+        raise UnsupportedError(
+            f"watching expected {', '.join(missing)}, which {_torch()} lacks; use another release "
+            "of torch or of rankscope"
+        )
+
+
+def _torch() -> str:
+    return f"torch {getattr(sys.modules.get('torch'), '__version__', '')}"
+
+
+_REFUSES = "watch refuses: UnsupportedError"
+_SWITCHES_OFF = "the monitor switches itself off in the first step, and says so"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_DDP = "torch.nn.parallel.DistributedDataParallel"
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+
+USES = (
+    # The backward pass
+    Use(
+        "torch._C",
+        "_current_graph_task_id",
+        "capture.passes",
+        "whether this thread runs a backward pass, and which",
+        _REFUSES,
+        need="backward",
+    ),
+    Use(
+        "torch.autograd.Variable",
+        "_execution_engine",
+        "capture.passes capture.taps.ddp capture.taps.reduced_product capture.canary.alone",
+        "what is to run at the end of a backward pass; canaries must not accumulate gradients",
+        _REFUSES,
+        need="backward",
+    ),
+    Use(
+        "torch.autograd",
+        "_make_grads",
+        "integrations.hooks",
+        "the roots of a backward pass, which are the losses of a script that rankscope run watches",
+        "losses outside of the model's output are not recorded",
+        need="roots",
+    ),
+    Use(
+        "torch.Tensor",
+        "_backward_hooks",
+        "capture.passes",
+        "a hook on what the model returns, without the handle that register_hook makes",
+        "register_hook is called",
+    ),
+    Use(
+        "torch.autograd.graph.Node",
+        "_register_hook_dict",
+        "capture.passes",
+        "likewise",
+        "register_hook is called",
+    ),
+    Use(
+        "torch.autograd.graph.Node",
+        "_saved_other _saved_self _saved_reduction _saved_weight _saved_total_weight"
+        " _input_metadata",
+        "capture.loss_form integrations.backward_loss",
+        "what a loss was divided by or multiplied with, and over how many tokens it is a mean",
+        "the loss counts as it is, with an unknown weight",
+    ),
+    # Tensors
+    Use(
+        "torch.Tensor",
+        "_version",
+        "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.canary.tensors"
+        " reduce.order_free",
+        "whether a gradient was written since it was read",
+        _SWITCHES_OFF,
+    ),
+    Use(
+        "torch.Tensor",
+        "_indices _values",
+        "capture.kernels.flat capture.sketch capture.state.digest capture.state.readings",
+        "sparse gradients and state that is not coalesced",
+        _SWITCHES_OFF,
+    ),
+    Use(
+        "torch.Tensor",
+        "_is_view",
+        "capture.canary.tensors",
+        "to put back what a canary's forward pass changes",
+        "no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch.UntypedStorage",
+        "_cdata",
+        "capture.canary.tensors",
+        "whether two tensors share their memory",
+        "no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch._C._autograd",
+        "_unsafe_set_version_counter",
+        "capture.canary.tensors",
+        "to put back how often a tensor was written",
+        "no canaries",
+        need="canary",
+    ),
+    # Dispatch
+    Use(
+        "torch.utils._python_dispatch",
+        "_get_current_dispatch_mode_stack",
+        "capture.canary.alone",
+        "whether a backward pass is one inside of a canary",
+        "no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode is_traceable_wrapper_subclass",
+        "capture.canary.alone capture.canary.tensors capture.state.digest"
+        " capture.taps.reduced_product doctor.determinism",
+        "to see operators, and tensors that are made of others",
+        _REFUSES,
+    ),
+    Use(
+        "torch._C",
+        "_push_on_torch_dispatch_stack _pop_torch_dispatch_stack _len_torch_dispatch_stack"
+        " _get_dispatch_stack_at",
+        "capture.taps.reduced_product",
+        "to see DDP copy reduced gradients back, in the tier scalars",
+        "no directions of more than two workers in the tier scalars",
+        need="copies",
+    ),
+    Use(
+        "torch.ops.aten",
+        "_foreach_copy_",
+        "capture.taps.reduced_product",
+        "likewise",
+        "no directions of more than two workers in the tier scalars",
+        need="copies",
+    ),
+    Use(
+        "torch._ops.OpOverload",
+        "_schema",
+        "capture.canary.alone doctor.determinism",
+        "which arguments an operator writes into",
+        "a canary, and the preflight, take it for one that writes nothing",
+    ),
+    Use(
+        "torch.utils._pytree",
+        "tree_flatten tree_map",
+        "doctor.determinism",
+        "the tensors among an operator's arguments",
+        "the preflight does not look for operators that are not deterministic",
+        need="operators",
+    ),
+    # Compiled models
+    Use(
+        "torch._C._dynamo.eval_frame",
+        "get_eval_frame_callback",
+        "capture.guard",
+        "whether a hook is about to be traced",
+        "hooks are always called past the compiler, which takes longer",
+    ),
+    Use(
+        "torch._dynamo.eval_frame",
+        "OptimizedModule _orig_mod",
+        "capture.loss capture.names integrations.catch reduce.fixed_order session.wrapping"
+        " capture.canary.alone faults.pool study.launch",
+        "the model inside of a compiled one; what the compiler logs is kept out of the output",
+        "a compiled model is not recognised, and watch refuses it",
+    ),
+    Use(
+        "torch.nn.Module",
+        "_compiled_call_impl",
+        "session.wrapping",
+        "whether Module.compile was called, for hooks would break the graph of such a module",
+        "it counts as one that is not compiled",
+    ),
+    Use(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "_checkpoint_wrapped_module",
+        "capture.names",
+        "one name for a parameter, with and without activation checkpointing",
+        "parameters have longer names",
+    ),
+    Use(
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "_fsdp_wrapped_module",
+        "capture.names",
+        "likewise under FSDP1",
+        "parameters have longer names",
+    ),
+    # Modules
+    Use(
+        "torch.nn.Module",
+        "_modules _parameters _buffers",
+        "capture.canary.state capture.state.leaves capture.state.plan session.wrapping",
+        "what hangs in a module, without the cost of its generators",
+        _REFUSES + ", or " + _SWITCHES_OFF,
+    ),
+    Use(
+        "torch.nn.modules.batchnorm",
+        "_NormBase _BatchNorm",
+        "capture.state.plan doctor.model",
+        "which buffers are running statistics",
+        "running statistics of every module may differ; the preflight finds no batch norm",
+    ),
+    Use(
+        "torch.optim.Optimizer",
+        "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
+        "session.wrapping integrations.torchtitan",
+        "which of several wrapped optimizers takes hooks",
+        "no settings and no time of the optimizer are recorded",
+    ),
+    # DDP
+    Use(
+        _DDP,
+        "_comm_hooks _get_ddp_logging_data",
+        "capture.state.training_facts capture.taps.ddp_step reduce.bucket_means reduce.order_free",
+        "whether, and in which hook, something else reduces",
+        "the run's facts name no hook; fixed_order, order_free and the tier exact refuse",
+    ),
+    Use(
+        _DDP,
+        "_join_config _divide_by_initial_world_size",
+        "capture.taps.ddp_step reduce.bucket_means",
+        "over how many workers a mean is taken in model.join()",
+        "it counts as outside of join(); fixed_order, order_free and the tier exact refuse",
+    ),
+    Use(
+        _DDP,
+        "_module_parameters",
+        "session.wrapping reduce.bucket_means",
+        "which parameters DDP reduces",
+        "it counts as reducing all",
+    ),
+    Use(
+        _DDP,
+        "_use_python_reducer _delay_all_reduce_params",
+        "session.wrapping reduce.bucket_means",
+        "ways of reducing in which hooks do not see local gradients",
+        "they count as not being used",
+    ),
+    Use(
+        _DDP,
+        "_sync_buffers _match_all_reduce_for_bwd_pass",
+        "capture.taps.ddp_step",
+        "when DDP broadcasts buffers, and which steps a worker without data only shadows",
+        "the wait for a broadcast is part of the forward pass; shadowed steps are not observed",
+    ),
+    Use(
+        _DDP,
+        "_active_ddp_module",
+        "session.wrapping",
+        "whether a model was wrapped anew",
+        "the run goes on with the old wrapper",
+    ),
+    Use(
+        _DDP,
+        "_ddp_ignored",
+        "capture.canary.cost",
+        "which buffers DDP does not broadcast",
+        "none is taken for one of these",
+    ),
+    Use(
+        "torch.distributed.Reducer",
+        "_get_zeros_like_grad_buckets",
+        "reduce.order_free",
+        "which parameters are in DDP's buckets",
+        "order_free refuses",
+    ),
+    # The composable replicate
+    Use(
+        "torch.distributed._composable.contract",
+        "_get_registry",
+        "session.wrapping",
+        "whether replicate was applied to a model",
+        "a model under replicate is refused",
+    ),
+    Use(
+        "torch.distributed._composable.replicate",
+        "replicate _ddp",
+        "session.wrapping integrations.catch",
+        "the DDP that reduces for it",
+        "a model under replicate is refused",
+    ),
+    # FSDP2
+    Use(
+        f"{_FSDP}._fsdp_state",
+        "_register_root_post_backward_final_callback _root_post_backward_final_callback"
+        " _state_ctx _mp_policy",
+        "capture.taps.fsdp2_model capture.state.training_facts",
+        "when a backward pass begins and ends; in which precision it reduces",
+        _REFUSES,
+    ),
+    Use(
+        f"{_FSDP}._fsdp_state",
+        "_end_backward_iteration",
+        "capture.taps.fsdp2_model",
+        "when the reductions of a backward pass are over",
+        "the end of the backward pass counts",
+        releases="torch 2.15",
+    ),
+    Use(
+        f"{_FSDP}._fsdp_state",
+        "_fsdp_param_group _fsdp_param_groups",
+        "capture.taps.fsdp2_model",
+        "what is reduced together; one name is that of older releases",
+        _REFUSES,
+        releases="each has one of them",
+    ),
+    Use(
+        f"{_FSDP}._fsdp_param_group",
+        "_all_reduce_hook _partial_reduce_output _reduce_scatter_comm",
+        "capture.taps.fsdp2_model",
+        "whether, over which workers, and by whom it was reduced",
+        _REFUSES,
+    ),
+    Use(
+        f"{_FSDP}._fsdp_param",
+        "_module_info _orig_size _unsharded_param",
+        "capture.taps.fsdp2_model",
+        "a parameter's name, its place, and its gradient that is not reduced yet",
+        _REFUSES,
+    ),
+    Use(
+        f"{_FSDP}._fully_shard.FSDPModule",
+        "_get_fsdp_state",
+        "capture.taps.fsdp2_model capture.state.training_facts integrations.catch",
+        "FSDP2's own objects",
+        _REFUSES,
+    ),
+    Use(
+        f"{_FSDP}._fsdp_collectives",
+        "_get_gradient_divide_factors",
+        "faults.injectors",
+        "to inject the fault Y13",
+        "that fault cannot be injected",
+    ),
+    # Process groups
+    Use(
+        "torch.distributed.distributed_c10d",
+        "_get_default_store",
+        "session.rendezvous",
+        "the store through which ranks find each other's monitor",
+        _REFUSES,
+    ),
+    Use(
+        "torch.distributed.ProcessGroup",
+        "_device_types _get_backend",
+        "session.rendezvous",
+        "after how many seconds a collective fails",
+        "ranks wait for each other as long as they are told to",
+    ),
+    Use(
+        "torch._C._distributed_c10d.Backend.Options",
+        "_timeout",
+        "session.rendezvous",
+        "likewise",
+        "ranks wait for each other as long as they are told to",
+    ),
+    # Frameworks
+    Use(
+        _ENGINE,
+        "_backward_prologue _backward_epilogue _take_model_step",
+        "capture.taps.deepspeed",
+        "when a backward pass begins and ends, and when the engine steps",
+        _REFUSES,
+    ),
+    Use(
+        _ENGINE,
+        "_unmanaged_backward_count _is_gradient_accumulation_boundary",
+        "capture.taps.deepspeed_reading",
+        "whether watching begins in the middle of a step",
+        "it counts as beginning with one",
+    ),
+    Use(
+        "deepspeed.runtime.bf16_optimizer",
+        "_hp_grad",
+        "capture.taps.deepspeed_reading",
+        "gradients in float32 of bf16 parameters",
+        "the step is not observed",
+    ),
+    Use(
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "_zero_padding",
+        "capture.taps.deepspeed_reading",
+        "which shards are padding",
+        "they count as shards",
+    ),
+    Use(
+        "transformers.trainer",
+        "_run_epoch _finalize_training",
+        "integrations.transformers",
+        "to close the run as incomplete when a training raises",
+        "other methods are looked at; the run ends with its process",
+    ),
+    Use(
+        "ray.train.v2._internal.execution.context",
+        "get_train_context",
+        "integrations.ray",
+        "to keep a worker until its run is written",
+        "the run is closed as a complete one also after an error, maybe without its last step",
+    ),
+    Use(
+        "mlflow.tracking.fluent",
+        "_get_latest_active_run",
+        "sinks.mlflow",
+        "the run that the training opened in another thread",
+        "a run of its own is opened",
+    ),
+)
+"""Every private name that the source uses; names of Python's own are not among them."""
