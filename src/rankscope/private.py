@@ -351,7 +351,7 @@ USES = (
         "_join_config _divide_by_initial_world_size",
         "capture.taps.ddp_step reduce.bucket_means",
         "over how many workers a mean is taken in model.join()",
-        "it counts as outside of join(); fixed_order, order_free and the tier exact refuse",
+        "fixed_order, order_free and the tier exact refuse, or divide by the initial number",
     ),
     Use(
         _DDP,

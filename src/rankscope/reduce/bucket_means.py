@@ -38,10 +38,7 @@ class Watcher(Protocol):
         """Note that all of the pass's gradients have been shown."""
 
 
-_OF_DDP = (
-    *("_comm_hooks", "_get_ddp_logging_data", "_module_parameters"),
-    *("_join_config", "_divide_by_initial_world_size"),
-)
+_OF_DDP = ("_comm_hooks", "_get_ddp_logging_data", "_module_parameters", "_join_config")
 """What must be there to reduce in DDP's place."""
 
 
@@ -131,7 +128,9 @@ class BucketReduction(ABC):
         A worker that has run out of data then runs the hook outside of any backward pass.
         """
         model = self._model()
-        if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
+        if model is None or not model._join_config.enable:
+            return self._group.size()
+        if getattr(model, "_divide_by_initial_world_size", True):  # known from join() on
             return self._group.size()
         count = torch.tensor(int(in_backward()), device=self._device)
         dist.all_reduce(count, group=self._group)
