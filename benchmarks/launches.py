@@ -156,11 +156,10 @@ class _Training:
     """A model that trains, and the monitor's collector, whose steps go nowhere."""
 
     def __init__(self, tensors: int, ddp: dict[str, Any], counting: _Counting) -> None:
-        from rankscope.capture import ReadReduced
         from rankscope.capture.guard import Guard
-        from rankscope.core.plan import Tier
         from rankscope.session.collector import StepCollector
-        from rankscope.session.instruments import Options, choose_instruments
+        from rankscope.session.instruments import choose_instruments
+        from rankscope.session.options import WatchOptions
         from rankscope.session.wrapping import find_wrapper
 
         def fail(error: Exception) -> None:
@@ -169,7 +168,7 @@ class _Training:
         self.counting, self._memory = counting, 0
         self.model = DistributedDataParallel(_Model(tensors), **ddp)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
-        options = Options(Tier.SKETCH, 1, WIDTH, "blocks", ReadReduced.SKETCH, None, 0)
+        options = WatchOptions(sketch_width=WIDTH, overhead_budget=None)
         instruments = choose_instruments(find_wrapper(self.model), options)
         self._guard = Guard(fail)
         self.collector = StepCollector(instruments, self._optimizer, self._guard, lambda step: None)

@@ -26,15 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture import ReadReduced, loss, optimizer, passes, samples, sketch, transfer
+from rankscope.capture import loss, optimizer, passes, samples, sketch, transfer
 from rankscope.capture.guard import ForeignHook, Guard
 from rankscope.capture.state import exact_evidence, meter, rng
 from rankscope.capture.taps import ddp
-from rankscope.core.plan import Tier
 from rankscope.session import collector, local_step
 from rankscope.session.collector import StepCollector
-from rankscope.session.instruments import Options, choose_instruments
+from rankscope.session.instruments import choose_instruments
 from rankscope.session.local_step import LocalStep
+from rankscope.session.options import WatchOptions
 from rankscope.session.wrapping import find_wrapper
 
 STEPS = 150
@@ -119,16 +119,7 @@ class Watched:
     def __init__(self, hidden: int, layers: int, *, evidence: bool, reduced: str) -> None:
         self.model = DistributedDataParallel(llama(hidden, layers))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        options = Options(
-            tier=Tier.SKETCH,
-            every=1,
-            sketch_width=4093,
-            groups="blocks",
-            reduced=ReadReduced(reduced),
-            overhead_budget=0.01,
-            seed=0,
-            evidence=evidence,
-        )
+        options = WatchOptions(reduced=reduced, evidence=evidence)
         instruments = choose_instruments(find_wrapper(self.model), options)
         self.guard = TimedGuard(_fail)
         known: set[int] = set()

@@ -1,6 +1,7 @@
 """The documentation against what it tells of: columns, links, queries, options and bytes."""
 
 import ast
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -111,12 +112,13 @@ def test_queries_run_on_a_run(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_is_valid_and_its_options_exist(page):
-    options = inspect.signature(rankscope.watch).parameters
+    rarer = {field.name for field in dataclasses.fields(rankscope.WatchOptions)}
+    options = inspect.signature(rankscope.watch).parameters.keys() | rarer
     text = page.read_text()
     for code in blocks(text, "python"):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "rankscope.watch":
-                assert {keyword.arg for keyword in node.keywords} <= options.keys()
+                assert {keyword.arg for keyword in node.keywords} <= options
     for name in re.findall(r"`(?:rankscope\.)?watch\((?:…, )?(\w+)=", text):
         assert name in options
 

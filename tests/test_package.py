@@ -22,6 +22,7 @@ def test_public_names():
         "Severity",
         "StepReport",
         "Tier",
+        "WatchOptions",
         "__version__",
         "fixed_order",
         "order_free",

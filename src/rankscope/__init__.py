@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rankscope.record import Run as Run
     from rankscope.reduce.fixed_order import fixed_order as fixed_order
     from rankscope.reduce.order_free import order_free as order_free
+    from rankscope.session.options import WatchOptions as WatchOptions
     from rankscope.session.scope import Scope as Scope
     from rankscope.session.start import watch as watch
     from rankscope.web.loaded import LoadedRun as LoadedRun
@@ -44,6 +45,7 @@ _HOMES = {
     "Severity": "rankscope.core.finding",
     "StepReport": "rankscope.core.step",
     "Tier": "rankscope.core.plan",
+    "WatchOptions": "rankscope.session.options",
     "fixed_order": "rankscope.reduce.fixed_order",
     "load": "rankscope.web.loaded",
     "order_free": "rankscope.reduce.order_free",
@@ -59,6 +61,7 @@ __all__ = [
     "Severity",
     "StepReport",
     "Tier",
+    "WatchOptions",
     "__version__",
     "fixed_order",
     "load",

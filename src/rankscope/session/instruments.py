@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +20,6 @@ from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.groups import (
     SECTION_ELEMENTS,
     Groups,
-    GroupsOption,
     Sections,
     cut_sections,
     group_parameters,
@@ -30,45 +28,14 @@ from rankscope.core.plan import Tier
 from rankscope.core.step import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.reduce.exact import ExactGram, check_exact
+from rankscope.session.options import WatchOptions
 from rankscope.session.wrapping import Wrapped
-
-_Choice = TypeVar("_Choice", bound=StrEnum)
 
 GROUP_WIDTH = 251
 """Numbers in the sketch of a group: its cosines err by 0.06 at most."""
 
 STATE_SPACING = 8
 """Steps from one reading of the model's state to the next, where there is a budget to keep."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What ``watch`` was asked to measure; equal on all ranks.
-
-    Attributes:
-        tier: How much of the gradients is compared.
-        every: Gradients are measured in steps that are multiples of this.
-        sketch_width: Numbers in the sketch of the gradient, a prime.
-        groups: How parameters are grouped.
-        reduced: What is read of the reduced gradient.
-        overhead_budget: Share of the step time that the monitor may take; None for any.
-        seed: Seed of the sketch's signs.
-        evidence: Whether what should be equal on all workers is compared exactly.
-        trace: Whether rank 0 records every parameter and reduced gradient in short.
-        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
-            step's gradients are reduced.
-    """
-
-    tier: Tier
-    every: int
-    sketch_width: int
-    groups: GroupsOption
-    reduced: ReadReduced
-    overhead_budget: float | None
-    seed: int
-    evidence: bool = True
-    trace: bool = False
-    local_steps: int = 0
 
 
 MakeTraceMeter = Callable[[torch.optim.Optimizer | None, Callable[[float], None]], TraceMeter]
@@ -97,7 +64,8 @@ class Instruments:
             what takes the seconds that it spends; None without traces.
         reduced_in: Where the reduction is audited, for each group the type in which its gradient
             is meant to be reduced; else None.
-        local_steps: As in :class:`Options`.
+        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
+            step's gradients are reduced.
         take_read_seconds: Returns how long reading gradients has taken since its last call.
     """
 
@@ -117,39 +85,31 @@ class Instruments:
     local_steps: int = 0
 
 
-def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
-    """Return the member of an enumeration that a user named.
-
-    Raises:
-        UsageError: There is no such member.
-    """
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(repr(str(member)) for member in kind)
-        raise UsageError(f"{name} must be one of {known}, got {value!r}") from None
-
-
-def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -> Instruments:
+def choose_instruments(
+    wrapped: Wrapped,
+    options: WatchOptions,
+    tier: Tier = Tier.SKETCH,
+    *,
+    local_steps: int = 0,
+    loader: Any = None,
+) -> Instruments:
     """Return what measures a model.
 
     Args:
         wrapped: The model as it goes data parallel.
         options: What is asked for.
+        tier: How much of the gradients is compared.
+        local_steps: See :class:`Instruments`.
         loader: The training's data loader; None if it was not given.
 
     Raises:
         UsageError: An option cannot work.
         UnsupportedError: The tier does not fit the way the model is wrapped.
     """
-    if options.every < 1:
-        raise UsageError(f"every must be at least 1 step, got {options.every}")
     if not wrapped.parameters:
         raise UsageError("watch() expected a model with parameters that require a gradient")
-    reduced = options.reduced
-    if options.tier is Tier.SCALARS and reduced is not ReadReduced.NORM:
-        raise UsageError(f"the scalars tier reads reduced='norm', got '{reduced}'")
-    if options.tier is Tier.EXACT:
+    reduced = options.reads(tier)
+    if tier is Tier.EXACT:
         check_exact(wrapped.wrapper)
     if options.trace and wrapped.kind != "DDP":
         raise UnsupportedError(
@@ -157,12 +117,12 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             f"gradients, got {wrapped.kind}; leave it out"
         )
     groups = group_parameters(wrapped.parameters, options.groups)
-    sketches = options.tier is not Tier.SCALARS
+    sketches = tier is not Tier.SCALARS
     meter = Sketcher if sketches else NormMeter
     sections = _sections(wrapped, groups) if reduced is ReadReduced.SKETCH else None
     sketcher = meter(wrapped.device, groups, options.sketch_width, options.seed, sections)
     num_workers = wrapped.group.size()
-    if num_workers > MAX_PAIRED and options.tier is Tier.EXACT:
+    if num_workers > MAX_PAIRED and tier is Tier.EXACT:
         raise UsageError(
             f"the exact tier compares up to {MAX_PAIRED} workers, got {num_workers}; use "
             "tier='sketch'"
@@ -195,14 +155,14 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
             lasting=LastingParameters(wrapped.wrapper) if wrapped.kind == "FSDP2" else None,
             device=wrapped.device,
             spacing=1 if options.overhead_budget is None else STATE_SPACING,
-            local_steps=options.local_steps,
+            local_steps=local_steps,
         )
         return ExactEvidence(
             wrapped.module,
             wrapped.device,
             state,
             loader,
-            updates_all=not options.local_steps and _updates_all(wrapped, optimizer),
+            updates_all=not local_steps and _updates_all(wrapped, optimizer),
         )
 
     return Instruments(
@@ -217,9 +177,9 @@ def choose_instruments(wrapped: Wrapped, options: Options, loader: Any = None) -
         shifted_labels=shifts_labels(wrapped.module),
         take_read_seconds=sketcher.take_seconds,
         reduced_in=None if sections is None else _reduced_in(wrapped, groups),
-        make_exact=_make_exact(wrapped) if options.tier is Tier.EXACT else None,
+        make_exact=_make_exact(wrapped) if tier is Tier.EXACT else None,
         make_trace_meter=_make_trace_meter(wrapped, options.every) if options.trace else None,
-        local_steps=options.local_steps,
+        local_steps=local_steps,
     )
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from rankscope.agent.launch import IN_THREAD
-from rankscope.capture import ReadReduced
 from rankscope.capture.state.environment import environment_facts, vocabulary_digest
 from rankscope.capture.state.training_facts import (
     draws_with_replacement,
@@ -24,14 +23,14 @@ from rankscope.capture.state.training_facts import (
     training_facts,
 )
 from rankscope.core.canary_plan import first_by_default
-from rankscope.core.groups import GroupsOption
 from rankscope.core.plan import Plan, Tier
 from rankscope.errors import UsageError
 from rankscope.session.canary import LiveCanary
 from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
-from rankscope.session.instruments import Options, choice, choose_instruments
+from rankscope.session.instruments import choose_instruments
 from rankscope.session.opening import Intent, Opened, open_run
+from rankscope.session.options import WatchOptions, choice
 from rankscope.session.scope import Scope
 from rankscope.session.wrapping import find_wrapper, plain_optimizer
 from rankscope.sinks import RunInfo, SinkOption, Sinks
@@ -45,28 +44,13 @@ def watch(
     *,
     run_dir: str | Path,
     tier: Tier | str = Tier.SKETCH,
-    every: int = 1,
-    sketch_width: int = 4093,
-    groups: GroupsOption = "blocks",
-    reduced: ReadReduced | str | None = None,
-    overhead_budget: float | None = 0.01,
-    evidence: bool = True,
-    seed: int = 0,
-    on_finding: OnFinding | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    config: Mapping[str, Any] | None = None,
-    flush_seconds: float = 10.0,
-    hang_seconds: float | None = 120.0,
-    resume: bool = True,
     plan: Plan | Mapping[str, Any] | None = None,
-    loader: Any = None,
-    tokenizer: Any = None,
-    canary: bool = True,
-    canary_every: int | None = None,
-    trace: bool = False,
+    on_finding: OnFinding | None = None,
     sinks: SinkOption = (),
-    agent: str | None = None,
-    announce: bool = True,
+    loader: Any = None,
+    config: Mapping[str, Any] | None = None,
+    options: WatchOptions | None = None,
+    **more: Any,
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
@@ -85,31 +69,6 @@ def watch(
             other its sibling ``<name>-from-rank-<first rank>``.
         tier: ``"scalars"``, ``"sketch"`` or ``"exact"``: how much of the gradients is compared,
             see :class:`rankscope.Tier`.
-        every: Gradients are measured in steps that are multiples of this; losses and samples in
-            all steps.
-        sketch_width: Prime width of the gradient sketch; a pairwise cosine errs by about
-            ``1/sqrt(sketch_width)`` at most.
-        groups: ``"blocks"`` (a transformer block, the embedding, the head), ``"none"``, a
-            function from parameter name to group, or a mapping from name prefix to group.
-        reduced: What is read of the reduced gradient: ``"off"``, ``"norm"`` or ``"sketch"``, which
-            audits the reduction. By default the sketch, and in the tier without sketches the norm.
-        overhead_budget: Share of the step time that the monitor may take; to stay under it,
-            gradients are measured less often, on all workers alike. None: never less often.
-        evidence: Whether what should be equal on all workers is compared exactly: parameters,
-            buffers, optimizer state, reduced gradients, random generators, precision. Samples,
-            settings and the environment always are.
-        seed: Seed of the sketch's signs. It touches no random generator of the training.
-        on_finding: Called with each finding when it opens, gets worse or closes: in the training's
-            thread, at the beginning of the same step on every rank, so that it may write a
-            checkpoint. What it raises is logged; ``SystemExit`` and the like end the training.
-        process_group: The data-parallel group; by default the model's own.
-        config: Anything JSON that describes the run; stored in ``run.json``, but for what looks
-            like a secret.
-        flush_seconds: Longest time that measured values stay in the agent's memory.
-        hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: a finding
-            names the ranks that the others wait for, and where they stand. None: no such finding.
-        resume: Whether a run that ``run_dir`` already holds goes on: its findings stay known, and
-            its detectors go on where they stood. False: a new attempt that begins with nothing.
         plan: What is meant, where only intent can tell a fault: a dict with any of
             ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
             per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers),
@@ -117,28 +76,20 @@ def watch(
             keeps running statistics of its own), ``seed`` (of every rank's sampler) and
             ``local_steps`` (optimizer steps from one average of the workers' parameters to the
             next). See :class:`rankscope.core.plan.Plan`.
-        loader: The training's ``DataLoader``: whether its worker processes draw the same random
-            numbers, its sampler's seed, and that it draws with replacement, can only be seen
-            there. Give it before it is iterated.
-        tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
-        canary: Whether all workers replay a batch when a worker differs from the others, which
-            tells its data from its parameters and its hardware. Under DDP, up to 64 workers.
-        canary_every: Steps from one such replay to the next, whatever the findings. None: one
-            within the first 50 steps, and others within 0.2 % of the training's time, where they
-            cost no memory.
-        trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
-            reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
-            Under DDP; outside of ``overhead_budget``.
+        on_finding: Called with each finding when it opens, gets worse or closes: in the training's
+            thread, at the beginning of the same step on every rank, so that it may write a
+            checkpoint. What it raises is logged; ``SystemExit`` and the like end the training.
         sinks: Where the numbers go besides ``run_dir``: any of ``"tensorboard"``, ``"wandb"``,
             ``"mlflow"``, ``"prometheus:PORT"``, ``"jsonl"``, ``"webhook:URL"`` and
             ``"command:COMMAND"``, or objects with the methods of :class:`rankscope.sinks.Sink`.
             Only those given on rank 0 count. One that is slow or fails never delays the training.
-        agent: Where the monitor's work is done: ``"process"``, one of its own on each host, or
-            ``"thread"`` inside of this one, where no process may be started. By default what the
-            environment variable ``RANKSCOPE_AGENT`` says, else a process.
-        announce: Whether rank 0 says on the error stream (through the logger ``rankscope``) when a
-            warning or an error opens, gets worse or closes, and at the end the verdict and the
-            command that shows more.
+        loader: The training's ``DataLoader``: whether its worker processes draw the same random
+            numbers, its sampler's seed, and that it draws with replacement, can only be seen
+            there. Give it before it is iterated.
+        config: Anything JSON that describes the run; stored in ``run.json``, but for what looks
+            like a secret.
+        options: Rarer options, see :class:`rankscope.WatchOptions`.
+        **more: Any of them by its name, such as ``every=10`` or ``announce=False``.
 
     Returns:
         The running scope, also a context manager.
@@ -150,64 +101,52 @@ def watch(
         RunError: Rank 0 cannot write ``run_dir``, or some rank cannot begin for another reason.
     """
     speak_on_stderr()
+    options = WatchOptions.of(options, more)
     tier = choice(Tier, "tier", tier)
-    if reduced is None:
-        reduced = ReadReduced.NORM if tier is Tier.SCALARS else ReadReduced.SKETCH
     intended = Plan.of(plan)
-    options = Options(
-        tier=tier,
-        every=every,
-        sketch_width=sketch_width,
-        groups=groups,
-        reduced=choice(ReadReduced, "reduced", reduced),
-        overhead_budget=overhead_budget,
-        seed=seed,
-        evidence=bool(evidence),
-        trace=bool(trace),
-        local_steps=intended.local_steps or 0,
-    )
+    local_steps = intended.local_steps or 0
     wrapped = find_wrapper(model)
     optimizer = plain_optimizer(optimizer) or wrapped.optimizer  # DeepSpeed's is a wrapper, too
-    instruments = choose_instruments(wrapped, options, loader)
-    group = process_group or wrapped.group
-    alike = intended.local_steps is None  # else parameters differ, and with them every result
-    canary = check_canary(wrapped, wanted=canary and alike, every=canary_every)
+    instruments = choose_instruments(wrapped, options, tier, local_steps=local_steps, loader=loader)
+    group = options.process_group or wrapped.group
+    alike = not local_steps  # else parameters differ, and with them every result
+    canary = check_canary(wrapped, wanted=options.canary and alike, every=options.canary_every)
     described = {
-        **dataclasses.asdict(options),
+        "tier": tier,
+        **options.compared(),
         "groups": list(instruments.groups.names),
+        "reduced": options.reads(tier),
         "reduced_in": instruments.reduced_in,
+        "local_steps": local_steps,
         "parallel": wrapped.kind,
-        "resume": resume,
         "plan": intended.to_json(),
         "canary": canary,
-        "canary_every": canary_every,
     }
 
     def describe() -> dict[str, Any]:
         return {
-            "facts": _facts(instruments.device, tokenizer, loader),
+            "facts": _facts(instruments.device, options.tokenizer, loader),
             "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
             "run_dir": _own_directory(Path(run_dir), dist.get_process_group_ranks(group)),
         }
 
-    in_thread = _in_thread(agent)
     opened = open_run(
         group,
         Intent(
             options=described,
             describe=describe,
             layout=instruments.layout,
-            flush_seconds=flush_seconds,
-            hang_seconds=hang_seconds,
-            in_thread=in_thread,
-            announce=announce,
+            flush_seconds=options.flush_seconds,
+            hang_seconds=options.hang_seconds,
+            in_thread=_in_thread(options.agent),
+            announce=options.announce,
         ),
     )
     if opened.rank != 0:
         instruments = dataclasses.replace(instruments, make_trace_meter=None)
-    first = first_by_default(opened.first_step) if canary_every is None else None
+    first = first_by_default(opened.first_step) if options.canary_every is None else None
     return Scope(
         model,
         optimizer,
@@ -216,7 +155,7 @@ def watch(
         on_finding=on_finding,
         make_canary=partial(LiveCanary, wrapped, opened.rank, first=first) if canary else None,
         sinks=_local_sinks(opened),
-        announce_end=announce,
+        announce_end=options.announce,
     )
 
 

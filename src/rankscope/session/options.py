@@ -1,0 +1,151 @@
+"""The rarer options of ``rankscope.watch``, each declared once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from rankscope.capture import ReadReduced
+from rankscope.core.groups import GroupsOption
+from rankscope.core.plan import Tier
+from rankscope.errors import UsageError
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+_COMPARED = ("every", "sketch_width", "overhead_budget", "seed", "resume", "canary_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """Rarer options of :func:`rankscope.watch`, which takes each of them by its name as well.
+
+    ::
+
+        options = rankscope.WatchOptions(overhead_budget=0.05, canary=False)
+        scope = rankscope.watch(model, optimizer, run_dir="runs/sft", options=options)
+
+    Attributes:
+        every: Gradients are measured in steps that are multiples of this; losses and samples in
+            all steps.
+        sketch_width: Prime width of the gradient sketch; a pairwise cosine errs by about
+            ``1/sqrt(sketch_width)`` at most.
+        groups: ``"blocks"`` (a transformer block, the embedding, the head), ``"none"``, a
+            function from parameter name to group, or a mapping from name prefix to group.
+        reduced: What is read of the reduced gradient: ``"off"``, ``"norm"`` or ``"sketch"``, which
+            audits the reduction. By default the sketch, and in the tier without sketches the norm.
+        overhead_budget: Share of the step time that the monitor may take; to stay under it,
+            gradients are measured less often, on all workers alike. None: never less often.
+        evidence: Whether what should be equal on all workers is compared exactly: parameters,
+            buffers, optimizer state, reduced gradients, random generators, precision. Samples,
+            settings and the environment always are.
+        seed: Seed of the sketch's signs. It touches no random generator of the training.
+        process_group: The data-parallel group; by default the model's own.
+        flush_seconds: Longest time that measured values stay in the agent's memory.
+        hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: a finding
+            names the ranks that the others wait for, and where they stand. None: no such finding.
+        resume: Whether a run that ``run_dir`` already holds goes on: its findings stay known, and
+            its detectors go on where they stood. False: a new attempt that begins with nothing.
+        tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
+        canary: Whether all workers replay a batch when a worker differs from the others, which
+            tells its data from its parameters and its hardware. Under DDP, up to 64 workers.
+        canary_every: Steps from one such replay to the next, whatever the findings. None: one
+            within the first 50 steps, and others within 0.2 % of the training's time, where they
+            cost no memory.
+        trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
+            reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
+            Under DDP; outside of ``overhead_budget``.
+        agent: Where the monitor's work is done: ``"process"``, one of its own on each host, or
+            ``"thread"`` inside of this one, where no process may be started. By default what the
+            environment variable ``RANKSCOPE_AGENT`` says, else a process.
+        announce: Whether rank 0 says on the error stream (through the logger ``rankscope``) when a
+            warning or an error opens, gets worse or closes, and at the end the verdict and the
+            command that shows more.
+
+    Raises:
+        UsageError: An option cannot work.
+    """
+
+    every: int = 1
+    sketch_width: int = 4093
+    groups: GroupsOption = "blocks"
+    reduced: ReadReduced | str | None = None
+    overhead_budget: float | None = 0.01
+    evidence: bool = True
+    seed: int = 0
+    process_group: dist.ProcessGroup | None = None
+    flush_seconds: float = 10.0
+    hang_seconds: float | None = 120.0
+    resume: bool = True
+    tokenizer: Any = None
+    canary: bool = True
+    canary_every: int | None = None
+    trace: bool = False
+    agent: str | None = None
+    announce: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError(f"every must be at least 1 step, got {self.every}")
+        if self.reduced is not None:
+            choice(ReadReduced, "reduced", self.reduced)
+        if self.agent not in (None, "", "process", "thread"):
+            raise UsageError(f"agent must be 'process' or 'thread', got {self.agent!r}")
+
+    @classmethod
+    def of(cls, options: "WatchOptions | None", named: Mapping[str, Any]) -> "WatchOptions":
+        """Return the options of an object together with those that were given by their names.
+
+        Raises:
+            UsageError: There is no option of a name, or it was given both ways.
+        """
+        known = {field.name: field.default for field in fields(cls)}
+        for name in named:
+            if name not in known:
+                raise UsageError(f"watch() has no option {name!r}{_instead(name, list(known))}")
+            if options is not None and getattr(options, name) is not known[name]:
+                raise UsageError(f"watch() got {name} by its name and in options; give it once")
+        return replace(options or cls(), **named)
+
+    def reads(self, tier: Tier) -> ReadReduced:
+        """Return what is read of the reduced gradient in a tier.
+
+        Raises:
+            UsageError: The tier reads something else.
+        """
+        scalars = tier is Tier.SCALARS
+        usual = ReadReduced.NORM if scalars else ReadReduced.SKETCH
+        reduced = usual if self.reduced is None else ReadReduced(self.reduced)
+        if scalars and reduced is not usual:
+            raise UsageError(f"the scalars tier reads reduced='norm', got '{reduced}'")
+        return reduced
+
+    def compared(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, and is recorded, as plain values."""
+        flags = {"evidence": bool(self.evidence), "trace": bool(self.trace)}
+        return {name: getattr(self, name) for name in _COMPARED} | flags
+
+
+def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
+    """Return the member of an enumeration that a user named.
+
+    Raises:
+        UsageError: There is no such member.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(repr(str(member)) for member in kind)
+        raise UsageError(f"{name} must be one of {known}, got {value!r}") from None
+
+
+_EVERYDAY = ["run_dir", "tier", "plan", "on_finding", "sinks", "loader", "config", "options"]
+
+
+def _instead(name: str, known: list[str]) -> str:
+    """Return the rest of a sentence: which option a name may stand for, or which there are."""
+    for nearest in get_close_matches(name, [*known, *_EVERYDAY], n=1):
+        return f"; did you mean {nearest!r}?"
+    return f", only {', '.join(_EVERYDAY)}, and {', '.join(known)}"
