@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 def test_public_names():
     assert rankscope.__all__ == [
         "Finding",
+        "LoadedRun",
         "RankscopeError",
         "Run",
         "Scope",
@@ -25,6 +26,7 @@ def test_public_names():
         "WatchOptions",
         "__version__",
         "fixed_order",
+        "load",
         "order_free",
         "watch",
     ]

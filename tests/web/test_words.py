@@ -52,7 +52,7 @@ def test_whole_numbers():
         ((), 8, "the whole run"),
         ((3,), 8, "rank 3"),
         ((0,), 1, "rank 0"),
-        ((0, 1), 2, "all 2 workers"),
+        ((0, 1), 2, "both workers"),
         ((1, 2, 3, 7), 8, "ranks 1–3 and 7"),
     ],
 )

@@ -166,7 +166,8 @@ def _nonfinite(values: Values, finding: Finding) -> Verdict:
 def _duplicates(values: Values, finding: Finding) -> Verdict:
     num_workers, useful = values["num_workers"], _number(finding, "workers_with_own_batches")
     whole = len(finding.ranks) == num_workers
-    who = f"All {num_workers} workers" if whole else name_ranks(finding.ranks).capitalize()
+    every = "Both workers" if num_workers == 2 else f"All {num_workers} workers"
+    who = every if whole else name_ranks(finding.ranks).capitalize()
     work = f"{useful} workers, not {num_workers}" if useful > 1 else "one worker"
     return Verdict(
         f"{who} train on the same batches: the job does the work of {work}.",

@@ -109,7 +109,7 @@ def ranks_in_words(ranks: Sequence[int], num_workers: int) -> str:
     if not ranks:
         return "the whole run"
     if len(set(ranks)) == num_workers > 1:
-        return f"all {num_workers:,} workers"
+        return "both workers" if num_workers == 2 else f"all {num_workers:,} workers"
     return name_ranks(ranks)
 
 
