@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from support.deepspeed_modes import MODES, Mode
+from support.deepspeed_modes import MODES, Mode, import_deepspeed
 from support.deepspeed_training import WIDTH, Observation, observe, sketch_of
 from support.ranks import run_ranks
 
@@ -21,7 +21,7 @@ def observe_all(rank: int) -> dict[str, list[Observation]]:
 
 @pytest.fixture(scope="module")
 def observations():
-    by_rank = run_ranks(observe_all, NUM_RANKS, timeout=240)
+    by_rank = run_ranks(observe_all, NUM_RANKS, timeout=240, prepare=import_deepspeed)
     return {
         mode.name: [[seen[mode.name][step] for seen in by_rank] for step in range(STEPS)]
         for mode in MODES

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from support.deepspeed_modes import MODES
+from support.deepspeed_modes import MODES, import_deepspeed
 from support.deepspeed_training import train
 from support.ranks import run_ranks
 
@@ -17,7 +17,7 @@ def train_all(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def trainings():
-    return run_ranks(train_all, 3, timeout=240)
+    return run_ranks(train_all, 3, timeout=240, prepare=import_deepspeed)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)

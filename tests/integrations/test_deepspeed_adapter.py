@@ -84,7 +84,7 @@ def work(rank, folder):
 @pytest.fixture(scope="module")
 def trained():
     with tempfile.TemporaryDirectory() as folder:
-        yield folder, run_ranks(work, 2, folder)
+        yield folder, run_ranks(work, 2, folder, prepare=import_deepspeed)
 
 
 def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained):

@@ -1,5 +1,6 @@
 """Transformers' ``Trainer``, TRL's ``SFTTrainer`` and Accelerate, watched on two real ranks."""
 
+import importlib
 import logging
 import os
 import tempfile
@@ -28,6 +29,12 @@ BLOCKS = [block for page in PAGES for block in python_blocks(page)]
 EXAMPLES = [command for page in PAGES for command in examples(page)]
 
 
+def import_all():
+    warnings.simplefilter("ignore")
+    import_deepspeed()
+    importlib.import_module("integrations.hugging_face_jobs")
+
+
 def work(rank, folder):
     """Run all trainings on one rank; return what cannot be read in the records."""
     os.environ.update(  # as under a launcher
@@ -39,7 +46,6 @@ def work(rank, folder):
         MASTER_PORT="1",
         HF_HUB_OFFLINE="1",
     )
-    warnings.simplefilter("ignore")
     said = collect_warnings()
     import_deepspeed(rank)
     from integrations import hugging_face_jobs as jobs
@@ -165,7 +171,7 @@ def with_deepspeed(rank, folder, jobs):
 @pytest.fixture(scope="module")
 def trained():
     with tempfile.TemporaryDirectory() as folder:
-        yield folder, run_ranks(work, 2, folder, timeout=240)
+        yield folder, run_ranks(work, 2, folder, timeout=240, prepare=import_all)
 
 
 @pytest.mark.parametrize("name", ["trainer", "sft", "accelerate"])

@@ -128,9 +128,13 @@ def train_by_hand(rank, run_dir, *, steps=STEPS, accumulate=ACCUMULATE):
     scope.close()
 
 
+def import_lightning():
+    warnings.simplefilter("ignore")
+    importlib.import_module("lightning.pytorch")
+
+
 def work(rank, folder):
     os.environ["LOCAL_RANK"] = str(rank)  # as under a launcher
-    warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     from lightning.pytorch.plugins.precision import MixedPrecision
 
@@ -159,7 +163,7 @@ def work(rank, folder):
 @pytest.fixture(scope="module")
 def trained():
     with tempfile.TemporaryDirectory() as folder:
-        yield folder, run_ranks(work, 2, folder)
+        yield folder, run_ranks(work, 2, folder, prepare=import_lightning)
 
 
 def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained):

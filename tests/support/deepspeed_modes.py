@@ -135,8 +135,7 @@ class CheckpointedLM(TinyLM):
         return {"loss": loss}
 
 
-@functools.cache
-def import_deepspeed(rank: int) -> Any:
+def import_deepspeed(rank: int = 0) -> Any:
     """Import DeepSpeed so that it runs on the CPU, compiles nothing, and does so fast.
 
     A rank that is killed while it compiles leaves a lock behind that hangs the next one. The CPU
@@ -144,7 +143,13 @@ def import_deepspeed(rank: int) -> Any:
     ones. The Muon optimizer, imported with others, asks torch for a compiler that takes seconds
     to import.
     """
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
+    os.environ["LOCAL_RANK"] = str(rank)
+    return _import_deepspeed()
+
+
+@functools.cache
+def _import_deepspeed() -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
     with mock.patch.object(torch, "compile", lambda function=None, **options: function):
         import deepspeed
         import deepspeed.runtime.zero.muon.original_muon

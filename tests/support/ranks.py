@@ -1,7 +1,10 @@
 """Runs a function on real ranks: one process each, over gloo, with one thread each."""
 
+import contextlib
 import gc
 import multiprocessing as mp
+import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -35,33 +38,54 @@ def forked() -> Any:
 
 
 def run_ranks(
-    work: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0
+    work: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout: float = 120.0,
+    prepare: Callable[[], object] | None = None,
 ) -> list[Any]:
     """Run ``work(rank, *args)`` on every rank and return the results in rank order.
 
     ``work`` is a function of a module. It finds a default process group of ``num_ranks`` ranks.
+
+    Args:
+        work: What each rank does.
+        num_ranks: How many ranks.
+        args: What ``work`` is given after the rank.
+        timeout: Seconds that each rank may take.
+        prepare: Called once, in a process that all ranks are then forked from: it imports what
+            would take every rank seconds to import.
     """
     context = forked()
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(num_ranks):
-            receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_main,
-                args=(work, rank, num_ranks, str(Path(folder) / "store"), sending, args),
-            )
+        pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+        calls = [
+            (work, rank, num_ranks, str(Path(folder) / "store"), sending, args)
+            for rank, (_, sending) in enumerate(pipes)
+        ]
+        if prepare is None:
+            processes = [context.Process(target=_main, args=call) for call in calls]
+        else:
+            processes = [context.Process(target=_prepare, args=(prepare, calls))]
+        for process in processes:
             process.start()
+        for _, sending in pipes:
             sending.close()
-            pipes.append(receiving)
-            processes.append(process)
         try:
-            return [_receive(rank, pipe, timeout) for rank, pipe in enumerate(pipes)]
+            return [_receive(rank, pipe, timeout) for rank, (pipe, _) in enumerate(pipes)]
         finally:
             for process in processes:
-                process.join(timeout=10)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                _end(process, of_a_group=prepare is not None)
+
+
+def _end(process: Any, *, of_a_group: bool) -> None:
+    process.join(timeout=10)
+    if process.is_alive():
+        if of_a_group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
 
 
 def _receive(rank: int, pipe: Any, timeout: float) -> Any:
@@ -74,6 +98,19 @@ def _receive(rank: int, pipe: Any, timeout: float) -> Any:
     if error:
         raise RankError(f"rank {rank} raised:\n{error}")
     return result
+
+
+def _prepare(prepare: Any, calls: Any) -> None:
+    os.setpgid(0, 0)
+    prepare()
+    gc.freeze()
+    processes = [mp.get_context("fork").Process(target=_main, args=call) for call in calls]
+    for process in processes:
+        process.start()
+    for *_, sending, _ in calls:
+        sending.close()  # or a rank that died would not be noticed
+    for process in processes:
+        process.join()
 
 
 def _main(work: Any, rank: int, num_ranks: int, store: str, pipe: Any, args: Any) -> None:
