@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -123,6 +124,7 @@ def test_it_passes_the_check_before_use(kernel):
 
 
 COMPILE = """
+import json
 import sys
 import triton
 import triton.language as tl
@@ -135,58 +137,71 @@ pointers = dict(segments="i64", jobs="i64", addresses="i64", row_signs="fp32", p
                 sketches="fp32", norms="fp64", tops="fp32", nonfinites="i64", jobs_of="i64",
                 sketch="fp32", squared_norm="fp64", largest="fp32", nonfinite="i64")
 types = {"fp32": (tl.float32, 4), "bf16": (tl.bfloat16, 2)}
-element, size = types[sys.argv[1]]
 grid = dict(WIDTH=4093, TILES=4, TILE=1024)
-constants = {
-    "measure_tiles": dict(ROWS=4, STRIDE=12304, SKETCH=True, TYPE=element, SIZE=size, **grid),
+kinds = {
+    "measure_tiles": dict(ROWS=4, STRIDE=12304, SKETCH=True, **grid),
     "combine": dict(ROWS=16, SKETCH=True, FRESH=False, WHOLE=0, **grid),
     "combine fresh": dict(ROWS=16, SKETCH=False, FRESH=True, WHOLE=4093, **grid),
     "gather": dict(WIDE=4093, REDUCED=True),
     "digest_chunks": dict(SQUARES=True),
     "digest_chunks alone": dict(SQUARES=False),
-}[sys.argv[3]]
-name = sys.argv[3].split()[0]
+}
 modules = {"measure_tiles": reading, "combine": reading, "gather": triton_handover,
            "digest_chunks": triton_digest}
-kernel = getattr(modules[name], name)
 pointers |= dict(table="i64", local="fp32", reduced="fp32", signs="fp32", squares="fp64",
                  reduced_squares="fp64", numbers="fp64")
 integers = ("num_sketches", "num_rows", "largest_at", "length", "row", "step", "rows", "first")
-if name == "digest_chunks":
-    pointers = {each: "i64" for each in kernel.arg_names if each not in (*integers, "SQUARES")}
-    pointers |= dict(squares="fp64")
-signature = {n: "*" + pointers[n] if n in pointers else "constexpr" for n in kernel.arg_names}
-signature |= {n: "i32" for n in integers if n in signature}
-aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in pointers}
-source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-target = GPUTarget("cuda", int(sys.argv[2]), 32)
-options = dict(num_warps=4, enable_fp_fusion=True)
-print(triton.compile(source, target=target, options=options).asm["ptx"])
+
+
+def compile(dtype, capability, kind):
+    name, constants = kind.split()[0], dict(kinds[kind])
+    if name == "measure_tiles":
+        constants["TYPE"], constants["SIZE"] = types[dtype]
+    kernel, pointed = getattr(modules[name], name), dict(pointers)
+    if name == "digest_chunks":
+        pointed = {n: "i64" for n in kernel.arg_names if n not in (*integers, "SQUARES")}
+        pointed |= dict(squares="fp64")
+    signature = {n: "*" + pointed[n] if n in pointed else "constexpr" for n in kernel.arg_names}
+    signature |= {n: "i32" for n in integers if n in signature}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in pointed}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    target = GPUTarget("cuda", int(capability), 32)
+    options = dict(num_warps=4, enable_fp_fusion=True)
+    return triton.compile(source, target=target, options=options).asm["ptx"]
+
+
+print(json.dumps([compile(*wanted) for wanted in json.loads(sys.argv[1])]))
 """
 
 
-@pytest.mark.parametrize(
-    ("dtype", "capability", "load"), [("fp32", "80", ".v4.b32"), ("bf16", "90", ".v2.b32")]
-)
-def test_it_compiles_to_aligned_vector_loads(tmp_path, dtype, capability, load):
-    """The compiler needs no GPU. Four neighbouring elements must be one load."""
-    lines = compiled(tmp_path, dtype, capability, "measure_tiles").splitlines()
-    assert sum(load in line and "evict_first" in line for line in lines) == 8
+LOADS = {("fp32", "80"): ".v4.b32", ("bf16", "90"): ".v2.b32"}
+OTHERS = ["combine", "combine fresh", "gather", "digest_chunks", "digest_chunks alone"]
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["combine", "combine fresh", "gather", "digest_chunks", "digest_chunks alone"],
-)
-def test_the_other_kernels_compile(tmp_path, kernel):
-    assert kernel.split()[0] in compiled(tmp_path, "fp32", "90", kernel)
-
-
-def compiled(tmp_path, *arguments):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Compile all in one process, for the compiler takes seconds to import; it needs no GPU."""
+    wanted = [(*loads, "measure_tiles") for loads in LOADS]
+    wanted += [("fp32", "90", kernel) for kernel in OTHERS]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMPILE, *arguments],
+        [sys.executable, "-W", "error", "-c", COMPILE, json.dumps(wanted)],
         capture_output=True, text=True, env=environment, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return dict(zip(wanted, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "capability"), LOADS)
+def test_it_compiles_to_aligned_vector_loads(compiled, dtype, capability):
+    """Four neighbouring elements must be one load."""
+    lines, load = (
+        compiled[dtype, capability, "measure_tiles"].splitlines(),
+        LOADS[dtype, capability],
+    )
+    assert sum(load in line and "evict_first" in line for line in lines) == 8
+
+
+@pytest.mark.parametrize("kernel", OTHERS)
+def test_the_other_kernels_compile(compiled, kernel):
+    assert kernel.split()[0] in compiled["fp32", "90", kernel]

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(
 
 def test_the_number_of_launches_does_not_grow_with_the_number_of_tensors():
     launches = load_benchmark("launches")
-    rows = launches.measure((10, 100))
-    assert [row["tensors"] for row in rows] == [10, 100]
+    rows = launches.measure((10, 30))
+    assert [row["tensors"] for row in rows] == [10, 30]
     assert all(row["of"] == rows[0]["of"] for row in rows)
     assert rows[0]["launches"] <= MOST
     assert launches.render(rows).count("\n") == 3
