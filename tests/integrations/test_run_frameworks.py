@@ -15,7 +15,7 @@ from rankscope.core.signals import Table
 from support.deepspeed_modes import import_deepspeed
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ZERO_2 = {
     "train_micro_batch_size_per_gpu": 4,
@@ -32,15 +32,20 @@ SETTINGS = [
 ]
 
 
+def import_all():
+    warnings.simplefilter("ignore")
+    sys.modules["mlflow"] = None  # DeepSpeed would import it, for seconds
+    sys.path.insert(0, str(SCRIPTS))
+    import_deepspeed()
+    importlib.import_module("train_trainer")
+
+
 def references(rank, folder):
     """Train as the scripts do: without a monitor, then with one that is called by hand."""
     os.environ.update(  # as under a launcher
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost"
     )
     os.environ.update(MASTER_PORT="1", OMP_NUM_THREADS="1")
-    warnings.simplefilter("ignore")
-    sys.modules["mlflow"] = None  # DeepSpeed would import it, for seconds
-    sys.path.insert(0, str(SCRIPTS))
     import_deepspeed(rank)
     return {"trainer": with_trainer(folder), "deepspeed": with_deepspeed(rank, folder)}
 
@@ -87,7 +92,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def digests(folder):
     """Return digests of the trainings without a monitor; the runs by hand lie in ``folder``."""
-    return run_ranks(references, 2, folder, timeout=240)
+    return run_ranks(references, 2, folder, timeout=240, prepare=import_all)
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,9 @@ class Module(lightning.LightningModule):
     def train_dataloader(self):
         return DataLoader(Batches(self.trainer.global_rank), batch_size=None)
 
-    def on_train_start(self):
-        torch.manual_seed(self.trainer.global_rank)
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 0:  # a loader that begins anew has drawn a number
+            torch.manual_seed(self.trainer.global_rank)
 
 
 def fit(*, validated=False):
