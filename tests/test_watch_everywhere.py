@@ -213,7 +213,7 @@ def train_zero(rank, folder):
 
 
 def test_deepspeed_from_the_engine_to_the_record(tmp_path):
-    ranks = run_ranks(train_zero, 2, str(tmp_path), timeout=240)
+    ranks = run_ranks(train_zero, 2, str(tmp_path), timeout=240, prepare=zero.import_deepspeed)
     for stage in range(4):
         run = Run.open(tmp_path / str(stage))
         assert said_to_differ(run) == []

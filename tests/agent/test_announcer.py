@@ -122,39 +122,46 @@ def events_of(run_dir):
     return [json.loads(line) for line in (run_dir / "findings.jsonl").read_text().splitlines()]
 
 
-def train(run_dir, *words):
-    """Run the script whose sampler was forgotten; return its output and error stream."""
-    words = (*words, "--run-dir", str(run_dir))
+WAYS = ("forgotten", "healthy", "silent")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Train in all ways under one launcher; return the folder of all runs and what was printed."""
+    folder = tmp_path_factory.mktemp("announced")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-endpoint", "localhost:0", "--rdzv-backend", "c10d", str(SCRIPT)]
     ended = subprocess.run(
-        [*command, "--rdzv-endpoint", "localhost:0", "--rdzv-backend", "c10d", str(SCRIPT), *words],
+        [*command, "--folder", str(folder), *WAYS],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == ""
     lines = [line for line in ended.stderr.splitlines() if line.startswith("rankscope: ")]
-    return ended.stdout, lines
+    return folder, lines
 
 
-def test_a_forgotten_sampler_is_said_when_it_happens_and_at_the_end(tmp_path):
-    out, lines = train(tmp_path / "run")
-    opened, verdict, recorded = lines
+@pytest.mark.slow
+def test_a_forgotten_sampler_is_said_when_it_happens_and_at_the_end(trained):
+    folder, lines = trained
+    opened, verdict, recorded = lines[:3]
     assert opened.startswith("rankscope: error: Ranks 0 and 1 trained on identical batches")
     assert opened.endswith("[data.duplicate_batches, since step 0]")
     assert verdict.startswith("rankscope: 30 steps of 2 workers: 1 error. Ranks 0 and 1 trained")
-    assert recorded.endswith(f"rankscope report {tmp_path / 'run'}")
-    assert out == ""
-    found = events_of(tmp_path / "run")
+    assert recorded.endswith(f"rankscope report {folder / 'forgotten'}")
+    found = events_of(folder / "forgotten")
     assert {one["cause"] for one in found} >= {"data.duplicate_batches"}
 
 
-def test_a_healthy_run_says_one_word_at_the_end_and_silence_can_be_had(tmp_path):
-    _, (verdict, recorded) = train(tmp_path / "run", "--healthy")
+def test_a_healthy_run_says_one_word_at_the_end_and_silence_can_be_had(trained):
+    folder, lines = trained
+    verdict, recorded = lines[3:]  # and nothing of the silent run
     assert verdict.startswith("rankscope: 30 steps of 2 workers: no fault found")
-    assert "to see it: rankscope report" in recorded
-    assert train(tmp_path / "silent", "--silent") == ("", [])
+    assert recorded.endswith(f"to see it: rankscope report {folder / 'healthy'}")
+    assert {one["cause"] for one in events_of(folder / "silent")} >= {"data.duplicate_batches"}
 
 
 def changing(rank, run_dir):

@@ -49,11 +49,11 @@ def forget_what_was_built():
 
 @pytest.fixture
 def counted_compiler(tmp_path, monkeypatch):
-    """A compiler that adds a line to a file whenever it runs."""
+    """A compiler that adds a line to a file whenever it runs, and is quick for it does little."""
     log = tmp_path / "runs"
     script = tmp_path / "counted cc"
     compiler = shlex.quote(str(shutil.which("cc")))
-    script.write_text(f'#!/bin/sh\necho run >>"{log}"\nexec {compiler} "$@"\n')
+    script.write_text(f'#!/bin/sh\necho run >>"{log}"\nexec {compiler} "$@" -O0\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", shlex.quote(str(script)))
     return log
@@ -138,7 +138,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(caplog, monkeypatch, empty_c
 
 
 @needs_compiler
-def test_a_damaged_library_is_no_error(caplog, empty_cache):
+def test_a_damaged_library_is_no_error(caplog, empty_cache, counted_compiler):
     """One page of it is there: to load it would end the process by SIGBUS."""
     library = built_library()
     whole = library.read_bytes()
@@ -147,6 +147,7 @@ def test_a_damaged_library_is_no_error(caplog, empty_cache):
     assert chosen(caplog) == "native"
     (rebuilt,) = library.parent.glob("*.so")
     assert len(rebuilt.read_bytes()) > 5000
+    assert counted_compiler.read_text().count("run") == 2
 
 
 @pytest.mark.parametrize("spoil", ["writable folder", "writable parent", "a link", "another's"])
@@ -175,7 +176,9 @@ def test_a_cache_that_others_can_write_is_refused(caplog, empty_cache, tmp_path,
 
 @needs_compiler
 @pytest.mark.parametrize("spoil", ["writable", "a link"])
-def test_a_library_that_others_can_write_is_built_anew(empty_cache, spoil, tmp_path):
+def test_a_library_that_others_can_write_is_built_anew(
+    empty_cache, counted_compiler, spoil, tmp_path
+):
     library = built_library()
     if spoil == "writable":
         library.chmod(0o777)
@@ -185,6 +188,7 @@ def test_a_library_that_others_can_write_is_built_anew(empty_cache, spoil, tmp_p
     anew = built_library()
     assert not anew.is_symlink()
     assert stat.S_IMODE(anew.stat().st_mode) == 0o700
+    assert counted_compiler.read_text().count("run") == 2
 
 
 def test_a_lock_that_was_planted_as_a_link_is_not_followed(caplog, empty_cache, tmp_path):
@@ -210,6 +214,7 @@ def test_many_ranks_compile_once(empty_cache, counted_compiler):
     assert left == {".so", ".lock"}
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_another_processor_or_compiler_gets_a_library_of_its_own(
     empty_cache, counted_compiler, monkeypatch
@@ -217,8 +222,9 @@ def test_another_processor_or_compiler_gets_a_library_of_its_own(
     first = built_library()
     monkeypatch.setattr(build, "_processor", lambda: "another")
     second = built_library()
-    monkeypatch.delenv("CC")
+    monkeypatch.setenv("CC", f"{os.environ['CC']} -DANOTHER")
     assert len({first, second, built_library()}) == 3
+    assert counted_compiler.read_text().count("run") == 3
 
 
 def test_nobody_waits_for_long(monkeypatch, empty_cache, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import resource
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 
@@ -165,13 +166,17 @@ def test_damaged_files(tmp_path):
         load_bundle(path)
 
 
-def zipped(shape: str, content: bytes) -> bytes:
-    """Return an archive whose array says of itself what it wants."""
+def zipped(shape: str, content: bytes, times: int = 1) -> bytes:
+    """Return an archive whose array says of itself what it wants, and has content repeatedly."""
     head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
     file = BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        array = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode() + content
-        archive.writestr("array-0.npy", array)
+    with (
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("array-0.npy", "w") as array,
+    ):
+        array.write(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode())
+        for _ in range(times):  # piece by piece: the memory of this process is looked at
+            array.write(content)
     return file.getvalue()
 
 
@@ -180,27 +185,27 @@ def archived(**arrays) -> bytes:
 
 
 ENTRY = b"PK\x01\x02\x2d\x03\x2d\0"
-ARCHIVES = {
-    "nothing": b"",
-    "half of one": archived()[:300],
-    "an array": b"\x93NUMPY\x01\x00",
-    "a password": archived().replace(ENTRY + b"\0", ENTRY + b"\1"),
-    "more than there is": zipped("(1000000000, 1000000)", bytes(8)),
-    "a negative shape": zipped("(-2, 2)", bytes(8)),
-    "a bomb": zipped("(100000000,)", bytes(400_000_000)),
-    "no samples": archive_of({"array-0": np.ones(2)}),
-    "another array": archive_of({"samples": np.arange(2), "array-7": np.ones(2)}),
-    "samples of text": archived(samples=np.array(["a"])),
-    "samples that are no numbers": archived(samples=np.array([np.nan])),
-    "one sample alone": archived(samples=np.int64(3)),
-    "a table of samples": archived(samples=np.ones((2, 2), np.int64)),
+ARCHIVES: dict[str, Callable[[], bytes]] = {
+    "nothing": lambda: b"",
+    "half of one": lambda: archived()[:300],
+    "an array": lambda: b"\x93NUMPY\x01\x00",
+    "a password": lambda: archived().replace(ENTRY + b"\0", ENTRY + b"\1"),
+    "more than there is": lambda: zipped("(1000000000, 1000000)", bytes(8)),
+    "a negative shape": lambda: zipped("(-2, 2)", bytes(8)),
+    "a bomb": lambda: zipped("(100000000,)", bytes(4_000_000), 100),
+    "no samples": lambda: archive_of({"array-0": np.ones(2)}),
+    "another array": lambda: archive_of({"samples": np.arange(2), "array-7": np.ones(2)}),
+    "samples of text": lambda: archived(samples=np.array(["a"])),
+    "samples that are no numbers": lambda: archived(samples=np.array([np.nan])),
+    "one sample alone": lambda: archived(samples=np.int64(3)),
+    "a table of samples": lambda: archived(samples=np.ones((2, 2), np.int64)),
 }
 
 
 @pytest.mark.parametrize("content", ARCHIVES)
 def test_archives_that_hold_no_batch_are_refused_in_one_line(tmp_path, content):
     path = save_bundle(tmp_path, bundle())
-    (path / "peer.npz").write_bytes(ARCHIVES[content])
+    (path / "peer.npz").write_bytes(ARCHIVES[content]())
 
     def act() -> None:
         with pytest.raises(RunError, match=r"peer\.npz.*the bundle is damaged") as refused:

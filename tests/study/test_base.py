@@ -3,7 +3,6 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rankscope.study import base
 from rankscope.study.base import BaseConfig, build, cache_key, load_base, train_tokenizer
 from rankscope.study.data import Record, load_records
 from rankscope.study.encoding import encode
+from support.ranks import forked
 
 SMALL = BaseConfig(hidden=32, layers=1, intermediate=64, vocab_size=400, batch_size=4)
 RECORDS = load_records(None).held_out[:64]
@@ -100,7 +100,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_at_once(tmp_path: Path) -> None:
-    context = get_context("spawn")
+    context = forked()
     together, queue = context.Barrier(2), context.Queue()
     other = context.Process(target=_load_in_process, args=(tmp_path, together, queue))
     other.start()
