@@ -30,6 +30,7 @@ def written():
     return [path.read_bytes() for path in (PAGE, PAGE.with_suffix(".json"))]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_dry_run_goes_through_every_row_and_writes_nothing():
     before = written()

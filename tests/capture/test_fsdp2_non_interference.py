@@ -6,7 +6,7 @@ from support.fsdp2_modes import MODES, Mode
 from support.fsdp2_training import make_tap, optimize, start, state_of, train_step
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 STEPS = 3
 ATTACHED_LATE = ("1-D", "accumulated", "shard size 1", "compiled")
 

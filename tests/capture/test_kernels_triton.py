@@ -192,6 +192,7 @@ def compiled(tmp_path_factory):
     return dict(zip(wanted, json.loads(done.stdout), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "capability"), LOADS)
 def test_it_compiles_to_aligned_vector_loads(compiled, dtype, capability):
     """Four neighbouring elements must be one load."""

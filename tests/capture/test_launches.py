@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_the_number_of_launches_does_not_grow_with_the_number_of_tensors():
     launches = load_benchmark("launches")
     rows = launches.measure((10, 30))

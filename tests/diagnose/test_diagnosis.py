@@ -195,6 +195,7 @@ def test_sampling_with_replacement_is_a_note_at_most_in_the_end(num_workers, see
     assert len(events) < 25
 
 
+@pytest.mark.slow
 def test_sampling_with_replacement_is_hardly_ever_called_an_error():
     calls = 0
     for seed in range(120):

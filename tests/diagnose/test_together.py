@@ -115,6 +115,7 @@ def digest(state):
     return (str(state.dtype), state.tobytes()) if isinstance(state, np.ndarray) else repr(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", JOBS)
 @pytest.mark.parametrize(("width", "every"), [(2, 1), (4, 1), (4, 5), (8, 3)])
 def test_findings_and_all_that_is_remembered_are_the_same(change, width, every):

@@ -10,6 +10,7 @@ import pytest
 from fuzz import readers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(4))
 def test_mutations_are_refused_in_words_or_read(share: int):
     first = 1_000_000 + 50 * share

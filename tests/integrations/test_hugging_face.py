@@ -22,7 +22,7 @@ from support.deepspeed_modes import import_deepspeed
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 PAGES = [f"docs/integrations/{name}.md" for name in ("transformers", "accelerate")]
 BLOCKS = [block for page in PAGES for block in python_blocks(page)]

@@ -27,7 +27,7 @@ from support.loops import Loop, collect_warnings
 from support.models import make_batch
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 EVERY, STEPS = 40, 84  # two canaries on schedule: decided at 0 and 40, run at 32 and 72
 

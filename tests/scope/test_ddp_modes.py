@@ -10,7 +10,7 @@ from support.mode_runs import STEPS, WIDTH, ModeRun, train_in_modes
 from support.modes import MODES, MORE_MODES
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ALL = MODES + MORE_MODES
 
