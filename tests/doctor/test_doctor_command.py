@@ -15,7 +15,7 @@ from support.forked_ranks import run_on_ranks
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def doctor(num_ranks, *options, program=("-m", "rankscope", "doctor")):
@@ -34,9 +34,10 @@ def doctor(num_ranks, *options, program=("-m", "rankscope", "doctor")):
     return ended.returncode, ended.stdout, ended.stderr
 
 
-def examine(num_ranks, *options):
+def examine(num_ranks, *options, seconds=60, form="--json"):
     """Run it without a launcher's own doings; the same three."""
-    return run_on_ranks(num_ranks, ["doctor", *options, "--json", "--seconds=60"], HERE)
+    words = ["doctor", *options, f"--seconds={seconds}", *filter(None, [form])]
+    return run_on_ranks(num_ranks, words, HERE)
 
 
 def checks(out):
@@ -135,9 +136,7 @@ def test_steps_that_do_not_repeat_are_named_with_rank_and_operator():
 
 
 def test_a_function_that_raises_on_one_rank_does_not_end_the_rest():
-    code, out, err = doctor(
-        2, "--model=patients:raises", "--loader=patients:uneven", "--seconds=60"
-    )
+    code, out, err = examine(2, "--model=patients:raises", "--loader=patients:uneven", form="")
     assert code == 1
     assert "rank 1: ValueError: no checkpoint (patients.py:" in out
     assert "rank 0 has 6 batches, others up to 9" in " ".join(out.split())
@@ -147,7 +146,7 @@ def test_a_function_that_raises_on_one_rank_does_not_end_the_rest():
 
 
 def test_a_rank_that_hangs_is_named_with_its_line():
-    code, out, _ = doctor(2, "--model=patients:hangs", "--json", "--seconds=10")
+    code, out, _ = examine(2, "--model=patients:hangs", seconds=10)
     assert code == 1
     model = checks(out)["model"]
     assert model["status"] == "error"

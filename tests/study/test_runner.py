@@ -11,6 +11,7 @@ import torch
 from rankscope.cli import main
 from rankscope.core.signals import Table
 from rankscope.record import Run
+from support.forked_ranks import run_on_ranks
 from support.study_command import (
     Done,
     StudyCommand,
@@ -287,11 +288,9 @@ def test_torchrun_gives_the_same_numbers(study: StudyCommand, folder: Path, firs
 
 def test_torchrun_with_bad_input(study: StudyCommand, tmp_path: Path) -> None:
     options = {**TINY, "data": "missing.json"}
-    process = study.run(tmp_path / "out", launcher=LAUNCHER, **options)
-    ours = [line for line in process.stderr.splitlines() if line.startswith("rankscope: ")]
-    assert ours == ["rankscope: there is no data file missing.json: check the path"]
-    assert process.returncode != 0
-    assert "Traceback (most recent call last):\n  File" not in process.stderr.split("torch/")[0]
+    code, out, err = run_on_ranks(2, study.arguments(tmp_path / "out", options), tmp_path)
+    assert (code, out) == (2, "")
+    assert err == "rankscope: there is no data file missing.json: check the path\n"
     assert list(tmp_path.iterdir()) == []
 
 
