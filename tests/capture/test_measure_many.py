@@ -98,9 +98,17 @@ def whole():
     return {name: [(GROUPS.index_of[name], 0, size)] for name, size in SIZES.items()}
 
 
-@KERNELS
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "offset"),
+    [
+        *(("torch", offset) for offset in (0, 1)),
+        *(pytest.param("native", offset, marks=needs_compiler) for offset in (0, 1)),
+        ("triton 1", 0),  # each is interpreted for seconds
+        ("triton 9", 1),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [0, 1])
 def test_each_row_is_what_its_gradients_are(kernel, dtype, offset):
     gradients = make(dtype, offset=offset)
     expect(measured(kernel, gradients), gradients, whole())
