@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rankscope.integrations.transformers import TrainerLoss
-
 MICRO, OWN, ITEMS = 4, 3, 10
 
 
@@ -20,6 +18,8 @@ class Taking:
 
 def given(loss, inputs, num_items, **trainer):
     """Return the weight and the factor with which a trainer's loss is given."""
+    from rankscope.integrations.transformers import TrainerLoss  # which imports for seconds
+
     scope, model = Taking(), torch.nn.Linear(3, 3)
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(num_processes=2, unwrap_model=lambda model: model),
