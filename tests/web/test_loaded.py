@@ -1,6 +1,7 @@
 """A recorded run in Python: tables that other libraries take, and its verdict in a notebook."""
 
 import json
+from dataclasses import replace
 
 import polars
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pytest
 import rankscope
 from rankscope.core.finding import Severity
 from rankscope.core.signals import Table, signals
+from rankscope.core.step import GatheredStep
 from rankscope.errors import RunError
 from rankscope.record import Run
 from web.recorded_runs import record_run, with_everything
@@ -56,3 +58,30 @@ def test_a_notebook_shows_the_verdict_and_no_markup_of_names(run: Run):
 def test_what_is_no_run_is_said(tmp_path):
     with pytest.raises(RunError, match="not a run"):
         rankscope.load(tmp_path)
+
+
+def test_what_watching_costs_is_said_in_every_step_and_for_each_read(tmp_path):
+    def change(step: GatheredStep) -> GatheredStep:
+        workers = {name: values.copy() for name, values in step.workers.items()}
+        observed = step.step % 2 == 0
+        workers["overhead_seconds"][:] = 0.002 + 0.003 * observed
+        workers["read_seconds"][:] = 0.003 * observed
+        workers["overhead_seconds"][1] += 0.002
+        return replace(step, workers=workers, interval=2, observed=observed)
+
+    run = record_run(tmp_path / "run", num_workers=4, num_steps=16, change=change)
+    said = rankscope.load(run.path).assess()
+    assert said.values["overhead_fixed_seconds"] == pytest.approx(0.004)
+    assert said.values["overhead_read_seconds"] == pytest.approx(0.003)
+    [cost] = [line for line in said.statements if line.startswith("Watching took")]
+    assert "4 ms in every step whatever its length, and 3 ms to read the gradient" in cost
+    assert cost.endswith("A step of 1 second would pay 0.70%.")
+    info = json.loads((run.path / "run.json").read_text())
+    overhead = {"within_budget": False, "budget": 0.01}
+    (run.path / "run.json").write_text(json.dumps({**info, "overhead": overhead}))
+    [cost] = [
+        line
+        for line in rankscope.load(run.path).assess().statements
+        if line.startswith("Watching took")
+    ]
+    assert "The budget of 1.00% was not kept" in cost
