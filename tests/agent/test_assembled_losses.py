@@ -64,6 +64,7 @@ def summed(tokens_M, divisor, weight):
 def test_a_sum_over_tokens_is_a_mean_only_if_its_divisor_counts_all_of_them(own, divisor):
     assembly = Assembly(Layout(num_workers=2), 0)
     step = assembly.step_of([summed(own, divisor, 0.5), summed([7.0], divisor, 0.25)], 1)
+    assert step.workers["loss_divided"].tolist() == [divisor == 10.0] * 2
     if divisor == 10.0:
         assert step.workers["loss"] == pytest.approx([2.0, 2.0])
         assert step.workers["loss_weight"] == pytest.approx([3.0, 7.0])

@@ -287,6 +287,18 @@ def test_a_wrong_factor_is_named(value, micro, words):
     assert words in describe("loss.scale", evidence.severity, evidence.fields)[0]
 
 
+@pytest.mark.parametrize(
+    ("divided", "words"), [(False, "Nothing is wrong if"), (True, "this factor comes on top")]
+)
+def test_advice_knows_whether_the_tokens_are_divided_out_already(divided, words):
+    detector, found = LossScale(W), []
+    for step, parts in enumerate(constant(0.25)):
+        seen = observation(step, *parts)
+        seen.gathered.workers["loss_divided"][:] = divided
+        found += detector.observe(seen)
+    assert words in describe("loss.scale", found[-1].severity, found[-1].fields)[1]
+
+
 def test_losses_weighted_by_tokens_and_by_workers():
     found = watch(LossScale(W), [(t, W * by_tokens(t)) for t in lengths(20)])
     assert set(found) == {"loss.scale"}

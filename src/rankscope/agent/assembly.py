@@ -104,8 +104,10 @@ class Assembly:
 
     def step_of(self, messages_W: Sequence[StepMessage], interval: int) -> GatheredStep:
         """Return what all workers' messages of a step say together."""
-        first, messages_W = messages_W[0], _as_means(messages_W)
+        first, means_W = messages_W[0], _as_means(messages_W)
+        divided, messages_W = means_W is not messages_W, means_W
         workers = columns_of([message.slots for message in messages_W])
+        workers["loss_divided"][:] = divided
         losses, weights = _losses(messages_W, workers)
         measured_W = [self._measured(message) for message in messages_W]
         carried = [one is not None and one.values["grad_carried_over"] > 0 for one in measured_W]

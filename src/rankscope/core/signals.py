@@ -148,6 +148,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("rank", _INT, "", _KEY, _NONE, "rank of the worker in its data-parallel group"),
         ("loss", _FLOAT, "nats/token", _LOCAL, _BOTH, "local loss per label token, before averaging; micro-batches count as they do in the gradient", Compared("loss", observed=False)),
         ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given"),
+        ("loss_divided", _BOOL, "", _LOCAL, _NONE, "whether the training sums its loss over label tokens and divides it by those of all workers, as all workers' counts prove"),
         ("loss_sem", _FLOAT, "nats/token", _LOCAL, _NONE, "standard error of the local loss, from its micro-batches or samples"),
         ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction", Compared("gradient norm")),
         ("grad_norm_estimated", _BOOL, "", _LOCAL, _NONE, "whether grad_norm is an estimate, since the gradient was only seen in parts: ZeRO 2 and 3 or order_free with accumulation"),

@@ -21,6 +21,15 @@ from rankscope.diagnose.rules import count, name_ranks
 ONE_WORKER = "loss-scale-one-worker"
 """Key of the finding of a worker whose multiplier differs from the others'."""
 
+_UNKNOWN = (
+    " Nothing is wrong if the loss that rankscope sees is divided already, for instance by all "
+    "workers' tokens."
+)
+_DIVIDED = (
+    " The workers' tokens show that the loss is divided by their number already: this factor comes "
+    "on top."
+)
+
 _CLOSE = 1e-3
 _STEPS, _STEPS_OF_ONE = 8, 3
 _POWERS = 3
@@ -56,6 +65,7 @@ class LossScale(Detector):
         self._streak = ("", 0)
         self._streak_first = -1
         self._called = False  # the optimizer, in some step
+        self._divided = False  # by all workers' tokens, which is proven
         self._span = Span()
         self._factor = ""
         self._value = math.nan
@@ -76,6 +86,7 @@ class LossScale(Detector):
         )
         scale = _mean(step, scales_W) if alike and len(sizes) < 2 else math.nan
         self._notice_calls(step)
+        self._divided = bool(workers["loss_divided"].all())
         if not known or len(sizes) > 1:
             return ()
         if not alike:
@@ -138,6 +149,7 @@ class LossScale(Detector):
             {
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
+                "divided": _DIVIDED if self._divided else _UNKNOWN,
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
