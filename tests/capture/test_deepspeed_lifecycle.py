@@ -10,7 +10,7 @@ from torch import nn
 
 from rankscope.capture import ReadReduced
 from rankscope.capture.guard import Guard
-from rankscope.capture.norms import NormMeter
+from rankscope.capture.sketch import NormMeter
 from rankscope.capture.taps.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
 from rankscope.errors import UnsupportedError
 from support.deepspeed_modes import (

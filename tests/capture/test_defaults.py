@@ -13,8 +13,7 @@ from rankscope.capture.fold import fold, fold_signs
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.dot import choose_dot
 from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.norms import NormMeter
-from rankscope.capture.sketch import DEFAULT_WIDTH
+from rankscope.capture.sketch import DEFAULT_WIDTH, NormMeter
 from rankscope.core.groups import group_parameters
 from rankscope.reduce.accumulator import native_functions
 from support.collected import to_arrays

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rankscope.capture import Sketcher
-from rankscope.capture.norms import NormMeter
+from rankscope.capture.sketch import NormMeter
 from rankscope.capture.state.meter import StateMeter
 from rankscope.core.groups import group_parameters
 from rankscope.errors import UnsupportedError

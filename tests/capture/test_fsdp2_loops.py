@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.capture.norms import NormMeter
+from rankscope.capture.sketch import NormMeter
 from rankscope.capture.taps.fsdp2 import FSDP2Tap
 from rankscope.capture.taps.fsdp2_model import _groups, fsdp2_parameters, is_fsdp2
 from rankscope.capture.taps.tap import ReadReduced

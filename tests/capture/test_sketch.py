@@ -18,7 +18,7 @@ from capture.structures import (
 from rankscope.capture import GradientTotals, Sketcher
 from rankscope.capture.fold import fold
 from rankscope.capture.kernels.flat import flat_parts
-from rankscope.capture.norms import NormMeter
+from rankscope.capture.sketch import NormMeter
 from rankscope.core.groups import group_parameters
 from rankscope.errors import UnsupportedError, UsageError
 

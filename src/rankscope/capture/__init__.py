@@ -2,10 +2,9 @@
 
 from rankscope.capture.host import HostCopy
 from rankscope.capture.loss import LossMeter
-from rankscope.capture.norms import NormMeter
 from rankscope.capture.optimizer import OptimizerMeter
 from rankscope.capture.samples import SampleMeter
-from rankscope.capture.sketch import Sketcher
+from rankscope.capture.sketch import NormMeter, Sketcher
 from rankscope.capture.taps.ddp import DDPTap
 from rankscope.capture.taps.tap import GradientTap, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals

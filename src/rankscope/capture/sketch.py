@@ -215,6 +215,12 @@ class Sketcher:
         return signs
 
 
+class NormMeter(Sketcher):
+    """A :class:`Sketcher` that leaves all sketches zero, for the tier without them."""
+
+    sketches = False
+
+
 def _cuts(ranges: Sequence[Range], start: int, count: int, first: int) -> Iterator[Cut]:
     """Cut elements where sections end; what lies beyond the last belongs to it.
 
