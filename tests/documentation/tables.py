@@ -49,7 +49,7 @@ NOT_RUN = {
     ("CONTRIBUTING.md", "make demo"): "run by .ci/run",
     (
         "CONTRIBUTING.md",
-        "errors → core → record, sinks → diagnose → agent → capture → reduce, numerics → "
+        "errors → private → core → record, sinks → diagnose → agent → capture → reduce, numerics → "
         "session → web",
     ): "a picture of the layers",
     (

@@ -17,6 +17,7 @@ from web.live.serving import Training, serving
 
 FIGURES = Path(__file__).parents[3] / "docs" / "figures"
 HOSTILE = "<script>alert(1)</script>"
+IN_VIEW = "e => e.getBoundingClientRect().top < innerHeight && e.getBoundingClientRect().bottom > 0"
 
 
 class Site:
@@ -311,7 +312,7 @@ def test_looks(page: Page, site: Site, name: str, path: str, mode: Any, reach: s
             "section => section.scrollIntoView({block: 'start'})"
         )
         for place in page.locator("[data-figure]").all():
-            if place.evaluate("e => e.getBoundingClientRect().top < innerHeight"):
+            if place.evaluate(IN_VIEW):
                 expect(place.locator(".stage:not(.next) :is(svg, canvas)").first).to_be_visible()
     picture = page.screenshot(animations="disabled")
     assert picture.startswith(b"\x89PNG")
