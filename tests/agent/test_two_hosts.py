@@ -52,7 +52,9 @@ class Agents:
         """Return what the host and the root say when the host has ended."""
         host = json.loads(self.host.communicate(timeout=120)[0])
         (self._folder / "stop").touch()
-        *steps, root = map(json.loads, self.root.communicate(timeout=60)[0].splitlines())
+        # What wait_for has read ahead is in the stream, where communicate() does not look.
+        *steps, root = map(json.loads, self.root.stdout.read().splitlines())
+        self.root.wait(timeout=60)
         self.steps += [step for _, step in steps]
         return host, root
 
