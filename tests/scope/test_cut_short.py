@@ -43,9 +43,12 @@ def cut_everywhere(rank: int, folder: str) -> list[str]:
     assert train(f"{folder}/whole", count) == []
     cuts = {str(at): Cut(at) for at in range(0, count.count, STRIDE)}
     cuts |= {f"end {at}": Cut(at, function="_end") for at in range(3)}  # of the backward pass
+    reached = []
     for name, cut in cuts.items():
         assert train(f"{folder}/{name}", cut) == [], name
-    return list(cuts)
+        if cut.cut:  # how many lines there are depends on what the agent has answered by then
+            reached.append(name)
+    return reached
 
 
 def rows(run: Run) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -71,7 +74,7 @@ def test_a_step_is_recorded_whole_or_not_at_all(tmp_path):
     lasts = set()
     for name in names:
         run = Run.open(tmp_path / name)
-        assert run.status == "incomplete"
+        assert run.status == "incomplete", name
         assert alarms(run) == []
         found = rows(run)
         last = max(step for _, step, *_ in found)

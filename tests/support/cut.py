@@ -20,10 +20,12 @@ class Cut:
 
     Attributes:
         count: Lines so far.
+        cut: Whether the line was reached.
     """
 
     def __init__(self, at: int | None = None, *, file: str = "", function: str = "") -> None:
         self.count = 0
+        self.cut = False
         self._at, self._file, self._function = at, file, function
 
     def __enter__(self) -> "Cut":
@@ -43,5 +45,6 @@ class Cut:
             self.count += 1
             if self._at is not None and self.count > self._at:
                 sys.settrace(None)
+                self.cut = True
                 raise KeyboardInterrupt
         return self._line
