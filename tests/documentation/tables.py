@@ -16,6 +16,10 @@ TORCHRUN = "starts processes of its own; tests of that command do"
 
 NOT_RUN = {
     (
+        "docs/runs.md",
+        "rankscope report s3://bucket/runs/sft",
+    ): "run by tests/record/test_stores.py",
+    (
         "docs/integrations/run.md",
         "torchrun --nproc-per-node 8 -m rankscope run train.py --lr 3e-4",
     ): "run by tests/integrations/test_run_ranks.py",

@@ -275,7 +275,11 @@ def serve(descriptor: int, secret: str, parent: int) -> None:
     _log.setLevel(logging.INFO)
     _log.propagate = False
     _log.addHandler(LinesToTraining(agent))
-    agent.run()
+    try:
+        agent.run()
+    finally:
+        if isinstance(agent.root, Root):
+            agent.root.linger()
 
 
 def serve_in_thread(listening: socket.socket, secret: str) -> tuple[Agent, threading.Thread]:

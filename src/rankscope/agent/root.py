@@ -32,12 +32,16 @@ from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.record.lock import WriterLock
 from rankscope.record.states import START_FILE, read_state
+from rankscope.record.stores import Mirror, Store
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
 
 _log = logging.getLogger("rankscope")
 
 MOST_AT_ONCE = 64
 """Steps that are judged in one go."""
+
+_SENT_SECONDS, _SENT_SECONDS_AFTER_ERROR = 5.0, 1.5  # that ranks wait for the last files to be sent
+_LINGER_SECONDS = 300.0  # that the agent's process stays for them
 
 Send = Callable[[int, bytes], None]
 """Sends a frame to a rank, or to all of them."""
@@ -90,6 +94,8 @@ class Root:
         )
         self._lock = WriterLock(self._run_dir)
         self._record.flush()  # run.json now names this process
+        store = Store.of(setup.get("store", ""))
+        self._mirror = None if store is None else Mirror(self._run_dir, store)
         known = tuple(self._diagnosis.findings)
         self._record.add_findings(known)
         seconds = setup["hang_seconds"]
@@ -343,11 +349,27 @@ class Root:
             _log.log(level, "the run in %s could not be closed: %s", self._run_dir, error)
         finally:
             self._lock.release(closed=closed)
+            self._send_last_files(_SENT_SECONDS if closed else _SENT_SECONDS_AFTER_ERROR)
             if self._sinks is not None:
                 self._sinks.close()
             self._say_last(last)
             for rank, worker in enumerate(self._workers):
                 self._send(rank, pack(Kind.DONE, worker.last_word.encode(), rank=rank))
+
+    def _send_last_files(self, seconds: float) -> None:
+        if self._mirror is not None and not self._mirror.close(seconds):
+            _log.warning(
+                "not all files of the run are in %s as yet: they are sent for %.0f minutes more, "
+                "and stay in %s",
+                self._mirror.address,
+                _LINGER_SECONDS / 60,
+                self._run_dir,
+            )
+
+    def linger(self) -> None:
+        """Wait for the last files to be sent to an object store; no rank waits any more."""
+        if self._mirror is not None:
+            self._mirror.close(_LINGER_SECONDS)
 
     def _close_record(self, last: Sequence[Finding], failed: bool) -> None:
         delivered = self._assembly.delivered

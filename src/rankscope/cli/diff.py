@@ -72,7 +72,9 @@ def diff(
     """
     from rankscope.numerics.diff import compare_runs
     from rankscope.record import Run
+    from rankscope.record.stores import at_hand
 
+    run_a, run_b = at_hand(run_a), at_hand(run_b)
     if run_a.resolve() == run_b.resolve():
         raise UsageError(f"{run_a} and {run_b} are one run: name two")
     comparison = compare_runs(Run.open(run_a), Run.open(run_b), offset=offset)

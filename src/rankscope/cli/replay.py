@@ -16,6 +16,7 @@ from rankscope.diagnose.rules import count, name_ranks
 from rankscope.errors import UsageError
 from rankscope.record.bundle import ReplayBundle, load_bundle, results_to_json, verdict_to_json
 from rankscope.record.files import to_plain
+from rankscope.record.stores import at_hand
 
 if TYPE_CHECKING:
     from rankscope.cli.replay_run import Replayed
@@ -56,6 +57,7 @@ def replay(
     """
     if checkpoint is not None and model is None:
         raise UsageError("--checkpoint needs --model MODULE:FUNCTION: the model to load it into")
+    bundle = at_hand(bundle)
     loaded = load_bundle(bundle)
     if model is None:
         verdict = _show_saved(bundle, loaded, as_json=as_json)

@@ -33,6 +33,7 @@ from rankscope.diagnose.rules import explanations, ranked
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.files import is_file, to_plain
+from rankscope.record.stores import at_hand
 from rankscope.web.study_words import headline_of, is_study, open_study
 
 
@@ -93,7 +94,8 @@ def report(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="A run's directory, a study's, or one that holds runs.",
+            help="A run's directory, a study's, or one that holds runs; here or, as s3://…, in an "
+            "object store.",
             show_default=False,
         ),
     ],
@@ -145,7 +147,9 @@ def report(
     quiet = output == STDOUT
     if quiet and as_json:
         raise UsageError("--json and --output - both write to standard output: use one of them")
-    wanted = _Wanted(as_json, places(path, chosen, output), bool(formats), quiet, full)
+    path, given = at_hand(path), path
+    beside = path if path == given else Path()  # of one in a store, files are written here
+    wanted = _Wanted(as_json, places(beside, chosen, output), bool(formats), quiet, full)
     if is_study(path):
         if again:
             raise UsageError(f"--again takes a run, and {path} is a study: name one of its runs")

@@ -11,6 +11,7 @@ import typer
 from rankscope.core.plan import Plan, Tier
 from rankscope.errors import UsageError
 from rankscope.record.files import parse, read_file
+from rankscope.record.stores import Store
 
 
 class ReducedOption(StrEnum):
@@ -130,7 +131,8 @@ def run_script(
         raise typer.BadParameter(str(error)) from error
     name = name_of(words, module=module)
     directory = run_dir or Path("runs") / name
-    become(command, Job(str(directory.absolute()), name, options))
+    place = Store.of(directory) or directory.absolute()
+    become(command, Job(str(place), name, options))
 
 
 def _groups(given: str) -> str | dict[str, str]:

@@ -7,6 +7,7 @@ import typer
 from rich.text import Text
 
 from rankscope.cli.output import plain, terminal
+from rankscope.record.stores import Store, at_hand, keep_at_hand
 from rankscope.web.live import live_server
 
 
@@ -15,7 +16,8 @@ def serve(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="A run's directory, or one that holds runs and studies at any depth up to six.",
+            help="A run's directory, or one that holds runs and studies at any depth up to six; "
+            "here or, as s3://…, in an object store.",
             show_default=False,
         ),
     ],
@@ -54,7 +56,10 @@ def serve(
     The page needs no internet. From another machine, forward the port: ssh -L 8321:localhost:8321
     HOST, and open http://localhost:8321. Ctrl-C stops it. Exit code: 130 after Ctrl-C; 2 bad usage.
     """
-    server = live_server(directory, host=host, port=port, token=token)
+    store = Store.of(directory)
+    server = live_server(at_hand(directory), host=host, port=port, token=token)
+    if store is not None:
+        keep_at_hand(store)
     line = Text.assemble(
         ("rankscope: ", "bold"), plain(f"{directory} at "), (server.url, "bold cyan")
     )

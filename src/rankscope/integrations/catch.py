@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, reaches
 from rankscope.integrations.run_script import PID_VARIABLE, Job
 from rankscope.private import Patch
+from rankscope.record.stores import Store
 
 if TYPE_CHECKING:
     from rankscope.integrations.beginning import Watching
@@ -319,7 +320,8 @@ def tell_if_nothing_was_watched() -> None:
     job = Job.of_this_process()
     if not job.tell() or os.environ.get("RANK", "0") != "0":
         return
-    path = Path(job.run_dir)
+    store = Store.of(job.run_dir)
+    path = Path(job.run_dir) if store is None else store.copy
     files = [path / "run.json", *path.parent.glob(f"{path.name}-*/run.json")]
     if not any(file.exists() and file.stat().st_mtime >= job.started - 2 for file in files):
         say(NOTHING)

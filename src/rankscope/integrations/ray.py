@@ -109,7 +109,7 @@ def _default_directory(context: Any) -> Path:
         raise UsageError(
             "a run is written as files on local or mounted storage, and the storage_path of this "
             f"Ray Train run is on {file_system.type_name} ({directory}); give watch() a run_dir "
-            "that worker 0 can write"
+            "that worker 0 can write, or an address such as s3://bucket/runs/sft"
         )
     return Path(directory) / "rankscope"
 

@@ -20,9 +20,14 @@ def announce(level: int, line: str) -> None:
         _log.handle(_log.makeRecord(_log.name, level, __file__, 0, "%s", (line,), None))
 
 
-def where_recorded(run_dir: Path) -> str:
-    """Return where a run lies, and the command that shows it."""
+def where_recorded(run_dir: Path, store: str = "") -> str:
+    """Return where a run lies, and the command that shows it.
+
+    Args:
+        run_dir: Its directory.
+        store: Its address in an object store, if it is there.
+    """
     with contextlib.suppress(OSError, ValueError):  # it lies elsewhere, or we are nowhere
         run_dir = run_dir.relative_to(Path.cwd())
-    path = str(run_dir)
+    path = store or str(run_dir)
     return f"the run is recorded in {path}; to see it: rankscope report {shlex.quote(path)}"

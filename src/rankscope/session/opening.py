@@ -36,6 +36,7 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record.begin import begin_run, end_lost_run, is_run
 from rankscope.record.files import RunTakenError, parse, read_file, to_plain
 from rankscope.record.states import pack_state
+from rankscope.record.stores import Store, begin_copy
 from rankscope.session.rendezvous import LateError, Rendezvous
 from rankscope.sinks import PlannedSink, plan_sinks
 
@@ -55,6 +56,7 @@ class Opened:
         num_workers: W.
         first_step: Number of the first step.
         run_dir: The run's directory; None on all ranks but 0.
+        store: Its address in an object store, which it is a copy of; empty otherwise.
         address: Where the agent listens.
         hello: What this rank tells it first.
         meeting: Where the ranks have met.
@@ -77,6 +79,7 @@ class Opened:
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     local_sinks: tuple[PlannedSink, ...] = ()
     problem: str = ""
+    store: str = ""
 
     def connect(self, reduced_copies: int, mark: ProgressMark | None) -> Link:
         """Return the way to the agent.
@@ -203,6 +206,7 @@ class _Begun:
     """What rank 0 alone has of a run."""
 
     path: Path | None = None
+    store: Store | None = None
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sinks: tuple[str, ...] = ()
     local_sinks: tuple[PlannedSink, ...] = ()
@@ -218,8 +222,7 @@ def _answer(
             return {"problem": hello["problem"], "kind": hello["kind"]}, _Begun()
     try:
         _check_agreement(hellos)
-        run_dir = Path(info.pop("run_dir"))
-        begun, first_step = _begin(run_dir, hellos, info, intent)
+        begun, first_step = _begin(info.pop("run_dir"), hellos, info, intent)
     except Exception as error:
         problem = _problem_of(error, f"rank 0 cannot begin the run in {info.get('run_dir')}")
         return {"problem": str(problem), "kind": type(problem).__name__}, _Begun(problem=problem)
@@ -244,7 +247,7 @@ def _check_agreement(hellos: list[dict[str, Any]]) -> None:
 
 
 def _begin(
-    run_dir: Path, hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
+    place: Path | Store, hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
 ) -> tuple[_Begun, int]:
     given = info.pop("sinks")
     planned = plan_sinks(given) if dist.get_rank() == 0 else ()
@@ -259,8 +262,10 @@ def _begin(
         "versions": {"torch": str(torch.__version__), **info.get("versions", {})},
         "config": without_secrets(to_plain(info.get("config", {}))),
     }
+    store = begin_copy(place) if isinstance(place, Store) else None
+    run_dir = store.copy if store is not None else Path(str(place))
     while True:
-        previous, path = _free_directory(run_dir)
+        previous, path = _free_directory(run_dir, store)
         start = _state_after(previous, info) if intent.options["resume"] else None
         told = dict(info)
         if previous is not None and start is not None:
@@ -271,6 +276,7 @@ def _begin(
             continue
         return _Begun(
             path,
+            None if store is None else store.sibling(path.name),
             to_plain(begun),
             tuple(sink.spec for sink in planned if sink.spec),
             tuple(sink for sink in planned if not sink.spec),
@@ -339,6 +345,7 @@ def _connect(
         agent=agent,
         info=begun.info,
         local_sinks=begun.local_sinks,
+        store="" if begun.store is None else str(begun.store),
     )
 
 
@@ -358,6 +365,7 @@ def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:
     return {
         "host": _host(),
         "run_dir": str(Path(begun.path or "").absolute()),
+        "store": "" if begun.store is None else str(begun.store),
         "info": begun.info,
         "layout": intent.layout.to_json(),
         "first_step": first_step,
@@ -392,7 +400,7 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
     return problem
 
 
-def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
+def _free_directory(run_dir: Path, store: Store | None) -> tuple[Path | None, Path]:
     """Return the run before, if ``run_dir`` holds one already, and where to record this one.
 
     Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
@@ -402,5 +410,10 @@ def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
         number += 1
         previous, candidate = candidate, run_dir.with_name(f"{run_dir.name}-{number}")
     if previous is not None:
-        _log.warning("%s already holds a run; this one is recorded in %s", run_dir, candidate)
+        shown = (
+            (run_dir, candidate)
+            if store is None
+            else (store.address, store.sibling(candidate.name).address)
+        )
+        _log.warning("%s already holds a run; this one is recorded in %s", *shown)
     return previous, candidate

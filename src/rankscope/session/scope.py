@@ -240,7 +240,7 @@ class Scope:
             if self._opened.agent is not None and self._inbox.done:
                 self._opened.agent.wait(_AGENT_SECONDS)
         if self._announces_end and self._opened.run_dir is not None:
-            announce(logging.INFO, where_recorded(self._opened.run_dir))
+            announce(logging.INFO, where_recorded(self._opened.run_dir, self._opened.store))
         self._inbox.tell(None)
 
     def _say_goodbye(self, timeout: float, *, interrupted: bool) -> None:

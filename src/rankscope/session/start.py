@@ -25,6 +25,7 @@ from rankscope.capture.state.training_facts import (
 from rankscope.core.canary_plan import first_by_default
 from rankscope.core.plan import Plan, Tier
 from rankscope.errors import UsageError
+from rankscope.record.stores import Store
 from rankscope.session.canary import LiveCanary
 from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
@@ -62,7 +63,8 @@ def watch(
             them compiled or not, or a DeepSpeed engine.
         optimizer: Its optimizer, for the learning rate and the count of optimizer steps. An
             engine brings its own.
-        run_dir: Directory that rank 0 writes. When it already holds a run (a restarted job), a
+        run_dir: Directory that rank 0 writes, or its address in an object store, such as
+            ``s3://bucket/runs/sft``. When it already holds a run (a restarted job), a
             numbered sibling is used instead, and said; with as many workers as before, step
             numbers and detectors go on from the run before. With several data-parallel groups (a
             mesh), each group's first rank writes one: the group of global rank 0 ``run_dir``, any
@@ -129,7 +131,7 @@ def watch(
             "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
-            "run_dir": _own_directory(Path(run_dir), dist.get_process_group_ranks(group)),
+            "run_dir": _own_directory(run_dir, dist.get_process_group_ranks(group)),
         }
 
     opened = open_run(
@@ -206,11 +208,13 @@ def _local_sinks(opened: Opened) -> Sinks | None:
     return Sinks(opened.local_sinks, run)
 
 
-def _own_directory(run_dir: Path, ranks: list[int]) -> Path:
+def _own_directory(run_dir: str | Path, ranks: list[int]) -> Path | Store:
     """Return the directory of one data-parallel group, so that no two groups write the same."""
+    given = Store.of(run_dir) or Path(run_dir)
     if 0 in ranks:
-        return run_dir
-    return run_dir.with_name(f"{run_dir.name}-from-rank-{ranks[0]}")
+        return given
+    name = f"{given.name}-from-rank-{ranks[0]}"
+    return given.sibling(name) if isinstance(given, Store) else given.with_name(name)
 
 
 def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pyarrow as pa
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.record import Run
+from rankscope.record.stores import at_hand
 from rankscope.web.words import SIGNS, Verdict, verdict_of
 
 _FINDINGS = pa.schema(
@@ -36,16 +37,16 @@ def load(path: str | Path) -> "LoadedRun":
     """Open a recorded run, finished or still being written.
 
     Args:
-        path: Its directory.
+        path: Its directory, or its address in an object store, such as ``s3://bucket/runs/sft``.
 
     Returns:
         The run: ``load(path).workers.to_pandas()`` has a row for each step and worker.
 
     Raises:
-        RunError: There is no such directory, it is not a run, its ``run.json`` is damaged, or a
-            newer rankscope wrote it.
+        RunError: There is no such directory, it is not a run, its ``run.json`` is damaged, a
+            newer rankscope wrote it, or the object store cannot be read.
     """
-    return LoadedRun(Run.open(path))
+    return LoadedRun(Run.open(at_hand(path)))
 
 
 class LoadedRun:

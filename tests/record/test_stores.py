@@ -1,0 +1,203 @@
+"""Runs in object stores: a real S3 server, and a file system that fails for a while."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import rankscope
+from rankscope.cli.main import app
+from rankscope.core.signals import Table
+from rankscope.errors import RunError, UsageError
+from rankscope.record import Run
+from rankscope.record.stores import Mirror, Store, at_hand, begin_copy
+from support.loops import Loop
+from support.ranks import run_ranks
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@contextmanager
+def s3_server(monkeypatch) -> Iterator[None]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    apart = Path(sys.prefix) / "s3"  # what it needs is at odds with other packages
+    environment = {**os.environ, "PYTHONPATH": str(apart)}
+    server = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_SECRET_ACCESS_KEY": "something",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    try:
+        for _ in range(600):
+            with socket.socket() as trial:
+                if trial.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        files, _ = Store.of("s3://bucket/runs?allow_bucket_creation=true").open()
+        files.create_dir("bucket")
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+def train(rank: int, place: str, environment: dict[str, str]) -> list[str]:
+    os.environ.update(environment)  # ranks come from a process that was started before
+    loop = Loop(rank, place, agent="process")
+    for step in range(NUM_STEPS):
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def chosen() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k.startswith("AWS_") or k == "XDG_CACHE_HOME"}
+
+
+def contents(run: Run) -> dict[Table, list[dict]]:
+    """Return the tables, without times."""
+    return {
+        table: [
+            {name: value for name, value in row.items() if "time" not in name and "sec" not in name}
+            for row in run.table(table).to_pylist()
+        ]
+        for table in (Table.STEPS, Table.WORKERS, Table.PAIRS, Table.SAMPLES)
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_in_an_s3_bucket_is_recorded_read_and_continued(tmp_path, monkeypatch):
+    with s3_server(monkeypatch):
+        assert run_ranks(train, 2, str(tmp_path / "here"), {}) == [[], []]
+        assert run_ranks(train, 2, "s3://bucket/runs/sft", chosen()) == [[], []]
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
+        warnings, _ = run_ranks(train, 2, "s3://bucket/runs/sft", chosen())
+        assert warnings == [
+            "s3://bucket/runs/sft already holds a run; this one is recorded in "
+            "s3://bucket/runs/sft-2"
+        ]
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a reader's"))
+        loaded = rankscope.load("s3://bucket/runs/sft")
+        assert loaded.info["status"] == "complete"
+        here = Run.open(tmp_path / "here")
+        assert contents(here) == contents(Run.open(at_hand("s3://bucket/runs/sft")))
+        second = Run.open(at_hand("s3://bucket/runs/sft-2"))
+        assert (second.info["continues"], second.info["first_step"]) == ("sft", NUM_STEPS)
+        monkeypatch.chdir(tmp_path)
+        told = CliRunner().invoke(app, ["report", "s3://bucket/runs", "--json"])
+        names = {Path(run["path"]).name for run in json.loads(told.stdout)["runs"]}
+        assert names == {"sft", "sft-2"}
+        CliRunner().invoke(app, ["report", "s3://bucket/runs/sft-2"])
+        assert (tmp_path / "report.html").exists()
+
+
+def file_store(folder: Path) -> Store:
+    store = Store.of(f"file://{folder}")
+    assert store is not None
+    return store
+
+
+def write_run(folder: Path, status: str = "complete") -> None:
+    (folder / "steps").mkdir(parents=True)
+    (folder / "steps" / "part-000000.parquet").write_bytes(b"steps")
+    (folder / "run.json").write_text(json.dumps({"status": status, "schema_version": 1}))
+    (folder / ".writer").write_text("hidden")
+
+
+def test_what_a_store_refuses_is_sent_later(tmp_path, caplog):
+    shelf = tmp_path / "shelf"
+    shelf.write_text("a file where a directory should be")
+    store = file_store(shelf / "sft")
+    write_run(store.copy)
+    mirror = Mirror(store.copy, store, interval=0.05)
+    assert not mirror.close(0.2)
+    (warning,) = caplog.messages
+    assert str(store.copy) in warning
+    assert "sent later" in warning
+    shelf.unlink()
+    assert mirror.close(20)
+    assert caplog.messages[1:] == [f"{store.address} is written again; nothing is missing"]
+    sent = {str(path.relative_to(shelf)) for path in shelf.rglob("*") if path.is_file()}
+    assert sent == {"sft/run.json", "sft/steps/part-000000.parquet"}
+
+
+def test_what_an_earlier_run_left_behind_is_sent_by_the_next(tmp_path):
+    first, second = file_store(tmp_path / "shelf" / "a"), file_store(tmp_path / "shelf" / "b")
+    running = file_store(tmp_path / "shelf" / "c")
+    for store, status in ((first, "complete"), (second, "complete"), (running, "running")):
+        write_run(store.copy, status)
+    for store in (first, running):
+        (store.copy / ".unsent").write_text(str(store))
+    assert Mirror(second.copy, second).close(20)
+    assert {path.name for path in (tmp_path / "shelf").iterdir()} == {"a", "b"}
+
+
+def test_changed_files_only_are_brought_and_none_from_outside(tmp_path):
+    store = file_store(tmp_path / "shelf" / "sft")
+    write_run(tmp_path / "shelf" / "sft")
+    assert store.bring(store.copy) == 2
+    assert store.bring(store.copy) == 0
+    (tmp_path / "shelf" / "sft" / "run.json").write_text("{}")
+    assert store.bring(store.copy) == 1
+    assert not (store.copy / ".writer").exists()
+
+
+def test_a_run_that_was_removed_from_the_store_is_not_continued(tmp_path):
+    store = file_store(tmp_path / "shelf" / "sft")
+    write_run(store.copy)
+    assert begin_copy(store) == store
+    assert not store.copy.exists()
+
+
+def test_where_the_store_cannot_be_read_another_name_is_taken(caplog):
+    store = Store.of("nowhere://here/sft")
+    other = begin_copy(store)
+    assert other.name.startswith("sft-20")
+    assert other.sibling("sft") == store
+    (warning,) = caplog.messages
+    assert "does not continue an earlier one" in warning
+
+
+@pytest.mark.parametrize("path", ["runs/sft", "/tmp/a:b/c", Path("sft"), "C:\\runs", "sft:1"])
+def test_paths_of_this_machine_are_left_alone(path):
+    assert Store.of(path) is None
+    assert at_hand(path) == Path(path)
+
+
+def test_addresses_survive_as_paths_and_keep_their_options():
+    store = Store.of(Path("s3://bucket/runs/sft/"))
+    assert (store.address, store.name) == ("s3://bucket/runs/sft", "sft")
+    asked = Store.of("s3://bucket/sft?region=eu-west-1")
+    assert str(asked.sibling("sft-2")) == "s3://bucket/sft-2?region=eu-west-1"
+
+
+def test_passwords_in_addresses_are_refused():
+    with pytest.raises(UsageError, match="give them by the environment"):
+        Store.of("s3://key:secret@bucket/runs")
+
+
+def test_an_unknown_kind_of_store_is_said():
+    with pytest.raises(RunError, match="nowhere://here/sft"):
+        at_hand("nowhere://here/sft")
