@@ -103,7 +103,7 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
     if any(mean for mean, _ in losses):
         specs["compare-loss"] = _compared_losses(tables, losses)
     for name in METRICS:
-        curves = [_curve(run, name) for run in runs]
+        curves = [curve_of(run, name) for run in runs]
         if any(value is not None for rows in curves for value in column(rows, "value")):
             specs[f"compare-{name}"] = _compared_curves(tables, curves)
     side_a, side_b = (
@@ -141,10 +141,11 @@ def _notes(run_a: Run, run_b: Run) -> list[str]:
 
 
 def _loss(run: Run) -> tuple[list[Row], list[Row]]:
-    return _curve(run, "loss_mean"), bins.band(bins.known_bins(run.overview("loss")))
+    return curve_of(run, "loss_mean"), bins.band(bins.known_bins(run.overview("loss")))
 
 
-def _curve(run: Run, name: str) -> list[Row]:
+def curve_of(run: Run, name: str) -> list[Row]:
+    """Return a column of the steps as rows ``{step, value}``, those that are known."""
     columns = run.steps("step", name)
     rows = series.curve(columns["step"], columns[name])
     return [row for row in rows if row["value"] is not None]

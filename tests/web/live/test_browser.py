@@ -29,7 +29,8 @@ class Site:
             ("healthy", "sharded", 40),
             ("forgotten-sampler", "replicated", 30),
         ):
-            training = Training(root / "sft" / name, num_workers=8, reading=reading)
+            config = {"optimizer": {"lr": 0.1 * steps}, "layers": 2}
+            training = Training(root / "sft" / name, num_workers=8, reading=reading, config=config)
             training.steps(steps)
             training.close()
         training = Training(root / HOSTILE.replace("/", ""), name=HOSTILE, reading="replicated")
@@ -227,13 +228,63 @@ def test_a_finding_on_the_timeline_leads_to_its_article(page: Page, site: Site):
 def test_two_runs_are_chosen_and_compared(page: Page, site: Site):
     opened(page, site, "")
     page.get_by_label("Compare sft/healthy").check()
-    expect(page.locator("#pick")).to_contain_text("with another run")
+    expect(page.locator("#pick")).to_contain_text("with other runs")
     page.get_by_label("Compare sft/forgotten-sampler").check()
     page.get_by_role("link", name="Compare the two").click()
     expect(page.locator("h2").first).to_contain_text("A · healthy")
     figure(page, "compare-loss")
     page.locator("select[name=b]").select_option("pretrain/live")
     expect(page.locator("h2").nth(1)).to_contain_text("B · live")
+
+
+def names(page: Page) -> list[str]:
+    return page.locator("tbody tr:visible [data-item-link]").all_inner_texts()
+
+
+def test_runs_are_filtered_sorted_and_shown_with_their_settings(page: Page, site: Site):
+    site.live.steps(1)
+    opened(page, site, "")
+    first = names(page)
+    page.get_by_role("button", name="Run", exact=True).click()
+    assert names(page) == sorted(first)
+    page.get_by_role("button", name="Run", exact=True).click()
+    downwards = sorted(first, reverse=True)
+    assert names(page) == downwards
+    page.get_by_text("Columns").click()
+    offered = page.locator("[data-column]").evaluate_all("all => all.map((e) => e.dataset.column)")
+    assert offered == ["samples per step", "optimizer.lr", "layers"]
+    page.get_by_label("optimizer.lr").check()
+    expect(page.locator("tbody td:visible", has_text="4")).not_to_have_count(0)
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="optimizer.lr").click()
+    assert names(page)[:2] == ["sft/forgotten-sampler", "sft/healthy"]
+    before = names(page)
+    steps = site.live.step
+    site.live.steps(2)
+    live = page.locator("tbody tr", has_text="pretrain/live")
+    expect(live.locator('[data-of="Steps"]')).to_have_text(str(steps + 2))
+    assert names(page) == before  # nothing moves when the list is renewed
+    expect(page.get_by_role("button", name="optimizer.lr")).to_be_visible()
+    page.get_by_label("Filter runs").fill("error sft")
+    assert names(page) == ["sft/forgotten-sampler"]
+    expect(page.locator("#shown")).to_have_text("1 shown")
+    page.get_by_label("Filter runs").fill("optimizer.lr=4")
+    assert names(page) == ["sft/healthy"]
+
+
+def test_any_number_of_runs_lies_over_each_other(page: Page, site: Site):
+    opened(page, site, "")
+    for name in ("sft/healthy", "sft/forgotten-sampler", "pretrain/live"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("link", name="Lay the 3 over each other").click()
+    expect(page.locator("h1")).to_have_text("3 runs over each other")
+    expect(page.locator("tbody tr")).to_have_count(3)
+    drawn = figure(page, "compare-loss")
+    expect(drawn.locator("text", has_text="C").first).to_be_visible()
+    row = page.locator("tbody tr", has_text="live")
+    before = row.locator("td").nth(3).inner_text()
+    site.live.steps(3)
+    expect(row.locator("td").nth(3)).not_to_have_text(before)  # the averaged loss
 
 
 def test_dark_mode_by_choice_and_by_system(page: Page, site: Site):

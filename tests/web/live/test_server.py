@@ -141,6 +141,13 @@ def test_two_runs_are_compared(served: Any):
     assert "damaged" in Page(get(served, "/compare?a=good&b=broken").text).words
 
 
+def test_runs_that_cannot_be_read_are_left_out_of_an_overlay(served: Any):
+    page = Page(get(served, "/overlay?run=good&run=broken&run=..&run=good").text)
+    assert "1 run " in page.words
+    assert "compare-loss" in page.figures
+    assert "None of these runs is here" in Page(get(served, "/overlay?run=nothing").text).words
+
+
 def test_news_hold_only_what_is_new(tmp_path: Path):
     training = Training(tmp_path / "run")
     training.steps(3)

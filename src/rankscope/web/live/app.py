@@ -4,6 +4,7 @@
 ``/``                     all runs
 ``/run/ID``               one run
 ``/compare?a=ID&b=ID``    two runs side by side
+``/overlay?run=ID&run=…`` any number of runs over each other
 ``/api/…``                the same as JSON: what a page lacks that has the version ``?since=``
 ``/events?topic=&have=``  tells a page that there is something new (server-sent events)
 ``/assets/…``             scripts and style
@@ -26,7 +27,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from rankscope.web.live.board import RUNS, Board, compare_topic, run_topic
+from rankscope.web.live.board import RUNS, Board, compare_topic, overlay_topic, run_topic
 from rankscope.web.live.guard import Guard
 from rankscope.web.live.sheets import (
     GZIP_LEVEL,
@@ -144,9 +145,11 @@ def make_app(
         Route("/", pages.runs),
         Route("/run/{id:path}", pages.page),
         Route("/compare", pages.page),
+        Route("/overlay", pages.page),
         Route("/api/runs", pages.news),
         Route("/api/run/{id:path}", pages.news),
         Route("/api/compare", pages.news),
+        Route("/api/overlay", pages.news),
         Route("/events", pages.events),
         Route("/assets/{tag}/{name}", pages.asset),
     ]
@@ -235,6 +238,8 @@ def _topic_of(request: Request) -> str:
         return run_topic(request.path_params["id"])
     if path == "/compare":
         return compare_topic(request.query_params.get("a", ""), request.query_params.get("b", ""))
+    if path == "/overlay":
+        return overlay_topic(request.query_params.getlist("run"))
     return RUNS
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,13 @@ from rankscope.web.live.sheets import (
     Sheet,
     compared_content,
     compared_sheet,
+    overlaid_content,
     run_content,
     run_sheet,
     runs_sheet,
     words_sheet,
 )
+from rankscope.web.overlay import MOST_RUNS
 
 REFRESH_SECONDS = 3.0
 """Seconds between two readings of a changed run, at least."""
@@ -59,6 +61,11 @@ def run_topic(run_id: str) -> str:
 def compare_topic(first: str, second: str) -> str:
     """Return the topic of a page that compares two runs."""
     return f"compare:{first}:{second}"
+
+
+def overlay_topic(run_ids: Iterable[str]) -> str:
+    """Return the topic of a page that lays runs over each other."""
+    return f"overlay:{':'.join(run_ids)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,9 @@ class Board:
     def has(self, topic: str) -> bool:
         """Return whether there is, or was, such a page: a run of any state, or one without runs."""
         kind, _, rest = topic.partition(":")
-        return self._find(rest) is not None if kind == "run" else kind in (RUNS, "compare")
+        if kind == "run":
+            return self._find(rest) is not None
+        return kind in (RUNS, "compare", "overlay")
 
     def sheet(self, topic: str) -> Sheet | None:
         """Return what a page shows now, None if there is no such page.
@@ -131,6 +140,8 @@ class Board:
             sheet = self._run_sheet(rest)
         elif kind == "compare":
             sheet = self._compared_sheet(*rest.partition(":")[::2])
+        elif kind == "overlay":
+            sheet = self._overlaid_sheet(topic, rest.split(":"))
         else:
             sheet = None
         if sheet is not None:
@@ -201,6 +212,29 @@ class Board:
         except RunError as error:
             return compared_sheet(None, runs, ids, self._words(error))
         return compared_sheet(content, runs, ids)
+
+    def _overlaid_sheet(self, topic: str, run_ids: Sequence[str]) -> Sheet:
+        """Return a page of those runs that can be read; what cannot is left out."""
+        chosen: dict[str, Place] = {}
+        tokens = []
+        for run_id in dict.fromkeys(run_ids):
+            place = self._find(run_id)
+            with contextlib.suppress(RunError):
+                at = None if place is None else self._stamp(place)
+                if place is not None and at is not None and len(chosen) < MOST_RUNS:
+                    chosen[run_id] = place
+                    tokens.append(at.token)
+        if not chosen:
+            return words_sheet("None of these runs is here", "Choose runs from the list of all.")
+        try:
+            content = self._content(
+                topic,
+                " ".join(tokens),
+                lambda: overlaid_content(_opened(chosen)),
+            )
+        except RunError as error:
+            return words_sheet("These runs cannot be shown over each other", self._words(error))
+        return Sheet.of(content.title, content.main, content.figures)
 
     # What pages are made from -----------------------------------------------------------------
 
@@ -298,6 +332,15 @@ class Board:
                 self._places |= found
                 self._here, self._cut, self._scanned = found, cut, now
         return self._here
+
+
+def _opened(chosen: Mapping[str, Place]) -> dict[str, Run]:
+    """Return those runs that can be opened, by id."""
+    runs = {}
+    for run_id, place in chosen.items():
+        with contextlib.suppress(RunError):
+            runs[run_id] = Run.open(place.path)
+    return runs
 
 
 @contextlib.contextmanager

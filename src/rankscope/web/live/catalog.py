@@ -5,6 +5,7 @@ the runs that were found, never turned into a path; links are not followed, and 
 lead out of the served directory is not read. So nothing outside of it can be reached.
 """
 
+import contextlib
 import hashlib
 import heapq
 import itertools
@@ -12,10 +13,10 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,10 @@ START_PATIENCE = 600.0
 _STEPS_OF_PATIENCE = 8
 _FLUSH_SECONDS = 10.0
 _RECENT = 50
+
+MOST_SETTINGS = 40
+"""Settings that the list of runs offers as columns."""
+_MOST_READ, _LONGEST = 400, 40
 
 UNREADABLE = "unreadable"
 ORDER = ("error", "warning", UNREADABLE, "note", "early", "healthy")
@@ -252,6 +257,9 @@ class Glance:
         changed: When the youngest file was written, likewise.
         patience: Seconds without a change after which it counts as stalled.
         spark: Points of the averaged loss between 0 (bottom) and 1, None where it is undefined.
+        last_loss: The last averaged loss, None where it is unknown.
+        settings: What the run was given, by name, as text: host, seed, learning rate, the values
+            of its configuration.
     """
 
     place: Place
@@ -268,6 +276,8 @@ class Glance:
     changed: float
     patience: float
     spark: tuple[float | None, ...]
+    last_loss: float | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def state(self, now: float) -> str:
         """Return ``running``, ``starting``, ``stalled``, or how the run ended."""
@@ -337,7 +347,58 @@ def _look(place: Place, at: Stamp, run: Run) -> Glance:
         changed=at.changed,
         patience=_patience(last_T),
         spark=_spark(columns["loss_mean"]),
+        last_loss=_last_known(columns["loss_mean"]),
+        settings=_settings(run),
     )
+
+
+def settings_that_differ(glances: Sequence[Glance]) -> list[str]:
+    """Return the names of settings that are not the same in all runs, those of most runs first."""
+    values: dict[str, list[str]] = {}
+    for one in glances:
+        for name, value in one.settings.items():
+            values.setdefault(name, []).append(value)
+    readable = sum(one.severity != UNREADABLE for one in glances)
+    differ = [n for n, v in values.items() if len(set(v)) > 1 or len(v) < readable]
+    return sorted(differ, key=lambda name: -len(values[name]))[:MOST_SETTINGS]
+
+
+def _settings(run: Run) -> dict[str, str]:
+    """Return what a run was given, by name."""
+    info = run.info
+    found: dict[str, Any] = {}
+    with contextlib.suppress(KeyError, TypeError, IndexError, AttributeError):
+        found["host"] = ", ".join(dict.fromkeys(str(r["host"]) for r in info["ranks"]))
+        found["seed"] = info["ranks"][0].get("seed")
+    with contextlib.suppress(KeyError, TypeError, IndexError, AttributeError):
+        optimizer = info["training"]["optimizer"]
+        found["optimizer"] = str(optimizer["class"]).rpartition(".")[2]
+        found["learning rate"] = optimizer["groups"][0]["lr"]
+    with contextlib.suppress(RunError):  # its page says what is damaged
+        drawn = run.latest(Table.WORKERS, "num_samples", max_rows=max(1, run.num_workers))
+        known = [number for number in drawn["num_samples"].tolist() if number >= 0]
+        found["samples per step"] = sum(known) if known else None
+    _flatten(info.get("config"), "", found)
+    return {name: _text(value) for name, value in found.items() if value is not None}
+
+
+def _flatten(value: Any, name: str, found: dict[str, Any]) -> None:
+    """Collect the numbers, words and switches in a configuration by their paths."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _flatten(inner, f"{name}.{key}" if name else str(key), found)
+    elif isinstance(value, str | int | float) and len(found) < _MOST_READ and name:
+        found.setdefault(name, value)
+
+
+def _text(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _last_known(values_T: Floats) -> float | None:
+    known_T = values_T[np.isfinite(values_T)]
+    return float(known_T[-1]) if len(known_T) else None
 
 
 def _time_of(finding: Finding, step_T: Ints, time_T: Floats) -> float | None:

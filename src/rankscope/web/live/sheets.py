@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import vl_convert
 from markupsafe import Markup
 
+from rankscope.diagnose.rules import count
 from rankscope.record import Run
 from rankscope.web.compare import compare_view
 from rankscope.web.document import (
@@ -27,7 +28,8 @@ from rankscope.web.document import (
     style,
     vega_script,
 )
-from rankscope.web.live.catalog import UNREADABLE, Glance, Place
+from rankscope.web.live.catalog import ORDER, UNREADABLE, Glance, Place, settings_that_differ
+from rankscope.web.overlay import MOST_RUNS, overlay_view
 from rankscope.web.page import assessed, run_view
 from rankscope.web.parts import Spec, Tables
 
@@ -157,6 +159,22 @@ def compared_sheet(
     return Sheet.of(content.title, main, content.figures)
 
 
+def overlaid_content(runs: Mapping[str, Run]) -> RunContent:
+    """Read runs and make the content of the page that lays them over each other.
+
+    Args:
+        runs: By id.
+
+    Raises:
+        RunError: A file of them cannot be read.
+    """
+    tables = Tables()
+    view = overlay_view(tables, runs)
+    title = f"{count(len(view.runs), 'run')} over each other"
+    main = fill("overlay.html", layout="fragment.html", view=view, title=title, most=MOST_RUNS)
+    return RunContent(title, Markup(main), Figures.of(view.figures, tables))
+
+
 def runs_sheet(
     glances: Sequence[Glance], now: float, where: str, cut_at: int | None = None
 ) -> Sheet:
@@ -175,7 +193,16 @@ def runs_sheet(
         "running": sum(state in ("running", "starting") for _, state in rows),
         "stalled": sum(state == "stalled" for _, state in rows),
     }
-    return Sheet.of(where, fill("runs.html", rows=rows, counts=counts, where=where, cut_at=cut_at))
+    main = fill(
+        "runs.html",
+        rows=rows,
+        counts=counts,
+        where=where,
+        cut_at=cut_at,
+        settings=settings_that_differ(glances),
+        order=ORDER,
+    )
+    return Sheet.of(where, main)
 
 
 def words_sheet(title: str, words: str) -> Sheet:
@@ -276,7 +303,10 @@ def asset(tag: str, name: str) -> Asset | None:
 _SOURCES: dict[str, tuple[str, Callable[[], str]]] = {
     "vega.js": ("text/javascript", vega_script),
     "page.js": ("text/javascript", page_script),
-    "live.js": ("text/javascript", lambda: source("morph.js") + source("live.js")),
+    "live.js": (
+        "text/javascript",
+        lambda: source("morph.js") + source("live.js") + source("runs.js"),
+    ),
     "style.css": ("text/css", lambda: style() + source("live.css")),
     "icon.svg": ("image/svg+xml", lambda: ICON),
 }

@@ -88,6 +88,7 @@
     window.rankscope.update(news);
     mark();
     tell();
+    window.rankscope.show();
   }
 
   function say(state, words) {
@@ -147,7 +148,7 @@
     }
   }
 
-  /* Comparing two runs ----------------------------------------------------------------------- */
+  /* Comparing runs --------------------------------------------------------------------------- */
 
   function mark() {
     const boxes = [...document.querySelectorAll("[data-compare]")];
@@ -156,12 +157,16 @@
     if (!pick) return;
     pick.hidden = marked.length === 0;
     const [first, second] = marked;
-    const ready = marked.length === 2;
+    const ready = marked.length >= 2;
     pick.querySelector("span").hidden = ready;
     pick.querySelector("b").textContent = first ?? "";
-    const go = pick.querySelector("a");
-    go.hidden = !ready;
-    if (ready) go.href = `/compare?${new URLSearchParams({ a: first, b: second })}`;
+    const [two, all] = pick.querySelectorAll("a");
+    two.hidden = marked.length !== 2;
+    all.hidden = !ready;
+    if (!ready) return;
+    two.href = `/compare?${new URLSearchParams({ a: first, b: second })}`;
+    all.href = `/overlay?${new URLSearchParams(marked.map((id) => ["run", id]))}`;
+    all.textContent = `Lay the ${marked.length} over each other`;
   }
 
   document.addEventListener("change", ({ target }) => {
@@ -169,7 +174,6 @@
       const at = marked.indexOf(target.dataset.compare);
       if (at >= 0) marked.splice(at, 1);
       else marked.push(target.dataset.compare);
-      if (marked.length > 2) marked.shift();
       mark();
     }
     if (target.dataset.go !== undefined && [...target.form.elements].every((field) => !field.name || field.value)) {
