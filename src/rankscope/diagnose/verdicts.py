@@ -171,7 +171,7 @@ def _duplicates(values: Values, finding: Finding) -> Verdict:
     work = f"{useful} workers, not {num_workers}" if useful > 1 else "one worker"
     return Verdict(
         f"{who} train on the same batches: the job does the work of {work}.",
-        "Give every worker a shard of its own: a DistributedSampler with the same seed and the "
+        "Give every worker its own shard: a DistributedSampler with the same seed and the "
         "worker's own rank in each data loader.",
     )
 
@@ -275,7 +275,7 @@ def _without_samples(values: Values) -> Verdict:
     if _all_alike(values):
         return Verdict(
             "All workers compute the same losses and gradients: they train on the same data.",
-            "Give every worker a shard of its own, and name the samples with scope.batch(ids).",
+            "Give every worker its own shard, and name the samples with scope.batch(ids).",
             Severity.WARNING,
         )
     return Verdict(

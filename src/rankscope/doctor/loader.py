@@ -125,7 +125,7 @@ def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> Check
             SHARDS,
             Status.ERROR,
             f"{groups} read the same batches; {read}",
-            "Give each rank a shard of its own: a DistributedSampler in the data loader, or, for "
+            "Give each rank its own shard: a DistributedSampler in the data loader, or, for "
             "an iterable data set, a split by rank inside it.",
             numbers,
             tuple(sorted({rank for group in overlap.same_batches for rank in group})),

@@ -27,7 +27,7 @@ from rankscope.web.words import METRICS, TITLES
 
 SETTING_WORDS = {
     "s1-1": "every rank has the same seed",
-    "s1-2": "rank 0 has a seed of its own",
+    "s1-2": "rank 0 has its own seed",
     "s1-3": "every rank has its own seed",
 }
 SHORT_WORDS = {"s1-1": "equal seeds", "s1-2": "rank 0 differs", "s1-3": "all differ"}
