@@ -2,12 +2,14 @@
 
 - ``causes/``: a page for every finding, cut from ``causes.md``, which stays one file to read and
   to edit. Links to its sections lead to these pages.
+- The faults in ``gallery.md``, from ``gallery.json``.
 - ``reference/cli.md``: the help of every command, from the command line itself.
 - The tables of columns in ``runs.md``, from the signal registry.
 - ``files/``: files outside of ``docs/`` that pages link to (tests, examples), as they are.
 - Entries of the navigation that end in a slash: all pages of that folder.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -27,6 +29,7 @@ DOCS = ROOT / "docs"
 CAUSES = "causes.md"
 CLI = "reference/cli.md"
 RUNS = "runs.md"
+GALLERY, FAULTS = "gallery.md", "<!-- faults -->"
 COLUMNS = re.compile(r"^<!-- columns of (?P<table>\w+) -->$", re.M)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
 SECTION = re.compile(r"^## `(?P<name>[^`]+)`$\n(?P<text>.*?)(?=^## |\Z)", re.M | re.S)
@@ -63,6 +66,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = markdown[: SECTION.search(markdown).start()]  # type: ignore[union-attr]
     if uri == RUNS:
         markdown = COLUMNS.sub(lambda found: _columns(Table(found["table"])), markdown)
+    if uri == GALLERY:
+        markdown = markdown.replace(FAULTS, _faults())
     if uri.startswith("files/"):
         return markdown
     return LINK.sub(lambda link: f"]({_target(uri, link[1], link[2] or '')})", markdown)
@@ -148,6 +153,23 @@ def _columns(table: Table) -> str:
     """Return the columns of a table of the record."""
     rows = [f"| `{s.name}` | `{s.dtype}` | {s.unit} | {s.meaning} |" for s in signals(table)]
     return "\n".join(["| column | type | unit | meaning |", "|---|---|---|---|", *rows])
+
+
+def _faults() -> str:
+    """Return every fault of the bench: a picture, its finding, and what to check."""
+    parts = []
+    for name, fault in json.loads((DOCS / "gallery.json").read_text("utf-8")).items():
+        seen = f" Seen in {', '.join(fault['seen'])}." if fault["seen"] else ""
+        told = "Nothing is found, as it should be."
+        if "cause" in fault:
+            cause = fault["cause"]
+            link = f"[`{cause}`]({CAUSES}#{_anchor(cause)})"
+            told = f"**{link}** ({fault['severity']}): {fault['says']}\n\n{fault['next']}"
+        parts.append(
+            f"## {name}: {fault['what']}\n\n![Averaged loss, and the workers in every step]"
+            f"(figures/gallery/{name}.png)\n\n{told}{seen}"
+        )
+    return "\n\n".join(parts)
 
 
 def _linked_files(uri: str, text: str | None) -> dict[str, str]:

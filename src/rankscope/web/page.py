@@ -185,6 +185,20 @@ def _sheet(view: RunView, specs: Mapping[str, Spec], rows: Sequence[Sequence[str
     }
 
 
+def panels_in_a_row(view: RunView, names: Sequence[str], height: int) -> Spec:
+    """Return some figures of a run side by side, each of that height in pixels.
+
+    Args:
+        view: The run's figures.
+        names: Those to show.
+        height: Of each, in pixels.
+    """
+    panels = [_panel(view.figures[name], view.titles[name], name, len(names)) for name in names]
+    parameters = [one for panel in panels for one in panel.pop("params", ())]
+    row = [{**panel, "height": height} for panel in panels]
+    return {"params": parameters, "hconcat": row, "spacing": 40, "resolve": _OWN_COLOURS}
+
+
 def _counts(view: RunView) -> list[str]:
     return [f"{view.num_workers:,} workers", f"{view.num_steps:,} steps"]
 
