@@ -2,6 +2,7 @@
 
 - ``causes/``: a page for every finding, cut from ``causes.md``, which stays one file to read and
   to edit. Links to its sections lead to these pages.
+- ``notebook.md``, from the cells and outputs of ``notebook.ipynb``.
 - The faults in ``gallery.md``, from ``gallery.json``.
 - ``reference/cli.md``: the help of every command, from the command line itself.
 - The tables of columns in ``runs.md``, from the signal registry.
@@ -29,6 +30,7 @@ DOCS = ROOT / "docs"
 CAUSES = "causes.md"
 CLI = "reference/cli.md"
 RUNS = "runs.md"
+NOTEBOOK = "notebook.md"
 GALLERY, FAULTS = "gallery.md", "<!-- faults -->"
 COLUMNS = re.compile(r"^<!-- columns of (?P<table>\w+) -->$", re.M)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
@@ -52,6 +54,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are no files in ``docs/``."""
     made = {f"causes/{_anchor(name)}.md": _cause_page(name) for name in RULES}
     made[CLI] = _cli_page()
+    made[NOTEBOOK] = _notebook_page()
     for source in list(files.documentation_pages()):
         made |= _linked_files(source.src_uri, source.content_string)
     for uri, text in made.items():
@@ -153,6 +156,23 @@ def _columns(table: Table) -> str:
     """Return the columns of a table of the record."""
     rows = [f"| `{s.name}` | `{s.dtype}` | {s.unit} | {s.meaning} |" for s in signals(table)]
     return "\n".join(["| column | type | unit | meaning |", "|---|---|---|---|", *rows])
+
+
+def _notebook_page() -> str:
+    """Return the notebook as it was executed: its cells, and what each has put out."""
+    parts = []
+    for cell in json.loads((DOCS / "notebook.ipynb").read_text("utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            html = "".join(data.get("text/html", ""))
+            if html and "<style" not in html:
+                parts.append(f"<div>{html}</div>")
+            else:
+                told = "".join(output.get("text") or data["text/plain"])
+                parts.append(f"```text\n{told.rstrip()}\n```")
+    return "\n\n".join(parts)
 
 
 def _faults() -> str:
