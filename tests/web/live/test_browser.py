@@ -192,6 +192,22 @@ def test_shift_and_the_wheel_zoom_a_curve_and_a_double_click_shows_it_whole(page
     assert set(labels.all_text_contents()) == steps
 
 
+def test_smoothing_keeps_the_measured_curve_in_sight(page: Page, site: Site):
+    opened(page, site, "run/sft/healthy")
+    drawn = figure(page, "loss")
+    lines = drawn.locator(".stage:not(.next) .mark-line path")
+    expect(lines).to_have_count(1)
+    measured = lines.get_attribute("d")
+    slider = page.locator("[data-smoothing]").first
+    slider.fill("0.9")
+    expect(lines).to_have_count(2)
+    assert lines.nth(0).get_attribute("d") == measured
+    assert lines.nth(1).get_attribute("d") != measured
+    slider.fill("0")
+    expect(lines).to_have_count(1)
+    assert lines.get_attribute("d") == measured
+
+
 def test_print_has_every_figure(page: Page, site: Site):
     opened(page, site, "run/sft/forgotten-sampler")
     page.emulate_media(media="print")

@@ -16,6 +16,8 @@
   let choice = recall();
   let systemDark = prefersDark.matches; // reading it again may swallow the event of its change
   let working = false;
+  let smoothing = 0; // weight of what came before; 0 for none
+  let settling = 0;
   let movedAt = -Infinity;
 
   function recall() {
@@ -54,6 +56,51 @@
     return columns.reduce((sum, column) => sum + (Array.isArray(column[0]) ? column.flat().length : column.length), 0);
   }
 
+  /* Smoothing ----------------------------------------------------------------------------- */
+
+  const SETTLES = 150; // milliseconds after the slider's last move
+  const isCurve = ({ mark, encoding, data }) =>
+    mark?.type === "line" && mark.style !== "expected" && encoding?.y?.field === "value" && data?.name in store.datasets;
+
+  /* Return rows with values averaged over the steps before them, each curve by itself: a weight of
+     0.9 forgets half of what was 7 steps ago. Divided by the weights so far, so that it does not
+     begin at zero. */
+  function smoothed(given, weight) {
+    const curves = new Map();
+    return given.map((row) => {
+      if (row.value === null || !Number.isFinite(row.value)) return row;
+      const key = row.rank ?? row.run ?? "";
+      const { sum, mass } = curves.get(key) ?? { sum: 0, mass: 0 };
+      const next = { sum: weight * sum + (1 - weight) * row.value, mass: weight * mass + 1 - weight };
+      curves.set(key, next);
+      return { ...row, value: next.sum / next.mass };
+    });
+  }
+
+  /* Return a figure whose curves are smoothed over their own faint ones, and the data it needs. */
+  function smooth(spec, datasets) {
+    if (!smoothing || !spec.layer) return [spec, datasets];
+    const more = {};
+    const layers = spec.layer.flatMap((layer) => {
+      if (!isCurve(layer)) return [layer];
+      const name = `${layer.data.name} smoothed`;
+      more[name] = smoothed(datasets[layer.data.name], smoothing);
+      const { strokeOpacity = 1, ...mark } = layer.mark;
+      return [{ ...layer, mark: { ...mark, strokeOpacity: 0.25 * strokeOpacity } }, { ...layer, data: { name } }];
+    });
+    return [{ ...spec, layer: layers }, { ...datasets, ...more }];
+  }
+
+  function smoothAll(weight) {
+    smoothing = weight;
+    for (const slider of document.querySelectorAll("[data-smoothing]")) slider.value = weight;
+    clearTimeout(settling);
+    settling = setTimeout(() => {
+      for (const [name, spec] of Object.entries(store.specs)) if (spec?.layer?.some(isCurve)) stale.add(name);
+      near.forEach(ask);
+    }, SETTLES);
+  }
+
   const placeOf = (name) => document.querySelector(`[data-figure="${CSS.escape(name)}"]`);
   const sliderOf = (name) => document.querySelector(`[data-slider="${CSS.escape(name)}"]`);
 
@@ -66,8 +113,9 @@
     const stage = document.createElement("div");
     stage.className = "stage next";
     place.append(stage); // beside the drawing it replaces, out of sight: no flicker
-    const datasets = Object.fromEntries(names.map((n) => [n, rows(store.datasets[n])]));
-    const result = await vegaEmbed(stage, { ...spec, description: place.dataset.label, datasets }, {
+    const plain = Object.fromEntries(names.map((n) => [n, rows(store.datasets[n])]));
+    const [shown, datasets] = smooth(spec, plain);
+    const result = await vegaEmbed(stage, { ...shown, description: place.dataset.label, datasets }, {
       mode: "vega-lite",
       config: store.configs[mode()],
       renderer: numValues(names) >= CANVAS_FROM ? "canvas" : "svg",
@@ -268,7 +316,10 @@
   });
   prefersDark.addEventListener("change", (event) => { systemDark = event.matches; paint(); });
   document.addEventListener("pointermove", () => { movedAt = performance.now(); }, { passive: true });
-  document.addEventListener("input", (event) => { if (event.target.dataset.slider) show(event.target); });
+  document.addEventListener("input", (event) => {
+    if (event.target.dataset.slider) show(event.target);
+    if (event.target.dataset.smoothing !== undefined) smoothAll(Number(event.target.value));
+  });
   document.addEventListener("click", (event) => {
     const button = event.target.closest("button");
     if (button?.dataset.rank !== undefined) toggle(button);
