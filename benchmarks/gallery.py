@@ -16,6 +16,7 @@ from PIL import Image
 from rich.progress import track
 
 from rankscope import Finding, Run
+from rankscope.diagnose.causes import section_of
 from rankscope.faults.bench import Bench, Score
 from rankscope.faults.catalogue import Fault, catalogue, select
 from rankscope.web.document import png_of
@@ -61,6 +62,7 @@ def entry(fault: Fault, score: Score, first: Finding | None) -> dict[str, Any]:
     return {
         **told,
         "cause": first.cause,
+        "section": section_of(first.id, first.cause),
         "severity": str(first.severity),
         "says": first.explanation,
         "next": first.next_check,

@@ -180,10 +180,12 @@ def _faults() -> str:
     parts = []
     for name, fault in json.loads((DOCS / "gallery.json").read_text("utf-8")).items():
         seen = f" Seen in {', '.join(fault['seen'])}." if fault["seen"] else ""
-        told = "Nothing is found, as it should be."
+        told = "Nothing is found: a run holds no evidence of it."
+        if name.startswith("H"):
+            told = "Nothing is found, as it should be."
         if "cause" in fault:
             cause = fault["cause"]
-            link = f"[`{cause}`]({CAUSES}#{_anchor(cause)})"
+            link = f"[`{cause}`]({CAUSES}#{_anchor(fault['section'])})"
             told = f"**{link}** ({fault['severity']}): {fault['says']}\n\n{fault['next']}"
         parts.append(
             f"## {name}: {fault['what']}\n\n![Averaged loss, and the workers in every step]"
@@ -217,6 +219,7 @@ def _home(path: str) -> str:
 
 def _target(uri: str, target: str, anchor: str) -> str:
     """Return where a link on a page leads in the site."""
+    target = target.replace("notebook.ipynb", NOTEBOOK)
     folder = posixpath.dirname(uri)
     here = CAUSES if uri.startswith("causes/") and not target else uri
     meant = posixpath.normpath(posixpath.join(posixpath.dirname(here), target)) if target else here
