@@ -53,6 +53,7 @@ class Pass:
         measure=True,
         synchronises=True,
         used=NAMES,
+        before_hook=None,
         after_hook=None,
         at_end=None,
         zero=(),
@@ -70,6 +71,8 @@ class Pass:
             parameter = self.parameters[name]
             gradient = torch.full((4,), float(number + 1))
             parameter.grad = parameter.grad.add_(gradient) if name in zero else gradient
+            if before_hook is not None:
+                before_hook(name, parameter)
             if first:
                 self.reading.begin_pass(name, measure=measure, synchronises=synchronises)
                 self.held = self.reading.begin_step(name)
@@ -224,3 +227,15 @@ def test_where_passes_make_their_gradients_one_that_adds_to_another_is_noticed(u
     passes.run(zero=("b.z",), used=used)
     assert (len(passes.held), passes.held[0] is kept) == (1, True)
     assert not passes.reading.spoiled
+
+
+def test_where_a_hook_of_the_training_changes_each_fifth_gradient_one_pass_is_lost():
+    passes = Pass()
+
+    def run(step):
+        hooked = step % 5 == 0  # its gradient is a copy that was changed: of another version
+        at_hook = (lambda name, parameter: parameter.grad.add_(1)) if hooked else None
+        passes.run(before_hook=at_hook)
+        return passes.reading.spoiled
+
+    assert [step for step in range(1, 60) if run(step)] == [10]

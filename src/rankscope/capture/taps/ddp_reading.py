@@ -25,7 +25,7 @@ from rankscope.capture.taps.tap import GradientObserver, ReadReduced
 from rankscope.capture.totals import GradientTotals
 
 _LEARNT_IN = 2  # passes: DDP differs in its first one
-_LASTS_AFTER = 4  # steps that were alike
+_LASTS_AFTER, _MOST_ALIKE = 4, 1024  # steps that were alike; at most, once some were not
 _KEPT_BYTES = 32 << 20
 _FEW = 8  # parameters: hooks cost nothing
 
@@ -90,6 +90,7 @@ class LocalReading:
         self._wanted: Sequence[str] = ()
         self._made: list[int] = []  # versions of gradients that a step's first pass made
         self._times_made = 0  # in a row
+        self._lasts_after = _LASTS_AFTER  # twice as many after each time that this was wrong
         self._sees_made = self._learns_made = False  # whether this pass makes them
         self._late: frozenset[str] = frozenset()
         self._chosen: tuple[object, ...] = ()  # what it was made for
@@ -103,7 +104,7 @@ class LocalReading:
         Args:
             synchronises: Whether DDP reduces in that pass.
         """
-        if self._times_made < _LASTS_AFTER or self._in_buckets or len(self._all) < _FEW:
+        if self._times_made < self._lasts_after or self._in_buckets or len(self._all) < _FEW:
             return self._all
         lasting = self._lasting[synchronises].names
         return self._ends if len(lasting) == len(self._all) else self._all
@@ -149,7 +150,7 @@ class LocalReading:
         if self._in_buckets:
             self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
         reads_all = len(self._lasting[self._synchronises].names) == len(self._all)
-        if self._times_made >= _LASTS_AFTER and self._measure and reads_all:
+        if self._times_made >= self._lasts_after and self._measure and reads_all:
             self._sees_made = True
             return []
         own = self._parameters[first].grad
@@ -260,7 +261,8 @@ class LocalReading:
         as_before = versions == [made[name] for name in names] and all(
             self._parameters[name].grad is None for name in unused
         )
-        self._times_made *= as_before
+        if not as_before:
+            self._times_made, self._lasts_after = 0, min(2 * self._lasts_after, _MOST_ALIKE)
         return as_before
 
     def _keeps(self, name: str, gradient: Tensor) -> bool:
