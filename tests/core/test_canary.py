@@ -13,6 +13,7 @@ from rankscope.core.canary_plan import (
     RETRY_AFTER,
     SHARE,
     SPACING,
+    TIMES_LATELY,
     CanaryPlan,
     Planned,
     Schedule,
@@ -199,6 +200,14 @@ def test_where_all_workers_are_concerned_the_next_is_the_peer():
 )
 def test_what_no_canary_can_explain_leads_to_none(other):
     assert planned(CanaryPlan(4), 0, 500, findings=[other]) == []
+
+
+def test_what_comes_and_goes_leads_to_one_at_the_third_time_within_50_steps():
+    plan = CanaryPlan(4)
+    rare = replace(finding("gross-value", "inconclusive"), evidence={TIMES_LATELY: 2})
+    assert planned(plan, 0, 100, findings=[rare]) == []
+    often = replace(rare, evidence={TIMES_LATELY: 3})
+    assert [one.reason for one in planned(plan, 100, 300, findings=[often])] == ["gross-value"]
 
 
 def test_canaries_of_findings_keep_a_distance():

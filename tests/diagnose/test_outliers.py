@@ -351,14 +351,25 @@ def test_a_gradient_that_is_far_out_in_every_fifth_step_is_told_within_60_steps(
 
 
 @pytest.mark.parametrize(("width", "named"), [(2, (0, 1)), (3, (1,)), (4, (1,))])
-@pytest.mark.parametrize("column", ["grad_norm", "loss"])
-def test_a_value_ten_times_its_peers_is_told_in_that_step_and_once_per_episode(
+@pytest.mark.parametrize("column", ["grad_norm", "loss", "grad_max"])
+def test_a_value_far_above_its_peers_is_told_in_that_step_and_once_per_episode(
     width, named, column
 ):
     job, diagnosis, told = Job(width, seed=3), Diagnosis(width), []
+    lately = {}
+    factor = 16.0 if column == "grad_max" else 10.0  # an element may be 12 times the others'
     for step in range(60):
         bad = step < 20 and step % 5 == 4
-        told += diagnosis.observe(job.report(times(column, [1], 10.0 if bad else 1.0)))
+
+        def change(values, bad=bad):
+            values["grad_max"] = 0.1 * np.exp(0.05 * job.rng.standard_normal(width))
+            values[column][1] *= factor if bad else 1.0
+
+        told += diagnosis.observe(job.report(change))
+        if bad:
+            [now] = [one for one in diagnosis.findings if one.id == "gross-value"]
+            lately[step] = now.evidence["times_in_50_steps"]
+    assert lately == {4: 1, 9: 2, 14: 3, 19: 4}
     notes = [one for one in told if one.id == "gross-value"]
     assert [(note.step, note.status) for note in notes] == [
         (4, "open"), (9, "open"), (19, "open"), (35, "closed")  # as often as its steps double
@@ -366,7 +377,7 @@ def test_a_value_ten_times_its_peers_is_told_in_that_step_and_once_per_episode(
     assert {(note.severity, note.ranks, note.first_step) for note in notes} == {
         (Severity.NOTE, named, 4)
     }
-    label = {"grad_norm": "gradient norm", "loss": "loss"}[column]
+    label = {"grad_norm": "gradient norm", "loss": "loss"}.get(column, "largest gradient element")
     begins = (
         f"At step 4 ranks 0 and 1 differed in their {label} by a factor of "
         if width == 2

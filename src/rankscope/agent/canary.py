@@ -23,6 +23,7 @@ from rankscope.core.canary_plan import (
     Planned,
     Schedule,
     all_asked,
+    comes_and_goes,
 )
 from rankscope.core.finding import Finding
 from rankscope.core.step import GatheredStep
@@ -117,9 +118,10 @@ class CanaryDirector:
                 "the same step",
             )
         out = self._send_batches()
+        again = [one for one in known if comes_and_goes(one) and one.last_step == step.step]
         new = self._plan.observe(
             step.step,
-            told,
+            [*told, *again],
             asked=bool(asked),
             newest=self._newest,
             seconds=_largest(step, "step_seconds", math.nan),

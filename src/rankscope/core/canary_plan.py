@@ -73,6 +73,10 @@ class Schedule:
 TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclusive"})
 """Causes of statistical findings that a canary can explain."""
 
+TIMES_LATELY, LATELY, _WORTH_IT = "times_in_50_steps", 50, 3
+"""Of what comes and goes, the evidence says how often it came in so many steps; and how often it
+must have come for a canary."""
+
 SCHEDULED = "scheduled"
 ASKED_FOR = "asked-for"
 _OWN = "canary"  # how the canary's own findings begin
@@ -162,7 +166,7 @@ class CanaryPlan:
 
         Args:
             step: Its number.
-            findings: Those that opened or changed with it.
+            findings: Those that opened or changed with it, and those that came again in it.
             asked: Whether all workers asked for a canary in it.
             newest: The newest step that any worker is known to have ended; None if it is this one.
             seconds: Its wall time; NaN if unknown.
@@ -279,8 +283,13 @@ def all_asked(step: GatheredStep) -> bool | None:
     return None if np.any(asks_W) else False
 
 
+def comes_and_goes(finding: Finding) -> bool:
+    """Return whether its evidence says how often it came lately."""
+    return TIMES_LATELY in finding.evidence
+
+
 def _can_be_explained(finding: Finding) -> bool:
-    ours = finding.id.startswith(_OWN)
-    return bool(finding.cause in TRIGGERS and finding.status == "open" and finding.ranks) and (
-        not ours
-    )
+    if finding.id.startswith(_OWN) or finding.cause not in TRIGGERS:
+        return False
+    times = finding.evidence.get(TIMES_LATELY, _WORTH_IT)
+    return finding.status == "open" and bool(finding.ranks) and times >= _WORTH_IT

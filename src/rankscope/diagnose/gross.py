@@ -16,13 +16,16 @@ A gross value needs no past: it is so many times the largest of its peers' (:cla
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats
+from rankscope.core.canary_plan import LATELY, TIMES_LATELY
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
+from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.lasting import Lasting
 from rankscope.diagnose.rules import name_ranks
@@ -30,8 +33,28 @@ from rankscope.diagnose.rules import name_ranks
 KEY = "gross-outlier"
 KEY_AGAIN = "gross-outliers"
 KEY_AT_ONCE = "gross-value"
-TIMES = 8.0
-"""Times the largest of its peers from which a value is gross, see :class:`GrossValues`."""
+
+
+class Gross(NamedTuple):
+    """A column in which a value can be gross.
+
+    Attributes:
+        name: Its name.
+        label: Its name in findings.
+        times: How many times the largest of its peers a value is that is gross.
+    """
+
+    name: str
+    label: str
+    times: float
+
+
+GROSS = (
+    Gross("loss", "loss", 8.0),
+    Gross("grad_norm", "gradient norm", 8.0),
+    Gross("grad_max", "largest gradient element", 12.0),
+)
+"""In order of precedence; the largest element shows a corrupted one, which a norm may hide."""
 
 FROM = 30.0
 """Robust standard deviations from which a value can be a gross outlier."""
@@ -149,59 +172,63 @@ class GrossOutliers(Stateful):
 
 
 class GrossValues(Stateful):
-    """Tells of a loss or gradient norm that is many times the largest of its peers, at once.
+    """Tells of a value that is many times the largest of its peers, at once.
 
     It is a note in the very step, whatever came before, and once per episode: until no step has
-    shown any for a while. Of two workers both are named.
+    shown any for a while. Of two workers both are named. How many there were in the last 50 steps
+    stands in the evidence: three are worth a canary.
 
     What it assumes of a healthy run is that logarithms of the workers' values in a step spread like
-    normal ones with a standard deviation of at most 0.4, more than is usual even early in training
-    with small batches. Then the largest of W is 8 times the second one with a probability of 1e-6
-    a step for W = 4 or 8, 7e-6 for W = 3 and 2e-4 for W = 2. At 0.5 it is 1e-4 for W = 4. With a
-    tail like that of x to the power −a it is 8 to the power −a, whatever W is. So heavy tails show
-    now and then: that is no fault, one finding for the whole run, and never more than a note.
-    Of a signal that has been negative, as losses in reinforcement learning are, ratios say nothing.
-    A worker whose values are ten times the others' is seen through their spread: hence 8, not 10.
+    normal ones with a standard deviation of at most 0.4 for losses and norms, more than is usual
+    even early in training with small batches. Then the largest of W is 8 times the second one with
+    a probability of 1e-6 a step for W = 4 or 8, 7e-6 for W = 3 and 2e-4 for W = 2. At 0.5 it is
+    1e-4 for W = 4. Largest elements spread by 0.3 to 0.4 in the healthy jobs of the fault bench;
+    at 0.5, one is 12 times the second one with a probability of 6e-6 for W = 4, 4e-4 for W = 2.
+    With a tail like that of x to the power −a it is 8 to the power −a, whatever W is. So heavy
+    tails show now and then: that is no fault, one finding for the whole run, and never more than a
+    note. Of a signal that has been negative, as losses in reinforcement learning are, ratios say
+    nothing. A worker whose values are ten times the others' is seen through their spread: hence 8,
+    not 10.
 
     Args:
-        labels: Names of the signals in words ``[S]``.
         num_workers: W.
     """
 
-    SETTINGS = ("_labels", "_num_workers")
+    SETTINGS = ("_num_workers",)
 
-    def __init__(self, labels: Sequence[str], num_workers: int) -> None:
-        self._labels = tuple(labels)
+    def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._seen = Lasting()
+        self._lately: list[int] = []
         self._signed: set[str] = set()
         self._said = ""
         self._numbers: dict[str, object] = {}
 
-    def observe(
-        self, values_SW: Sequence[Floats], left_out: Sequence[int], step: int
-    ) -> list[Evidence]:
+    def observe(self, gathered: GatheredStep, left_out: Sequence[int]) -> list[Evidence]:
         """Take one step.
 
         Args:
-            values_SW: The values; those that are not positive and finite are not compared.
+            gathered: The step; values that are not positive and finite are not compared.
             left_out: Workers that are not compared.
-            step: Step number.
         """
-        ranks: set[int] = set()
-        for label, values_W in zip(self._labels, values_SW, strict=True):
-            ranks |= self._compare(label, values_W, left_out, step)
+        step, ranks = gathered.step, set[int]()
+        for column in reversed(GROSS):
+            ranks |= self._compare(column, gathered.workers[column.name], left_out, step)
+        self._lately = [at for at in self._lately if at > step - LATELY]
+        if ranks:
+            self._lately.append(step)
         if not self._seen.observe(step, ranks):
             return []
         seen, said = self._seen, {"what": self._said}
-        numbers = {"steps": seen.count, **self._numbers}
+        numbers = {"steps": seen.count, TIMES_LATELY: len(self._lately), **self._numbers}
         return [
             seen.evidence("inconclusive", Severity.NOTE, seen.ranks, said, numbers, key=KEY_AT_ONCE)
         ]
 
     def _compare(
-        self, label: str, values_W: Floats, left_out: Sequence[int], step: int
+        self, column: Gross, values_W: Floats, left_out: Sequence[int], step: int
     ) -> set[int]:
+        label = column.label
         if (values_W < 0).any():
             self._signed.add(label)
         known_W = np.isfinite(values_W) & (values_W > 0)
@@ -211,7 +238,7 @@ class GrossValues(Stateful):
         ranks = np.flatnonzero(known_W)
         second, first = ranks[np.argsort(values_W[ranks])[-2:]].tolist()
         value, peer = float(values_W[first]), float(values_W[second])
-        if value < TIMES * peer:
+        if value < column.times * peer:
             return set()
         self._numbers = {"signal": label, "times": value / peer, "value": value, "next": peer}
         if self._num_workers == 2:

@@ -17,7 +17,6 @@ from rankscope.core.arrays import Floats
 from rankscope.core.bets import Kind
 from rankscope.core.budget import FAR_BELOW, OUTLIERS, alarm_level
 from rankscope.core.recent import RECENT
-from rankscope.core.signals import Source
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
@@ -58,10 +57,8 @@ class WorkerOutliers(Detector):
         self._groups: Part | None = None
         self._batches = RecentBatches(num_workers)
         signals = self._totals.signals
-        local = [signal for signal in signals if signal.declared.source is Source.LOCAL]
-        self._positive = [signal for signal in local if signal.how.relative]
         self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
-        self._values = GrossValues([signal.how.label for signal in self._positive], num_workers)
+        self._values = GrossValues(num_workers)
         self._outlook = Outlook(self._totals, self._batches)
         self._faults: list[Fault] = []
         self._left_out: list[int] = []
@@ -84,7 +81,7 @@ class WorkerOutliers(Detector):
         changed = [*self._judge(step.gathered), *self._follow(step.gathered.step)]
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         return [
-            *self._see_values(step),
+            *self._values.observe(step.gathered, self.not_compared),
             *gross,
             *(self._evidence(fault) for fault in {fault.key: fault for fault in changed}.values()),
         ]
@@ -107,11 +104,6 @@ class WorkerOutliers(Detector):
     def not_compared(self) -> tuple[int, ...]:
         """Workers that differ, or could not be compared in the last step."""
         return tuple(sorted({*self.set_apart, *self._left_out}))
-
-    def _see_values(self, step: Observation) -> list[Evidence]:
-        """Look for values that are gross at first sight, on workers that can be compared."""
-        values = [step.gathered.workers[signal.name] for signal in self._positive]
-        return self._values.observe(values, self.not_compared, step.gathered.step)
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
         z_SW, apart = self._totals.test.z_SU, list(self.set_apart)
