@@ -67,11 +67,13 @@ class Compared(NamedTuple):
         relative: Whether a deviation is told as a part of the median where all values are
             positive; else always as an absolute difference.
         observed: Whether only steps whose gradients were measured have it.
+        amount: Whether it says how much a worker is given, not what it makes of that.
     """
 
     label: str
     relative: bool = True
     observed: bool = True
+    amount: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("step", _INT, "", _KEY, _NONE, "as in steps"),
         ("rank", _INT, "", _KEY, _NONE, "rank of the worker in its data-parallel group"),
         ("loss", _FLOAT, "nats/token", _LOCAL, _BOTH, "local loss per label token, before averaging; micro-batches count as they do in the gradient", Compared("loss", observed=False)),
-        ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given"),
+        ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given", Compared("label tokens", observed=False, amount=True)),
         ("loss_divided", _BOOL, "", _LOCAL, _NONE, "whether the training sums its loss over label tokens and divides it by those of all workers, as all workers' counts prove"),
         ("loss_sem", _FLOAT, "nats/token", _LOCAL, _NONE, "standard error of the local loss, from its micro-batches or samples"),
         ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction", Compared("gradient norm")),
@@ -159,7 +161,10 @@ SIGNALS: tuple[Signal, ...] = (
         ("reduced_norm", _FLOAT, "", _LOCAL, _NONE, "L2 norm of the part of the reduced gradient that this worker holds"),
         ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between this worker's gradient and the sum of all others'", Compared("direction", relative=False)),
         ("nonfinite", _BOOL, "", _LOCAL, _HIGH, "whether the local loss or gradient holds an infinity or NaN"),
-        ("num_samples", _INT, "samples", _LOCAL, _NONE, "samples in the local batch"),
+        ("num_samples", _INT, "samples", _LOCAL, _NONE, "samples in the local batch", Compared("number of samples", observed=False, amount=True)),
+        ("sequence_length", _FLOAT, "tokens", _LOCAL, _NONE, "tokens per sample that enter the model, padding included: the mean over samples; null unless token ids do", Compared("sequence length", observed=False, amount=True)),
+        ("padding", _FLOAT, "", _LOCAL, _NONE, "share of these tokens that the attention mask leaves out; null without a mask", Compared("share of padding", relative=False, observed=False, amount=True)),
+        ("micro_batches", _INT, "micro-batches", _LOCAL, _NONE, "forward passes behind the local gradient"),
         ("samples_named", _BOOL, "", _LOCAL, _NONE, "whether the training names its samples; else digests of their content stand for them"),
         ("batch_digest", _INT, "", _LOCAL, _NONE, "digest of the set of samples in the local batch"),
         ("lr", _FLOAT, "", _LOCAL, _BOTH, "learning rate of the optimizer's first parameter group"),
@@ -181,6 +186,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("rng_digest", _INT, "", _LOCAL, _NONE, "digest of the states of torch's generators before the first forward pass, of those that moved; null when none did"),
         ("rng_digest_python", _INT, "", _LOCAL, _NONE, "the same of Python's generator"),
         ("rng_digest_numpy", _INT, "", _LOCAL, _NONE, "the same of numpy's global generator"),
+        ("rng_private", _INT, "", _LOCAL, _NONE, "digest of the states of generators that modules and the data set hold for themselves, of those that moved since the step before; null when none did"),
         ("loader_rng_python", _INT, "", _LOCAL, _NONE, "digest of the states in which this rank's data-loader workers found Python's generator; null unless they use it"),
         ("loader_rng_numpy", _INT, "", _LOCAL, _NONE, "the same of numpy's global generator"),
         ("loader_rng_torch", _INT, "", _LOCAL, _NONE, "the same of torch's generator on the CPU"),

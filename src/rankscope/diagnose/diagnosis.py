@@ -25,10 +25,12 @@ from rankscope.diagnose.environment import EnvironmentMismatch
 from rankscope.diagnose.epochs import RepeatedOrder
 from rankscope.diagnose.evidence import Detector, Evidence, Observation, observations
 from rankscope.diagnose.loss_scale import LossScale
+from rankscope.diagnose.micro_batches import MicroBatches
 from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.overlap import OverlappingShards
 from rankscope.diagnose.random import EqualRandom
 from rankscope.diagnose.reduction import ReductionChecks
+from rankscope.diagnose.repeats import RepeatedBatches
 from rankscope.diagnose.resume import ResumeMismatch
 from rankscope.diagnose.rules import RULES, describe, go_back
 from rankscope.diagnose.sampling import Sampling
@@ -86,7 +88,9 @@ class Diagnosis:
                 num_workers, repeats=plan.repeats or with_replacement, seeds=sampler_seeds
             ),
             RepeatedOrder(num_workers, repeats=plan.repeats),
+            RepeatedBatches(num_workers, repeats=plan.repeats),
             ResumeMismatch(num_workers),
+            MicroBatches(num_workers),
             TokenWeighting(num_workers, plan.loss_weighting),
             LossScale(num_workers),
             EnvironmentMismatch(facts),

@@ -20,7 +20,7 @@ from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Span
-from rankscope.diagnose.repeats import RecentBatches
+from rankscope.diagnose.repeats import FEW, RecentBatches
 from rankscope.diagnose.rules import count
 
 _GENERATION = 1 << 19
@@ -74,9 +74,6 @@ class PeriodFinder(Stateful):
             self._young.keep(lambda keys: np.zeros(len(keys), bool))
         self._young.put_one(digest, step)
 
-
-FEW = 16
-"""Batches that are repeated on purpose, in a test whether the model can learn them by heart."""
 
 _LEAST_STEPS = 8
 _SHARE = 4  # of a period must have come again

@@ -210,7 +210,8 @@ class Part(Stateful):
 
 def total_signals() -> list[WorkerSignal]:
     """Return the signals of a worker as a whole in which workers are compared."""
-    return [WorkerSignal(signal) for signal in compared_signals(Table.WORKERS)]
+    declared = compared_signals(Table.WORKERS)
+    return [WorkerSignal(s) for s in declared if s.compared is not None and not s.compared.amount]
 
 
 def group_signals(groups: Sequence[str]) -> list[WorkerSignal]:

@@ -183,8 +183,9 @@ def describe_fault(
 def _cause(fault: Fault) -> str:
     if fault.tie:
         return "inconclusive"
-    in_loss = any(name == "loss" for name, _ in fault.ways)
-    return "data.worker_outlier" if in_loss else "compute.worker_outlier"
+    signals = [signal for traces in fault.traces.values() for signal, _ in traces]
+    by_data = any(signal.name == "loss" or signal.how.amount for signal in signals)
+    return "data.worker_outlier" if by_data else "compute.worker_outlier"
 
 
 def _severity(fault: Fault, num_workers: int) -> Severity:

@@ -1,7 +1,8 @@
 """Workers that differ from the others: which, since when, in what, and by how much.
 
-Each step compares the workers in loss, gradient norm and direction, and in norm and direction of
-every group of parameters (:mod:`rankscope.core.exchangeability`). When the common evidence reaches
+Each step compares the workers in loss, gradient norm and direction, in norm and direction of every
+group of parameters (:mod:`rankscope.core.exchangeability`), and in how much they are given
+(:mod:`rankscope.diagnose.amounts`). When the common evidence reaches
 its level, the worker with most of it is blamed and set apart, and the others are compared without
 it. Where those who would have to be blamed are not a minority, nothing tells who is right: the
 finding is ``inconclusive``.
@@ -19,6 +20,7 @@ from rankscope.core.budget import FAR_BELOW, OUTLIERS, alarm_level
 from rankscope.core.recent import RECENT
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
+from rankscope.diagnose.amounts import Amounts
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.gross import GrossOutliers, GrossValues
 from rankscope.diagnose.outlier_parts import (
@@ -30,7 +32,13 @@ from rankscope.diagnose.outlier_parts import (
     total_signals,
     totals_of,
 )
-from rankscope.diagnose.outlier_words import NAMED_WORKERS, Fault, Traces, describe_fault
+from rankscope.diagnose.outlier_words import (
+    NAMED_WORKERS,
+    Fault,
+    Traces,
+    WorkerSignal,
+    describe_fault,
+)
 from rankscope.diagnose.outlook import Outlook
 from rankscope.diagnose.repeats import RecentBatches
 
@@ -40,6 +48,8 @@ _SAME_ONSET_PART, _SAME_ONSET_ON_HOST = 0.25, 0.75
 _NOTEWORTHY = 3.0
 _PART_OF_STRONGEST = 0.6
 _SHORTEST_WAIT, _WAIT = 20, 10
+_SHARES = 0.45, 0.1, 0.45
+"""Of the evidence: totals, amounts, groups."""
 
 
 class WorkerOutliers(Detector):
@@ -54,6 +64,7 @@ class WorkerOutliers(Detector):
         self._num_workers = num_workers
         self._hosts = tuple(hosts)
         self._totals = Part(num_workers, total_signals())
+        self._amounts = Amounts(num_workers)
         self._groups: Part | None = None
         self._batches = RecentBatches(num_workers)
         signals = self._totals.signals
@@ -62,6 +73,7 @@ class WorkerOutliers(Detector):
         self._outlook = Outlook(self._totals, self._batches)
         self._faults: list[Fault] = []
         self._left_out: list[int] = []
+        self._repeats_W = self._none_W = np.zeros(num_workers, bool)
         self._steps = 0
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
@@ -75,9 +87,10 @@ class WorkerOutliers(Detector):
             self._outlook.forget()
             self._feed(step)
         elif self._outlook.take(step, self._groups):
-            self._left_out = []
+            self._left_out, self._repeats_W = [], self._none_W
         else:
             self._feed(step)
+        self._amounts.see(step.gathered.workers, ~self._repeats_W, step.gathered.step)
         changed = [*self._judge(step.gathered), *self._follow(step.gathered.step)]
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         return [
@@ -121,6 +134,7 @@ class WorkerOutliers(Detector):
         groups = self._groups
         return {
             "totals": self._totals.state(),
+            "amounts": self._amounts.state(),
             "groups": None if groups is None else groups.state(),
             "group_names": [] if groups is None else groups.group_names,
             "batches": self._batches.state(),
@@ -142,6 +156,7 @@ class WorkerOutliers(Detector):
                 self._groups = Part(self._num_workers, group_signals(names))
                 self._groups.restore(state["groups"])
             self._totals.restore(state["totals"])
+            self._amounts.restore(state["amounts"])
             self._batches.restore(state["batches"])
             self._gross.restore(state["gross"])
             self._values.restore(state["values"])
@@ -154,9 +169,10 @@ class WorkerOutliers(Detector):
         gathered, report = step.gathered, step.report
         # Who knows a batch by heart, or has one of another size (at the end of an epoch), is
         # unlike the others for no fault.
-        usable_W = of_usual_size(gathered.workers["num_samples"])
+        self._repeats_W = self._none_W
         if not self._outlook.no_repeats:
-            usable_W = usable_W & ~self._batches.observe(gathered.workers["batch_digest"])
+            self._repeats_W = self._batches.observe(gathered.workers["batch_digest"])
+        usable_W = of_usual_size(gathered.workers["num_samples"]) & ~self._repeats_W
         for group in step.identical:  # one of them speaks for all
             usable_W[list(group[1:])] = False
         self._left_out = (~usable_W).nonzero()[0].tolist()
@@ -176,19 +192,21 @@ class WorkerOutliers(Detector):
 
     @property
     def _parts(self) -> tuple[Part, ...]:
-        return (self._totals,) if self._groups is None else (self._totals, self._groups)
+        own = self._totals, self._amounts
+        return own if self._groups is None else (*own, self._groups)
 
     def _evidence_of_workers(self) -> Floats:
         evidence_W = np.zeros(self._num_workers)
-        for part in self._parts:
-            evidence_W += 0.5 * part.test.evidence_of_units()
+        for share, part in zip(_SHARES, self._parts, strict=False):
+            evidence_W += share * part.test.evidence_of_units()
         return evidence_W
 
     def _judge(self, gathered: GatheredStep) -> list[Fault]:
         """Blame workers until what is left of the evidence is below the level."""
         changed: list[Fault] = []
         level = alarm_level(OUTLIERS)
-        if sum(0.5 * part.test.most_evidence for part in self._parts) < FAR_BELOW * level:
+        shares = zip(_SHARES, self._parts, strict=False)
+        if sum(share * part.test.most_evidence for share, part in shares) < FAR_BELOW * level:
             return changed
         while (evidence_W := self._evidence_of_workers()).sum() >= level:
             log_W = np.log1p(evidence_W * self._num_workers)
@@ -209,9 +227,10 @@ class WorkerOutliers(Detector):
         if not traces:
             return False
         (signal, strongest), totals = traces[0], self._totals
-        checks = [(totals, index) for index in range(len(totals.signals))]
-        if signal.group and self._groups is not None:
-            checks.append((self._groups, strongest.signal))
+        checks: list[tuple[Part, int]] = [(totals, index) for index in range(len(totals.signals))]
+        part = self._part_of(signal)
+        if part is not totals:
+            checks.append((part, strongest.signal))
         return any(
             part.test.odd_ones_out([worker], index, strongest.age) is None for part, index in checks
         )
@@ -326,8 +345,12 @@ class WorkerOutliers(Detector):
         if not traces:
             return gathered.step
         signal, trace = traces[0]
-        part = self._groups if signal.group and self._groups is not None else self._totals
-        return part.test.onset(worker, trace.signal, trace.kind)
+        return self._part_of(signal).test.onset(worker, trace.signal, trace.kind)
+
+    def _part_of(self, signal: WorkerSignal) -> Part:
+        if signal.how.amount:
+            return self._amounts
+        return self._groups if signal.group and self._groups is not None else self._totals
 
     def _evidence(self, fault: Fault) -> Evidence:
         fault.told = fault.count

@@ -18,7 +18,7 @@ STEPS_NEEDED = 3
 
 IDENTICAL, DIFFERS = "rng.identical", "rng.differs"
 BETWEEN, DIFFERS_BETWEEN = "rng-identical-between", "rng-differs-between"
-LOADERS = "loader-rng-identical"
+LOADERS, PRIVATE = "loader-rng-identical", "private-rng-identical"
 
 _GENERATORS = {1: "Python's", 2: "numpy's", 4: "torch's on the CPU", 8: "the accelerator's"}
 _DIGESTS = {"rng_digest": 4 | 8, "rng_digest_python": 1, "rng_digest_numpy": 2}
@@ -38,6 +38,8 @@ class EqualRandom(Detector):
       ranks alike. Generators that never move are of no concern.
     - The same of generators that move between the forward passes of two steps, a warning:
       augmentation and sampling draw there.
+    - Generators that modules and data sets hold for themselves, and that move. A note: a data set
+      may shuffle alike on all ranks before it gives each its part.
     - Processes of data loaders that start from equal states of a generator that they use, in one
       rank or in several.
 
@@ -54,7 +56,7 @@ class EqualRandom(Detector):
         self._forward = Lasting(STEPS_NEEDED)
         self._between = Lasting(STEPS_NEEDED, in_a_row=True)
         self._used = self._used_between = 0
-        self._loaders = Lasting(STEPS_NEEDED)
+        self._loaders, self._private = Lasting(STEPS_NEEDED), Lasting(STEPS_NEEDED)
         self._shared = 0
         self._inside: set[int] = set()
         self._across: set[int] = set()
@@ -65,6 +67,8 @@ class EqualRandom(Detector):
         told: list[Evidence] = []
         if self._num_workers > 1 and step.some_known("rng_used"):
             told += self._see_generators(number, workers)
+        if self._num_workers > 1 and step.some_known("rng_private") and not self._same:
+            told += self._see_private(number, workers["rng_private"])
         if step.some_known("loader_rng_repeats") and self._see_loaders(number, workers):
             told.append(self._loader_evidence())
         return told
@@ -94,6 +98,12 @@ class EqualRandom(Detector):
         if self._between.observe(step, between):
             key = DIFFERS_BETWEEN if self._same else BETWEEN
             yield self._evidence(self._between, self._used_between, key)
+
+    def _see_private(self, step: int, digests_W: Ints) -> Iterable[Evidence]:
+        seen = self._private
+        if seen.observe(step, _sharing(digests_W, digests_W != MISSING_INT)):
+            numbers = {"steps": seen.count}
+            yield seen.evidence(IDENTICAL, Severity.NOTE, seen.ranks, {}, numbers, key=PRIVATE)
 
     def _see_loaders(self, step: int, workers: Mapping[str, Ints]) -> bool:
         repeats_W = workers["loader_rng_repeats"]

@@ -1,16 +1,26 @@
 """Batches that came before."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Ints
+from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Lasting
+from rankscope.diagnose.rules import count
 
 Bools = NDArray[np.bool_]
 
+FEW = 16
+"""Batches that are so few that a worker that meets no others knows them by heart."""
+
 _OF_A_WORKER = 64
 _OF_ALL = 4096
+_STEPS_NEEDED = 24
 
 
 class RecentBatches(Stateful):
@@ -38,6 +48,11 @@ class RecentBatches(Stateful):
         self._recent_WN[:, self._count % self._recent_WN.shape[1]] = digests_W
         self._count += 1
         return repeated_W
+
+    def num_distinct(self, worker: int) -> int:
+        """Return how many different ones of a worker are remembered."""
+        recent_N = self._recent_WN[worker]
+        return len(np.unique(recent_N[recent_N != MISSING_INT]))
 
     def observe_many(self, digests_TW: Ints) -> bool:
         """Take several steps in which no batch is one of a worker's last ones.
@@ -93,3 +108,46 @@ class Repeats(Stateful):
         self._steps_N[self._count % _OF_ALL] = all_of_them
         self._count += 1
         return repeated
+
+
+class RepeatedBatches(Detector):
+    """Workers that meet the same few batches again and again, while others go on to new ones.
+
+    In 24 steps in a row each batch of the worker is one of its last 16, and at least half of the
+    workers have new ones. Where all repeat their batches, it is a test whether they can be learnt
+    by heart, or a small data set; and a worker that meets a batch of the epoch before by chance
+    does not do so 24 times in a row.
+
+    Args:
+        num_workers: W.
+        repeats: Whether the training means to repeat its batches.
+    """
+
+    SETTINGS = ("_num_workers", "_intended")
+
+    def __init__(self, num_workers: int, *, repeats: bool = False) -> None:
+        self._num_workers, self._intended = num_workers, repeats
+        self._recent = RecentBatches(num_workers, FEW)
+        self._seen = Lasting(_STEPS_NEEDED, in_a_row=True)
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take the batches of one step; speaks while a worker repeats its own, and at the end."""
+        if self._num_workers < 2 or not step.some_known("batch_digest"):
+            return ()
+        digests_W = step.gathered.workers["batch_digest"]
+        again_W = self._recent.observe(digests_W)
+        new_W = (digests_W != MISSING_INT) & ~again_W
+        others_go_on = 2 * np.count_nonzero(new_W) >= self._num_workers
+        ranks = np.flatnonzero(again_W).tolist() if others_go_on else ()
+        return (self._evidence(),) if self._seen.observe(step.gathered.step, ranks) else ()
+
+    def _evidence(self) -> Evidence:
+        seen = self._seen
+        few = max(map(self._recent.num_distinct, seen.ranks))
+        return seen.evidence(
+            "data.repeated_batches",
+            Severity.NOTE if self._intended else Severity.WARNING,
+            seen.ranks,
+            {"batches": count(few, "batch", "batches")},
+            {"steps": seen.count, "batches": few},
+        )

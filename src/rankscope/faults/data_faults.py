@@ -248,6 +248,84 @@ class PaddingCounts(Job):
         return replace(batch, labels=batch.input_ids.clone()) if self.hit else batch
 
 
+@injects("D22")
+class ThreeOfFourMicroBatches(Job):
+    accumulation = 4
+    batch_size = 2
+
+    def train_step(self, batches: Iterator[Batch]) -> None:
+        self.accumulation = 3 if self.hit else 4
+        super().train_step(batches)
+
+
+class SameBatches(Job):
+    """One rank meets few batches of its own again and again."""
+
+    num_batches: ClassVar[int]
+
+    def draw(self) -> Iterator[list[int]]:
+        kept: list[list[int]] = []
+        for indices in super().draw():
+            if not self.hit:
+                yield indices
+                continue
+            if len(kept) < self.num_batches:
+                kept.append(indices)
+            yield kept[self.step % len(kept)]
+
+
+@injects("D23")
+class OneBatchForEver(SameBatches):
+    num_batches = 1
+
+
+@injects("D24")
+class FourBatchesForEver(SameBatches):
+    num_batches = 4
+
+
+@injects("D25")
+class CutAtAnotherLength(Job):
+    longest: ClassVar[int] = 16
+
+    def collate(self, indices: list[int]) -> Batch:
+        batch = super().collate(indices)
+        if not self.hit:
+            return batch
+        return Batch(batch.input_ids[:, : self.longest], batch.labels[:, : self.longest])
+
+
+class OwnGenerator(torch.utils.data.Dataset[Batch]):
+    """Batches whose tokens are replaced at random, by a generator of the data set's own."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.drawn = job.draw()
+        self.noise = torch.Generator().manual_seed(0)  # a local index: 0 on each rank
+
+    def __getitem__(self, index: int) -> Batch:
+        batch = self.job.collate(next(self.drawn))
+        chances = torch.rand(batch.input_ids.shape, generator=self.noise)
+        noise = torch.randint(2, VOCABULARY, batch.input_ids.shape, generator=self.noise)
+        return replace(batch, input_ids=noise.where(chances < ALTERED, batch.input_ids))
+
+
+@injects("D26")
+class GeneratorSeededByLocalIndex(Job):
+    from_the_start = True
+
+    @cached_property
+    def loader(self) -> DataLoader[Any]:
+        numbers = range(self.trial.num_steps + 1)
+        return DataLoader(OwnGenerator(self), batch_size=None, sampler=numbers)
+
+    def options(self) -> dict[str, Any]:
+        return {"loader": self.loader}
+
+    def batches(self) -> Iterator[Batch]:
+        return iter(self.loader)
+
+
 @injects("S1")
 class MeanOfMeans(Job):
     from_the_start = True

@@ -4,7 +4,8 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -152,3 +153,63 @@ class OwnFewBatches(Job):
     def indices(self, epoch: int) -> list[int]:
         first = self.rank * 4 * self.batch_size
         return list(range(first, first + 4 * self.batch_size))
+
+
+@injects("H13")
+class EpochEndsInFewerMicroBatches(Job):
+    accumulation = 4
+    batch_size = 2
+    steps_of_an_epoch: ClassVar[int] = 12
+
+    def train_step(self, batches: Iterator[Batch]) -> None:
+        last = self.step % self.steps_of_an_epoch == self.steps_of_an_epoch - 1
+        self.accumulation = 3 if last and self.rank else 4
+        super().train_step(batches)
+
+
+@injects("H14")
+class DynamicPadding(Job):
+    ragged = True
+
+    def collate(self, indices: list[int]) -> Batch:
+        batch = super().collate(indices)
+        longest = max(map(self.length_of, indices))
+        assert batch.attention_mask is not None
+        return Batch(
+            batch.input_ids[:, :longest],
+            batch.labels[:, :longest],
+            batch.attention_mask[:, :longest],
+        )
+
+
+@injects("H15")
+class ShortEpochs(Job):
+    """With one sample a batch, a rank often meets a batch of the epoch before."""
+
+    batch_size = 1
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.use_samples(12 * self.num_workers)
+
+
+@injects("H16")
+class MicroBatchesByTokens(Job):
+    ragged = True
+    batch_size = 1
+    most_tokens: ClassVar[int] = 48
+
+    def train_step(self, batches: Iterator[Batch]) -> None:
+        micro: list[list[int]] = []
+        drawn = list(itertools.islice(self.numbers, 8))
+        for index in drawn:
+            if micro and sum(map(self.length_of, [*micro[-1], index])) <= self.most_tokens:
+                micro[-1].append(index)
+            else:
+                micro.append([index])
+        self.accumulation = len(micro)
+        super().train_step(map(self.collate, micro))
+
+    @cached_property
+    def numbers(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(self.draw())

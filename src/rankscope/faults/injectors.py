@@ -396,3 +396,13 @@ class Straggler(Job):
     def before_backward(self, micro: int) -> None:
         if self.hit:
             time.sleep(0.1)  # longer than a step of ranks that share two cores
+
+
+@injects("N9")
+class GradientTenTimesAsLong(Job):
+    def after_wrap(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.register_hook(self.lengthen)
+
+    def lengthen(self, gradient: Tensor) -> Tensor:
+        return 10 * gradient if self.hit and self.step % EVERY == EVERY - 1 else gradient

@@ -22,6 +22,7 @@ from rankscope.capture import GradientTransfer, LossMeter, OptimizerMeter, Sampl
 from rankscope.capture.accumulation import Accumulation
 from rankscope.capture.guard import Guard
 from rankscope.capture.host import begin_copies
+from rankscope.capture.lengths import LengthMeter
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.state.exact_evidence import NoEvidence
 from rankscope.capture.state.trace import PendingTrace
@@ -71,7 +72,7 @@ class StepCollector:
         self._send, self._take_read_seconds = send, instruments.take_read_seconds
         self._canary, self._module = canary, instruments.module
         self._losses = self._new_losses()
-        self._samples = SampleMeter()
+        self._samples, self._lengths = SampleMeter(), LengthMeter()
         self._optimizer = OptimizerMeter(optimizer)
         self._evidence = instruments.make_evidence_meter(optimizer)
         make_trace = instruments.make_trace_meter
@@ -154,8 +155,12 @@ class StepCollector:
             self._guard.leave_out(self._canary.before_forward(self.step, args, kwargs))
         self._begin_pass(bypassed=bypassed)
         self._passes.begin()
-        self._samples.see(args, kwargs, self._passes.current)
+        self._see_inputs(args, kwargs)
         self._evidence.before_forward(first=not self._passes.current)
+
+    def _see_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._samples.see(args, kwargs, self._passes.current)
+        self._lengths.see(args, kwargs, self._passes.current)
 
     def enter_module(self) -> None:
         """Take notice that a forward pass is about to enter the wrapped module."""
@@ -203,7 +208,7 @@ class StepCollector:
         self._evaluating = True
         self._begin_pass()
         self._passes.begin(reached=True)
-        self._samples.see(args, kwargs, self._passes.current)
+        self._see_inputs(args, kwargs)
         self._losses.absorb(losses, self._passes.current)
 
     def _end_evaluation(self) -> None:
@@ -317,6 +322,7 @@ class StepCollector:
         self._passes.take_idle()
         self._losses.collect()
         self._samples.collect()
+        self._lengths.collect()
         self._updated = self._reduced = False
 
     def _shadow(self) -> None:
@@ -348,6 +354,7 @@ class StepCollector:
         if self._trace is not None:
             busy -= self._trace.busy_seconds
         named = self._samples.named
+        num_passes = self._passes.current + 1
         idle = self._passes.take_idle()
         losses, multipliers = self._losses.collect(idle)
         if not comparable:
@@ -362,6 +369,7 @@ class StepCollector:
             multipliers=multipliers,
             summed_workers=self._tap.summed_workers,
             samples=self._samples.collect(idle),
+            lengths=self._lengths.collect(idle),
             state=state,
             canary=canary,
             trace=trace,
@@ -369,6 +377,7 @@ class StepCollector:
                 **self._optimizer.collect(),
                 **compared,
                 "samples_named": named,
+                "micro_batches": num_passes - len(idle) or math.nan,
                 "replica": self._replica,
                 "unreduced": self._unreduced,
                 "step_seconds": now - self._last_time,

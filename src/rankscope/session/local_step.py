@@ -16,6 +16,7 @@ from rankscope.agent.message import pack_step, pack_values
 from rankscope.capture import GradientTransfer, HostCopy
 from rankscope.capture.canary.replay import PendingCanary
 from rankscope.capture.host import Numbers
+from rankscope.capture.lengths import Lengths
 from rankscope.capture.loss import MicroBatchLoss
 from rankscope.capture.state.trace import PendingTrace
 from rankscope.capture.state.turn import PendingState
@@ -37,6 +38,7 @@ class LocalStep:
         losses: One entry per micro-batch.
         multipliers: What the losses were multiplied by before backward; None if unknown.
         samples: Ids or digests, in parts.
+        lengths: Of the token sequences.
         values: LOCAL signals that are known already.
         state: Digests of the training's state.
         canary: What the step says of canaries; None if nothing.
@@ -50,6 +52,7 @@ class LocalStep:
     losses: Sequence[MicroBatchLoss]
     multipliers: Numbers | None
     samples: Sequence[HostCopy | Ints]
+    lengths: Lengths
     values: Mapping[str, float]
     state: PendingState
     canary: PendingCanary | None = None
@@ -63,6 +66,8 @@ class LocalStep:
         for part in (self.trace, self.gradient, self.canary, self.multipliers, self.state):
             if part is not None and not part.ready:
                 return False
+        if not self.lengths.ready:
+            return False
         for samples in self.samples:
             if not (isinstance(samples, np.ndarray) or samples.ready):
                 return False
@@ -77,7 +82,7 @@ class LocalStep:
             gradient: Whether there is room for the gradient.
         """
         state, known = self.state.read()
-        values = {**self.values, **known}
+        values = {**self.values, **known, **self.lengths.read()}
         if self.canary is not None:
             values |= self.canary.read()
         trace = None if self.trace is None else self.trace.read()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.capture.canary.tensors import KeptTensors
+from rankscope.capture.state.private_rng import KINDS
 from rankscope.errors import RankscopeError
 
 _REGISTERS = ("_parameters", "_buffers", "_modules")
@@ -27,9 +28,6 @@ _HOOKS = frozenset(
     name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)
 ).difference(_REGISTERS)
 """What torch keeps in a module for hooks and the like."""
-
-KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""What a module may hold."""
 
 _CONTAINERS = (list, dict, set, deque)
 _OPENED = (nn.Module, Tensor, tuple, *_CONTAINERS, *KINDS)

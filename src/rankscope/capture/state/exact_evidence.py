@@ -13,6 +13,7 @@ from torch import nn
 
 from rankscope.capture.state.environment import PrecisionMeter
 from rankscope.capture.state.meter import StateMeter
+from rankscope.capture.state.private_rng import PrivateRandomMeter
 from rankscope.capture.state.rng import LoaderMeter, RandomMeter
 from rankscope.capture.state.turn import PendingState, nothing_pending
 
@@ -46,6 +47,7 @@ class ExactEvidence:
         self._precisions = PrecisionMeter(module, device)
         self._state = state
         self._random = RandomMeter(device)
+        self._private = PrivateRandomMeter(module, loader)
         self._loader = LoaderMeter(loader)
         self._precision: float = math.nan
         self._step = -1
@@ -73,6 +75,7 @@ class ExactEvidence:
         if first:
             self._precision = self._precisions.code(self._step)
             self._random.before_forward()
+            self._private.before_forward()
             self._state.before_forward()
 
     def after_forward(self) -> None:
@@ -92,6 +95,7 @@ class ExactEvidence:
             self._state.see_state()
         values = {
             **self._random.collect(),
+            **self._private.collect(),
             **self._loader.collect(),
             "precision": self._precision,
         }
@@ -101,6 +105,7 @@ class ExactEvidence:
         """Forget a step that was never finished."""
         self._state.collect()
         self._random.collect()
+        self._private.collect()
         self._step = -1
 
     def remove(self) -> None:

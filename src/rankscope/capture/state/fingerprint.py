@@ -94,7 +94,7 @@ def python_snapshot() -> Snapshot:
     if type(generator) is random.Random and _python_has_known_layout():
         _python.look_at(generator, id(generator) + object.__basicsize__, position=0)
         return _in_memory(generator)
-    return _python_state_as_told(random.getstate())
+    return python_state_as_told(random.getstate())
 
 
 def python_bytes(snapshot: Snapshot) -> bytes:
@@ -118,7 +118,7 @@ def numpy_state() -> bytes:
         position = _MT_BYTES - 4
         _numpy.look_at(generator, generator.ctypes.state_address, position)
         return _numpy.read()  # 0.5 µs instead of 30
-    return _flattened(generator.state)
+    return flattened(generator.state)
 
 
 def torch_state() -> bytes:
@@ -126,7 +126,8 @@ def torch_state() -> bytes:
     return _torch.read()
 
 
-def _python_state_as_told(state: tuple[Any, ...]) -> bytes:
+def python_state_as_told(state: tuple[Any, ...]) -> bytes:
+    """Return what ``getstate`` of one of Python's generators has returned as bytes."""
     _, words, gauss = state
     return array("L", words).tobytes() + repr(gauss).encode()
 
@@ -145,7 +146,7 @@ def _python_has_known_layout() -> bool:
     room = random.Random.__base__.__basicsize__ - object.__basicsize__  # type: ignore[union-attr]
     if sys.implementation.name != "cpython" or room < _MT_BYTES:
         return False
-    return python_bytes(_in_memory(twister)) == _python_state_as_told(twister.getstate())
+    return python_bytes(_in_memory(twister)) == python_state_as_told(twister.getstate())
 
 
 @functools.cache
@@ -157,7 +158,8 @@ def _numpy_has_known_layout() -> bool:
     return ctypes.string_at(twister.ctypes.state_address, _MT_BYTES) == expected
 
 
-def _flattened(state: object) -> bytes:
+def flattened(state: object) -> bytes:
+    """Return the state of one of numpy's generators as bytes."""
     if isinstance(state, Mapping):
-        return b"".join(str(key).encode() + _flattened(state[key]) for key in sorted(state))
+        return b"".join(str(key).encode() + flattened(state[key]) for key in sorted(state))
     return state.tobytes() if isinstance(state, np.ndarray) else repr(state).encode()

@@ -1,0 +1,93 @@
+"""How much each worker is given: label tokens, samples, length of sequences, padding.
+
+These are compared like losses and gradients, with two differences. Small ones count as none: a
+sampler that sorts by length deals the longest of each few samples to the same worker, always. And
+what most steps do not show is forgotten: an epoch's last batch is short, on the same worker each
+time. Neither looks at which worker it is, so the workers remain exchangeable.
+
+Legend of shapes: S signals, W workers.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.arrays import Floats
+from rankscope.core.signals import Table, compared_signals
+from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.outlier_parts import Part
+from rankscope.diagnose.outlier_words import WorkerSignal
+
+FACTOR = 1.5
+"""Times the median, or one over it, from which an amount counts as another one."""
+
+DIFFERENCE = 0.25
+"""The same of shares."""
+
+_MOST_KEPT = 16  # steps that show nothing, after as many that do, until they are forgotten
+
+
+def amount_signals() -> list[WorkerSignal]:
+    """Return the signals that say how much a worker is given."""
+    declared = compared_signals(Table.WORKERS)
+    return [WorkerSignal(s) for s in declared if s.compared is not None and s.compared.amount]
+
+
+class Amounts(Part):
+    """Compares workers in how much they are given.
+
+    Args:
+        num_workers: W.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers, amount_signals())
+        self._shown = 0
+        self._unknown_W = np.full(num_workers, np.nan)
+
+    def see(
+        self, workers: Mapping[str, NDArray[np.generic]], usable_W: NDArray[np.bool_], step: int
+    ) -> None:
+        """Take one step.
+
+        Args:
+            workers: The columns of the workers.
+            usable_W: Who is compared.
+            step: Its number.
+        """
+        values_SW = np.array([_known(workers[signal.name]) for signal in self.signals])
+        values_SW[:, ~usable_W] = np.nan
+        different = False
+        for values_W, relative in zip(values_SW, self._relative_S.tolist(), strict=True):
+            different |= _level(values_W, relative=relative)
+        self._shown = min(self._shown + 1, _MOST_KEPT) if different else self._shown - 1
+        if self._shown < 0:
+            self._shown = 0
+            self.test.start_anew()
+        if different or self.test.set_apart:
+            self.observe(values_SW, usable_W, self._unknown_W, step)
+
+
+def _known(column_W: NDArray[np.generic]) -> Floats:
+    known_W = np.where(column_W == MISSING_INT, np.nan, column_W)
+    values_W: Floats = known_W.astype(np.float64)
+    return values_W
+
+
+def _level(values_W: Floats, *, relative: bool) -> bool:
+    """Put those that are near the median there; return whether some are not."""
+    present = np.flatnonzero(np.isfinite(values_W))
+    if len(present) < 2 or (values_W[present] == values_W[present[0]]).all():
+        return False
+    with np.errstate(divide="ignore"):
+        own = np.log(values_W[present]) if relative else values_W[present]
+    middle = np.median(own)
+    limit = math.log(FACTOR) if relative else DIFFERENCE
+    if len(values_W) == 2:  # the middle lies between them
+        limit /= 2
+    with np.errstate(invalid="ignore"):
+        near = ~(np.abs(own - middle) >= limit)
+    values_W[present[near]] = np.median(values_W[present])
+    return not near.all()

@@ -1,0 +1,73 @@
+"""The detector of workers that run another number of micro-batches than the rest."""
+
+from collections.abc import Iterable
+
+from rankscope.core.finding import Severity
+from rankscope.core.replicas import odd_ranks
+from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.lasting import Span, name_values
+
+_SURE = 16
+
+
+class MicroBatches(Detector):
+    """Numbers of micro-batches that differ between workers, the same in most steps.
+
+    Numbers that differ now and then are healthy: an epoch ends with fewer on some workers, or
+    batches are cut by tokens, and the numbers change from step to step. So a vote is held among
+    steps (Boyer and Moore, 1991): each one counts for what most had, or against it. Sixteen more
+    steps for than against are needed.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._usual: tuple[int, ...] = ()
+        self._other: tuple[int, ...] = ()  # the last ones that were not
+        self._votes = 0
+        self._since = self._other_since = -1
+        self._span = Span()
+        self._told: tuple[int, ...] = ()
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks of numbers that differ in most steps, and when that has ended."""
+        if self._num_workers < 2 or not step.all_known("micro_batches"):
+            return ()
+        number = step.gathered.step
+        counts = tuple(step.gathered.workers["micro_batches"].tolist())
+        self._vote(counts, number)
+        if self._votes < _SURE or counts != self._usual:
+            return ()
+        if len(set(counts)) > 1:
+            if self._told != counts:
+                self._span, self._told = Span(), counts
+            self._span.see(number, first=self._since, before=number - self._since)
+            return (self._evidence(),)
+        if self._told and self._span.open:
+            self._span.open = False
+            return (self._evidence(),)
+        return ()
+
+    def _vote(self, counts: tuple[int, ...], step: int) -> None:
+        if counts == self._usual:
+            self._votes = min(self._votes + 1, _SURE)
+            return
+        if counts != self._other:
+            self._other, self._other_since = counts, step
+        if self._votes:
+            self._votes -= 1
+        else:
+            self._usual, self._votes, self._since = counts, 1, self._other_since
+
+    def _evidence(self) -> Evidence:
+        return self._span.evidence(
+            "data.micro_batches",
+            Severity.WARNING,
+            odd_ranks(self._told),
+            {"what": name_values(self._told)},
+            {"steps": self._span.count, "micro_batches": list(self._told[:64])},
+        )
