@@ -13,6 +13,7 @@ from rankscope.faults.bench import Bench
 from rankscope.faults.catalogue import catalogue
 from rankscope.faults.job import Trial
 from rankscope.faults.pool import WorkerPool
+from rankscope.record.bundle import find_bundles
 
 pytestmark = pytest.mark.ranks
 
@@ -66,12 +67,32 @@ def test_another_tokenizer_is_found_and_its_worker_named(bench, kept):
     assert losses[-10:].mean() < losses[:3].mean() - 0.5, "the model learns all the same"
 
 
-def test_a_healthy_job_raises_notes_at_most(bench, kept):
-    score = bench.run(catalogue()["H11"], num_steps=40)
+@pytest.mark.parametrize(
+    ("name", "steps", "delay"), [("D22", 56, 32), ("D24", 56, 32), ("D25", 44, 20), ("D26", 8, 4)]
+)
+def test_what_one_worker_is_given_is_compared_with_the_others(bench, name, steps, delay):
+    score = bench.run(catalogue()[name], num_steps=steps)
+    assert score.problem == ""
+    assert score.as_expected
+    assert score.delay <= delay
+
+
+def test_a_corrupted_element_is_told_in_its_step_and_leads_to_a_canary(bench, kept):
+    score = bench.run(catalogue()["N1"], seed=1, num_steps=90)
+    assert score.problem == ""
+    [note] = [finding for finding in score.findings if finding.id == "gross-value"]
+    assert (note.ranks, note.severity) == ((2,), Severity.NOTE)
+    assert note.first_step in (20, 25)  # that step may be lost: an element of a copy was changed
+    assert find_bundles(kept / "N1-w4-s1")[0].name.startswith("gross-value-step-")
+
+
+@pytest.mark.parametrize("name", ["H11", "H13", "H16"])
+def test_a_healthy_job_raises_notes_at_most(bench, kept, name):
+    score = bench.run(catalogue()[name], num_steps=40)
     assert score.problem == ""
     assert score.as_expected
     assert not score.false_alarms
-    steps = Run.open(kept / "H11-w4-s0").columns(Table.STEPS, "step")["step"]
+    steps = Run.open(kept / f"{name}-w4-s0").columns(Table.STEPS, "step")["step"]
     assert len(steps) == 40
 
 

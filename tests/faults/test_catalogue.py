@@ -12,12 +12,12 @@ from rankscope.faults.catalogue import Fault, FaultClass, catalogue, select
 from rankscope.faults.injectors import INJECTORS
 
 FAULTS = {
-    "D": [1, 2, 4, 5, 6, 7, 8, 9, 11, 13, 14, 15, 16, 17, 19, 20, 21],
+    "D": [1, 2, 4, 5, 6, 7, 8, 9, 11, 13, 14, 15, 16, 17, *range(19, 27)],
     "S": [1, 2, 3, 4, 5, 6, 8],
     "Y": [1, 2, 3, 4, 5, 7, 10, 11, 12, 13],
     "T": [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 15, 17],
-    "N": [1, 2, 3, 4, 5, 6, 8],
-    "H": list(range(1, 13)),
+    "N": [1, 2, 3, 4, 5, 6, 8, 9],
+    "H": list(range(1, 17)),
 }
 
 

@@ -431,7 +431,10 @@ class ExchangeabilityTest(Stateful):
             return float("nan"), relative
         if kind in (Kind.SPREAD, Kind.RARE):
             return float(recent_T[np.abs(recent_T).argmax()]), relative
-        return float(np.median(recent_T)), relative
+        typical = float(np.median(recent_T))
+        if not typical and recent_T.any():  # amounts near the median count as equal to it
+            typical = float(np.median(recent_T[recent_T != 0]))
+        return typical, relative
 
     def _recent_deviations(self, signal: int, unit: int, age: float) -> Floats32:
         recent = self._recent.deviations(signal, age)[:, unit]

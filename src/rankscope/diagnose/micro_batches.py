@@ -27,9 +27,9 @@ class MicroBatches(Detector):
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._usual: tuple[int, ...] = ()
-        self._other: tuple[int, ...] = ()  # the last ones that were not
         self._votes = 0
-        self._since = self._other_since = -1
+        self._since = -1
+        self._first: dict[tuple[int, ...], int] = {}  # steps, of those seen since all was usual
         self._span = Span()
         self._told: tuple[int, ...] = ()
 
@@ -55,13 +55,16 @@ class MicroBatches(Detector):
     def _vote(self, counts: tuple[int, ...], step: int) -> None:
         if counts == self._usual:
             self._votes = min(self._votes + 1, _SURE)
+            if self._votes == _SURE:
+                self._first = {}
             return
-        if counts != self._other:
-            self._other, self._other_since = counts, step
+        if len(self._first) < _SURE:
+            self._first.setdefault(counts, step)
         if self._votes:
             self._votes -= 1
         else:
-            self._usual, self._votes, self._since = counts, 1, self._other_since
+            self._usual, self._votes = counts, 1
+            self._since = self._first.get(counts, step)
 
     def _evidence(self) -> Evidence:
         return self._span.evidence(

@@ -1,0 +1,64 @@
+"""A worker that meets the same batches again and again, and runs in which that is healthy."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from diagnose.streams import gathered, sharded
+from rankscope.agent.assembly import _fill_samples
+from rankscope.core.finding import Severity
+from rankscope.core.plan import Plan
+from rankscope.core.summarize import summarize
+from rankscope.diagnose.diagnosis import Diagnosis
+
+
+def told_of(stream, steps, width, plan=None):
+    diagnosis, told = Diagnosis(width, plan=plan), []
+    for step, batches in enumerate(islice(stream, steps)):
+        one = gathered(step, batches, None, samples_named=[True] * width)
+        _fill_samples(one.workers, one.samples)
+        told += diagnosis.observe(summarize(one))
+    return [finding for finding in told if finding.cause == "data.repeated_batches"]
+
+
+def repeating(width, few, begin=10, end=10**6):
+    """Yield batches of a sharded job, in which the last worker meets ``few`` of its own again."""
+    kept = []
+    for step, batches in enumerate(sharded(10**5, width, 4)):
+        if begin <= step < end:
+            kept += [batches[-1]] if len(kept) < few else []
+            batches[-1] = kept[step % len(kept)]
+        yield batches
+
+
+@pytest.mark.parametrize("few", [1, 3, 12])
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_worker_that_goes_through_few_batches_is_named_until_it_goes_on(width, few):
+    told = told_of(repeating(width, few, end=90), 120, width)
+    assert {(one.severity, one.ranks) for one in told} == {(Severity.WARNING, (width - 1,))}
+    assert told[0].step <= 10 + 2 * few + 24
+    assert f"no more than {few} batch" in told[0].explanation
+    assert told[-1].status == "closed"
+
+
+def test_where_the_plan_has_repeats_it_is_a_note():
+    told = told_of(repeating(4, 1), 60, 4, Plan(repeats=True))
+    assert {one.severity for one in told} == {Severity.NOTE}
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_epochs_of_a_small_data_set_and_uneven_shards_are_healthy(width, batch):
+    assert told_of(sharded(10 * width * batch, width, batch), 2000, width) == []
+
+    def uneven():  # each worker goes through a shard of its own; their sizes differ
+        step = 0
+        while True:
+            yield [
+                1000 * rank + batch * (step % (10 + rank)) + np.arange(batch)
+                for rank in range(width)
+            ]
+            step += 1
+
+    assert told_of(uneven(), 500, width) == []
