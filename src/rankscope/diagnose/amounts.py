@@ -42,8 +42,11 @@ class Amounts(Part):
         num_workers: W.
     """
 
+    SETTINGS = (*Part.SETTINGS, "_names")
+
     def __init__(self, num_workers: int) -> None:
         super().__init__(num_workers, amount_signals())
+        self._names = [signal.name for signal in self.signals]
         self._shown = 0
         self._unknown_W = np.full(num_workers, np.nan)
 
@@ -57,7 +60,7 @@ class Amounts(Part):
             usable_W: Who is compared.
             step: Its number.
         """
-        values_SW = np.array([_known(workers[signal.name]) for signal in self.signals])
+        values_SW = np.array([_known(workers[name], name) for name in self._names])
         values_SW[:, ~usable_W] = np.nan
         different = False
         for values_W, relative in zip(values_SW, self._relative_S.tolist(), strict=True):
@@ -70,9 +73,10 @@ class Amounts(Part):
             self.observe(values_SW, usable_W, self._unknown_W, step)
 
 
-def _known(column_W: NDArray[np.generic]) -> Floats:
-    known_W = np.where(column_W == MISSING_INT, np.nan, column_W)
-    values_W: Floats = known_W.astype(np.float64)
+def _known(column_W: NDArray[np.generic], name: str) -> Floats:
+    """Return a column with NaN where it is unknown: a worker without samples has no known ones."""
+    unknown = 0 if name == "num_samples" else MISSING_INT
+    values_W: Floats = np.where(column_W == unknown, np.nan, column_W).astype(np.float64)
     return values_W
 
 

@@ -361,7 +361,7 @@ def _say_budget(values: Values, findings: Sequence[Finding], course: Course) -> 
     found = any("false_alarm_probability" in finding.evidence for finding in findings)
     if found or num_workers < 2:
         return ""
-    text = "No worker stands out from the others in loss, gradient norm or direction."
+    text = "No worker stands out from the others in loss, gradient or amount of data."
     if course.earlier_steps is None:
         return text
     whole = "run" if not course.earlier_steps else "training"

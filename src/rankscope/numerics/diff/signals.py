@@ -17,7 +17,7 @@ Bools = NDArray[np.bool_]
 COLUMNS = {
     Moment.RANDOM: (
         *("rng_digest", "rng_digest_python", "rng_digest_numpy"),
-        *("loader_rng_torch", "loader_rng_python", "loader_rng_numpy"),
+        *("rng_private", "loader_rng_torch", "loader_rng_python", "loader_rng_numpy"),
     ),
     Moment.LOSS: ("nonfinite",),
     Moment.SETTINGS: ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps"),
