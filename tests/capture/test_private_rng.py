@@ -11,12 +11,17 @@ from torch.utils.data import RandomSampler
 
 from rankscope.capture.state.private_rng import PrivateRandomMeter
 
+
+def of_torch(seed):
+    return torch.Generator().manual_seed(seed)
+
+
 MAKERS = {
-    "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda g: torch.rand(1, generator=g)),
+    "torch": (of_torch, lambda g: torch.rand(1, generator=g)),
     "numpy": (np.random.default_rng, lambda g: g.random()),
     "numpy, legacy": (np.random.RandomState, lambda g: g.random_sample()),
     "Python": (random.Random, lambda g: g.random()),
-}  # fmt: skip
+}
 
 
 class Transform:

@@ -288,18 +288,10 @@ def test_workers_with_identical_batches_do_not_make_an_outlier_of_one_with_its_o
         assert detector.observe(Observation(report)) == []
 
 
-def test_of_a_worker_with_shorter_batches_nothing_but_their_size_is_compared():
+def test_a_shorter_batch_is_not_compared():
     job, detector = Job(seed=11), WorkerOutliers(8)
     sizes = [4, 4, 4, 2, 4, 4, 4, 4]
-    told = job.run(detector, 100, times("grad_norm", [3], 1.5), num_samples=sizes)
-    assert signals_of(told) == {"num_samples"}
-    assert {(one.cause, one.ranks) for one in told} == {("data.worker_outlier", (3,))}
-
-
-def signals_of(told):
-    """Return the signals in which evidence says that workers differ."""
-    workers = [each for one in told for each in one.numbers["workers"].values()]
-    return {trace["signal"] for each in workers for trace in each}
+    assert job.run(detector, 100, times("grad_norm", [3], 1.5), num_samples=sizes) == []
 
 
 def test_healthy_workers_of_every_number_are_silent():
@@ -446,14 +438,10 @@ def run_with_tokens(job, detector, num_steps, change, tokens_W):
     return told
 
 
-def test_where_larger_batches_explain_a_difference_they_are_the_finding():
+def test_larger_batches_that_explain_a_difference_are_no_finding():
     job, detector = Job(), WorkerOutliers(8)
     assert run_with_tokens(job, detector, 100, *followed_by_norms(job)) == []
-    assert run_with_tokens(job, detector, 300, *followed_by_norms(job, [5], 1.05)) == []
-    told = run_with_tokens(job, detector, 300, *followed_by_norms(job, [5], 2.0))
-    assert signals_of(told) == {"loss_weight"}
-    assert {(one.cause, one.ranks) for one in told} == {("data.worker_outlier", (5,))}
-    assert "label tokens × " in say(told[-1])
+    assert run_with_tokens(job, detector, 300, *followed_by_norms(job, [5], 2.0)) == []
 
 
 def test_a_difference_that_sizes_do_not_explain_is_a_warning():

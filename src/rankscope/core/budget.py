@@ -72,8 +72,11 @@ class ShiryaevRoberts(Stateful):
 
 THRESHOLD = 1e6
 
-OUTLIERS = 0.9
+OUTLIERS = 0.85
 """Share of the search for workers that differ from the others, half totals and half groups."""
+
+AMOUNTS = 0.05
+"""Share of the search for workers that are given another amount of data."""
 
 PAIRS = 0.05
 """Share of the search for workers that resemble each other too much."""
@@ -81,7 +84,7 @@ PAIRS = 0.05
 SAMPLING = 0.05
 """Share of the comparison of workers with what sampling explains."""
 
-assert OUTLIERS + PAIRS + SAMPLING <= 1.0
+assert OUTLIERS + AMOUNTS + PAIRS + SAMPLING <= 1.0
 
 FAR_BELOW = 0.99
 """Part of a level below which a bound on the evidence decides; rounding changes sums far less."""

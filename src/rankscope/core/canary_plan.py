@@ -79,7 +79,7 @@ must have come for a canary."""
 
 SCHEDULED = "scheduled"
 ASKED_FOR = "asked-for"
-_OWN = "canary"  # how the canary's own findings begin
+_NEED_NONE = ("canary-", "amount")  # how findings begin: the canary's own, and those of data alone
 _MOST_DOUBLINGS = 3  # of the lead, after canaries that were missed
 
 
@@ -289,7 +289,7 @@ def comes_and_goes(finding: Finding) -> bool:
 
 
 def _can_be_explained(finding: Finding) -> bool:
-    if finding.id.startswith(_OWN) or finding.cause not in TRIGGERS:
+    if finding.id.startswith(_NEED_NONE) or finding.cause not in TRIGGERS:
         return False
     times = finding.evidence.get(TIMES_LATELY, _WORTH_IT)
     return finding.status == "open" and bool(finding.ranks) and times >= _WORTH_IT

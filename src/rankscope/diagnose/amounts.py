@@ -1,26 +1,35 @@
 """How much each worker is given: label tokens, samples, length of sequences, padding.
 
-These are compared like losses and gradients, with two differences. Small ones count as none: a
+These are compared like losses and gradients, with three differences. Small ones count as none: a
 sampler that sorts by length deals the longest of each few samples to the same worker, always. And
 what most steps do not show is forgotten: an epoch's last batch is short, on the same worker each
-time. Neither looks at which worker it is, so the workers remain exchangeable.
+time. Neither looks at which worker it is, so the workers remain exchangeable. And a difference
+without a majority is a note: lengths that differ by domain are the rule. No such difference keeps
+losses and gradients from being compared.
 
 Legend of shapes: S signals, W workers.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats
+from rankscope.core.budget import AMOUNTS
+from rankscope.core.finding import Severity
 from rankscope.core.signals import Table, compared_signals
+from rankscope.core.state import State
 from rankscope.core.step import MISSING_INT
+from rankscope.diagnose.blame import OutlierSearch
+from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.outlier_parts import Part
-from rankscope.diagnose.outlier_words import WorkerSignal
+from rankscope.diagnose.outlier_words import Fault, WorkerSignal
+from rankscope.diagnose.repeats import RecentBatches
 
-FACTOR = 1.5
+FACTOR = 1.75
 """Times the median, or one over it, from which an amount counts as another one."""
 
 DIFFERENCE = 0.25
@@ -42,11 +51,8 @@ class Amounts(Part):
         num_workers: W.
     """
 
-    SETTINGS = (*Part.SETTINGS, "_names")
-
     def __init__(self, num_workers: int) -> None:
         super().__init__(num_workers, amount_signals())
-        self._names = [signal.name for signal in self.signals]
         self._shown = 0
         self._unknown_W = np.full(num_workers, np.nan)
 
@@ -60,7 +66,8 @@ class Amounts(Part):
             usable_W: Who is compared.
             step: Its number.
         """
-        values_SW = np.array([_known(workers[name], name) for name in self._names])
+        names = [signal.name for signal in self.signals]
+        values_SW = np.array([_known(workers[name], name) for name in names])
         values_SW[:, ~usable_W] = np.nan
         different = False
         for values_W, relative in zip(values_SW, self._relative_S.tolist(), strict=True):
@@ -71,6 +78,51 @@ class Amounts(Part):
             self.test.start_anew()
         if different or self.test.set_apart:
             self.observe(values_SW, usable_W, self._unknown_W, step)
+
+
+class UnequalAmounts(OutlierSearch):
+    """Finds workers that are given another amount of data than the others.
+
+    Args:
+        num_workers: W.
+        hosts: Host of each rank; empty when unknown.
+    """
+
+    FAMILY, SHARE = AMOUNTS, 1.0
+    KEY, TIE = "amount", "amounts-differ"
+
+    def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
+        self._amounts = Amounts(num_workers)
+        super().__init__(num_workers, self._amounts, hosts)
+        self._batches = RecentBatches(num_workers)
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take one step; speaks of faults that begin, change, grow or heal."""
+        if self._num_workers < 2:
+            return ()
+        self._steps += 1
+        workers = step.gathered.workers
+        # Of who knows a batch by heart, the past tells the amount.
+        repeated_W = self._batches.observe(workers["batch_digest"])
+        self._amounts.see(workers, ~repeated_W, step.gathered.step)
+        return self._find(step.gathered)
+
+    def state(self) -> State:
+        """Return a copy of all that it remembers."""
+        return {**super().state(), "batches": self._batches.state()}
+
+    def restore(self, state: State) -> None:
+        """Remember what a detector of as many workers remembered.
+
+        Raises:
+            StateError: The state does not fit.
+        """
+        super().restore(state)
+        self._batches.restore(state.get("batches", {}))
+
+    def _evidence(self, fault: Fault) -> Evidence:
+        evidence = super()._evidence(fault)
+        return replace(evidence, severity=Severity.NOTE) if fault.tie else evidence
 
 
 def _known(column_W: NDArray[np.generic], name: str) -> Floats:

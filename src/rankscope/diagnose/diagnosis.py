@@ -18,6 +18,7 @@ from rankscope.core.plan import Plan
 from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport, as_recorded
 from rankscope.diagnose.alike import AlikePairs
+from rankscope.diagnose.amounts import UnequalAmounts
 from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.detectors import DuplicateBatches, NoGradient, NonFinite
@@ -105,6 +106,7 @@ class Diagnosis:
             ReductionAudit(num_workers, reduced_in, hook=comm_hook),
             EqualRandom(num_workers, plan),
             outliers,
+            UnequalAmounts(num_workers, hosts),
             CanaryVerdicts(num_workers, lambda: outliers.steadily_apart),
             AlikePairs(num_workers, lambda: outliers.not_compared),
             Sampling(num_workers, lambda: outliers.set_apart),
