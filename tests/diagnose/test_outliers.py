@@ -322,6 +322,34 @@ def test_a_restored_detector_goes_on():
         assert copy.observe(Observation(report)) == detector.observe(Observation(report))
 
 
+def canary_of(suspect, digests):
+    """Return the columns of a canary: of the workers, those with equal digests agree."""
+    columns = {"canary_of": [suspect] * 8, "canary_against": [(suspect + 1) % 8] * 8}
+    values = dict.fromkeys(("loss", "norm", "against_loss", "against_norm"), np.array(digests))
+    bits = dict.fromkeys(("digest", "again", "against_digest"), digests)
+    return columns | {f"canary_{name}": each for name, each in (values | bits).items()}
+
+
+@pytest.mark.parametrize(
+    ("suspect", "digests", "cause"),
+    [
+        (5, [1] * 8, "data.worker_outlier"),
+        (4, [1] * 8, "compute.worker_outlier"),
+        (5, [1, 1, 1, 1, 1, 2, 1, 1], "compute.worker_outlier"),
+    ],
+)
+def test_a_canary_in_which_all_agree_turns_a_difference_to_data(suspect, digests, cause):
+    job, detector = Job(), WorkerOutliers(8)
+    change = times("grad_norm", [5], 1.3)
+    assert {one.cause for one in job.run(detector, 60, change)} == {"compute.worker_outlier"}
+    job.run(detector, 1, change, **canary_of(suspect, digests))
+    job.run(detector, 3, change)
+    [last] = detector.close()
+    assert (last.cause, last.ranks, last.severity) == (cause, (5,), Severity.WARNING)
+    told = "in the canary of step 60 all workers computed the same" in say(last)
+    assert told == (cause == "data.worker_outlier")
+
+
 def test_a_single_value_far_out_is_a_note_at_once_and_not_every_time():
     job = Job(seed=15)
     diagnosis = Diagnosis(8)

@@ -18,6 +18,7 @@ NAMED_WORKERS = 16
 """Workers whose differences a finding tells one by one."""
 
 _NAMED_GROUPS = 5
+_AGREED = " It is the data: in the canary of step {step} all workers computed the same from them."
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Fault:
         told: ``count`` when it was last told.
         wait: For a tie, steps without any evidence after which it counts as healed.
         absorbed: Whether a tie has taken its place.
+        agreed: Step of the last canary in which all workers agreed on this one's batch; -1 without.
     """
 
     key: str
@@ -76,6 +78,7 @@ class Fault:
     told: int = 0
     wait: int = 0
     absorbed: bool = False
+    agreed: int = -1
 
     @property
     def is_open(self) -> bool:
@@ -156,6 +159,7 @@ def describe_fault(
         "what": _what(fault, num_workers),
         "where": _where(groups, fault),
         "host": _host(fault.ranks, hosts),
+        "canary": "" if fault.agreed < 0 else _AGREED.format(step=f"{fault.agreed:,}"),
         "steps": count(num_steps, "step"),
         "bound": bound_in_words(num_steps),
         "workers": num_workers,
@@ -185,7 +189,7 @@ def _cause(fault: Fault) -> str:
         return "inconclusive"
     signals = [signal for traces in fault.traces.values() for signal, _ in traces]
     by_data = any(signal.name == "loss" or signal.how.amount for signal in signals)
-    return "data.worker_outlier" if by_data else "compute.worker_outlier"
+    return "data.worker_outlier" if by_data or fault.agreed >= 0 else "compute.worker_outlier"
 
 
 def _severity(fault: Fault, num_workers: int) -> Severity:

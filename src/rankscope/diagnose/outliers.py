@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.budget import OUTLIERS
+from rankscope.core.canary import Verdict, judge, results_of
 from rankscope.core.state import State, StateError
+from rankscope.core.step import GatheredStep
 from rankscope.diagnose.blame import OutlierSearch
 from rankscope.diagnose.evidence import Evidence, Observation
 from rankscope.diagnose.gross import GrossOutliers, GrossValues
@@ -61,6 +63,7 @@ class WorkerOutliers(OutlierSearch):
             self._left_out = []
         else:
             self._feed(step)
+        self._see_canary(step.gathered)
         found = self._find(step.gathered)
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         values = self._values.observe(step.gathered, self.not_compared)
@@ -70,6 +73,16 @@ class WorkerOutliers(OutlierSearch):
     def not_compared(self) -> tuple[int, ...]:
         """Workers that differ, or could not be compared in the last step."""
         return tuple(sorted({*self.set_apart, *self._left_out}))
+
+    def _see_canary(self, gathered: GatheredStep) -> None:
+        """Learn from a canary that a worker which differs in most steps has other data."""
+        results = results_of(gathered) if self.set_apart else None
+        if results is None or judge(results).verdict is not Verdict.DATA:
+            return
+        suspect = results.suspect
+        for fault in self._faults:
+            if fault.active == fault.ranks == [suspect] and suspect in self.steadily_apart:
+                fault.agreed, fault.told = gathered.step, 0  # it is told again
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
         z_SW, apart = self._totals.test.z_SU, list(self.set_apart)
