@@ -9,7 +9,7 @@ import pytest
 
 from diagnose.streams import gathered, replicated, sharded, with_replacement
 from rankscope.core.dispersion import weighted_mean_and_sem
-from rankscope.core.finding import Severity
+from rankscope.core.finding import Finding, Severity
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.checks import fewest_steps
@@ -257,6 +257,19 @@ def test_a_run_without_steps(tmp_path):
     assert found.statements == ()
     assert "Nothing was recorded" in found.headline
     assert judge(found.values, ()).severity is Severity.NOTE  # it may have just begun
+
+
+@pytest.mark.parametrize(("times", "told"), [(2, False), (3, True)])
+def test_gross_values_are_the_verdict_once_three_came_within_50_steps(tmp_path, times, told):
+    run, _ = record(tmp_path, sharded(4096, 8, 4))
+    evidence = {"times_in_50_steps": times}
+    words = "At step 9 the loss of rank 1 was 9.0 times the largest. A step proves nothing."
+    gross = Finding(
+        "gross-value", "inconclusive", Severity.NOTE, (1,), 4, 9, words, "Look.", evidence
+    )
+    verdict = judge(assess(run).values, [gross])
+    assert (verdict.about == gross) is told
+    assert verdict.headline.startswith("At step 9 the loss of rank 1") is told
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,9 @@ class Schedule:
 TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclusive"})
 """Causes of statistical findings that a canary can explain."""
 
-TIMES_LATELY, LATELY, _WORTH_IT = "times_in_50_steps", 50, 3
-"""Of what comes and goes, the evidence says how often it came in so many steps; and how often it
-must have come for a canary."""
+TIMES_LATELY, LATELY, OFTEN = "times_in_50_steps", 50, 3
+"""Of what comes and goes, the evidence says how often it came in so many steps; and how often that
+is no accident but worth a canary."""
 
 SCHEDULED = "scheduled"
 ASKED_FOR = "asked-for"
@@ -291,5 +291,5 @@ def comes_and_goes(finding: Finding) -> bool:
 def _can_be_explained(finding: Finding) -> bool:
     if finding.id.startswith(_NEED_NONE) or finding.cause not in TRIGGERS:
         return False
-    times = finding.evidence.get(TIMES_LATELY, _WORTH_IT)
-    return finding.status == "open" and bool(finding.ranks) and times >= _WORTH_IT
+    times = finding.evidence.get(TIMES_LATELY, OFTEN)
+    return finding.status == "open" and bool(finding.ranks) and times >= OFTEN

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rankscope.core.budget import bound_in_words
+from rankscope.core.canary_plan import OFTEN, TIMES_LATELY
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.checks import Check, missing_steps, say_checks
 from rankscope.diagnose.dispersion_words import (
@@ -106,16 +107,21 @@ def _steps(values: Values, course: Course) -> int:
 def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdict:
     """Return the verdict. A single gross value is left out: data alone may bring one about.
 
-    Those that come again on one worker (``gross-outliers``) are not: chance is ruled out.
+    Those that come again on one worker (``gross-outliers``) are not, for chance is ruled out, nor
+    those that came three times in 50 steps.
     """
-    single = ("gross-outlier", "gross-value")
-    told = [f for f in findings if f.cause != "time.straggler" and f.id not in single]
+    told = [f for f in findings if f.cause != "time.straggler" and not _is_single(f)]
     if not told:
         return _without_findings(values, course)
     worst = ranked(told)[0]
     if worst.id in _BY_CAUSE:
         return replace(_BY_CAUSE[worst.id](values, worst), about=worst)
     return Verdict(first_sentence(worst), next_check_of(worst, findings), about=worst)
+
+
+def _is_single(finding: Finding) -> bool:
+    often = finding.evidence.get(TIMES_LATELY, 0) >= OFTEN
+    return finding.id == "gross-outlier" or (finding.id == "gross-value" and not often)
 
 
 def statements(
