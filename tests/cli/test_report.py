@@ -102,7 +102,7 @@ def test_the_summary_of_many_findings_has_twelve_lines(copied: Path, tmp_path: P
         assert lines[0].startswith("  ◆ ERROR")
         assert "What to do:" in output
         assert f"  More: rankscope report {many} --full" in lines
-        (rest,) = [line for line in lines if re.match(r"  and \d", line)]
+        (rest,) = [line for line in lines if re.match(r"  Also \d", line)]
         shown = sum(line.startswith(("  ◆ ", "  ▲ ")) for line in lines[1:])
         numbers = [int(word) for word in rest.replace(",", "").split() if word.isdigit()]
         assert shown >= 1
@@ -121,7 +121,7 @@ def test_what_follows_from_a_finding_is_counted(copied: Path, tmp_path: Path):
     run = with_findings(copied, tmp_path / "follows", *events)
 
     output = call_in("80", run).output
-    assert "and 2 findings that follow from it" in output
+    assert "Also 2 consequences of the above." in output
     assert "state.parameters_differ" not in output
     assert "state.parameters_differ" in call(run, "--full").output
 

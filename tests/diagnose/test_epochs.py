@@ -42,7 +42,7 @@ def test_the_same_order_names_period_and_first_step():
     assert (found[0].first_step, found[0].last_step) == (32, 39)
     assert (found[-1].last_step, found[-1].count) == (95, 64)
     words, _ = describe("data.repeated_order", Severity.WARNING, found[-1].fields)
-    assert "every epoch of 32 steps is the same" in words
+    assert "an epoch has 32 steps, and the next one repeats it" in words
 
 
 def test_a_long_period_must_come_again_in_a_good_part():

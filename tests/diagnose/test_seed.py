@@ -23,7 +23,7 @@ def test_another_seed_is_told_once_with_both_numbers():
     (told,) = observe(detector, 7)
     assert (told.cause, told.key) == ("state.schedule", "seed-not-planned")
     assert (told.severity, told.ranks, told.first_step) == (Severity.WARNING, (0, 1, 2), 7)
-    assert "shuffles with seed 0, and the plan has 42" in words(told)
+    assert "shuffles with seed 0, and the plan declares 42" in words(told)
     assert "DistributedSampler" in words(told)
     assert observe(detector, 8) == []
 

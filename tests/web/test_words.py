@@ -76,7 +76,7 @@ def test_steps_in_words(first, last, status, words):
 def test_tiles_of_undefined_values_say_what_is_not_known():
     shown = {tile["label"]: tile for tile in tiles({})}
     assert shown["Mean cosine"]["value"] == "–"
-    assert shown["Loss dispersion"]["note"] == "what sampling alone explains is not known"
+    assert shown["Loss dispersion"]["note"] == "no reference: sampling's part is unknown"
     assert shown["Different samples"]["note"] == "samples were not identified"
 
 
@@ -104,7 +104,7 @@ def test_the_dispersion_and_what_sampling_explains_divide_as_they_are_printed(lo
 def test_tiles_say_when_not_all_samples_were_identified():
     values = {"distinct_samples": 50, "samples_drawn": 200, "samples_exact": False}
     shown = {tile["label"]: tile for tile in tiles(values)}
-    assert shown["Different samples"]["note"] == "of 200 drawn, at least 25 %"
+    assert shown["Different samples"]["note"] == "of 200 drawn, about 4.0 times each"
 
 
 @pytest.mark.parametrize(

@@ -132,5 +132,5 @@ def _rest(findings: Sequence[Finding], followers: int) -> str:
     severities = Counter(str(finding.severity) for finding in findings)
     words = [count(number, severity) for severity, number in severities.items()]
     if followers:
-        words.append(f"{count(followers, 'finding')} that follow{'s' * (followers == 1)} from it")
-    return f"and {listed(words)}" if words else ""
+        words.append(f"{count(followers, 'consequence')} of the above")
+    return f"Also {listed(words)}." if words else ""

@@ -49,8 +49,8 @@ _KINDS: Mapping[Verdict, tuple[str, str, list[str]]] = {
 _MOST_TOLD = 16
 
 _WHY_STATE = "their parameters or buffers are known to differ from the others'"
-_WHY_HARDWARE = "nothing is known to differ in what they hold, so their devices, libraries or \
-settings compute otherwise"
+_WHY_HARDWARE = "their parameters and inputs are the same as far as is known, so a device, a \
+library or a setting computes differently"
 _CHECK_STATE = "See the finding on parameters or buffers: it says which of them differ, and since \
 when"
 _CHECK_HARDWARE = "Compare device model, driver, library versions and precision settings of \

@@ -332,9 +332,9 @@ def _where_to_look(seeds: Sequence[int | None]) -> str:
     """Return what may make shards overlap, as far as the samplers' seeds leave it open."""
     if not seeds or None in seeds:
         return (
-            "Check that all ranks split and shuffle the data with the same seeds (random_split "
-            "needs a generator that is seeded alike, samplers one seed and one epoch), and that "
-            "each takes the share of its own rank."
+            "Check that all ranks split and shuffle the data with the same seed and the same "
+            "set_epoch (random_split needs a generator with that seed), and that each takes the "
+            "share of its own rank."
         )
     if len(set(seeds)) > 1:
         return (

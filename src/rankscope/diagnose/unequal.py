@@ -311,7 +311,7 @@ def _changed_later(
     if scale is None:
         words = "its bits were changed between the reduction and optimizer.step"
         return _Seen("sync.gradients_differ", ranks, names, words)
-    words = f"scaled by {scale:.3g} there and by {_typical(scales_W):.3g} elsewhere"
+    words = f"multiplied by {scale:.3g}, the others' by {_typical(scales_W):.3g}"
     return _Seen("state.parameters_differ", ranks, names, words, own_key="applied-scale")
 
 

@@ -125,19 +125,19 @@ def ratio_in_words(values: Values) -> str:
     """Return the loss dispersion against its null: ``1.02 × what sampling explains``."""
     figures = dispersion_figures(values)
     if figures is None:
-        return "what sampling alone explains is not known"
+        return "no reference: sampling's part is unknown"
     _, ratio, expected = figures
     return f"{ratio} × the {expected} that sampling explains"
 
 
 def coverage_in_words(values: Values) -> str:
-    """Return how many of the drawn samples were different, in percent."""
+    """Return how many samples were drawn, and how often each."""
     distinct: Any = values.get("distinct_samples")
     drawn: Any = values.get("samples_drawn")
     if missing(distinct) or missing(drawn) or not drawn:
         return "samples were not identified"
-    least = "" if values.get("samples_exact", True) else "at least "
-    return f"of {number(int(drawn))} drawn, {least}{100 * distinct / drawn:.0f} %"
+    about = "" if values.get("samples_exact", True) else "about "
+    return f"of {number(int(drawn))} drawn, {about}{drawn / distinct:.1f} times each"
 
 
 def tiles(values: Values) -> list[dict[str, str]]:
@@ -158,7 +158,7 @@ def tiles(values: Values) -> list[dict[str, str]]:
         (
             "Mean cosine",
             number(values.get("cosine_mean")),
-            f"norm-weighted {number(values.get('cosine_weighted'))}",
+            f"between workers' gradients; norm-weighted {number(values.get('cosine_weighted'))}",
         ),
         (
             "Different samples",
