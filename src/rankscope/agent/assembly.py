@@ -23,7 +23,15 @@ from rankscope.core.audit import residuals_of_all
 from rankscope.core.direction import sum_shares
 from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.measured import Measured, measured_of
-from rankscope.core.replicas import TRACE_WIDTH, StateDigests, StateKind, Trace, differences
+from rankscope.core.replicas import (
+    TRACE_WIDTH,
+    StateDifference,
+    StateDigests,
+    StateKind,
+    Trace,
+    differences,
+)
+from rankscope.core.roles import Stillness, resting, role_differences
 from rankscope.core.step import MISSING_INT, GatheredStep, MeasuredGradient
 from rankscope.core.weighting import undo_common_scale
 
@@ -53,6 +61,7 @@ class Assembly:
         self._queues = [deque() for _ in range(layout.num_workers)]
         self._delivered = [first_step - 1] * layout.num_workers
         self._names: dict[int, _Named] = {}
+        self._stillness = Stillness()
 
     @property
     def delivered(self) -> tuple[int, ...]:
@@ -138,7 +147,11 @@ class Assembly:
             micro_scales=tuple(
                 _beside(message.multipliers_M, len(message.units_M)) for message in messages_W
             ),
-            differences=self._differences(messages_W, workers["replica"]),
+            differences=(
+                *self._differences(messages_W, workers["replica"]),
+                *self._resting(messages_W),
+                *_roles(messages_W),
+            ),
             interval=interval,
             trace=self._trace(first),
             **(self._gradients(measured_W, messages_W) if observed else {"sketches_WK": None}),
@@ -203,6 +216,15 @@ class Assembly:
             replicas_W,
         )
 
+    def _resting(self, messages_W: Sequence[StepMessage]) -> tuple[StateDifference, ...]:
+        """Return the parameters of the first worker that do not change, as far as it tells."""
+        first = messages_W[0]
+        kinds, names = self._names.get(first.items, ((), ()))
+        if len(kinds) != len(first.digests_D):
+            return ()
+        found = self._stillness.see(first.step, kinds, names, first.digests_D.tolist())
+        return resting(found, len(messages_W))
+
     def _trace(self, message: StepMessage) -> Trace | None:
         """Return the tensors of the first worker, where they are traced; its message names them."""
         if not len(message.traced_digests_N):
@@ -216,6 +238,14 @@ class Assembly:
         count = 0 if initial is None else len(initial[0])
         before = None if initial is None else _tensors(message, *initial, 0)
         return replace(_tensors(message, *parts["own"], count), initial=before)
+
+
+def _roles(messages_W: Sequence[StepMessage]) -> tuple[StateDifference, ...]:
+    """Return what is to be told of the roles of all workers' parameters, where all have looked."""
+    if not all(len(message.names) for message in messages_W):
+        return ()
+    told_W = [json.loads(message.names.tobytes()).get("roles") for message in messages_W]
+    return role_differences(told_W) if all(told_W) else ()
 
 
 def _tensors(message: StepMessage, kinds: _Kinds, names: tuple[str, ...], begin: int) -> Trace:

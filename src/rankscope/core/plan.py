@@ -58,6 +58,8 @@ class Plan:
         local_steps: Optimizer steps from one average of the workers' parameters to the next, in
             local SGD, DiLoCo and their like: between averages parameters are meant to differ. None:
             every step's gradients are reduced.
+        replicated: Whether all parameters are meant to be equal on all workers, those included that
+            the wrapper was told not to reduce.
     """
 
     loss_weighting: str | None = None
@@ -67,6 +69,7 @@ class Plan:
     local_buffers: bool = False
     seed: int | None = None
     local_steps: int | None = None
+    replicated: bool = False
 
     @classmethod
     def of(cls, given: "Plan | Mapping[str, Any] | None") -> "Plan":
@@ -151,4 +154,5 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "local_buffers": _flag,
     "seed": _whole,
     "local_steps": _positive,
+    "replicated": _flag,
 }

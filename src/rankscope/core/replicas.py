@@ -45,6 +45,12 @@ class StateKind(StrEnum):
     """Running statistics after a step, until DDP broadcasts rank 0's before the next one."""
     BROADCAST = "broadcast"
     """The same right after it has."""
+    ROLE = "role"
+    """How a parameter takes part in the training, see :mod:`rankscope.core.roles`."""
+    LEFT_OUT = "left-out"
+    """A parameter that is trained, and whose gradient is not reduced."""
+    RESTING = "resting"
+    """A parameter that has a gradient and does not change, while others do."""
 
 
 @dataclass(frozen=True, slots=True)

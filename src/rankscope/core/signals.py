@@ -240,10 +240,10 @@ SIGNALS: tuple[Signal, ...] = (
         Table.DIGESTS,
         ("step", _INT, "", _KEY, _NONE, "as in steps"),
         ("rank", _INT, "", _KEY, _NONE, "as in workers"),
-        ("kind", _TEXT, "", _KEY, _NONE, "parameter, buffer, optimizer, reduced or applied (gradient)"),
+        ("kind", _TEXT, "", _KEY, _NONE, "parameter, buffer, optimizer, reduced or applied (gradient), or another kind of state"),
         ("name", _TEXT, "", _KEY, _NONE, "what was compared, by its name in the model; only what differs between workers is recorded"),
-        ("digest", _INT, "", _SEQ, _NONE, "digest of its bits on this worker"),
-        ("unchanged", _BOOL, "", _SEQ, _NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were"),
+        ("digest", _INT, "", _SEQ, _NONE, "digest of its bits on this worker; of a role, its bits"),
+        ("unchanged", _BOOL, "", _SEQ, _NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were; for a resting parameter: whether it rests still"),
     ),
     *_declare(
         Table.TRACES,

@@ -14,6 +14,8 @@ from rankscope.core.canary import (
     results_of,
 )
 from rankscope.core.finding import Severity
+from rankscope.core.replicas import StateKind
+from rankscope.core.roles import LOOK_EVERY
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.rules import LATENESS, count, name_ranks
@@ -46,6 +48,7 @@ _KINDS: Mapping[Verdict, tuple[str, str, list[str]]] = {
 }
 """By verdict: the finding and its rule, the cause, and what else may be the cause."""
 
+_BETWEEN = (Verdict.HARDWARE, Verdict.INCONCLUSIVE)
 _MOST_TOLD = 16
 
 _WHY_STATE = "their parameters or buffers are known to differ from the others'"
@@ -75,6 +78,7 @@ class CanaryVerdicts(Detector):
         self._num_workers = num_workers
         self._suspected = suspected
         self._differing: dict[int, int] = {}  # when they were last seen to
+        self._left_out_at: int | None = None  # when parameters that are not reduced differed
         self._told: dict[str, _Told] = {}
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
@@ -82,16 +86,24 @@ class CanaryVerdicts(Detector):
         gathered = step.gathered
         self._differing |= dict.fromkeys(differing_state(gathered), gathered.step)
         known = {r for r, last in self._differing.items() if gathered.step - last <= LATENESS}
+        if any(d.kind is StateKind.LEFT_OUT for d in gathered.differences):
+            self._left_out_at = gathered.step
         results = results_of(gathered)
         if results is None:
             return self._settle(known)
         verdict = judge(results, differing=tuple(sorted(known)))
         if verdict.verdict is Verdict.DATA and results.suspect not in self._suspected():
             return ()
+        if verdict.verdict in _BETWEEN and self._left_out(gathered.step):
+            return ()
         key = _KINDS[verdict.verdict][0]
         told = self._told.setdefault(key, _Told(gathered.step))
         told.add(gathered.step, verdict, describe_results(results, verdict))
         return (self._evidence(key, told),)
+
+    def _left_out(self, step: int) -> bool:
+        """Return whether workers hold parameters of their own, and so compute what they do."""
+        return self._left_out_at is not None and step - self._left_out_at <= 2 * LOOK_EVERY
 
     def _settle(self, differing: set[int]) -> Iterable[Evidence]:
         """Turn to state what looked like hardware: digests take turns, and may come later."""

@@ -25,6 +25,7 @@ from rankscope.diagnose.detectors import DuplicateBatches, NoGradient, NonFinite
 from rankscope.diagnose.environment import EnvironmentMismatch
 from rankscope.diagnose.epochs import RepeatedOrder
 from rankscope.diagnose.evidence import Detector, Evidence, Observation, observations
+from rankscope.diagnose.learning import NotUpdated
 from rankscope.diagnose.loss_scale import LossScale
 from rankscope.diagnose.micro_batches import MicroBatches
 from rankscope.diagnose.outliers import WorkerOutliers
@@ -101,7 +102,9 @@ class Diagnosis:
                 num_workers,
                 local_buffers=plan.local_buffers,
                 local_steps=plan.local_steps or 0,
+                replicated=plan.replicated,
             ),
+            NotUpdated(),
             ReductionChecks(num_workers),
             ReductionAudit(num_workers, reduced_in, hook=comm_hook),
             EqualRandom(num_workers, plan),

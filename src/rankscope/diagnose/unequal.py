@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind, odd_ranks
+from rankscope.core.roles import LOOK_EVERY
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import known_values
+from rankscope.diagnose.learning import role_words
 from rankscope.diagnose.rules import count
 
 HEALED_AFTER = 128
@@ -39,6 +41,8 @@ _CAUSES = {
     StateKind.OPTIMIZER: "state.optimizer_differs",
 }
 _DRIFTING = "running-statistics"
+_ROLES, _LEFT_OUT = "roles-differ", "left-out-drifts"
+_LOOKED_AT = (_ROLES, _LEFT_OUT)
 
 
 class UnequalState(Detector):
@@ -52,21 +56,31 @@ class UnequalState(Detector):
       scaled on one worker alone, or changed otherwise.
     - ``optimizer.step`` called with gradients that no reduction has seen.
     - Models of other names, shapes or types.
+    - A parameter that some workers train, update or tie otherwise than others.
+    - A parameter that is left out of the reduction, and differs.
 
     Args:
         num_workers: W.
         local_buffers: Whether workers are meant to keep buffers of their own.
+        replicated: Whether all parameters are meant to be equal, those too that are left out of
+            the reduction.
         local_steps: Steps from one average of the workers' parameters to the next; 0 where every
             step's gradients are reduced. With local steps, gradients and optimizer state are not
             compared, and parameters have to agree after one step in each so many.
     """
 
-    SETTINGS = ("_num_workers", "_local_buffers", "_local_steps")
+    SETTINGS = ("_num_workers", "_local_buffers", "_local_steps", "_replicated")
 
     def __init__(
-        self, num_workers: int, *, local_buffers: bool = False, local_steps: int = 0
+        self,
+        num_workers: int,
+        *,
+        local_buffers: bool = False,
+        local_steps: int = 0,
+        replicated: bool = False,
     ) -> None:
         self._num_workers = num_workers
+        self._replicated = replicated
         self._local_buffers = local_buffers or local_steps > 0
         self._local_steps = local_steps
         self._between = _Between(-1)
@@ -88,13 +102,15 @@ class UnequalState(Detector):
             fault.add(gathered.step, seen)
             told.append(self._evidence(seen.key, fault))
         for key, fault in self._faults.items():
-            if fault.open and gathered.step - fault.last >= HEALED_AFTER:
+            healed_after = HEALED_AFTER if key not in _LOOKED_AT else 2 * LOOK_EVERY
+            if fault.open and gathered.step - fault.last >= healed_after:
                 fault.open = False
                 told.append(self._evidence(key, fault))
         return told
 
     def _evidence(self, key: str, fault: "_Fault") -> Evidence:
         meant = key == _DRIFTING or (self._local_buffers and key == "state.buffers_differ")
+        meant |= key == _LEFT_OUT and not self._replicated
         severity = Severity.NOTE if meant else Severity.ERROR
         return fault.evidence(key, severity, self._num_workers)
 
@@ -114,11 +130,20 @@ class UnequalState(Detector):
         ):
             words = "names, shapes or types"
             yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
+        roles = [d for d in gathered.differences if d.kind is StateKind.ROLE]
+        differ = [d for d in roles if (d.digests_W != d.digests_W[0]).any()]
+        if differ:
+            ranks, words = sorted({r for d in differ for r in _odd_of(d)}), role_words(differ)
+            yield _Seen("state.parameters_differ", ranks, _names(differ), words, _ROLES)
         if self._local_steps:
             yield from self._after_averages(step)
             return
         if not gathered.differences and (not gathered.observed or step.alike("reduced_norm")):
             return
+        left_out = [d for d in gathered.differences if d.kind is StateKind.LEFT_OUT]
+        if left_out:
+            ranks = sorted({r for d in left_out for r in _odd_of(d)})
+            yield _Seen("state.parameters_differ", ranks, _names(left_out), own_key=_LEFT_OUT)
         yield from self._gradients(gathered, replicas_W)
         for kind, cause in _CAUSES.items():
             found = [d for d in gathered.differences if d.kind is kind]
@@ -323,6 +348,11 @@ def _apart(some: bool) -> dict[str, str]:
 
 def _odd(found: Sequence[StateDifference], replicas_W: Ints) -> list[int]:
     return sorted({rank for difference in found for rank in difference.odd_ones_out(replicas_W)})
+
+
+def _odd_of(difference: StateDifference) -> tuple[int, ...]:
+    """Return the workers that differ from most, of all of them."""
+    return odd_ranks(difference.digests_W.tolist())
 
 
 def _names(found: Sequence[StateDifference]) -> list[str]:

@@ -406,3 +406,52 @@ class GradientTenTimesAsLong(Job):
 
     def lengthen(self, gradient: Tensor) -> Tensor:
         return 10 * gradient if self.hit and self.step % EVERY == EVERY - 1 else gradient
+
+
+@injects("L1")
+class BlockNotInOptimizer(Job):
+    from_the_start = True
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        forgotten = set(self.module.blocks[NUM_BLOCKS - 1].parameters())
+        known = [p for p in self.module.parameters() if p not in forgotten]
+        return torch.optim.AdamW(known, lr=self.peak_rate)
+
+
+@injects("L2")
+class FrozenOnOneRank(Job):
+    from_the_start = True
+    ddp_options: ClassVar[Mapping[str, Any]] = {"find_unused_parameters": True}
+
+    def after_wrap(self) -> None:
+        if self.hit:
+            self.module.blocks[0].mlp.requires_grad_(False)
+
+
+class Tied(Job):
+    """The blocks share a weight."""
+
+    def build_model(self) -> nn.Module:
+        model: Any = BenchCausalLM(self.dropout)
+        first, last = model.blocks[0], model.blocks[NUM_BLOCKS - 1]
+        last.output.weight = first.output.weight
+        return model  # type: ignore[no-any-return]
+
+
+@injects("L3")
+class UntiedOnOneRank(Tied):
+    from_the_start = True
+
+    def after_wrap(self) -> None:
+        if self.hit:
+            output = self.module.blocks[NUM_BLOCKS - 1].output
+            output.weight = nn.Parameter(output.weight.detach().clone())
+
+
+@injects("L4")
+class LeftOutOfReduction(Job):
+    from_the_start = True
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        setattr(module, "_ddp_params_and_buffers_to_ignore", ["blocks.0.output.weight"])  # noqa: B010
+        return super().wrap(module)

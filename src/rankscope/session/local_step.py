@@ -92,6 +92,9 @@ class LocalStep:
             known_names.add(items)
             kinds = [str(kind) for kind in state.kinds]
             names["items"] = [[items, kinds, list(state.names)]]
+        roles = self.state.roles
+        if roles is not None:
+            names["roles"] = roles.to_json(named=known_names is not None)
         parts: dict[str, Content] = {
             "slots": pack_values(values),
             **_losses(self.losses, self.multipliers, self.summed_workers),

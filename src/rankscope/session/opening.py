@@ -239,6 +239,14 @@ def _check_agreement(hellos: list[dict[str, Any]]) -> None:
     for rank, hello in enumerate(hellos):
         if hello["agreement"] != first:
             keys = [key for key in first if hello["agreement"].get(key) != first[key]]
+            if "groups" in keys:
+                others, own = (set(one["groups"]) for one in (hello["agreement"], first))
+                raise UsageError(
+                    "watch() expected the same trained parameters on every rank; only rank 0 "
+                    f"trains some of {sorted(own - others) or 'none'}, and only rank {rank} of "
+                    f"{sorted(others - own) or 'none'}; look for what freezes, ties or adds "
+                    "parameters on some ranks only"
+                )
             said = {key: hello["agreement"].get(key) for key in keys}
             raise UsageError(
                 f"watch() expected the same options on every rank, got {said} on rank {rank} and "

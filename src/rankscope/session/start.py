@@ -75,9 +75,10 @@ def watch(
             ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
             per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers),
             ``repeats`` (True: samples repeat on purpose), ``local_buffers`` (True: each worker
-            keeps running statistics of its own), ``seed`` (of every rank's sampler) and
+            keeps running statistics of its own), ``seed`` (of every rank's sampler),
             ``local_steps`` (optimizer steps from one average of the workers' parameters to the
-            next). See :class:`rankscope.core.plan.Plan`.
+            next) and ``replicated`` (True: all parameters are equal, also those that DDP ignores).
+            See :class:`rankscope.core.plan.Plan`.
         on_finding: Called with each finding when it opens, gets worse or closes: in the training's
             thread, at the beginning of the same step on every rank, so that it may write a
             checkpoint. What it raises is logged; ``SystemExit`` and the like end the training.

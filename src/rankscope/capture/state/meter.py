@@ -18,8 +18,10 @@ from rankscope.capture.state.digest import digest_bits, word_of
 from rankscope.capture.state.leaves import optimizer_state, signature, state_leaves
 from rankscope.capture.state.plan import Lasting, Plan, Slice, survey
 from rankscope.capture.state.readings import PendingReading, Reading, Recurring, prepare
-from rankscope.capture.state.turn import NOTHING, PendingState, Seen, Turn, nothing_pending
+from rankscope.capture.state.roles import look_at
+from rankscope.capture.state.turn import NOTHING, PendingLook, PendingState, Seen, Turn
 from rankscope.core.replicas import StateKind
+from rankscope.core.roles import is_looked_at
 
 _UNREADABLE = word_of("cannot be read")
 _MASK = (1 << 64) - 1
@@ -94,6 +96,9 @@ class StateMeter:
         self._unsent = 0
         self._turn = NOTHING
         self._seen = _nothing()
+        self._first_step: int | None = None
+        self._looks = False  # at the parameters, in this step
+        self._look: PendingLook | None = None
         prepare(torch.device("cpu") if device is None else device)
 
     @property
@@ -104,6 +109,8 @@ class StateMeter:
     def begin_step(self, step: int) -> None:
         """Choose what to read in a step, at its first forward pass."""
         self._clear()
+        self._first_step = step if self._first_step is None else self._first_step
+        self._looks = is_looked_at(step, self._first_step)
         turn, between = (step, 0) if step < _EACH_UNTIL else divmod(step, self._spacing)
         if self._local_steps:
             turn, between = step // self._local_steps, 0
@@ -185,6 +192,8 @@ class StateMeter:
 
     def see_state(self) -> None:
         """Read parameters, buffers and the optimizer's state, after the step."""
+        if self._looks:
+            self._look_at_parameters()
         turn, seen = self._turn, self._seen
         if turn is NOTHING:
             return
@@ -250,16 +259,34 @@ class StateMeter:
         layout = None if self._plan is None else self._plan.layout
         turn, seen = self._turn, self._seen
         if turn is NOTHING:
-            pending = nothing_pending(layout)
+            pending = PendingState(turn, seen, layout, look=self._look)
         else:
             if self._reduces is not None:
                 seen.reduced = [self._is_reduced(part) for part in turn.reduced.slices]
-            pending = PendingState(turn, seen, layout, sent=self._unsent <= _MOST_UNSENT)
+            sent = self._unsent <= _MOST_UNSENT
+            pending = PendingState(turn, seen, layout, sent=sent, look=self._look)
         self._clear()
         return pending
 
     def _clear(self) -> None:
         self._turn, self._seen = NOTHING, _nothing()
+        self._looks, self._look = False, None
+
+    def _look_at_parameters(self) -> None:
+        """See how each parameter takes part in the training, and read those not reduced."""
+        try:
+            look = look_at(self._module, self._optimizer, self._left_out, self._lasting)
+        except Exception as error:  # a model that cannot be listed
+            self._tell(error)
+            return
+        reading = Reading()
+        for tensor in look.left_out.values():
+            try:
+                reading.add(tensor, 0, None)
+            except Exception as error:  # whatever kind of tensor it is
+                self._tell(error)
+                reading.add_unreadable(_UNREADABLE)
+        self._look = PendingLook(look.roles, tuple(look.left_out), self._begin(reading))
 
     def _make_plan(self) -> None:
         marks = signature(self._module, self._optimizer)

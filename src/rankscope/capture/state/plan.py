@@ -196,7 +196,7 @@ def survey(
         lasting: Tells what lasts of a parameter; None if all that hangs in the model does.
         broadcast: Whether DDP broadcasts buffers.
     """
-    groups = () if _is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
+    groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
     owned = {id(parameter) for group in groups for parameter in group["params"]}
     found: list[Found] = []
     seen: set[int] = set()
@@ -208,7 +208,7 @@ def survey(
                 if tensor is None or id(tensor) in seen or place.name in left_out:
                     continue
                 seen.add(id(tensor))
-                shape, length = _size(tensor)
+                shape, length = known_size(tensor)
                 asked = (tensor.requires_grad, id(tensor) in owned)
                 apart = broadcast and is_buffer and _drifts_apart(holder, key)
                 each = Found(holder, prefix, key, is_buffer, shape, length, tensor.dtype, *asked)
@@ -225,14 +225,14 @@ def _drifts_apart(holder: nn.Module, key: str) -> bool:
     )
 
 
-def _is_sharded(optimizer: object) -> bool:
+def is_sharded(optimizer: object) -> bool:
     """Return whether an optimizer, or one that it wraps, is known to keep its state in shares."""
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     inner = getattr(optimizer, "optimizer", None)
-    return bool(names & _SHARDED) or (inner is not None and _is_sharded(inner))
+    return bool(names & _SHARDED) or (inner is not None and is_sharded(inner))
 
 
-def _size(tensor: Tensor) -> tuple[tuple[int, ...], int]:
+def known_size(tensor: Tensor) -> tuple[tuple[int, ...], int]:
     """Return a tensor's shape and its elements on a worker."""
     shape = getattr(tensor, "ds_shape", None) or known_shape(tensor)  # the former: of ZeRO 3
     if not shape and is_lazy(tensor):

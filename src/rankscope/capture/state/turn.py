@@ -19,6 +19,7 @@ from rankscope.capture.state.digest import word_of
 from rankscope.capture.state.plan import Item, Slice
 from rankscope.capture.state.readings import PendingReading, Recurring
 from rankscope.core.replicas import StateDigests, StateKind, digest_of_digests
+from rankscope.core.roles import Roles
 
 _COLUMNS = {
     StateKind.PARAMETER: "param_digest",
@@ -201,6 +202,27 @@ class Seen:
     broadcast: PendingReading | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PendingLook:
+    """A worker's look at its parameters, part of which may still be read.
+
+    Attributes:
+        roles: What it has seen.
+        names: Names and shapes of the parameters that are not reduced.
+        left_out: What was read of them.
+    """
+
+    roles: Roles
+    names: tuple[str, ...]
+    left_out: PendingReading
+
+    def read(self) -> Roles:
+        """Wait for the device, and return it with the digests of what is not reduced."""
+        digests, _ = self.left_out.read()
+        named = zip(self.names, (digest >> 1 for digest in digests), strict=True)
+        return replace(self.roles, left_out=dict(named))
+
+
 class PendingState:
     """The digests of one step on their way to the host.
 
@@ -209,10 +231,25 @@ class PendingState:
         seen: What was.
         layout: Digest of the plan; None without one.
         sent: Whether DDP broadcasts running statistics; else they are buffers like others.
+        look: The worker's look at its parameters; None in most steps.
     """
 
-    def __init__(self, turn: Turn, seen: Seen, layout: int | None, *, sent: bool = True) -> None:
+    def __init__(
+        self,
+        turn: Turn,
+        seen: Seen,
+        layout: int | None,
+        *,
+        sent: bool = True,
+        look: "PendingLook | None" = None,
+    ) -> None:
         self._turn, self._seen, self._layout, self._sent = turn, seen, layout, sent
+        self._look = look
+
+    @property
+    def roles(self) -> Roles | None:
+        """How each parameter takes part in the training, where the worker has looked; may wait."""
+        return None if self._look is None else self._look.read()
 
     @property
     def ready(self) -> bool:
@@ -220,6 +257,7 @@ class PendingState:
         seen = self._seen
         readings = [*seen.gradients.values(), *seen.local.values()]
         readings += [one for one in (seen.state, seen.broadcast) if one is not None]
+        readings += [] if self._look is None else [self._look.left_out]
         return all(reading.ready for reading in readings)
 
     def read(self) -> tuple[StateDigests, dict[str, float | int]]:

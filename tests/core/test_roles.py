@@ -1,0 +1,154 @@
+"""What is told of parameters' roles, and which parameters rest."""
+
+import numpy as np
+import pytest
+
+from rankscope.core.replicas import StateKind
+from rankscope.core.roles import (
+    FIRST_LOOKS,
+    LOOK_EVERY,
+    Role,
+    Roles,
+    Stillness,
+    is_looked_at,
+    resting,
+    role_differences,
+    role_of,
+    role_word,
+    tie_of,
+)
+
+NAMES = ("embedding.weight", "block.weight", "block.bias", "head.weight")
+PLAIN = Role.TRAINED | Role.OWNED
+HELD, FREE = (
+    (StateKind.PARAMETER, StateKind.OPTIMIZER, StateKind.REDUCED),
+    (StateKind.PARAMETER, StateKind.REDUCED),
+)
+
+
+def told(*words_WN, left_out=({}, {}, {})):
+    """Return what workers with these words tell, as it comes out of their messages."""
+    return [
+        Roles(NAMES, tuple(words), alone).to_json(named=rank == 0)
+        for rank, (words, alone) in enumerate(zip(words_WN, left_out, strict=False))
+    ]
+
+
+def test_a_word_holds_a_role_and_what_a_parameter_is_tied_to():
+    word = role_word(PLAIN, "embedding.weight")
+    assert role_of(word) == PLAIN
+    assert tie_of(word) == tie_of(role_word(Role(0), "embedding.weight")) != 0
+    assert tie_of(role_word(PLAIN)) == 0
+    assert tie_of(role_word(PLAIN, "head.weight")) != tie_of(word)
+
+
+def test_nothing_is_told_of_workers_that_train_alike():
+    words = (PLAIN, Role(0), PLAIN, role_word(PLAIN, NAMES[0]))
+    assert role_differences(told(words, words, words)) == ()
+
+
+def test_what_differs_is_named_with_all_words():
+    plain = (int(PLAIN), int(PLAIN), int(PLAIN), role_word(PLAIN, NAMES[0]))
+    frozen = (plain[0], int(Role.OWNED), *plain[2:])
+    untied = (*plain[:3], int(PLAIN))
+    found = role_differences(told(plain, frozen, untied))
+    assert [(d.kind, d.name) for d in found] == [
+        (StateKind.ROLE, "block.weight"),
+        (StateKind.ROLE, "head.weight"),
+    ]
+    assert found[0].digests_W.tolist() == [plain[1], frozen[1], plain[1]]
+    assert found[1].digests_W.tolist() == [plain[3], plain[3], untied[3]]
+
+
+def test_a_parameter_that_all_hold_twice_is_told():
+    words = (PLAIN, PLAIN | Role.TWICE, PLAIN, PLAIN)
+    [found] = role_differences(told(words, words, words))
+    assert found.name == "block.weight"
+
+
+def test_models_of_other_names_are_not_compared():
+    one, other = (Roles(names, (1,) * len(names)) for names in (NAMES, NAMES[1:]))
+    assert role_differences([one.to_json(named=True), other.to_json(named=False)]) == ()
+
+
+def test_parameters_that_are_not_reduced_are_compared_where_all_have_them():
+    words = (PLAIN,) * 4
+    alone = ({"a (2,)": 1, "b (2,)": 5, "c (1,)": 1}, {"a (2,)": 1, "b (2,)": 6}, {"a (2,)": 1})
+    assert role_differences(told(words, words, words, left_out=alone)) == ()
+    [found] = role_differences(told(words, words, left_out=alone))
+    assert (found.kind, found.name) == (StateKind.LEFT_OUT, "b (2,)")
+    assert found.digests_W.tolist() == [5, 6]
+
+
+def test_a_session_is_looked_at_when_it_begins_and_then_rarely():
+    looked_at = [step for step in range(977, 977 + 2 * LOOK_EVERY) if is_looked_at(step, 977)]
+    assert looked_at == [977, 977 + FIRST_LOOKS[1], LOOK_EVERY, 2 * LOOK_EVERY]
+
+
+class Training:
+    """Digests of two parameters in turns: ``own`` is held by the optimizer, ``other`` may be."""
+
+    def __init__(self, *, kinds=FREE):
+        self.stillness, self.kinds, self.found = Stillness(), kinds, []
+
+    def turn(self, step, *, own, other, gradient):
+        kinds = (*HELD, *self.kinds)
+        digests = dict.fromkeys(self.kinds, 0)
+        digests |= {StateKind.PARAMETER: other, StateKind.REDUCED: gradient}
+        values = [own, 7, 1000 + step, *digests.values()]
+        names = ["own"] * len(HELD) + ["other"] * len(self.kinds)
+        self.found += [(step, *one) for one in self.stillness.see(step, kinds, names, values)]
+
+
+def test_a_parameter_that_no_optimizer_holds_is_told_after_two_turns_and_then_rarely():
+    training = Training()
+    for step in range(20):
+        training.turn(step, own=step, other=1, gradient=500 + step)
+    assert [(step, name, rests) for step, name, _, rests in training.found] == [
+        (2, "other", True),
+        (4, "other", True),
+        (8, "other", True),
+        (16, "other", True),
+    ]
+    assert all(not role & Role.OWNED for *_, role, _ in training.found)
+    training.turn(20, own=20, other=2, gradient=1)
+    assert training.found[-1][::3] == (20, False)
+    [difference] = resting([training.found[-1][1:]], 3)
+    assert not difference.unchanged_W.any()
+    assert len(difference.digests_W) == 3
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"own": lambda step: 0, "other": lambda step: 1, "gradient": lambda step: 500 + step},
+        {"own": lambda step: step, "other": lambda step: 1, "gradient": lambda step: 500},
+        {"own": lambda step: step, "other": lambda step: 1, "gradient": lambda step: 0},
+        {"own": lambda step: step, "other": lambda step: step // 2, "gradient": lambda s: 500 + s},
+    ],
+    ids=["nothing is updated", "a gradient of zero", "no gradient", "updates every other step"],
+)
+def test_nothing_is_told_where_rest_is_no_fault(values):
+    training = Training()
+    for step in range(40):
+        training.turn(step, **{name: value(step) for name, value in values.items()})
+    assert training.found == []
+
+
+def test_one_that_the_optimizer_holds_is_told_later_and_as_such():
+    training = Training(kinds=HELD)
+    for step in range(6):
+        training.turn(step, own=step, other=1, gradient=500 + step)
+    [(step, name, role, rests)] = training.found
+    assert (step, name, role, rests) == (4, "other", Role.TRAINED | Role.OWNED, True)
+
+
+def test_what_moved_before_a_parameter_was_first_seen_proves_nothing():
+    stillness = Stillness()
+    for step in range(3):
+        assert not stillness.see(step, HELD, ["own"] * 3, [step, 7, step + 9])
+    for step in range(3, 20):  # from now on a warm-up: nothing changes
+        kinds, names = (*HELD, *FREE), ["own"] * 3 + ["other"] * 2
+        digests = [3, 7, 100 + step, 1, 200 + step]
+        found = stillness.see(step, kinds, names, np.array(digests).tolist())
+        assert not found

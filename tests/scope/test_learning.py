@@ -1,0 +1,216 @@
+"""Parameters that do not learn, or learn on some workers alone, on real ranks."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope import Finding, Run, Severity
+from rankscope.diagnose.diagnosis import diagnose_run
+from support.ranks import run_ranks
+
+STEPS = 24
+
+
+class Net(nn.Module):
+    """Two layers, a scale that may get a zero gradient, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.expert, self.idle = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.first(x).tanh()).square().mean()
+        return loss + (0 * self.expert).sum()
+
+
+def named(net: Net, *names: str) -> list[nn.Parameter]:
+    return [parameter for name, parameter in net.named_parameters() if name.startswith(names)]
+
+
+class Case:
+    """A healthy training; what is wrong is for those that derive from it."""
+
+    left_out: tuple[str, ...] = ()
+    held: tuple[str, ...] = ("",)
+    plan: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.rank, self.net = rank, Net()
+        if self.left_out:
+            setattr(self.net, "_ddp_params_and_buffers_to_ignore", self.left_out)  # noqa: B010
+        self.before_wrap()
+        self.ddp = DistributedDataParallel(self.net, find_unused_parameters=True)
+        self.after_wrap()
+        self.optimizer = torch.optim.SGD(named(self.net, *self.held), lr=0.1, weight_decay=0.01)
+        torch.manual_seed(1 + rank)
+
+    def before_wrap(self) -> None: ...
+
+    def after_wrap(self) -> None: ...
+
+    def before_step(self, step: int) -> None: ...
+
+    def train(self, run_dir: str) -> None:
+        options = {"canary": False, "announce": False, "plan": self.plan}
+        with rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options):  # type: ignore[arg-type]
+            for step in range(STEPS):
+                self.before_step(step)
+                self.ddp(torch.randn(4, 6)).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+class Forgotten(Case):
+    held = ("first",)
+
+
+class ForgottenAtFirst(Forgotten):
+    def before_step(self, step: int) -> None:
+        if step == STEPS // 2:
+            self.optimizer.add_param_group({"params": named(self.net, "last", "expert", "idle")})
+
+
+class AnotherOptimizer(Forgotten):
+    """Holds the rest, and the monitor does not know it."""
+
+    def before_step(self, step: int) -> None:
+        other = torch.optim.SGD(named(self.net, "last", "expert", "idle"), lr=0.1)
+        if step:
+            self.ddp(torch.ones(4, 6)).backward()
+            other.step()
+            other.zero_grad()
+
+
+class FrozenByDesign(Case):
+    def before_wrap(self) -> None:
+        self.net.first.requires_grad_(False)
+
+
+class ExpertWithoutTokens(Case):
+    """Nor weight decay: it keeps its bits."""
+
+    def before_step(self, step: int) -> None:
+        self.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+
+class WarmUp(Case):
+    def before_step(self, step: int) -> None:
+        self.optimizer.param_groups[0].update(lr=0.1 * (step >= STEPS // 2), weight_decay=0.0)
+
+
+class OneRateIsZero(Case):
+    held = ("first",)
+
+    def after_wrap(self) -> None:
+        self.rest = named(self.net, "last")
+
+    def before_step(self, step: int) -> None:
+        if step == 0:
+            self.optimizer.add_param_group({"params": self.rest, "lr": 0.0})
+
+
+class HeldTwice(Case):
+    def before_step(self, step: int) -> None:
+        if step == 0:
+            self.optimizer.param_groups[0]["params"] += named(self.net, "last.weight")
+
+
+class FrozenOnOneRank(Case):
+    def after_wrap(self) -> None:
+        if self.rank == 1:
+            self.net.last.bias.requires_grad_(False)
+
+
+class LeftOut(Case):
+    left_out = ("last.bias",)
+
+
+class LeftOutAgainstThePlan(LeftOut):
+    plan = {"replicated": True}  # noqa: RUF012
+
+
+CASES = {case.__name__: case for case in (Case, *Case.__subclasses__())} | {
+    case.__name__: case for case in (ForgottenAtFirst, AnotherOptimizer, LeftOutAgainstThePlan)
+}
+
+
+def train_all(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    for name, case in CASES.items():
+        case(rank).train(f"{folder}/{name}")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(train_all, 2, str(folder), timeout=240)
+    return {name: Run.open(folder / name) for name in CASES}
+
+
+def told(run: Run) -> dict[str, Finding]:
+    findings = {f.id: f for f in run.findings() if f.cause.startswith(("state.", "sync."))}
+    again = {f.id: f for f in diagnose_run(run) if f.id in findings}
+    assert again == findings, "the record alone tells the same"
+    return findings
+
+
+HEALTHY = ("Case", "AnotherOptimizer", "FrozenByDesign", "ExpertWithoutTokens", "WarmUp")
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_trainings_raise_nothing(runs, name):
+    assert told(runs[name]) == {}
+
+
+def test_parameters_that_no_optimizer_holds_are_named(runs):
+    [found] = told(runs["Forgotten"]).values()
+    assert (found.id, found.severity, found.status) == (
+        "state.not_updated",
+        Severity.WARNING,
+        "open",
+    )
+    assert sorted(found.evidence["names"]) == ["last.bias", "last.weight"]
+    assert "last.weight" in found.explanation
+    assert found.first_step == 2
+
+
+def test_once_the_optimizer_holds_them_it_is_over(runs):
+    found = told(runs["ForgottenAtFirst"])["state.not_updated"]
+    assert found.status == "closed"
+    assert "They change again." in found.explanation
+
+
+def test_a_learning_rate_of_zero_is_a_note(runs):
+    [found] = told(runs["OneRateIsZero"]).values()
+    assert (found.id, found.severity) == ("not-updated-though-held", Severity.NOTE)
+
+
+def test_a_parameter_that_is_held_twice_is_named(runs):
+    found = told(runs["HeldTwice"])["state.updated_twice"]
+    assert found.severity is Severity.WARNING
+    assert found.evidence["names"] == ["last.weight"]
+
+
+def test_what_one_worker_freezes_is_named(runs):
+    found = told(runs["FrozenOnOneRank"])["roles-differ"]
+    assert found.severity is Severity.ERROR
+    assert found.evidence["names"] == ["last.bias"]
+    assert "frozen on rank 1 alone" in found.explanation
+
+
+def test_what_is_not_reduced_drifts_which_only_the_plan_forbids(runs):
+    for name, severity in (
+        ("LeftOut", Severity.NOTE),
+        ("LeftOutAgainstThePlan", Severity.ERROR),
+    ):
+        [found] = told(runs[name]).values()
+        assert (found.id, found.severity) == ("left-out-drifts", severity)
+        assert found.evidence["names"] == ["last.bias (6,)"]
+        assert found.first_step == 0
