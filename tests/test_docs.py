@@ -31,6 +31,7 @@ EVIDENCE = (ROOT / "docs" / "evidence.md").read_text()
 NO_COLUMNS = {
     *("drawn_from_others", "drawn_from_own", "follows_one_sample_in", "innocent_probability"),
     *("other_causes", "broadcast_buffers", "communication_data_type", "found_inf", "no_sync"),
+    "zero_grad",
     *("fully_shard", "ignored_params", "num_replicas", "overlap_comm", "reduce_dtype"),
     *("register_buffer", "set_epoch"),
     *(

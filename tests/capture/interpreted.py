@@ -107,20 +107,24 @@ def launch_interpreted(
 ) -> Tensor:
     """Gather what was measured, as :func:`rankscope.capture.transfer.launch` does."""
     totals = [t and (t.memory, *t.sketches.shape) for t in (measured.totals, measured.reduced)]
-    others = measured.micro_squared_norms, measured.carried_over, measured.reduced_product
+    others = (
+        *(measured.micro_squared_norms, measured.carried_over),
+        *(measured.reduced_product, measured.kept),
+    )
     gathered: Tensor
     [gathered] = _unpacked(process.submit(_run_launch, _packed(totals, others), folding).result())
     return gathered
 
 
 def _run_launch(sent: bytes, folding: Folding) -> bytes:
-    (local, reduced), (micro, carried, product) = _unpacked(sent)
+    (local, reduced), (micro, carried, product, kept) = _unpacked(sent)
     measured = LocalGradient(
         GradientTotals(*local),
         None if reduced is None else GradientTotals(*reduced),
         micro,
         carried,
         reduced_product=product,
+        kept=kept,
     )
     return _packed(launch(measured, folding))
 

@@ -56,3 +56,17 @@ def test_without_a_gradient_or_a_parameter_a_reduction_ends_the_step(parameters)
     bare = Accumulation(object())
     bare.see_reduced()
     assert not bare.goes_on(1)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_an_update_has_applied_is_known_until_it_is_zeroed(parameters, set_to_none):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    seen = Accumulation(optimizer)
+    assert not seen.adds_to_applied()
+    parameters[1].grad = torch.ones(3)
+    assert not seen.adds_to_applied()
+    optimizer.step()
+    seen.see_updated(1)
+    assert seen.adds_to_applied()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert not seen.adds_to_applied()

@@ -221,12 +221,13 @@ def test_where_passes_make_their_gradients_one_that_adds_to_another_is_noticed(u
         passes.run(used=used)
         assert (passes.held, passes.reading.spoiled) == ([], False)
     passes.run()
-    kept = passes.parameters["b.z"].grad
-    passes.run(zero=("b.z",), used=used)
+    kept = passes.parameters["a.y"].grad
+    passes.run(zero=("a.y",), used=used)
     assert passes.reading.spoiled
-    passes.run(zero=("b.z",), used=used)
+    passes.run(zero=("a.y",), used=used)
     assert (len(passes.held), passes.held[0] is kept) == (1, True)
     assert not passes.reading.spoiled
+    assert not passes.reading.held_at_ends
 
 
 def test_where_a_hook_of_the_training_changes_each_fifth_gradient_one_pass_is_lost():
@@ -239,3 +240,15 @@ def test_where_a_hook_of_the_training_changes_each_fifth_gradient_one_pass_is_lo
         return passes.reading.spoiled
 
     assert [step for step in range(1, 60) if run(step)] == [10]
+
+
+def test_a_gradient_at_the_end_of_the_list_is_looked_at_all_the_same():
+    passes = Pass()
+    passes.learn()
+    for _ in range(4):
+        passes.run()
+    kept = passes.parameters["b.z"].grad
+    passes.run(zero=("b.z",))
+    assert passes.held == [kept]
+    assert passes.reading.held_at_ends
+    assert not passes.reading.spoiled

@@ -209,6 +209,21 @@ def test_micro_batches_and_a_gradient_that_was_carried_over():
     assert handed.values["grad_carried_over"] == 1
 
 
+def test_what_happened_between_micro_batches():
+    totals = measure(make_gradient())
+    changes_G = torch.linspace(0, 0.5, len(totals.squared_norms), dtype=torch.float64)
+    squares_B2 = torch.tensor([[4.0, 4.0], [9.0, 36.0], [1.0, 1.0]], dtype=torch.float64)
+    kept = torch.cat([squares_B2.flatten(), changes_G])
+    product = torch.tensor(7.0, dtype=torch.float64)
+    handed = hand_over(LocalGradient(totals, reduced_product=product, kept=kept))
+    assert handed.changes_G.tolist() == changes_G.tolist()
+    assert handed.gradient.reduced_product == 7
+    assert handed.values["accumulator_change"] == 0.5
+    assert handed.values["accumulator_scale"] == 2
+    assert handed.values["accumulator_micro"] == 2
+    assert "accumulator_change" not in hand_over(LocalGradient(totals)).values
+
+
 def test_exact_inner_products_keep_float64():
     gram = torch.tensor([1.0 + 2**-40, 2.0, 3.0], dtype=torch.float64)
     handed = hand_over(LocalGradient(measure(make_gradient())), gram=gram)

@@ -100,6 +100,7 @@ def test_groups_are_recorded_by_name(tmp_path):
             "grad_norm": rank + norm,
             "cosine_rest": cosine,
             "reduction_residual": None,
+            "accumulator_change": None,
         }
         for rank in range(2)
         for name, norm, cosine in [

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Finding, Run, Severity
 from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.errors import UsageError
 from support.ranks import run_ranks
 
 STEPS = 24
@@ -145,6 +146,11 @@ def train_all(rank: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     for name, case in CASES.items():
         case(rank).train(f"{folder}/{name}")
+    ours = Case(rank)
+    if rank == 1:
+        ours.net.last.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"only rank 0 trains some of \['last'\]"):
+        ours.train(f"{folder}/refused")
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from rankscope.core.replicas import (
     Trace,
     differences,
 )
-from rankscope.core.roles import Stillness, resting, role_differences
+from rankscope.core.roles import Stillness, changed_gradients, resting, role_differences
 from rankscope.core.step import MISSING_INT, GatheredStep, MeasuredGradient
 from rankscope.core.weighting import undo_common_scale
 
@@ -150,7 +150,7 @@ class Assembly:
             differences=(
                 *self._differences(messages_W, workers["replica"]),
                 *self._resting(messages_W),
-                *_roles(messages_W),
+                *_told_by_name(messages_W),
             ),
             interval=interval,
             trace=self._trace(first),
@@ -168,11 +168,13 @@ class Assembly:
         self, measured_W: Sequence[Measured | None], messages_W: Sequence[StepMessage]
     ) -> dict[str, Any]:
         layout = self._layout
-        known_W = [one.gradient for one in measured_W if one is not None]
+        known = [one for one in measured_W if one is not None]
+        known_W = [one.gradient for one in known]
         residuals_WR = self._residuals(known_W) if layout.section_counts else None
         has_gram = len(messages_W[0].gram) > 0
         return {
             "groups": layout.groups,
+            "accumulator_changes_WG": _changes(known),
             "group_norms_WG": np.stack([one.group_norms_G for one in known_W]),
             "sketches_WK": (
                 np.stack([one.sketch_K for one in known_W]) if layout.sketch_width else None
@@ -240,12 +242,23 @@ class Assembly:
         return replace(_tensors(message, *parts["own"], count), initial=before)
 
 
-def _roles(messages_W: Sequence[StepMessage]) -> tuple[StateDifference, ...]:
-    """Return what is to be told of the roles of all workers' parameters, where all have looked."""
-    if not all(len(message.names) for message in messages_W):
+def _changes(measured_W: Sequence[Measured]) -> Floats | None:
+    """Return how accumulated gradients changed between micro-batches, if some did ``[W, G]``."""
+    changes_WG = [one.changes_G for one in measured_W]
+    if not all(len(changes_G) for changes_G in changes_WG):
+        return None
+    stacked = np.stack(changes_WG)
+    return stacked if (stacked > 0).any() else None
+
+
+def _told_by_name(messages_W: Sequence[StepMessage]) -> tuple[StateDifference, ...]:
+    """Return gradients that were changed otherwise than most, and roles where all have looked."""
+    if not any(len(message.names) for message in messages_W):
         return ()
-    told_W = [json.loads(message.names.tobytes()).get("roles") for message in messages_W]
-    return role_differences(told_W) if all(told_W) else ()
+    said_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
+    roles_W = [said.get("roles") for said in said_W]
+    roles = role_differences([each for each in roles_W if each]) if all(roles_W) else ()
+    return (*changed_gradients([said.get("changed", ()) for said in said_W]), *roles)
 
 
 def _tensors(message: StepMessage, kinds: _Kinds, names: tuple[str, ...], begin: int) -> Trace:

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 
 _MOST_AT_FIRST = 64
 
+_Known = tuple["ref[Tensor]", int]
+"""A gradient, and its version."""
+
 
 class Accumulation:
     """Tells whether a step goes on after a reduction.
@@ -31,7 +34,8 @@ class Accumulation:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._parameter: Tensor | None = None
-        self._left: tuple[ref[Tensor], int] | None = None  # a gradient, and its version
+        self._left: _Known | None = None
+        self._applied: _Known | None = None
         self._most_passes = 0
 
     def see_reduced(self) -> None:
@@ -42,6 +46,12 @@ class Accumulation:
     def see_updated(self, num_passes: int) -> None:
         """Take note that the optimizer was called, after so many forward passes of the step."""
         self._most_passes = max(self._most_passes, num_passes)
+        gradient = self._gradient()
+        self._applied = None if gradient is None else (ref(gradient), _version_of(gradient))
+
+    def adds_to_applied(self) -> bool:
+        """Return whether a backward pass that begins now adds to what the optimizer has applied."""
+        return self._is_there(self._applied)
 
     def goes_on(self, num_passes: int) -> bool:
         """Return whether the next micro-batch's gradients will be added to what was reduced.
@@ -49,12 +59,17 @@ class Accumulation:
         Args:
             num_passes: Forward passes of the step so far, after which the optimizer was not called.
         """
-        if num_passes >= (self._most_passes or _MOST_AT_FIRST) or self._left is None:
+        if num_passes >= (self._most_passes or _MOST_AT_FIRST):
             return False
-        gradient, version = self._left
-        assert self._parameter is not None
-        now = self._parameter.grad
-        return now is not None and now is gradient() and _version_of(now) == version
+        return self._is_there(self._left)
+
+    def _is_there(self, known: "_Known | None") -> bool:
+        """Return whether a gradient is what it was."""
+        now = None if self._parameter is None else self._parameter.grad
+        if known is None or now is None:
+            return False
+        gradient, version = known
+        return now is gradient() and _version_of(now) == version
 
     def _gradient(self) -> Tensor | None:
         """Return the gradient of the parameter that is looked at, which has one."""

@@ -37,6 +37,7 @@ Measured = tuple[str, Tensor, int]
 
 _MOST_PREPARED = 4096  # sets of gradients that are measured together
 _HEAD = "the first elements of any"  # no parameter's name: it has spaces
+_WHOLE = "all elements of any"
 _LOOKED_AT = 64  # elements of each gradient that tell whether it was zeroed
 
 
@@ -78,6 +79,9 @@ class Sketcher:
         self.seed = seed
         self._ranges = _whole(groups) if sections is None else dict(sections.ranges)
         self._num_rows = len(groups) if sections is None else len(sections)
+        self._group_of: Tensor | None = None  # each row
+        if self._num_rows != len(groups) and sections is not None:
+            self._group_of = torch.tensor(sections.group_of, device=device)
         self._kernel = choose_kernel(device, width, period_signs(seed))
         self._signs: dict[str, ParameterSigns] = {}
         self._together: dict[tuple[Sequence[str], Sequence[int], bool], Together] = {}
@@ -96,6 +100,12 @@ class Sketcher:
     def new_totals(self) -> GradientTotals:
         """Return totals of nothing, to be filled by :meth:`measure`."""
         return GradientTotals.zeros(self._num_rows, self.width, self.device)
+
+    def by_group(self, values: Tensor) -> Tensor:
+        """Return sums over the rows of each group, of one number for each row of totals."""
+        if self._group_of is None:
+            return values
+        return values.new_zeros(len(self.groups)).index_add_(0, self._group_of, values)
 
     def measure(self, name: str, gradient: Tensor, into: GradientTotals, *, start: int = 0) -> None:
         """Add one parameter's gradient, or a contiguous part of it: see :meth:`measure_many`."""
@@ -156,11 +166,13 @@ class Sketcher:
             names, tensors = zip(*named, strict=True)
             self._measure(names, tensors, (0,) * len(names), into, sketching=False)
 
-    def holds_any(self, gradients: Sequence[Tensor]) -> Tensor | None:
+    def holds_any(self, gradients: Sequence[Tensor], *, whole: bool = False) -> Tensor | None:
         """Return whether any gradient holds something, going by its first elements.
 
         Args:
             gradients: Any shapes and layouts, on this sketcher's device.
+            whole: Whether to go by all of its elements: the first rows of an embedding, say, may
+                belong to tokens that are rare.
 
         Returns:
             Boolean scalar tensor; None without gradients.
@@ -168,6 +180,15 @@ class Sketcher:
         if not gradients:
             return None
         totals = GradientTotals.zeros(1, self.width, self.device)
+        if whole:
+            self._measure(
+                (_WHOLE,) * len(gradients),
+                gradients,
+                (0,) * len(gradients),
+                totals,
+                sketching=False,
+            )
+            return totals.largest[0] != 0
         heads = tuple(g if g.is_contiguous() and not g.is_sparse else _head(g) for g in gradients)
         self._measure((_HEAD,) * len(heads), heads, (0,) * len(heads), totals, sketching=False)
         return totals.largest[0] != 0
@@ -201,6 +222,8 @@ class Sketcher:
         """Return where the elements of a gradient belong that begins at ``start``."""
         if name == _HEAD:
             return Source(_head_cuts, None)
+        if name == _WHOLE:
+            return Source(lambda _, count: _whole_cuts(0, count), None)
         if not sketching:  # norms are told of groups at the most
             row = self._ranges[name][0].section
             return Source(lambda _, count: _whole_cuts(row, count), None)

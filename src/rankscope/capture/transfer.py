@@ -64,6 +64,7 @@ class GradientTransfer:
             carried=measured.carried_over is not None,
             product=measured.reduced_product is not None,
             norm_estimated=measured.norm_estimated,
+            kept=0 if measured.kept is None else len(measured.kept),
         )
         self._copies: list[HostCopy | Share] = []
         self._content: bytearray | None = None
@@ -149,9 +150,11 @@ class _Form:
             _DOUBLE.pack_into(into, firsts["carried"], measured.carried_over)
         if measured.reduced_product is not None:
             _DOUBLE.pack_into(into, firsts["product"], measured.reduced_product)
-        if measured.micro_squared_norms is not None:
-            micro = measured.micro_squared_norms.numpy().tobytes()
-            into[firsts["micro"] : firsts["micro"] + len(micro)] = micro
+        vectors = {"micro": measured.micro_squared_norms, "kept": measured.kept}
+        for name, vector in vectors.items():
+            if vector is not None:
+                content = vector.numpy().tobytes()
+                into[firsts[name] : firsts[name] + len(content)] = content
         return into
 
     def _prepare(self) -> tuple[Any, ...]:
@@ -179,6 +182,7 @@ def _form(
     carried: bool,
     product: bool,
     norm_estimated: bool,
+    kept: int,
 ) -> _Form:
     """Return what is handed over.
 
@@ -193,6 +197,7 @@ def _form(
         carried: Whether it is known if something was carried over.
         product: Whether there is a product with the reduced gradient.
         norm_estimated: Whether the norm is an estimate.
+        kept: How many numbers tell what happened between micro-batches.
     """
     num_rows, wide = shape
     counts = section_counts or (1,) * num_rows
@@ -207,6 +212,7 @@ def _form(
         "nonfinite": 1,
         "carried": int(carried),
         "product": int(product),
+        "kept": kept,
     }
     folding = Folding(counts, wide, sketch, group, audit, reduced)
     return _Form(folding, lengths, norm_estimated=norm_estimated)
@@ -271,12 +277,14 @@ def _is_compiled() -> bool:
 
 
 def _given(measured: LocalGradient) -> dict[str, Tensor]:
-    """Return what is known of some steps alone, as float64 ``[1]`` each."""
-    given = {}
+    """Return what is known of some steps alone, as float64 vectors."""
+    given: dict[str, Tensor] = {}
     if measured.carried_over is not None:
         given["carried"] = measured.carried_over.reshape(1).double()
     if measured.reduced_product is not None:
         given["product"] = measured.reduced_product.reshape(1)
+    if measured.kept is not None:
+        given["kept"] = measured.kept
     return given
 
 

@@ -12,7 +12,16 @@ from rankscope.core.step import MeasuredGradient
 
 _Flat = TypeVar("_Flat", Floats, Floats32)
 
-NUMBERS = ("squares", "reduced_squares", "micro", "largest", "nonfinite", "carried", "product")
+NUMBERS = (
+    "squares",
+    "reduced_squares",
+    "micro",
+    "largest",
+    "nonfinite",
+    "carried",
+    "product",
+    "kept",
+)
 """The parts of ``numbers``, in order; one that is absent has the size 0."""
 
 SKETCHES = ("total", "groups", "local", "reduced")
@@ -26,11 +35,14 @@ class Measured(NamedTuple):
         gradient: What is compared with other workers.
         values: LOCAL signals.
         micro_norms: Gradient norms of the micro-batches ``[M]``, empty when unknown.
+        changes_G: Relative change of each group's accumulated gradient between two micro-batches,
+            the largest of the step; empty when unknown.
     """
 
     gradient: MeasuredGradient
     values: dict[str, float]
     micro_norms: Floats
+    changes_G: Floats
 
 
 def sizes_of(
@@ -87,7 +99,33 @@ def measured_of(
         "reduced_norm": math.sqrt(reduced_squares_R.sum()),
         "grad_carried_over": float(part["carried"][0]) if len(part["carried"]) else 0.0,
     }
-    return Measured(gradient, values, np.sqrt(part["micro"]))
+    kept, num_groups = part["kept"], len(counts)
+    if len(kept):
+        values |= accumulator_values(kept[:-num_groups].reshape(-1, 2))
+    return Measured(gradient, values, np.sqrt(part["micro"]), kept[len(kept) - num_groups :])
+
+
+def accumulator_values(squares_B2: Floats) -> dict[str, float]:
+    """Return the signals that tell what happened to a gradient between two micro-batches.
+
+    Args:
+        squares_B2: Squared norms that a backward pass has left, and that the next one has found,
+            for each pair of consecutive passes.
+
+    Example:
+        >>> accumulator_values(np.array([[4.0, 4.0], [9.0, 36.0]]))  # doubled before the third
+        {'accumulator_change': 0.5, 'accumulator_scale': 2.0, 'accumulator_micro': 2.0}
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        left_B, found_B = np.sqrt(squares_B2).T
+        change_B = np.nan_to_num(np.abs(found_B - left_B) / np.maximum(left_B, found_B))
+        scale_B = found_B / left_B
+    worst = int(change_B.argmax())
+    return {
+        "accumulator_change": float(change_B[worst]),
+        "accumulator_scale": float(scale_B[worst]),
+        "accumulator_micro": float(worst + 1),
+    }
 
 
 def _parts(flat: _Flat, names: Sequence[str], sizes: Sequence[int]) -> dict[str, _Flat]:

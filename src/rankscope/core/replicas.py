@@ -49,6 +49,8 @@ class StateKind(StrEnum):
     """How a parameter takes part in the training, see :mod:`rankscope.core.roles`."""
     LEFT_OUT = "left-out"
     """A parameter that is trained, and whose gradient is not reduced."""
+    CHANGED = "changed"
+    """A gradient that was scaled otherwise than most between the reduction and the optimizer."""
     RESTING = "resting"
     """A parameter that has a gradient and does not change, while others do."""
 

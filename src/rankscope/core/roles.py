@@ -229,3 +229,14 @@ def resting(
         )
         for name, role, rests in found
     )
+
+
+def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference, ...]:
+    """Return the gradients that were scaled otherwise than most before they were applied.
+
+    Args:
+        names_W: Names of the parameters, by worker.
+    """
+    names = list(dict.fromkeys(name for names in names_W for name in names))[:MOST_NAMED]
+    digests_W = np.zeros(len(names_W), np.int64)
+    return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)

@@ -74,6 +74,9 @@ class GatheredStep:
         trace: Rank 0's tensors, where they are traced; None on other ranks.
         reduced_products_W: Inner product of each worker's gradient with the reduced one, NaN where
             it is unknown; None in the tiers that have no use for it.
+        accumulator_changes_WG: By worker and group, the relative change of the accumulated gradient
+            between two micro-batches, the largest of the step; None where nothing has changed, or
+            nothing is known.
     """
 
     step: int
@@ -99,6 +102,7 @@ class GatheredStep:
     total_residuals_W: Floats | None = None
     trace: Trace | None = None
     reduced_products_W: Floats | None = None
+    accumulator_changes_WG: Floats | None = None
 
     @property
     def num_workers(self) -> int:
@@ -193,6 +197,7 @@ def _gathered(step: GatheredStep, *, groups: bool, micro: bool) -> GatheredStep:
         groups=step.groups if groups else (),
         group_norms_WG=step.group_norms_WG if groups else None,
         residuals_WG=_unless_unknown(step.residuals_WG) if groups else None,
+        accumulator_changes_WG=step.accumulator_changes_WG if groups else None,
         total_residuals_W=None,
         reduced_products_W=None,
         micro_losses=step.micro_losses if micro else (),

@@ -17,6 +17,7 @@ from rankscope.core.finding import Finding
 from rankscope.core.plan import Plan
 from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport, as_recorded
+from rankscope.diagnose.accumulation import AccumulationAudit, ChangedLater
 from rankscope.diagnose.alike import AlikePairs
 from rankscope.diagnose.amounts import UnequalAmounts
 from rankscope.diagnose.audit import ReductionAudit
@@ -107,6 +108,8 @@ class Diagnosis:
             NotUpdated(),
             ReductionChecks(num_workers),
             ReductionAudit(num_workers, reduced_in, hook=comm_hook),
+            AccumulationAudit(),
+            ChangedLater(),
             EqualRandom(num_workers, plan),
             outliers,
             UnequalAmounts(num_workers, hosts),

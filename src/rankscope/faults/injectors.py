@@ -455,3 +455,77 @@ class LeftOutOfReduction(Job):
     def wrap(self, module: nn.Module) -> nn.Module:
         setattr(module, "_ddp_params_and_buffers_to_ignore", ["blocks.0.output.weight"])  # noqa: B010
         return super().wrap(module)
+
+
+@injects("A1")
+class ResetBetweenMicroBatches(Accumulating):
+    def before_backward(self, micro: int) -> None:
+        if self.active and micro:
+            self.optimizer.zero_grad()
+
+
+@injects("A2")
+class DoubledBetweenMicroBatches(Accumulating):
+    factor = 2.0
+
+    @torch.no_grad()
+    def before_backward(self, micro: int) -> None:
+        for parameter in self.module.parameters() if self.active and micro else ():
+            parameter.grad.mul_(self.factor)
+
+
+@injects("A3")
+class DividedBetweenMicroBatches(DoubledBetweenMicroBatches):
+    factor = 1 / Accumulating.accumulation
+
+
+@injects("A4")
+class LeftOver(Job):
+    def after_optimizer(self) -> None:
+        every: Any = self.optimizer
+        if self.active and self.step % EVERY == 0:
+            every.zero_grad = lambda: None
+        else:
+            vars(every).pop("zero_grad", None)
+
+
+@injects("A5")
+class ChangedAfterReduction(Job):
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        for parameter in self.module.blocks[0].parameters() if self.active else ():
+            parameter.grad.mul_(0.5)
+
+
+@injects("H21")
+class ScaledAndClipped(Accumulating):
+    """The last step of an epoch has fewer micro-batches."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=20)
+        return super().make_optimizer()
+
+    def before_step(self) -> None:
+        self.accumulation = 2 if self.step % 10 == 9 else Accumulating.accumulation
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(self.scaler.scale(loss))
+
+    def after_backward(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), 0.5)
+
+    def optimize(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+@injects("H22")
+class AdaptersOnly(Tied):
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model().requires_grad_(False)
+        model.between = Adapter()
+        return model  # type: ignore[no-any-return]
+
+    def scheduled_rate(self, step: int) -> float:
+        return self.peak_rate * min(1.0, step / 30)

@@ -22,6 +22,7 @@ _OTHERS = (Table.WORKERS, Table.SAMPLES, Table.MICRO, Table.PAIRS, Table.GROUPS,
 
 _BLOCK_ROWS = 8192
 _MICRO = (("loss", False), ("loss_weight", False), ("grad_norm", True), ("loss_scale", True))
+_GROUP_COLUMNS = ("grad_norm", "cosine_rest", "reduction_residual", "accumulator_change")
 
 Rows = Mapping[Table, Columns | None]
 """The rows of one step in every table but ``steps``; None where it has none."""
@@ -97,7 +98,7 @@ def _report(
         raise ValueError("it lacks the workers")
     width = len(local["rank"])
     losses, weights, norms, scales = _micro(rows[Table.MICRO], width)
-    groups, norms_WG, cosines_WG, residuals_WG = _groups(rows[Table.GROUPS], width)
+    groups, norms_WG, cosines_WG, residuals_WG, changes_WG = _groups(rows[Table.GROUPS], width)
     interval = values["interval"]
     gathered = GatheredStep(
         step=step,
@@ -114,6 +115,7 @@ def _report(
         groups=groups,
         group_norms_WG=norms_WG,
         residuals_WG=residuals_WG,
+        accumulator_changes_WG=changes_WG,
         interval=int(interval) if np.isfinite(interval) else 1,
     )
     derived = {name: local[name] for name in _DERIVED}
@@ -155,14 +157,18 @@ def _differences(rows: Columns | None, width: int) -> tuple[StateDifference, ...
 
 def _groups(
     rows: Columns | None, width: int
-) -> tuple[tuple[str, ...], Floats | None, Floats | None, Floats | None]:
-    """Return the groups' names ``[G]``; norms, cosines and residuals by worker and group."""
+) -> tuple[tuple[str, ...], Floats | None, Floats | None, Floats | None, Floats | None]:
+    """Return the groups' names ``[G]``, and four columns by worker and group.
+
+    Returns:
+        After the names: norms, cosines, residuals and changes of the accumulated gradient.
+    """
     if rows is None:
-        return (), None, None, None
-    names = ("grad_norm", "cosine_rest", "reduction_residual")
-    norms_WG, cosines_WG, residuals_WG = (rows[name].reshape(width, -1) for name in names)
+        return (), None, None, None, None
+    norms_WG, *others = (rows[name].reshape(width, -1) for name in _GROUP_COLUMNS)
     groups = tuple(rows["group"][: norms_WG.shape[1]].tolist())
-    return groups, norms_WG, _unless_unknown(cosines_WG), _unless_unknown(residuals_WG)
+    cosines_WG, residuals_WG, changes_WG = map(_unless_unknown, others)
+    return groups, norms_WG, cosines_WG, residuals_WG, changes_WG
 
 
 def _unless_unknown(values: Floats) -> Floats | None:

@@ -134,6 +134,7 @@ def _group_rows(reports: Sequence[StepReport]) -> Rows:
         "grad_norm": _flat([step.group_norms_WG for step in steps], shapes),
         "cosine_rest": _flat([report.group_cosine_rest_WG for report in reports], shapes),
         "reduction_residual": _flat([step.residuals_WG for step in steps], shapes),
+        "accumulator_change": _flat([step.accumulator_changes_WG for step in steps], shapes),
     }
 
 

@@ -367,12 +367,14 @@ def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.T
         RunError: A file cannot be read.
     """
     parts: list[pa.Table] = []
-    left = max_rows
+    left, whole = max_rows, True
 
     def choose(footer: Any) -> Sequence[int]:
+        nonlocal whole
         sizes_G = _sizes(footer)
         fits = np.cumsum(sizes_G[::-1]) <= left
         count = max(int(fits.sum()), 0 if parts else 1)
+        whole = count == len(sizes_G)
         return range(len(sizes_G))[-count:] if count else ()
 
     for file in reversed(files):
@@ -381,6 +383,8 @@ def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.T
             break
         parts.insert(0, part)
         left -= len(part)
+        if not whole:  # what comes before would leave a gap
+            break
     return pa.concat_tables([schema.empty_table(), *parts])
 
 

@@ -80,6 +80,7 @@ class StepCollector:
         self._replica = math.nan if instruments.replica is None else instruments.replica
         self._unreduced = self._updated = self._forgot = self._handing_over = False
         self._reduced = False  # by some backward pass of the step
+        self._left_over: bool | None = None  # whether it adds to a gradient that was applied
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
         self._accumulation = None if optimizer is None else Accumulation(optimizer)
@@ -238,7 +239,15 @@ class StepCollector:
 
     def _notice_backward(self, trained: Callable[[], None]) -> None:
         """Take notice, from inside it, that a backward pass has reached what the model returned."""
-        self._tap.notice_backward(trained)
+        accumulation = self._accumulation
+        adds = accumulation is not None and accumulation.adds_to_applied()
+        self._tap.notice_backward(partial(self._see_trained, trained, adds))
+
+    def _see_trained(self, trained: Callable[[], None], adds_to_applied: bool) -> None:
+        """Take notice that a backward pass accumulates gradients; the step's first one counts."""
+        if self._left_over is None:
+            self._left_over = adds_to_applied
+        trained()
 
     def begin_optimizer_step(self) -> None:
         """Take notice that ``optimizer.step`` is about to run."""
@@ -324,6 +333,7 @@ class StepCollector:
         self._samples.collect()
         self._lengths.collect()
         self._updated = self._reduced = False
+        self._left_over = None
 
     def _shadow(self) -> None:
         """Take part in a step of the others, in ``join()`` after this rank's last batch.
@@ -380,6 +390,7 @@ class StepCollector:
                 "micro_batches": num_passes - len(idle) or math.nan,
                 "replica": self._replica,
                 "unreduced": self._unreduced,
+                "grad_left_over": bool(self._left_over),
                 "step_seconds": now - self._last_time,
                 "busy_seconds": busy,
                 "overhead_seconds": self._guard.take_seconds(),
@@ -389,6 +400,7 @@ class StepCollector:
         self._guard.leave_out(tracing_seconds)  # they will count with the next step's
         self.step += 1
         self._unreduced = self._updated = self._reduced = False
+        self._left_over = None
         self._last_time = now
         self._handing_over = False
         begin_copies()

@@ -93,6 +93,8 @@ class LocalStep:
             kinds = [str(kind) for kind in state.kinds]
             names["items"] = [[items, kinds, list(state.names)]]
         roles = self.state.roles
+        if self.state.changed:
+            names["changed"] = list(self.state.changed)
         if roles is not None:
             names["roles"] = roles.to_json(named=known_names is not None)
         parts: dict[str, Content] = {

@@ -33,6 +33,8 @@ _GRADIENTS = (StateKind.REDUCED, StateKind.APPLIED)
 _ALWAYS = frozenset(StateKind) - {StateKind.BROADCAST}
 
 _MASK = (1 << 64) - 1
+_FEWEST = 3  # gradients that can tell what most have in common
+_SAME_FACTOR = 0.01  # what rounding makes of one, in bfloat16 and a few elements
 _MOST_LOCAL = 8  # sets of local gradients of a turn that are known
 
 
@@ -245,6 +247,8 @@ class PendingState:
     ) -> None:
         self._turn, self._seen, self._layout, self._sent = turn, seen, layout, sent
         self._look = look
+        self.changed: tuple[str, ...] = ()
+        """Parameters whose gradient was changed otherwise than most; known once read."""
 
     @property
     def roles(self) -> Roles | None:
@@ -304,7 +308,8 @@ class PendingState:
     def _read_gradients(
         self, digests: list[int], unchanged: bytearray, values: dict[str, float | int]
     ) -> None:
-        squares = {}
+        squares: dict[StateKind, float] = {}
+        each: list[list[float]] = []
         for rows in (self._turn.reduced, self._turn.applied):
             reading = self._seen.gradients.get(rows.kind)
             if reading is None:
@@ -312,11 +317,16 @@ class PendingState:
             parts, parts_squares = reading.read()
             _tell(values, rows, rows.fill(digests, parts))
             squares[rows.kind] = sum(parts_squares)
+            each.append(parts_squares)
             if rows.kind is StateKind.REDUCED:
                 self._tell_unchanged(unchanged, parts)
         reduced = squares.get(StateKind.REDUCED, 0.0)
         if StateKind.APPLIED in squares and 0 < reduced < math.inf:
             values["applied_scale"] = math.sqrt(squares[StateKind.APPLIED] / reduced)
+            factor, odd = odd_factors(*each)
+            values["applied_odd"] = factor
+            slices = self._turn.reduced.slices
+            self.changed = tuple(dict.fromkeys(slices[number].place.name for number in odd))
 
     def _tell_unchanged(self, unchanged: bytearray, parts: list[int]) -> None:
         """Fill in which gradients the reduction left as they were, in all their slices."""
@@ -330,6 +340,43 @@ class PendingState:
         if len(rows.rows) < len(same):
             same = [all(same[first:last]) for first, last in pairwise((0, *rows.ends))]
         rows.put(unchanged, bytes(same))
+
+
+def odd_factors(
+    reduced_N: Sequence[float], applied_N: Sequence[float]
+) -> tuple[float, tuple[int, ...]]:
+    """Return which gradients were scaled otherwise than most between two moments.
+
+    Clipping by the norm and unscaling multiply all of them by one factor. Where some were left as
+    they were, that is 1; otherwise that of most.
+
+    Args:
+        reduced_N: Their squared norms right after the reduction.
+        applied_N: When the optimizer was called.
+
+    Returns:
+        The factor that is furthest from that of most, over it, and whose it is not; 1 if it is that
+        of all, NaN where fewer than three are known or most do not share one.
+
+    Example:
+        >>> odd_factors([4.0, 1.0, 9.0, 0.0], [1.0, 0.25, 81.0, 0.0])  # clipped by 0.5, but one
+        (6.0, (2,))
+    """
+    pairs = enumerate(zip(reduced_N, applied_N, strict=True))
+    factors = {
+        number: math.sqrt(applied / reduced)
+        for number, (reduced, applied) in pairs
+        if 0 < reduced < math.inf and 0 <= applied < math.inf
+    }
+    if len(factors) < _FEWEST:
+        return math.nan, ()
+    untouched = 1.0 in factors.values()  # the same bits: the odd ones are those that were changed
+    common = 1.0 if untouched else sorted(factors.values())[len(factors) // 2]
+    odd = [n for n, each in factors.items() if abs(each - common) > _SAME_FACTOR * common]
+    if common == 0 or (2 * len(odd) >= len(factors) and not untouched):
+        return math.nan, ()
+    ratios = [factors[number] / common for number in odd]
+    return max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0), tuple(odd)
 
 
 NOTHING = Turn(())

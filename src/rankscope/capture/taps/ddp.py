@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.passes import BackwardEnd, in_backward
 from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.accumulator import AccumulatorAudit
 from rankscope.capture.taps.alone import PartsAlone, alone_gradients
 from rankscope.capture.taps.ddp_reading import LocalReading, measure_reduced
 from rankscope.capture.taps.ddp_step import (
@@ -84,6 +85,7 @@ class DDPTap:
         self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
         self._measure_reduced = partial(measure_reduced, parameters, sketcher, reduced)
         self._micro = MicroBatches()
+        self._accumulator = AccumulatorAudit(parameters, sketcher)
         self._calls = HookCalls()
         self._counted: list[str] = []  # calls of hooks that only count, in this pass
         self._busy = BusyClock(model, sketcher.device)
@@ -134,9 +136,13 @@ class DDPTap:
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Say, from inside it, that a backward pass has reached what the model returned."""
+        begun = self._backward.running and not self._first
         self._backward.notice()
         self._noticed = True
         self._reached.append(trained)
+        if self._alone is None:
+            before, measure = self._reading.totals, self._measure
+            self._accumulator.begin_pass(before, measure=measure, begun=begun)
 
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
         """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
@@ -189,6 +195,7 @@ class DDPTap:
             self._micro.squared_norms(),
             step.carried_over,
             reduced_product=step.reduced_product,
+            kept=self._accumulator.collect(),
         )
 
     def _find_alone(self) -> None:
@@ -226,6 +233,7 @@ class DDPTap:
         self._busy.begin_step(reduced=self.complete)
         self._backward.begin()
         self._micro.reset()
+        self._accumulator.reset()
         if self._alone is not None:
             self._alone.reset()
         self._reading.forget()
@@ -278,7 +286,8 @@ class DDPTap:
             self._reading.begin_pass(name, measure=self._measure, synchronises=synchronises)
         if self._due and not step.begun:
             step.begun = True
-            step.carried_over = self._sketcher.holds_any(self._reading.begin_step(name))
+            held = self._reading.begin_step(name)
+            step.carried_over = self._sketcher.holds_any(held, whole=self._reading.held_at_ends)
 
     def _add_to_reduced(self) -> None:
         """Keep what this worker has added so far: the pass adds to a gradient that was reduced."""
@@ -309,8 +318,9 @@ class DDPTap:
 
     def _on_end(self) -> None:
         """Close a backward pass, after the reduction if it has one."""
-        if self._first:
-            return  # no parameter took part: the training asked for other gradients
+        if self._first:  # no parameter took part: the training asked for other gradients
+            self._accumulator.drop_pass()
+            return
         for trained in self._reached:
             trained()
         step = self._step
@@ -324,6 +334,8 @@ class DDPTap:
         unexpected = self._calls.end_pass(self._reading.read_late)
         step.spoiled |= (unexpected and self._alone is None) or self._reading.spoiled
         together = self._reading.take_together()
+        goes_on = self._measure and not (step.synchronises or step.spoiled)
+        self._accumulator.end_pass(self._calls.names, goes_on=goes_on)
         if not self._measure:
             return
         if self._alone is not None:

@@ -58,6 +58,8 @@ class LocalReading:
         late: The parameters whose hooks need only be counted now.
         read_late: Those of the last pass that were read together at its end.
         spoiled: Whether the pass was not read as it should be.
+        held_at_ends: Whether the step's first pass has found gradients though it was taken for
+            granted that it makes them: then only those of a few parameters are known to be older.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class LocalReading:
         self.spoiled = False
         self._all, self._every = tuple(parameters), list(parameters.values())
         self._found: list[Tensor] | None = None  # gradients of all, at the end of a pass
+        self.held_at_ends = False
         self._ends = self._all[:1] + self._all[-1:]
         self._lasting = {True: _Lasting(), False: _Lasting()}  # with a reduction, and without
         if in_buckets:
@@ -142,17 +145,21 @@ class LocalReading:
 
         A gradient that is made by the pass has another version than one that it is added to. Where
         all were made in the last few steps, versions tell in the end whether they are now, and
-        nothing has to be looked at here.
+        nothing has to be looked at here but one that the pass has not reached as yet.
 
         Args:
             first: Whose gradient is there already.
         """
+        self.held_at_ends = False
         if self._in_buckets:
             self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
         reads_all = len(self._lasting[self._synchronises].names) == len(self._all)
         if self._times_made >= self._lasts_after and self._measure and reads_all:
-            self._sees_made = True
-            return []
+            ends = [self._parameters[name].grad for name in self._ends if name != first]
+            left = [gradient for gradient in ends if gradient is not None]
+            self._sees_made, self.held_at_ends = not left, bool(left)
+            self._times_made *= self._sees_made
+            return left
         own = self._parameters[first].grad
         gradients = map(_gradient_of, self._parameters.values())
         held = [g for g in gradients if g is not None and g is not own]

@@ -66,6 +66,9 @@ class LocalGradient:
             error of about ``sqrt(2/k)``, since the gradient was only ever seen in parts.
         reduced_product: float64 scalar tensor: inner product of the local gradient with the
             reduced one; None when it was not read.
+        kept: What happened to the gradient between the step's backward passes, see
+            :meth:`rankscope.capture.taps.accumulator.AccumulatorAudit.collect`; None where that is
+            not known.
     """
 
     totals: GradientTotals
@@ -74,6 +77,7 @@ class LocalGradient:
     carried_over: Tensor | None = None
     norm_estimated: bool = False
     reduced_product: Tensor | None = None
+    kept: Tensor | None = None
 
 
 class GradientTap(Protocol):
