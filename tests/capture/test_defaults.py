@@ -8,7 +8,7 @@ import torch
 
 from capture.kernel_checks import CPU, SEED, WIDTH, random
 from rankscope.capture import LossMeter, Sketcher, samples
-from rankscope.capture.canary.replay import _project
+from rankscope.capture.canary.replay import project
 from rankscope.capture.fold import fold, fold_signs
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.dot import choose_dot
@@ -69,7 +69,7 @@ def other_numbers():
     wide = GRADIENT[None, :DEFAULT_WIDTH]
     yield "samples", samples.digest_inputs((BATCH,), {}), samples._weights(CPU)
     yield "sketches", fold(wide), fold(wide.double())
-    yield "output", _project(GRADIENT)
+    yield "output", project(GRADIENT)
 
 
 def all_numbers():

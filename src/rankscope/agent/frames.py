@@ -37,6 +37,8 @@ class Kind(IntEnum):
 
     INVITATION = 6
     """How agents of other hosts reach the root; also from the root's agent to rank 0."""
+    REFERENCE = 7
+    """A worker's part of a reference step, see :mod:`rankscope.core.reference`."""
 
     # To probes.
     WELCOME = 19

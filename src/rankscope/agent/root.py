@@ -22,12 +22,15 @@ from rankscope.agent.message import StepMessage
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.reports import pack_report
 from rankscope.agent.summary import HostSummary, lean_layout, with_directions
+from rankscope.agent.verification import Verifications
 from rankscope.agent.workers import Workers
-from rankscope.core.finding import Finding
+from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG, Governor
+from rankscope.core.plan import Plan
 from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import diagnosis_of
+from rankscope.diagnose.rules import first_sentence
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.record.lock import WriterLock
@@ -78,6 +81,9 @@ class Root:
                 first_step=setup["first_step"],
                 run_dir=self._run_dir,
             )
+        options = setup["info"].get("options")
+        meant = Plan.of((options or {}).get("plan")).loss_weighting
+        self._verifications = Verifications(layout.num_workers, meant, self._tell_of_verification)
         self._arrived = -1
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
@@ -106,7 +112,7 @@ class Root:
         self._sinks = _start_sinks(setup, self._run_dir, known)
         self._changes = Changes(known)
         self._announcer = Announcer(self._announce) if setup["announce"] else None
-        self._options = setup["info"].get("options")
+        self._options = options
         self._send(ALL_RANKS, _findings_frame(known))
 
     # What comes in ---------------------------------------------------------------------------
@@ -135,6 +141,9 @@ class Root:
     def _take_batch(self, rank: int, frame: Frame, at: float) -> None:
         if self._canaries is not None:
             self._canaries.batch_arrived(rank, frame.payload)
+
+    def _take_reference(self, rank: int, frame: Frame, at: float) -> None:
+        self._verifications.take(rank, frame.step, frame.payload)
 
     def _take_bye(self, rank: int, frame: Frame, at: float) -> None:
         said = json.loads(frame.payload)
@@ -173,7 +182,7 @@ class Root:
     @property
     def _known(self) -> tuple[Finding, ...]:
         hangs = () if self._hangs is None else tuple(self._hangs.findings.values())
-        return (*self._diagnosis.findings, *hangs)
+        return (*self._diagnosis.findings, *self._verifications.findings.values(), *hangs)
 
     # What is made of it ------------------------------------------------------------------------
 
@@ -203,6 +212,15 @@ class Root:
         if self._sinks is not None:
             self._sinks.findings([finding])
         self._tell([finding], announced=False)  # it was said when it began
+
+    def _tell_of_verification(self, finding: Finding) -> None:
+        """Tell what a reference step has shown, to the log too where it is no fault."""
+        self._record.add_findings([finding])
+        if self._sinks is not None:
+            self._sinks.findings([finding])
+        self._tell([finding])
+        if self._announcer is not None and finding.severity is Severity.NOTE:
+            self._announce(first_sentence(finding), False)
 
     def _judge(self, steps: Sequence[Sequence[StepMessage]]) -> None:
         """Judge consecutive steps; together they cost less."""
@@ -237,6 +255,7 @@ class Root:
             _log.info("%s", decision)
             self._send(ALL_RANKS, self._interval_frame())
         self._tell(findings)
+        self._verifications.observe(gathered)
         if self._canaries is not None:
             known = self._diagnosis.findings
             self._direct(self._canaries.observe(gathered, findings, known, self.newest))
@@ -428,6 +447,7 @@ class Root:
 _TAKES: dict[Kind, Callable[[Root, int, Frame, float], None]] = {
     Kind.STEP: Root._take_message,
     Kind.BATCH: Root._take_batch,
+    Kind.REFERENCE: Root._take_reference,
     Kind.BYE: Root._take_bye,
     Kind.SUBSCRIBE: Root._subscribe,
 }

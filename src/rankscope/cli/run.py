@@ -85,6 +85,15 @@ def run_script(
             metavar="PLAN", help="What is meant: JSON, or a file that holds it.", show_default=False
         ),
     ] = None,
+    verify_at: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="STEP",
+            help="Compute this step's gradient again, and compare (DDP). Repeatable.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Record a trace for rankscope diff (DDP).")
     ] = False,
@@ -125,6 +134,7 @@ def run_script(
             "trace": trace,
             "canary": not no_canary,
             "announce": not no_announce,
+            **({"verify_at": verify_at} if verify_at else {}),
             **({"sinks": _sinks(sink)} if sink else {}),
         }
     except UsageError as error:

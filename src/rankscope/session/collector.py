@@ -32,6 +32,7 @@ from rankscope.reduce.exact import pack_share
 from rankscope.session.canary import LiveCanary
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
+from rankscope.session.verification import LiveVerification
 from rankscope.session.wrapping import is_compiled, is_training
 
 _log = logging.getLogger("rankscope")
@@ -50,6 +51,7 @@ class StepCollector:
         send: Takes each step that is closed.
         first_step: Number of the first step.
         canary: Replays batches on all workers; None without.
+        verification: Computes gradients of single steps again.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class StepCollector:
         send: Callable[[LocalStep], None],
         first_step: int = 0,
         canary: LiveCanary | None = None,
+        verification: LiveVerification | None = None,
     ) -> None:
         self.paused = self._evaluating = False
         self.step = first_step
@@ -71,6 +74,7 @@ class StepCollector:
         self._guard = guard
         self._send, self._take_read_seconds = send, instruments.take_read_seconds
         self._canary, self._module = canary, instruments.module
+        self._verification = verification
         self._losses = self._new_losses()
         self._samples, self._lengths = SampleMeter(), LengthMeter()
         self._optimizer = OptimizerMeter(optimizer)
@@ -85,7 +89,7 @@ class StepCollector:
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
         self._accumulation = None if optimizer is None else Accumulation(optimizer)
         observer: GradientObserver = self._evidence
-        for other in (self._trace, self._accumulation):
+        for other in (self._trace, self._accumulation, verification):
             observer = observer if other is None else BothSee(observer, other)
         self._tap = instruments.make_tap(guard, observer, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
@@ -163,9 +167,22 @@ class StepCollector:
         self._samples.see(args, kwargs, self._passes.current)
         self._lengths.see(args, kwargs, self._passes.current)
 
-    def enter_module(self) -> None:
+    def enter_module(self, args: Any, kwargs: Mapping[str, Any], *, bypassed: bool = False) -> None:
         """Take notice that a forward pass is about to enter the wrapped module."""
-        self._evidence.enter_module()
+        if not bypassed:
+            self._evidence.enter_module()
+        if self._verification is not None:
+            self._verification.enter_module(args, kwargs)
+
+    def leave_module(self, output: object) -> None:
+        """Take what a forward pass has brought out of the wrapped module."""
+        if self._verification is not None:
+            self._verification.leave_module(output)
+
+    @property
+    def verifying(self) -> bool:
+        """Whether a gradient is computed again just now."""
+        return self._verification is not None and self._verification.computing
 
     @property
     def canary_due(self) -> bool:
@@ -223,6 +240,8 @@ class StepCollector:
 
     def _begin_pass(self, *, bypassed: bool = False) -> None:
         self._evidence.begin_step(self.step)
+        if self._verification is not None:
+            self._verification.begin_pass(self.step)
         if self._trace is not None:
             self._trace.begin_step(self.step, paused=self.paused)
         due = self.step % self.intervals.interval_at(self.step) == 0
@@ -255,6 +274,11 @@ class StepCollector:
         self._unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
         self._evidence.see_applied()
+
+    def verify(self) -> None:
+        """Compute the step's gradient again, if that is due; the optimizer is about to run."""
+        if self._verification is not None:
+            self._guard.leave_out(self._verification.compute())
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Take a call of ``optimizer.step`` that has ended."""
@@ -325,6 +349,8 @@ class StepCollector:
     def _forget(self) -> None:
         """Begin the step anew."""
         self._tap.collect()
+        if self._verification is not None:
+            self._verification.abandon()
         self._evidence.abort()
         if self._trace is not None:
             self._trace.abort()
@@ -360,7 +386,8 @@ class StepCollector:
                 self.step,
             )
         canary = None if self._canary is None else self._canary.collect()
-        busy = self._tap.busy_seconds if canary is None else math.nan
+        verified = self._verification is not None and self._verification.end_step()
+        busy = math.nan if verified or canary is not None else self._tap.busy_seconds
         if self._trace is not None:
             busy -= self._trace.busy_seconds
         named = self._samples.named

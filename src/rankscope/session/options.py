@@ -1,6 +1,6 @@
 """The rarer options of ``rankscope.watch``, each declared once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
@@ -54,6 +54,9 @@ class WatchOptions:
         canary_every: Steps from one such replay to the next, whatever the findings. None: one
             within the first 50 steps, and others within 0.2 % of the training's time, where they
             cost no memory.
+        verify_at: Steps whose gradient is computed again by each worker, one micro-batch at a time
+            and without the wrapper, and compared with what the optimizer is given: see
+            :meth:`rankscope.Scope.verify`. Under DDP, up to 64 workers.
         trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
             reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
             Under DDP; outside of ``overhead_budget``.
@@ -82,6 +85,7 @@ class WatchOptions:
     tokenizer: Any = None
     canary: bool = True
     canary_every: int | None = None
+    verify_at: Sequence[int] = ()
     trace: bool = False
     agent: str | None = None
     announce: bool = True
@@ -91,6 +95,8 @@ class WatchOptions:
             raise UsageError(f"every must be at least 1 step, got {self.every}")
         if self.reduced is not None:
             choice(ReadReduced, "reduced", self.reduced)
+        if any(isinstance(step, bool) or int(step) != step or step < 0 for step in self.verify_at):
+            raise UsageError(f"verify_at expected numbers of steps, got {self.verify_at!r}")
         if self.agent not in (None, "", "process", "thread"):
             raise UsageError(f"agent must be 'process' or 'thread', got {self.agent!r}")
 
@@ -125,7 +131,8 @@ class WatchOptions:
     def compared(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, and is recorded, as plain values."""
         flags = {"evidence": bool(self.evidence), "trace": bool(self.trace)}
-        return {name: getattr(self, name) for name in _COMPARED} | flags
+        steps = {"verify_at": list(map(int, self.verify_at))}
+        return {name: getattr(self, name) for name in _COMPARED} | flags | steps
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:

@@ -38,6 +38,7 @@ from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
 from rankscope.session.opening import Opened
 from rankscope.session.outbox import Outbox
+from rankscope.session.verification import LiveVerification
 from rankscope.session.wrapping import has_closure, is_compiled, is_training, tell_if_wrapped_anew
 from rankscope.sinks import Sinks
 
@@ -62,6 +63,7 @@ class Scope:
         opened: The run that has begun, and the way to the agent.
         on_finding: Called with each finding that opens, gets worse or closes.
         make_canary: Returns what replays batches, given the way to the root; None without canaries.
+        make_verification: Returns what computes gradients again, given the way to the root.
         sinks: Sinks that live in this process; None without.
         announce_end: Whether rank 0 says at the end where the run is recorded.
     """
@@ -75,6 +77,7 @@ class Scope:
         *,
         on_finding: OnFinding | None,
         make_canary: Callable[[Callable[[bytes], None]], LiveCanary] | None = None,
+        make_verification: Callable[[Callable[[int, bytes], None]], LiveVerification],
         sinks: Sinks | None = None,
         announce_end: bool = False,
     ) -> None:
@@ -83,9 +86,12 @@ class Scope:
         self._pid = os.getpid()
         canary = None if make_canary is None else make_canary(self._send_batch)
         self._canary = canary
+        self._verification = verification = make_verification(self._send_reference)
         self._guard = Guard(self._fail)
         first, send = opened.first_step, self._send
-        self._collector = StepCollector(instruments, optimizer, self._guard, send, first, canary)
+        self._collector = StepCollector(
+            instruments, optimizer, self._guard, send, first, canary, verification
+        )
         self._mark = _new_mark()
         self._link = opened.connect(self._collector.reduced_copies, self._mark)
         self._outbox = Outbox(self._link, opened.rank)
@@ -193,6 +199,16 @@ class Scope:
             _log.warning("scope.canary() does nothing in this run: canaries are off, see the log")
         else:
             self._canary.ask()
+
+    def verify(self) -> None:
+        """Ask for a reference step, on all ranks in the same step.
+
+        The gradient of the next step that begins is computed again before the optimizer is called,
+        one micro-batch at a time and without the wrapper, and compared with what the optimizer is
+        given; a finding ``verify.…`` says what came out. Under DDP. Training goes on as it would
+        have, bit for bit.
+        """
+        self._verification.ask()
 
     def pause(self) -> None:
         """Stop measuring gradients; losses and samples are still recorded."""
@@ -303,9 +319,11 @@ class Scope:
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
+        if self._collector.verifying:
+            return
         if self._inside:
             self._bypassing = False
-            self._guard(self._collector.enter_module)
+            self._guard(self._collector.enter_module, args, kwargs)
             if self._collector.canary_due:
                 self._guard(self._collector.run_canary, self._model)
             return
@@ -315,8 +333,12 @@ class Scope:
             self._close(CLOSE_SECONDS)
         elif self._bypassing:
             self._guard(partial(self._collector.begin_micro_batch, args, kwargs, bypassed=True))
+            self._guard(partial(self._collector.enter_module, args, kwargs, bypassed=True))
 
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self._collector.verifying:
+            return
+        self._guard(self._collector.leave_module, output)
         if self._bypassing:
             self._bypassing = False
             self._guard(self._collector.see_output, output, kwargs)
@@ -330,6 +352,7 @@ class Scope:
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not has_closure(args, kwargs):
             self._guard(self._collector.begin_optimizer_step)
+            self._guard(self._collector.verify)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if has_closure(args, kwargs):
@@ -347,6 +370,9 @@ class Scope:
 
     def _send_batch(self, content: bytes) -> None:
         self._link.send(Kind.BATCH, content, rank=self._opened.rank)
+
+    def _send_reference(self, step: int, content: bytes) -> None:
+        self._link.send(Kind.REFERENCE, content, rank=self._opened.rank, step=step)
 
     # Failures ------------------------------------------------------------------------------
 

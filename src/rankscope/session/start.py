@@ -33,6 +33,7 @@ from rankscope.session.instruments import choose_instruments
 from rankscope.session.opening import Intent, Opened, open_run
 from rankscope.session.options import WatchOptions, choice
 from rankscope.session.scope import Scope
+from rankscope.session.verification import LiveVerification
 from rankscope.session.wrapping import find_wrapper, plain_optimizer
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 
@@ -157,6 +158,13 @@ def watch(
         opened,
         on_finding=on_finding,
         make_canary=partial(LiveCanary, wrapped, opened.rank, first=first) if canary else None,
+        make_verification=partial(
+            LiveVerification,
+            wrapped,
+            at=options.verify_at,
+            seed=options.seed,
+            knows_optimizer=optimizer is not None,
+        ),
         sinks=_local_sinks(opened),
         announce_end=options.announce,
     )

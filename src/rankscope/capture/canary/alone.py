@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,33 @@ ACCUMULATES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast of a device in which a forward pass runs.
+
+    Attributes:
+        dtype: Its type.
+        enabled: Whether it is on.
+        cached: Whether it casts each weight once, so that the gradients of its uses add up in
+            ``dtype``.
+    """
+
+    dtype: torch.dtype
+    enabled: bool
+    cached: bool = False
+
+    @classmethod
+    def in_force(cls, device: torch.device) -> "Autocast":
+        """Return the one that is in force now."""
+        kind = device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return cls(dtype, enabled, enabled and torch.is_autocast_cache_enabled())
+
+
 @contextmanager
-def alone(device: torch.device, before_write: Callable[[Tensor], None]) -> Iterator[None]:
+def alone(
+    device: torch.device, before_write: Callable[[Tensor], None], given: Autocast | None = None
+) -> Iterator[None]:
     """Keep the autocast in force without its cache, run eagerly, and forbid what reaches out.
 
     cuDNN does not try which of its algorithms is fastest here: each worker would choose its own,
@@ -36,12 +62,16 @@ def alone(device: torch.device, before_write: Callable[[Tensor], None]) -> Itera
     Args:
         device: The device of the parameters.
         before_write: Called with each tensor that an operation is about to write into.
+        given: The autocast to run in; None for the one in force. Its cache is left out inside
+            another one, which would keep what it has cast.
     """
+    outer = Autocast.in_force(device)
+    kept = given or outer
     autocast = torch.autocast(
         device.type,
-        dtype=torch.get_autocast_dtype(device.type),
-        enabled=torch.is_autocast_enabled(device.type),
-        cache_enabled=False,
+        dtype=kept.dtype,
+        enabled=kept.enabled,
+        cache_enabled=given is not None and given.cached and not outer.enabled,
     )
     mode = _Alone(before_write)
     with autocast, _eagerly(), _without_benchmark(), _without_accumulation(mode), mode:

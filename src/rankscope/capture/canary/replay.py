@@ -147,7 +147,7 @@ def run_batch(
         args, kwargs = restore_batch(batch, device)
         with kept(module, device, seed=seed) as run, alone(device, run.before_write):
             loss = loss_of(module(*args, **kwargs))
-            _check_graph(loss, run.nodes)
+            check_graph(loss, run.nodes)
             if backward_seed is not None:
                 run.seed(backward_seed)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -159,7 +159,7 @@ def run_batch(
         raise
     except Exception as error:
         full = is_out_of_memory(error)
-        why = f"the canary could not be run ({_in_short(error)})"
+        why = f"the canary could not be run ({in_short(error)})"
         raise CanaryDeclined(why, out_of_memory=full) from (None if full else error)
 
 
@@ -183,7 +183,7 @@ def loss_without_gradient(
     except (CanaryDeclined, NotPutBackError):
         raise
     except Exception as error:
-        raise CanaryDeclined(f"the batch could not be run ({_in_short(error)})") from error
+        raise CanaryDeclined(f"the batch could not be run ({in_short(error)})") from error
 
 
 def state_digest(module: nn.Module) -> int:
@@ -233,7 +233,7 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 
-def _check_graph(loss: Tensor, foreign: Set[Any]) -> None:
+def check_graph(loss: Tensor, foreign: Set[Any]) -> None:
     """Check that all gradients can be asked for one by one, and in a graph of the run's own.
 
     Reentrant checkpointing only knows how to accumulate them, and hides its parameters. A backward
@@ -262,7 +262,7 @@ def _check_graph(loss: Tensor, foreign: Set[Any]) -> None:
         nodes += [following for following, _ in node.next_functions]
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__
 
@@ -286,10 +286,10 @@ def loss_of(output: Any) -> Tensor:
         raise CanaryDeclined("the model returns no loss and no floating-point tensor")
     device = floating[0].device
     with torch.autocast(device.type, enabled=False):
-        return torch.stack([_project(tensor).to(device) for tensor in floating]).sum()
+        return torch.stack([project(tensor).to(device) for tensor in floating]).sum()
 
 
-def _project(output: Tensor) -> Tensor:
+def project(output: Tensor) -> Tensor:
     """Return the sum of a tensor times a fixed pattern of signs, over the root of its size."""
     flat = output.reshape(-1).float()
     rows, signs = flat.numel() // _PERIOD, fold_signs(_PERIOD, 1, flat.device)

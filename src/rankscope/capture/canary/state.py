@@ -53,13 +53,14 @@ class Kept:
 
 
 @contextmanager
-def kept(module: nn.Module, device: torch.device, *, seed: int) -> Iterator[Kept]:
+def kept(module: nn.Module, device: torch.device, *, seed: int | None) -> Iterator[Kept]:
     """Run a block with seeded random generators, and put everything back after it.
 
     Args:
         module: The module whose forward pass is run inside.
         device: The device of its parameters.
-        seed: Seed of all random generators inside; equal on all workers.
+        seed: Seed of all random generators inside; equal on all workers. None: they go on from
+            where they are.
 
     Yields:
         What seeds them again, what must be told of writes, and what must be left alone.
@@ -81,7 +82,8 @@ def kept(module: nn.Module, device: torch.device, *, seed: int) -> Iterator[Kept
     try:
         try:
             tensors.set_gradients_aside()
-            generators.seed(seed)
+            if seed is not None:
+                generators.seed(seed)
             yield Kept(generators.seed, tensors.before_write, tensors.nodes)
         finally:
             _take_all(steps_back)
@@ -195,6 +197,11 @@ def _fill(container: Any, content: Any) -> None:
         return
     container.clear()
     container.update(content) if isinstance(container, set) else container.extend(content)
+
+
+def generators_of(module: nn.Module, device: torch.device) -> "RandomGenerators":
+    """Return the present states of all random generators that a module's forward pass may use."""
+    return RandomGenerators(device, _Found(module).generators)
 
 
 class RandomGenerators:

@@ -1,0 +1,86 @@
+"""Reference steps at the root: collects what the workers know of one, and concludes."""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from rankscope.core.batches import BatchError
+from rankscope.core.finding import Finding
+from rankscope.core.reference import Part
+from rankscope.core.step import GatheredStep
+from rankscope.core.verification import verify
+from rankscope.diagnose.verification import declined, verified
+
+_log = logging.getLogger("rankscope")
+
+_MOST_STEPS = 4  # that wait for the workers' other messages
+
+
+class Verifications:
+    """Reference steps of one run.
+
+    Args:
+        num_workers: W.
+        meant: What the plan says of the loss's weighting; None for nothing.
+        tell: Takes each finding.
+    """
+
+    def __init__(
+        self, num_workers: int, meant: str | None, tell: Callable[[Finding], None]
+    ) -> None:
+        self._num_workers, self._meant, self._tell = num_workers, meant, tell
+        self._parts: dict[int, dict[int, Part]] = {}
+        self.findings: dict[str, Finding] = {}
+
+    def take(self, rank: int, step: int, content: bytes) -> None:
+        """Take what a worker knows of a step; it comes before that step's own message."""
+        try:
+            part = Part.unpack(content)
+        except BatchError as error:
+            part = Part(declined=f"what was sent of it cannot be read: {error}")
+        self._parts.setdefault(step, {})[rank] = part
+        for late in sorted(self._parts)[:-_MOST_STEPS]:
+            self._conclude(late, declined("a worker did not send its part", (), late))
+
+    def observe(self, step: GatheredStep) -> None:
+        """Take a step of all workers, in order."""
+        if step.step in self._parts:
+            self._conclude(step.step, self._judge(step, self._parts[step.step]))
+
+    def _conclude(self, step: int, finding: Finding) -> None:
+        del self._parts[step]
+        self.findings[finding.id] = finding
+        self._tell(finding)
+
+    def _judge(self, step: GatheredStep, parts: dict[int, Part]) -> Finding:
+        reasons = {rank: part.declined for rank, part in sorted(parts.items()) if part.declined}
+        if reasons:
+            why = next(iter(reasons.values()))
+            ranks = [rank for rank, reason in reasons.items() if reason == why]
+            everyone = len(ranks) == self._num_workers
+            return declined(why, () if everyone else ranks, step.step)
+        why = self._why_not(parts)
+        if why:
+            return declined(why, (), step.step)
+        parts_W = [parts[rank] for rank in range(self._num_workers)]
+        try:
+            found = verify(parts_W, step.micro_scales, step.micro_weights, self._meant)
+        except (ValueError, np.linalg.LinAlgError) as error:
+            return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
+        most = max(len(part.terms_MPK) for part in parts_W)
+        return verified(found, step.step, self._num_workers, most)
+
+    def _why_not(self, parts: dict[int, Part]) -> str:
+        """Return why the workers' parts cannot be compared; empty if they can."""
+        if len(parts) < self._num_workers:
+            return "it was not asked for on all ranks in the same step"
+        first, *others = parts.values()
+        if any((one.names, one.types) != (first.names, first.types) for one in others):
+            return "the workers train different parameters"
+        if any(one.given_PK.shape != first.given_PK.shape for one in others):
+            return "the workers have too different numbers of micro-batches"
+        for part in parts.values():
+            if not (np.isfinite(part.given_PK).all() and np.isfinite(part.terms_MPK).all()):
+                return "it is not finite"
+        return ""

@@ -1,0 +1,110 @@
+"""What one worker knows of a step whose gradient was computed again, and the bytes it travels in.
+
+Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numbers in a sketch.
+"""
+
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from rankscope.core.arrays import Floats, Floats32
+from rankscope.core.batches import BatchError, pack_headed, unpack_headed
+
+WIDTHS = (251, 127, 61, 31)
+"""Widths of sketches, primes; the first whose sketches are not too much to send."""
+
+MOST_BYTES, MOST_BYTES_OF_ALL = 12 << 20, 256 << 20
+"""What one worker may send of a step, and all of them together."""
+
+_FIELDS = ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P")
+
+
+def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
+    """Return how wide the sketches of a step may be; 0 if none may be sent.
+
+    Example:
+        >>> width_for(num_parameters=200, num_micro=4, num_workers=8)
+        251
+        >>> width_for(num_parameters=1000, num_micro=64, num_workers=8)
+        31
+    """
+    rows = max(num_parameters * (num_micro + 2), 1)
+    most = min(MOST_BYTES, MOST_BYTES_OF_ALL // num_workers)
+    return next((width for width in WIDTHS if 4 * width * rows <= most), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One worker's part of a reference step.
+
+    Attributes:
+        names: Names of the parameters ``[P]``.
+        types: Their types ``[P]``, such as ``float32``.
+        terms_MPK: Sketches of the gradient of what the backward pass was called on, of each
+            micro-batch that took part, computed by itself.
+        norms_MP: Norms of the same, not estimated.
+        given_PK: Sketches of ``.grad`` as the optimizer's call finds it.
+        reduced_PK: Those of ``.grad`` as the reduction has left it; ``[0, k]`` if unknown.
+        unsteady_P: Norm of the difference between two computations of the last micro-batch.
+        declined: Why none of this is known; empty if it is.
+    """
+
+    names: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+    terms_MPK: Floats32 = field(default_factory=lambda: np.empty((0, 0, 1), np.float32))
+    norms_MP: Floats = field(default_factory=lambda: np.empty((0, 0)))
+    given_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
+    reduced_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
+    unsteady_P: Floats = field(default_factory=lambda: np.empty(0))
+    declined: str = ""
+
+    def pack(self) -> bytes:
+        """Return its bytes: JSON, and arrays behind it."""
+        arrays = [np.asarray(getattr(self, name)) for name in _FIELDS]
+        header = {
+            "names": list(self.names),
+            "types": list(self.types),
+            "declined": self.declined,
+            "arrays": [[array.dtype.str, list(array.shape)] for array in arrays],
+        }
+        return pack_headed(header, *(array.tobytes() for array in arrays))
+
+    @classmethod
+    def unpack(cls, content: bytes | memoryview) -> "Part":
+        """Read one; its arrays look into ``content``.
+
+        Raises:
+            BatchError: These bytes hold none.
+        """
+        header, rest = unpack_headed(content)
+        try:
+            found, at = {}, 0
+            for name, (kind, shape) in zip(_FIELDS, header["arrays"], strict=True):
+                dtype = np.dtype(kind)
+                if dtype.kind != "f":
+                    raise BatchError(f"an array of {dtype}")
+                found[name] = np.frombuffer(rest, dtype, prod(shape), at).reshape(shape)
+                at += found[name].nbytes
+            names, types = (tuple(map(str, header[name])) for name in ("names", "types"))
+            part = cls(names, types, declined=str(header["declined"]), **found)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BatchError(f"these bytes hold no part of a reference step ({error})") from error
+        if not part._fits:
+            raise BatchError("these bytes hold a reference step whose arrays do not fit together")
+        return part
+
+    @property
+    def _fits(self) -> bool:
+        """Whether all shapes go together."""
+        if self.declined:
+            return True
+        if self.terms_MPK.ndim != 3 or not len(self.terms_MPK):
+            return False
+        count, num_parameters, width = self.terms_MPK.shape
+        return (
+            num_parameters == len(self.names) == len(self.types) == len(self.unsteady_P)
+            and self.norms_MP.shape == (count, num_parameters)
+            and self.given_PK.shape == (num_parameters, width)
+            and self.reduced_PK.shape in ((num_parameters, width), (0, width))
+        )

@@ -1,0 +1,230 @@
+"""What a reference step has shown, in words."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rankscope.core.arrays import Floats, median
+from rankscope.core.finding import Finding, Severity
+from rankscope.core.verification import (
+    Answer,
+    Oddity,
+    OddParameter,
+    Verification,
+    missing_by_worker,
+)
+from rankscope.diagnose.evidence import Evidence
+from rankscope.diagnose.rules import count, describe, listed, name_ranks
+
+_MOST_NAMED = 3
+_SAME = 0.02
+
+_WEIGHTED = {
+    "backward": "each backward pass counts as it was called, since the loss is not known",
+    "worker": "each worker's mean loss counts alike",
+    "tokens_of_worker": "each label token of a worker counts alike, and so does each worker",
+    "token": "each label token counts alike",
+}
+
+_IN_LOSS = "the factor was there when backward was called"
+_IN_REDUCTION = "the losses had their right factor when backward was called"
+
+
+def verified(found: Verification, step: int, num_workers: int, num_micro: int) -> Finding:
+    """Return a finding that tells what a reference step has shown.
+
+    Args:
+        found: What it has shown.
+        step: The step.
+        num_workers: W.
+        num_micro: The most micro-batches of a worker.
+    """
+    fields = {
+        "step": f"{step:,}",
+        "computed": f"{count(num_workers, 'worker')} with {count(num_micro, 'micro-batch', 'micro-batches')}"
+        + (" each" if num_workers > 1 else ""),
+        "weighted": _WEIGHTED[found.weighting],
+        **_fields(found, num_workers, num_micro),
+    }
+    soft = found.in_loss and found.answer in (Answer.SCALE, Answer.WEIGHTING)
+    severity = Severity.WARNING if soft else Severity.ERROR
+    if found.answer is Answer.AGREES:
+        severity = Severity.NOTE
+    ranks = _ranks(found)
+    return _finding(f"verify.{found.answer}", severity, ranks, step, fields, _numbers(found))
+
+
+def declined(why: str, ranks: Sequence[int], step: int) -> Finding:
+    """Return a finding that tells why a step's gradient was not computed again.
+
+    Args:
+        why: The reason, without a full stop.
+        ranks: The workers that have said so.
+        step: The step.
+    """
+    named = f" ({name_ranks(ranks)})" if ranks else ""
+    fields = {"step": f"{step:,}", "why": why, "who": named}
+    return _finding("verify.declined", Severity.NOTE, tuple(ranks), step, fields, {"why": why})
+
+
+def _finding(
+    cause: str,
+    severity: Severity,
+    ranks: tuple[int, ...],
+    step: int,
+    fields: Mapping[str, object],
+    numbers: Mapping[str, object],
+) -> Finding:
+    evidence = Evidence(cause, severity, ranks, step, step, 1, fields, numbers)
+    explanation, next_check = describe(cause, severity, evidence.fields)
+    return Finding(
+        id=f"{cause}:step-{step}",
+        cause=cause,
+        severity=severity,
+        ranks=ranks,
+        first_step=step,
+        last_step=step,
+        explanation=explanation,
+        next_check=next_check,
+        evidence=numbers,
+        step=step,
+    )
+
+
+def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, object]:
+    clipped = ""
+    if found.clipped != 1:
+        clipped = f", times {found.clipped:.3g} after the reduction, as clipping does"
+    return {
+        "error": f"{found.error:.1e}",
+        "bound": f"{found.bound:.1e}",
+        "ulps": f"{found.ulps:.2g} ulp of {found.dtype}",
+        "parameter": found.parameter,
+        "clipped": clipped,
+        "factor": f"{found.factor:.3g}",
+        "guess": _guess(found.factor, num_workers, num_micro),
+        "place": _IN_LOSS if found.in_loss else _IN_REDUCTION,
+        "missing": _missing(found),
+        "how": _weights(found) if found.answer is Answer.WEIGHTING else _odd(found.odd),
+    }
+
+
+def _guess(factor: float, num_workers: int, num_micro: int) -> str:
+    """Return what a factor looks like."""
+    known = [
+        (num_workers, "summed over the workers, not averaged"),
+        (1 / num_workers, "averaged over the workers twice"),
+        (num_micro, "summed over micro-batches, not averaged"),
+        (1 / num_micro, "averaged over micro-batches twice"),
+    ]
+    fitting = [words for value, words in known if value != 1 and abs(factor / value - 1) < _SAME]
+    return f": {' or '.join(fitting)}" if fitting else ""
+
+
+def _missing(found: Verification) -> str:
+    """Return which micro-batches are missing: ``micro-batches 1 to 3 of every worker``."""
+    absent = dict(missing_by_worker(found.ratios))
+    if not absent:
+        return ""
+    by_which: dict[tuple[int, ...], list[int]] = {}
+    for rank, which in absent.items():
+        by_which.setdefault(which, []).append(rank)
+    parts = []
+    for which, ranks in by_which.items():
+        everyone = len(ranks) == len(found.ratios) > 1
+        whole = all(len(which) == len(found.ratios[rank]) for rank in ranks)
+        what = "all micro-batches" if whole else _numbered(which)
+        parts.append(f"{what} of {'every worker' if everyone else name_ranks(ranks)}")
+    return listed(parts)
+
+
+def _numbered(which: Sequence[int]) -> str:
+    """Return micro-batches by their numbers, from 1 on."""
+    first, last = which[0] + 1, which[-1] + 1
+    if len(which) == 1:
+        return f"micro-batch {first}"
+    if len(which) > 2 and last - first == len(which) - 1:
+        return f"micro-batches {first} to {last}"
+    return f"micro-batches {listed([str(micro + 1) for micro in which])}"
+
+
+def _weights(found: Verification) -> str:
+    """Return whose micro-batches have other weights."""
+    common = _common(found)
+    parts = []
+    for rank in _ranks(found):
+        own = [ratio / common for ratio in found.ratios[rank]]
+        least, most = min(own), max(own)
+        if most - least <= _SAME * most:
+            parts.append(f"{name_ranks([rank])} {most:.3g} times")
+        else:
+            parts.append(f"{name_ranks([rank])} {least:.3g} to {most:.3g} times")
+    named = parts[:_MOST_NAMED]
+    if len(parts) > _MOST_NAMED:
+        named = [*named, count(len(parts) - _MOST_NAMED, "other")]
+    return listed(named)
+
+
+def _common(found: Verification) -> float:
+    """Return the ratio that counts as right: 1 where some have it, else the middle one."""
+    ratios = [ratio for of_worker in found.ratios for ratio in of_worker]
+    if any(abs(ratio - 1) <= _SAME for ratio in ratios):
+        return 1.0
+    values: Floats = np.array(ratios)
+    return float(median(values)) or 1.0
+
+
+def _ranks(found: Verification) -> tuple[int, ...]:
+    """Return the workers that an answer is about; none where all are alike."""
+    if found.answer is Answer.MICRO_BATCHES:
+        ranks = tuple(rank for rank, _ in missing_by_worker(found.ratios))
+        return () if len(ranks) == len(found.ratios) else ranks
+    if found.answer is not Answer.WEIGHTING:
+        return ()
+    common = _common(found)
+    return tuple(
+        rank
+        for rank, own in enumerate(found.ratios)
+        if any(abs(ratio / common - 1) > _SAME for ratio in own)
+    )
+
+
+def _odd(odd: Sequence[OddParameter]) -> str:
+    """Return which parameters differ, and how: ``norm.weight (not reduced)``."""
+    by_how: dict[str, list[str]] = {}
+    for one in odd:
+        by_how.setdefault(_how(one), []).append(one.name)
+    parts = []
+    for how, names in by_how.items():
+        more = len(names) - _MOST_NAMED
+        told = [*names[:_MOST_NAMED], *([count(more, "other")] if more > 0 else [])]
+        parts.append(f"{listed(told)} ({how})")
+    return listed(parts)
+
+
+def _how(one: OddParameter) -> str:
+    said = {
+        Oddity.NOT_REDUCED: "not reduced: every worker holds its own",
+        Oddity.MISSING: "there is none",
+        Oddity.SCALE: f"{one.factor:.3g} of it",
+        Oddity.CHANGED: f"{one.error:.2g} of its norm away",
+    }[one.how]
+    return f"{said}, changed after the reduction" if one.afterwards else said
+
+
+def _numbers(found: Verification) -> dict[str, object]:
+    numbers: dict[str, object] = {
+        "weighting": found.weighting,
+        "error": found.error,
+        "bound": found.bound,
+        "parameter": found.parameter,
+        "ulps": found.ulps,
+        "factor": found.factor,
+    }
+    if found.clipped != 1:
+        numbers["clipped"] = found.clipped
+    if found.ratios:
+        numbers["ratios"] = [list(of_worker) for of_worker in found.ratios[:16]]
+    if found.odd:
+        numbers["parameters"] = [[one.name, str(one.how)] for one in found.odd[:64]]
+    return numbers

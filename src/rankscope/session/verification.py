@@ -1,0 +1,203 @@
+"""Reference steps inside a training: kept, computed again and handed over in the training thread.
+
+All of it happens between the step's last backward pass and the optimizer's call, when parameters
+are still those of the forward passes. Each worker works by itself; what the numbers mean is decided
+elsewhere, see :mod:`rankscope.agent.verification`.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from rankscope.capture.canary.batch import CanaryDeclined
+from rankscope.capture.canary.cost import is_out_of_memory
+from rankscope.capture.canary.reference import MicroBatch, ReferenceStep
+from rankscope.core.reference import Part
+from rankscope.core.step import MAX_PAIRED_WORKERS
+from rankscope.private import lacking
+from rankscope.session.wrapping import Wrapped, is_compiled
+
+Send = Callable[[int, bytes], None]
+"""Sends what a worker knows of a step, given its number."""
+
+_NO_OPTIMIZER = "watch() was not given the optimizer, before whose call it is computed"
+_NO_CALL = "the optimizer was not called in this step, or with a closure"
+
+
+class LiveVerification:
+    """Reference steps of one watched model on one worker; all calls come on the training thread.
+
+    Args:
+        wrapped: The model.
+        send: Takes what this worker knows of a step; must not block.
+        at: Steps whose gradients are computed again.
+        seed: Seed of the sketches' signs; equal on all workers.
+        knows_optimizer: Whether its calls will be seen.
+    """
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        send: Send,
+        *,
+        at: Collection[int] = (),
+        seed: int = 0,
+        knows_optimizer: bool = True,
+    ) -> None:
+        self._send, self._at = send, frozenset(at)
+        self._asked, self._step, self._due = False, -1, -1
+        self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
+        self._module, self._device = wrapped.module, wrapped.device
+        self._reference = ReferenceStep(
+            wrapped.module, wrapped.device, wrapped.group.size(), seed
+        )  # fmt: skip
+        self._num_passes = 0
+        self._passes: list[MicroBatch] = []
+        self._declined = ""
+        self._entering = self._done = False
+        self._inside: MicroBatch | None = None
+        self.computing = False
+        """Whether the model runs for it now: its forward passes are none of the training."""
+
+    def ask(self) -> None:
+        """Compute the gradient of the next step that begins again; all workers ask for the same."""
+        self._asked = True
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the present step's gradient will be computed again."""
+        return self._due >= 0
+
+    def begin_pass(self, step: int) -> None:
+        """Take notice that a forward pass of a step of the training begins."""
+        if step != self._step:
+            self._step = step
+            if self._asked or step in self._at:
+                self._asked = False
+                self._forget()
+                self._due, self._declined = step, self._why_not
+        if self.under_way:
+            self._num_passes += 1
+            self._entering = True
+
+    def enter_module(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Keep what a forward pass that has begun brings into the model."""
+        if not self._entering:
+            return
+        self._entering = False
+        if not self._declined:
+            self._try(self._keep, args, kwargs)
+
+    def leave_module(self, output: object) -> None:
+        """Take what that forward pass has returned."""
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            self._try(inside.see_output, output)
+
+    def see_reduced(self) -> None:
+        """Measure what the reduction has left, in a step that is computed again."""
+        if self.under_way and not self._declined:
+            self._try(self._reference.see_reduced, self._num_trained)
+
+    def compute(self) -> float:
+        """Compute the gradient again, if that is due; the optimizer is about to be called.
+
+        Returns:
+            Seconds that it took.
+
+        Raises:
+            NotPutBackError: It has left traces in the model.
+        """
+        if not self.under_way:
+            return 0.0
+        start = time.perf_counter()
+        step, part = self._due, None
+        self.computing = True
+        try:
+            self._check()
+            trained = [micro for micro in self._passes if micro.trained]
+            part = self._reference.compute(trained)
+        except CanaryDeclined as reason:
+            self._declined = _in_words(reason)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._declined = "it has found no memory"
+        finally:
+            self.computing = False
+        self._finish(step, part or Part(declined=self._declined))
+        return time.perf_counter() - start
+
+    def end_step(self) -> bool:
+        """End a step; return whether its gradient was computed again, or was to be."""
+        if self.under_way:
+            self._finish(self._due, Part(declined=self._declined or _NO_CALL))
+        done, self._done = self._done, False
+        return done
+
+    def abandon(self) -> None:
+        """Begin the present step anew, which the training has broken off."""
+        if self.under_way:
+            self._asked = True  # the same step is computed again when it begins once more
+            self._step = -1
+            self._forget()
+
+    @property
+    def _num_trained(self) -> int:
+        return sum(micro.trained for micro in self._passes)
+
+    def _keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._inside = MicroBatch(self._module, self._device, args, kwargs)
+        self._passes.append(self._inside)
+
+    def _check(self) -> None:
+        """Check that all is known that is needed.
+
+        Raises:
+            CanaryDeclined: It is not.
+        """
+        if self._declined:
+            raise CanaryDeclined(self._declined)
+        if len(self._passes) != self._num_passes:
+            raise CanaryDeclined("a forward pass of the step went past what was watched")
+        if not self._num_trained:
+            raise CanaryDeclined("no backward pass has reached what the model has returned")
+
+    def _try(self, work: Callable[..., None], *args: Any) -> None:
+        """Do some work; where it cannot be done, the step is not computed again."""
+        try:
+            work(*args)
+        except CanaryDeclined as reason:
+            self._declined = _in_words(reason)
+            self._passes.clear()
+
+    def _finish(self, step: int, part: Part) -> None:
+        self._forget()
+        self._done = True
+        self._send(step, part.pack())
+
+    def _forget(self) -> None:
+        self._due, self._num_passes, self._declined = -1, 0, ""
+        self._passes.clear()
+        self._entering, self._inside = False, None
+        self._reference.end()
+
+
+def _why_not(wrapped: Wrapped) -> str:
+    """Return why no gradient of a model can be computed again; empty if it can."""
+    if wrapped.kind != "DDP":
+        return (
+            f"no worker can run the whole model alone under {wrapped.kind}; only that of a model "
+            "under DDP can be"
+        )
+    if is_compiled(wrapped.wrapper) or is_compiled(wrapped.module):
+        return "the model is compiled, and would run by other operations"
+    if wrapped.group.size() > MAX_PAIRED_WORKERS:
+        return f"it takes at most {MAX_PAIRED_WORKERS} workers"
+    missing = lacking("canary")
+    return f"torch lacks {', '.join(missing)}" if missing else ""
+
+
+def _in_words(reason: CanaryDeclined) -> str:
+    """Return why something is declined; what a canary says holds here as well."""
+    return str(reason).replace("a canary", "a reference step").replace("the canary", "it")
