@@ -56,10 +56,8 @@ class Verifications:
     def _judge(self, step: GatheredStep, parts: dict[int, Part]) -> Finding:
         reasons = {rank: part.declined for rank, part in sorted(parts.items()) if part.declined}
         if reasons:
-            why = next(iter(reasons.values()))
-            ranks = [rank for rank, reason in reasons.items() if reason == why]
-            everyone = len(ranks) == self._num_workers
-            return declined(why, () if everyone else ranks, step.step)
+            everyone = len(reasons) == self._num_workers
+            return declined(reasons[min(reasons)], () if everyone else list(reasons), step.step)
         why = self._why_not(parts)
         if why:
             return declined(why, (), step.step)

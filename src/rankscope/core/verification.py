@@ -110,9 +110,12 @@ class Verification:
         factor: What was given over the reference.
         clipped: What all of it was multiplied by after the reduction, if that is how they differ.
         in_loss: Whether the factor, or the weights, were there when backward was called.
+        changed: What most parameters' gradients were multiplied by after the reduction; NaN if
+            that is not known.
         ratios: For each worker and micro-batch its weight over the one that is meant; empty where
             it was not looked for.
-        odd: The parameters that differ, where most agree.
+        odd: The parameters that differ, where most agree, or where nothing was reduced.
+        num_parameters: P.
     """
 
     answer: Answer
@@ -124,8 +127,10 @@ class Verification:
     factor: float = 1.0
     clipped: float = 1.0
     in_loss: bool = False
+    changed: float = float("nan")
     ratios: tuple[tuple[float, ...], ...] = ()
     odd: tuple[OddParameter, ...] = ()
+    num_parameters: int = 0
 
     @property
     def ulps(self) -> float:
@@ -153,7 +158,7 @@ def verify(
         _Reference(step, name, weights_N)
         for name, weights_N in _weightings(step, tokens_W, meant).items()
     ]
-    for find in (_find_agreement, _find_factor, _find_odd, _find_weights):
+    for find in (_find_agreement, _find_factor, _find_odd, _find_unreduced, _find_weights):
         found = [one for one in map(find, references) if one is not None]
         if found:
             return min(found, key=_simplicity)
@@ -197,12 +202,16 @@ class _Step:
         unsteady_NP = np.stack([part.unsteady_P for part in self.parts_W])[self.worker_N]
         sketched = 4 * UNIT_ROUNDOFF["float32"]
         bound_P: Floats = (roundings * self.roundoff_P + sketched) * sizes_P
-        return bound_P + 4 * np.abs(factors_N) @ unsteady_NP
+        unsteady_P: Floats = 4 * np.abs(factors_N) @ unsteady_NP
+        return bound_P + unsteady_P
 
     @cached_property
     def changes(self) -> tuple[float, Bools] | None:
-        """By which factor the gradient was changed after the reduction, and which parameters were
-        in another way ``[P]``; None if it is not known."""
+        """What happened to the gradient after the reduction; None if it is not known.
+
+        Returns:
+            By which factor it was multiplied, and which parameters changed otherwise ``[P]``.
+        """
         part = self.parts_W[0]
         if not len(part.reduced_PK):
             return None
@@ -256,6 +265,8 @@ class _Reference:
             parameter=self.step.names[at],
             dtype=self.step.types[at],
             factor=factor,
+            num_parameters=len(self.step.names),
+            changed=float("nan") if self.step.changes is None else self.step.changes[0],
             **more,  # type: ignore[arg-type]
         )
 
@@ -306,7 +317,7 @@ def _is_clipped(reference: _Reference, factor: float) -> bool:
         return False
     changed, _ = step.changes
     reduced = factor / changed  # over the reference
-    scaler = float(median(np.bincount(step.worker_N, np.abs(step.scales_N))))
+    scaler = float(median(np.bincount(step.worker_N, np.abs(step.scales_N)).astype(np.float64)))
     sound = [1.0, scaler] if scaler >= _LEAST_SCALER else [1.0]
     return abs(changed - 1) > 1e-6 and any(np.isclose(reduced, one, rtol=1e-3) for one in sound)
 
@@ -327,6 +338,17 @@ def _find_odd(reference: _Reference) -> Verification | None:
             odd = tuple(_oddity(reference, at, factor) for at in places)
             return reference.describe(Answer.PARAMETERS, factor=factor, odd=odd)
     return None
+
+
+def _find_unreduced(reference: _Reference) -> Verification | None:
+    """Return an answer where every worker holds its own gradient."""
+    step = reference.step
+    if step.num_workers == 1 or len(step.given) == 1:
+        return None
+    odd = tuple(_oddity(reference, at, 1.0) for at in range(len(step.names)))
+    if any(one.how is not Oddity.NOT_REDUCED for one in odd):
+        return None
+    return reference.describe(Answer.PARAMETERS, factor=1.0, odd=odd)
 
 
 def _oddity(reference: _Reference, at: int, factor: float) -> OddParameter:
@@ -391,8 +413,11 @@ def _find_weights(reference: _Reference) -> Verification | None:
 def _fit(step: _Step) -> tuple[Floats, Floats]:
     """Return the least-squares factors of all terms in what was given, and their errors ``[N]``."""
     given_PK = step.given[0].astype(np.float64)
-    products_NN = np.array([[_dot(one, other) for other in step.terms] for one in step.terms])
-    towards_N = np.array([_dot(one, given_PK) for one in step.terms])
+    products_NN, towards_N = np.zeros((len(step.terms),) * 2), np.zeros(len(step.terms))
+    for at, given_K in enumerate(given_PK):
+        terms_NK = np.stack([term_PK[at] for term_PK in step.terms]).astype(np.float64)
+        products_NN += terms_NK @ terms_NK.T
+        towards_N += terms_NK @ given_K
     size_N = np.sqrt(np.maximum(np.diag(products_NN), np.finfo(np.float64).tiny))
     inverse_NN = np.linalg.pinv(products_NN / np.outer(size_N, size_N), rcond=1e-13)
     factors_N: Floats = inverse_NN @ (towards_N / size_N) / size_N
@@ -411,10 +436,6 @@ def _simplicity(found: Verification) -> tuple[bool, int, float]:
 def _distinct(given_W: Sequence[Floats32]) -> list[Floats32]:
     """Return the gradients that differ in some bit; one, where all workers hold the same."""
     return list({given_PK.tobytes(): given_PK for given_PK in given_W}.values())
-
-
-def _dot(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
-    return float(np.einsum("pk,pk->", one, other, dtype=np.float64))
 
 
 def _norms(values_PK: NDArray[np.floating]) -> Floats:

@@ -26,8 +26,7 @@ _WEIGHTED = {
     "token": "each label token counts alike",
 }
 
-_IN_LOSS = "the factor was there when backward was called"
-_IN_REDUCTION = "the losses had their right factor when backward was called"
+_MOST_CHANGED = 1e-6  # relative, by which rounding changes what is multiplied by 1
 
 
 def verified(found: Verification, step: int, num_workers: int, num_micro: int) -> Finding:
@@ -41,8 +40,7 @@ def verified(found: Verification, step: int, num_workers: int, num_micro: int) -
     """
     fields = {
         "step": f"{step:,}",
-        "computed": f"{count(num_workers, 'worker')} with {count(num_micro, 'micro-batch', 'micro-batches')}"
-        + (" each" if num_workers > 1 else ""),
+        "computed": f"{count(num_workers, 'worker')}, each with {_micro_batches(num_micro)}",
         "weighted": _WEIGHTED[found.weighting],
         **_fields(found, num_workers, num_micro),
     }
@@ -103,22 +101,43 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
         "clipped": clipped,
         "factor": f"{found.factor:.3g}",
         "guess": _guess(found.factor, num_workers, num_micro),
-        "place": _IN_LOSS if found.in_loss else _IN_REDUCTION,
+        "place": _place(found),
+        "others": _others(found.factor),
         "missing": _missing(found),
-        "how": _weights(found) if found.answer is Answer.WEIGHTING else _odd(found.odd),
+        "how": _weights(found) if found.answer is Answer.WEIGHTING else _odd(found),
     }
 
 
 def _guess(factor: float, num_workers: int, num_micro: int) -> str:
     """Return what a factor looks like."""
     known = [
-        (num_workers, "summed over the workers, not averaged"),
+        (num_workers, "summed over the workers and not averaged"),
         (1 / num_workers, "averaged over the workers twice"),
-        (num_micro, "summed over micro-batches, not averaged"),
+        (num_micro, "summed over micro-batches and not averaged"),
         (1 / num_micro, "averaged over micro-batches twice"),
     ]
     fitting = [words for value, words in known if value != 1 and abs(factor / value - 1) < _SAME]
-    return f": {' or '.join(fitting)}" if fitting else ""
+    return f", as if {' or '.join(fitting)}" if fitting else ""
+
+
+def _place(found: Verification) -> str:
+    """Return where a factor or weights have come in."""
+    if found.in_loss:
+        return "it was so when backward was called"
+    if abs(found.changed - 1) > _MOST_CHANGED:
+        return "it became so after the reduction"
+    return "it became so in the reduction, or after it"
+
+
+def _others(factor: float) -> str:
+    """Return what is said of the micro-batches that are there."""
+    if abs(factor - 1) <= _SAME:
+        return ""
+    return f"; the others count {factor:.3g} times what is meant"
+
+
+def _micro_batches(number: int) -> str:
+    return count(number, "micro-batch", "micro-batches")
 
 
 def _missing(found: Verification) -> str:
@@ -189,27 +208,31 @@ def _ranks(found: Verification) -> tuple[int, ...]:
     )
 
 
-def _odd(odd: Sequence[OddParameter]) -> str:
-    """Return which parameters differ, and how: ``norm.weight (not reduced)``."""
+def _odd(found: Verification) -> str:
+    """Return which parameters differ, and how: ``in norm.weight alone: not reduced``."""
     by_how: dict[str, list[str]] = {}
-    for one in odd:
+    for one in found.odd:
         by_how.setdefault(_how(one), []).append(one.name)
     parts = []
     for how, names in by_how.items():
         more = len(names) - _MOST_NAMED
         told = [*names[:_MOST_NAMED], *([count(more, "other")] if more > 0 else [])]
-        parts.append(f"{listed(told)} ({how})")
-    return listed(parts)
+        everywhere = len(names) == found.num_parameters
+        parts.append((f"in {'every parameter' if everywhere else listed(told)}", how))
+    if len(parts) == 1:
+        ((where, how),) = parts
+        return f"{where}{'' if len(found.odd) == found.num_parameters else ' alone'}: {how}"
+    return "; ".join(f"{where}: {how}" for where, how in parts)
 
 
 def _how(one: OddParameter) -> str:
     said = {
-        Oddity.NOT_REDUCED: "not reduced: every worker holds its own",
+        Oddity.NOT_REDUCED: "not reduced, every worker holds its own",
         Oddity.MISSING: "there is none",
         Oddity.SCALE: f"{one.factor:.3g} of it",
-        Oddity.CHANGED: f"{one.error:.2g} of its norm away",
+        Oddity.CHANGED: f"by {one.error:.2g} of its norm",
     }[one.how]
-    return f"{said}, changed after the reduction" if one.afterwards else said
+    return f"{said}, since something after the reduction" if one.afterwards else said
 
 
 def _numbers(found: Verification) -> dict[str, object]:

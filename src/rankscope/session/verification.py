@@ -12,6 +12,7 @@ from typing import Any
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import is_out_of_memory
 from rankscope.capture.canary.reference import MicroBatch, ReferenceStep
+from rankscope.capture.canary.replay import in_short
 from rankscope.core.reference import Part
 from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.private import lacking
@@ -170,6 +171,9 @@ class LiveVerification:
         except CanaryDeclined as reason:
             self._declined = _in_words(reason)
             self._passes.clear()
+        except Exception as error:
+            self._declined = f"something failed ({in_short(error)})"
+            self._passes.clear()
 
     def _finish(self, step: int, part: Part) -> None:
         self._forget()
@@ -186,10 +190,9 @@ class LiveVerification:
 def _why_not(wrapped: Wrapped) -> str:
     """Return why no gradient of a model can be computed again; empty if it can."""
     if wrapped.kind != "DDP":
-        return (
-            f"no worker can run the whole model alone under {wrapped.kind}; only that of a model "
-            "under DDP can be"
-        )
+        return f"it is computed of a model under DDP alone, and this one is under {wrapped.kind}"
+    if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
+        return "Lightning runs training_step in place of the forward pass, with all that it logs"
     if is_compiled(wrapped.wrapper) or is_compiled(wrapped.module):
         return "the model is compiled, and would run by other operations"
     if wrapped.group.size() > MAX_PAIRED_WORKERS:

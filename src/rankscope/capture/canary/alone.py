@@ -46,6 +46,12 @@ class Autocast:
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         return cls(dtype, enabled, enabled and torch.is_autocast_cache_enabled())
 
+    def again(self, device: torch.device, *, cached: bool = False) -> torch.autocast:
+        """Return what brings it into force once more, with a cache or without."""
+        return torch.autocast(
+            device.type, dtype=self.dtype, enabled=self.enabled, cache_enabled=cached
+        )
+
 
 @contextmanager
 def alone(
@@ -66,13 +72,8 @@ def alone(
             another one, which would keep what it has cast.
     """
     outer = Autocast.in_force(device)
-    kept = given or outer
-    autocast = torch.autocast(
-        device.type,
-        dtype=kept.dtype,
-        enabled=kept.enabled,
-        cache_enabled=given is not None and given.cached and not outer.enabled,
-    )
+    cached = given is not None and given.cached and not outer.enabled
+    autocast = (given or outer).again(device, cached=cached)
     mode = _Alone(before_write)
     with autocast, _eagerly(), _without_benchmark(), _without_accumulation(mode), mode:
         yield

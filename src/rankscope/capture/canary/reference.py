@@ -116,12 +116,13 @@ class MicroBatch:
             tops, rest = self._used(tensors)
             for tensor, _ in tops:
                 check_graph(tensor, run.nodes)
-            found = torch.autograd.grad(
-                [tensor for tensor, _ in tops],
-                [*parameters, *(tensor for tensor, _ in rest)],
-                [one.gradient for _, one in tops],
-                allow_unused=True,
-            )
+            with tops[0][1].backward.again(self._device):
+                found = torch.autograd.grad(
+                    [tensor for tensor, _ in tops],
+                    [*parameters, *(tensor for tensor, _ in rest)],
+                    [one.gradient for _, one in tops],
+                    allow_unused=True,
+                )
             if any(parameter.grad is not None for parameter in parameters):
                 raise CanaryDeclined(ACCUMULATES)
             for (_, one), inside in zip(rest, found[len(parameters) :], strict=True):
@@ -159,6 +160,8 @@ class _Returned:
         above: What the model returned that was computed from it, such as the loss from logits.
         gradient: What came back to it, where that does not come through those.
         norm: The norm of what came back, where it may come through those.
+        arrived: Whether anything came back.
+        backward: The autocast in which it did.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -169,10 +172,11 @@ class _Returned:
         self.gradient: Tensor | None = None
         self.norm: Tensor | None = None
         self.arrived = False
+        self.backward = Autocast.in_force(tensor.device)
 
     def take(self, gradient: Tensor) -> None:
         """Take what a backward pass brings."""
-        self.arrived = True
+        self.arrived, self.backward = True, Autocast.in_force(gradient.device)
         with torch.no_grad():
             if any(one.arrived for one in self.above):
                 self.norm = gradient.double().norm()

@@ -263,6 +263,7 @@ def check_graph(loss: Tensor, foreign: Set[Any]) -> None:
 
 
 def in_short(error: Exception) -> str:
+    """Return an error in one line."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__
 

@@ -1,0 +1,165 @@
+"""A micro-batch's gradient, computed again by the plain module, against the training's own bits."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from rankscope.capture.canary.batch import CanaryDeclined
+from rankscope.capture.canary.reference import MicroBatch, ReferenceStep
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Draws from every generator, normalises by batch, counts, and returns what it is asked for."""
+
+    def __init__(self, returns: str = "loss", noise=lambda: 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(30, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, 30)
+        self.unused = nn.Linear(3, 3)
+        self.own = torch.Generator().manual_seed(3)
+        self.register_buffer("scale", torch.ones(()))
+        self.returns, self.noise, self.calls = returns, noise, 0
+
+    def forward(self, ids, labels=None):
+        self.calls += 1
+        self.scale.mul_(1.01)
+        hidden = F.dropout(self.embedding(ids), 0.2).flatten(0, 1)
+        hidden = hidden * (1 + 0.1 * torch.rand((), generator=self.own))
+        hidden = self.norm(hidden) * (self.scale + random.random() + np.random.rand())  # noqa: NPY002
+        logits = checkpoint(self.head, hidden, use_reentrant=False) * self.noise()
+        if self.returns == "logits":
+            return logits
+        loss = F.cross_entropy(logits.float(), labels.flatten())
+        return {"loss": loss, "logits": logits, "hidden": hidden}
+
+
+def make_batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return {name: torch.randint(30, (4, 6), generator=generator) for name in ("ids", "labels")}
+
+
+def loss_of(output, batch, kind):
+    if kind == "logits":
+        return F.cross_entropy(output.float(), batch["labels"].flatten(), reduction="sum") / 7
+    if kind == "own loss":  # the model's is left alone
+        return output["logits"].square().mean() * 0.3
+    if kind == "two places":
+        return output["loss"] + output["hidden"].square().mean()
+    return output["loss"] * 0.3
+
+
+def train(model, kind, *, autocast=False, num_micro=3):
+    """Run micro-batches forward and backward; return them, and the gradient that each added."""
+    micros, gradients = [], []
+    for number in range(num_micro):
+        batch = make_batch(number)
+        arguments = (batch["ids"],) if kind == "logits" else (batch["ids"], batch["labels"])
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            micro = MicroBatch(model, CPU, arguments, {})
+            output = model(*arguments)
+            micro.see_output(output)
+        loss_of(output, batch, kind).backward()
+        gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+        micros.append(micro)
+    return micros, gradients
+
+
+def state_of(model):
+    return (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        (model.calls, torch.get_rng_state(), model.own.get_state(), random.getstate()),
+        np.random.get_state(legacy=False)["state"]["key"].copy(),  # noqa: NPY002
+    )
+
+
+def assert_same(before, after):
+    torch.testing.assert_close(before[0], after[0], rtol=0, atol=0)
+    assert all(
+        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        for one, other in zip(before[1], after[1], strict=True)
+    )
+    np.testing.assert_array_equal(before[2], after[2])
+
+
+@pytest.mark.parametrize("kind", ["loss", "logits", "own loss"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_each_micro_batch_gives_the_same_bits_again_and_leaves_no_trace(kind, autocast):
+    model = Net("logits" if kind == "logits" else "loss")
+    micros, gradients = train(model, kind, autocast=autocast)
+    parameters = list(model.parameters())
+    parameters[0].grad = kept = torch.ones_like(parameters[0])
+    before = state_of(model)
+    for number in (2, 0, 1):
+        again = micros[number].gradients(model, parameters)
+        for one, other in zip(again, gradients[number], strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+    assert_same(before, state_of(model))
+    assert parameters[0].grad is kept
+    assert bool((kept == 1).all())
+
+
+def test_a_step_is_measured_in_sketches_that_add_up_to_it():
+    model = Net()
+    micros, gradients = train(model, "loss")
+    for index, parameter in enumerate(model.parameters()):
+        found = [gradient[index] for gradient in gradients]
+        parameter.grad = None if found[0] is None else torch.stack(found).sum(0)
+    part = ReferenceStep(model, CPU, 2, seed=1).compute(micros)
+    assert part.names == tuple(name for name, _ in model.named_parameters())
+    assert part.terms_MPK.shape == (3, len(part.names), 251)
+    np.testing.assert_allclose(part.terms_MPK.sum(0), part.given_PK, atol=1e-6)
+    exact = [[0 if g is None else float(g.double().norm()) for g in of] for of in gradients]
+    np.testing.assert_allclose(part.norms_MP, exact, rtol=1e-6)
+    assert not part.unsteady_P.any()
+
+
+def test_a_forward_pass_that_does_not_repeat_itself_is_declined():
+    hidden = torch.Generator()
+    model = Net(noise=lambda: 1 + 0.1 * torch.rand((), generator=hidden))
+    micros, _ = train(model, "loss")
+    with pytest.raises(CanaryDeclined, match="does not repeat itself"):
+        micros[0].gradients(model, list(model.parameters()))
+
+
+def test_parameters_that_have_changed_since_are_noticed():
+    model = Net()
+    micros, _ = train(model, "loss")
+    with torch.no_grad():
+        model.head.weight.mul_(1.01)
+    with pytest.raises(CanaryDeclined, match="does not repeat itself"):
+        micros[0].gradients(model, list(model.parameters()))
+
+
+def test_a_loss_of_several_outputs_that_hang_together_is_declined():
+    model = Net()
+    micros, _ = train(model, "two places")
+    with pytest.raises(CanaryDeclined, match="from several places"):
+        micros[0].gradients(model, list(model.parameters()))
+
+
+def test_a_pass_without_a_backward_pass_has_not_trained():
+    model = Net()
+    (micro, *_), _ = train(model, "loss")
+    batch = make_batch(5)
+    idle = MicroBatch(model, CPU, (batch["ids"], batch["labels"]), {})
+    idle.see_output(model(batch["ids"], batch["labels"]))
+    assert (micro.trained, idle.trained) == (True, False)
+
+
+def test_too_much_to_send_is_declined():
+    model = Net()
+    micros, _ = train(model, "loss", num_micro=1)
+    with pytest.raises(CanaryDeclined, match="too much to send"):
+        ReferenceStep(model, CPU, 2, seed=1).see_reduced(100_000)
+    assert ReferenceStep(model, CPU, 64, seed=1).compute(micros).given_PK.shape[1] == 251

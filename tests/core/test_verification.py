@@ -1,0 +1,229 @@
+"""The reference step's arithmetic, against gradients whose making is known."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rankscope.core.batches import BatchError
+from rankscope.core.reference import Part
+from rankscope.core.rounding import round_to_bfloat16
+from rankscope.core.verification import Answer, Oddity, verify
+from rankscope.diagnose.verification import declined, verified
+
+W, M, P, K = 3, 4, 5, 31
+NAMES = tuple(f"layers.{number}.weight" for number in range(P))
+TOKENS = [np.array([9.0, 5.0, 7.0, 3.0]) + rank for rank in range(W)]
+EQUAL = np.full((W, M), 1 / (W * M))
+BY_TOKEN = np.array(TOKENS) / np.sum(TOKENS)
+
+
+def gradients(seed=0):
+    """Return the gradient of each micro-batch's mean loss: alike, as in a training ``[W,M,P,K]``"""
+    random = np.random.default_rng(seed)
+    common = random.standard_normal((P, K))
+    return common + random.standard_normal((W, M, P, K))
+
+
+def summed(units, weights):
+    """Return the weighted sum, rounded as float32 rounds it."""
+    return np.einsum("wm,wmpk->pk", weights, units).astype(np.float32)
+
+
+def parts(units, scales, given, reduced=None, dtype="float32"):
+    """Return what the workers send; ``given`` is of all of them, or of each ``[W,P,K]``."""
+    terms = (units * scales[..., None, None]).astype(np.float32)
+    given = np.broadcast_to(given, (W, P, K))
+    none = np.empty((0, K), np.float32)
+    return [
+        Part(
+            NAMES,
+            (dtype,) * P,
+            terms[rank],
+            np.linalg.norm(terms[rank].astype(float), axis=-1),
+            given[rank].astype(np.float32),
+            none if reduced is None else reduced.astype(np.float32),
+            np.zeros(P),
+        )
+        for rank in range(W)
+    ]
+
+
+def ask(given, *, scales=None, meant=None, tokens=TOKENS, known=True, units=None, **more):
+    units = gradients() if units is None else units
+    scales = np.full((W, M), 1 / M) if scales is None else scales
+    told = list(scales) if known else [np.full(M, np.nan)] * W
+    return verify(parts(units, scales, given, **more), told, tokens, meant)
+
+
+def words(found):
+    return verified(found, 20, W, M).explanation
+
+
+@pytest.mark.parametrize(
+    ("weights", "weighting"),
+    [
+        (EQUAL, "worker"),
+        (BY_TOKEN, "token"),
+        (np.array([own / own.sum() / W for own in TOKENS]), "tokens_of_worker"),
+    ],
+)
+def test_each_way_to_weight_micro_batches_agrees_and_is_named(weights, weighting):
+    found = ask(summed(gradients(), weights), scales=W * weights)
+    assert (found.answer, found.weighting) == (Answer.AGREES, weighting)
+    assert found.ulps < 3
+    assert "is what one process would compute (within" in words(found)
+
+
+def test_a_plan_makes_one_weighting_the_only_right_one():
+    given = summed(gradients(), EQUAL)
+    assert ask(given, meant="worker").answer is Answer.AGREES
+    found = ask(given, meant="token")
+    assert found.answer is Answer.WEIGHTING
+    assert found.in_loss
+    np.testing.assert_allclose(found.ratios, EQUAL / BY_TOKEN, rtol=1e-4)
+
+
+@pytest.mark.parametrize("factor", [1 / W, float(W), 0.25, 1000.0, -1.0])
+def test_a_factor_of_all_parameters_is_told(factor):
+    found = ask(factor * summed(gradients(), EQUAL))
+    assert found.answer is Answer.SCALE
+    assert found.factor == pytest.approx(factor, rel=1e-5)
+    assert not found.in_loss
+
+
+def test_a_factor_of_the_loss_is_told_from_one_that_came_later():
+    given = summed(gradients(), EQUAL / W)
+    found = ask(given, scales=np.full((W, M), 1 / (M * W)))
+    assert (found.answer, found.in_loss) == (Answer.SCALE, True)
+    assert "0.333 of what one process would compute, as if averaged over the workers twice" in (
+        words(found)
+    )
+
+
+def test_clipping_and_unscaling_after_a_sound_reduction_agree():
+    sound = summed(gradients(), EQUAL)
+    found = ask(0.25 * sound, reduced=sound)
+    assert (found.answer, found.clipped) == (Answer.AGREES, pytest.approx(0.25))
+    scaled = ask(0.25 * sound, scales=np.full((W, M), 65536 / M), reduced=65536 * sound)
+    assert (scaled.answer, scaled.clipped) == (Answer.AGREES, pytest.approx(0.25))
+    assert ask(0.25 * sound, reduced=0.25 * sound).answer is Answer.SCALE
+    assert ask(4 * sound, reduced=sound).answer is Answer.SCALE
+
+
+@pytest.mark.parametrize(
+    ("weights", "missing"),
+    [
+        ([[0, 0, 0, 1]] * W, "lacks micro-batches 1 to 3 of every worker."),
+        ([[0, 0, 0, 4]] * W, "of every worker; the others count 4 times what is meant."),
+        ([[1] * 4, [1, 0, 1, 1], [1] * 4], "lacks micro-batch 2 of rank 1."),
+        ([[1] * 4, [0] * 4, [1] * 4], "lacks all micro-batches of rank 1."),
+    ],
+)
+def test_missing_micro_batches_are_named(weights, missing):
+    found = ask(summed(gradients(), EQUAL * weights))
+    assert found.answer is Answer.MICRO_BATCHES
+    assert missing in words(found)
+
+
+def test_a_worker_of_another_weight_is_named():
+    weights = EQUAL * [[1.0], [1.9], [1.0]]
+    found = ask(summed(gradients(), weights))
+    finding = verified(found, 20, W, M)
+    assert (found.answer, finding.ranks) == (Answer.WEIGHTING, (1,))
+    assert "rank 1 1.9 times what is meant" in finding.explanation
+    in_loss = ask(summed(gradients(), weights), scales=W * weights)
+    assert in_loss.in_loss
+    assert str(verified(in_loss, 20, W, M).severity) == "warning"
+
+
+def own_gradients(units):
+    return np.stack([W * summed(units[[rank]], EQUAL[[rank]]) for rank in range(W)])
+
+
+@pytest.mark.parametrize("how", Oddity)
+def test_a_parameter_that_differs_alone_is_named(how):
+    units = gradients()
+    sound = summed(units, EQUAL)
+    given = np.broadcast_to(sound, (W, P, K)).copy()
+    given[:, 2] = {
+        Oddity.NOT_REDUCED: own_gradients(units)[:, 2],
+        Oddity.MISSING: 0.0,
+        Oddity.SCALE: 0.5 * sound[2],
+        Oddity.CHANGED: np.where(np.arange(K) == 3, 2.0, 1.0) * sound[2],
+    }[how]
+    found = ask(given, reduced=sound)
+    assert found.answer is Answer.PARAMETERS
+    (odd,) = found.odd
+    assert (odd.name, odd.how) == (NAMES[2], how)
+    assert odd.afterwards
+    assert not ask(given).odd[0].afterwards  # what the reduction has left is not known
+    assert "in layers.2.weight alone: " in words(found)
+
+
+def test_a_step_without_any_reduction_says_so():
+    found = ask(own_gradients(gradients()))
+    assert {one.how for one in found.odd} == {Oddity.NOT_REDUCED}
+    assert "in every parameter: not reduced" in words(found)
+
+
+def test_what_nothing_explains_is_told_with_its_size():
+    noise = np.random.default_rng(5).standard_normal((P, K)).astype(np.float32)
+    found = ask(summed(gradients(), EQUAL) + noise)
+    assert found.answer is Answer.GRADIENT
+    assert found.error > 1000 * found.bound
+
+
+def test_unknown_losses_leave_the_weights_of_backward_passes():
+    scales = np.array([[0.7] * M, [0.1] * M, [2.0] * M])
+    found = ask(summed(gradients(), scales / W), scales=scales, known=False)
+    assert (found.answer, found.weighting) == (Answer.AGREES, "backward")
+    lost = ask(summed(gradients(), scales / W * [0, 1, 1, 1]), scales=scales, known=False)
+    assert lost.answer is Answer.MICRO_BATCHES
+
+
+def test_rounding_to_bfloat16_agrees_in_a_bfloat16_parameter_alone():
+    units = round_to_bfloat16(gradients()).astype(np.float64)
+    given = round_to_bfloat16(summed(units, EQUAL)).reshape(P, K)
+    scales = np.ones((W, M))
+    whole = ask(M * given, units=units, scales=scales, known=False, dtype="bfloat16")
+    assert whole.answer is Answer.AGREES
+    assert whole.ulps < 3
+    assert ask(M * given, units=units, scales=scales, known=False).answer is not Answer.AGREES
+
+
+def test_computations_that_do_not_repeat_themselves_widen_the_bound():
+    given = summed(gradients(), EQUAL) * (1 + 1e-4)
+    units, scales = gradients(), np.full((W, M), 1 / M)
+    sent = parts(units, scales, given)
+    assert verify(sent, list(scales), TOKENS).answer is Answer.SCALE
+    norms = [np.linalg.norm(part.terms_MPK[-1], axis=1) for part in sent]
+    loose = [
+        dataclasses.replace(part, unsteady_P=1e-3 * norm)
+        for part, norm in zip(sent, norms, strict=True)
+    ]
+    assert verify(loose, list(scales), TOKENS).answer is Answer.AGREES
+
+
+def test_a_part_travels_as_bytes():
+    sent = parts(gradients(), EQUAL, summed(gradients(), EQUAL))[1]
+    back = Part.unpack(sent.pack())
+    assert (back.names, back.types, back.declined) == (sent.names, sent.types, "")
+    for name in ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(sent, name))
+    assert Part.unpack(Part(declined="it is Monday").pack()).declined == "it is Monday"
+
+
+def test_other_bytes_are_refused():
+    whole = parts(gradients(), EQUAL, summed(gradients(), EQUAL))[0]
+    packed = whole.pack()
+    fewer = dataclasses.replace(whole, names=NAMES[1:]).pack()
+    for content in (b"", packed[:40], packed[:-4], packed.replace(b"<f8", b"<U2"), fewer):
+        with pytest.raises(BatchError):
+            Part.unpack(content)
+
+
+def test_a_reason_is_told_with_the_ranks_that_have_it():
+    finding = declined("the model is compiled", [1, 2], 7)
+    assert "since the model is compiled (ranks 1 and 2)." in finding.explanation
+    assert (finding.cause, str(finding.severity)) == ("verify.declined", "note")
