@@ -1,0 +1,202 @@
+"""Reference steps inside trainings on real ranks: what they tell, and that they leave no trace."""
+
+import json
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope.errors import UsageError
+from support.loops import collect_warnings
+from support.models import TinyLM, make_batch
+from support.ranks import run_ranks
+
+AT, STEPS = 1, 3
+
+SAYS = {
+    # what a loop does: what is found, how bad, and a part of the sentence
+    "healthy": ("verify.agrees", "note", "is what one process would compute (within"),
+    "accumulates": ("verify.agrees", "note", "each with 4 micro-batches"),
+    "autocast": ("verify.agrees", "note", "ulp of float32"),
+    "bfloat16": ("verify.agrees", "note", "ulp of bfloat16"),
+    "bucket views": ("verify.agrees", "note", "is what one process would compute (within"),
+    "clips": ("verify.agrees", "note", "after the reduction, as clipping does"),
+    "loss outside": ("verify.agrees", "note", "the loss is not known"),
+    "asks": ("verify.agrees", "note", "The gradient of step 1 is"),
+    "divided twice": ("verify.scale", "warning", "as if averaged over the workers twice"),
+    "doubled": ("verify.scale", "error", "is 2 of what one process would compute"),
+    "lost": ("verify.micro_batches", "error", "lacks micro-batches 1 to 3 of every worker."),
+    "weighted": ("verify.weighting", "warning", "weights the micro-batches of rank 1 1.9 times"),
+    "ignored": ("verify.parameters", "error", "in hidden.bias alone: not reduced"),
+    "changed": ("verify.parameters", "error", "in head.weight alone: by"),
+    "never reduced": ("verify.parameters", "error", "in every parameter: not reduced"),
+    "hidden generator": ("verify.declined", "note", "does not repeat itself"),
+    "not called": ("verify.declined", "note", "the optimizer was not called in this step"),
+    "asks on one": ("verify.declined", "note", "not asked for on all ranks in the same step"),
+    "sharded": ("verify.declined", "note", "under DDP alone, and this one is under FSDP2"),
+}
+ACCUMULATES = {"accumulates", "autocast", "clips", "lost", "weighted", "changed", "loss outside"}
+
+
+class Headless(TinyLM):
+    """Leaves the loss to the loop."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.hidden(self.dropout(self.embedding(input_ids)))
+        return self.head(self.norm(hidden.flatten(0, 1)).relu())
+
+
+class Loop:
+    """A training that does what its name says, watched or not."""
+
+    def __init__(self, rank: int, kind: str, run_dir: str | None) -> None:
+        self.rank, self.kind = rank, kind
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        model = Headless() if kind == "loss outside" else TinyLM()
+        self.model = model.bfloat16() if kind == "bfloat16" else model
+        self.wrapped = self._wrap(model)
+        self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(100 + rank)
+        self.scope: Any = None
+        if run_dir is not None:
+            self.scope = rankscope.watch(
+                self.wrapped,
+                self.optimizer,
+                run_dir=run_dir,
+                verify_at=() if kind.startswith("asks") else [AT],
+                overhead_budget=None,
+                announce=False,
+            )
+
+    def _wrap(self, model: TinyLM) -> nn.Module:
+        if self.kind == "sharded":
+            return fully_shard(model)
+        if self.kind == "ignored":
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+                model, ["hidden.bias"]
+            )
+        if self.kind == "hidden generator":
+            hidden = torch.Generator()
+            draw = lambda *_: 1 + 0.1 * torch.rand((), generator=hidden)  # noqa: E731
+            model.norm.register_forward_hook(lambda m, a, output: output * draw())
+        return DistributedDataParallel(model, gradient_as_bucket_view=self.kind == "bucket views")
+
+    def train(self) -> None:
+        for step in range(STEPS):
+            if self.scope is not None and step == AT - 1 and self.kind.startswith("asks"):
+                self._step(step, ask=self.kind == "asks" or self.rank == 0)
+            else:
+                self._step(step)
+        if self.scope is not None:
+            self.scope.close()
+
+    def _step(self, step: int, *, ask: bool = False) -> None:
+        count = 4 if self.kind in ACCUMULATES else 1
+        for micro in range(count):
+            last = micro == count - 1 and self.kind != "never reduced"
+            synchronised = last or self.kind == "sharded"
+            with nullcontext() if synchronised else self.wrapped.no_sync():
+                if self.kind == "lost" and last:
+                    self.optimizer.zero_grad()
+                self._loss(make_batch(self.rank, step * count + micro), count).backward()
+            if ask and not micro:
+                self.scope.verify()
+        with torch.no_grad():
+            self._change()
+        if self.kind != "not called":
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _loss(self, batch: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "autocast"):
+            if self.kind == "loss outside":
+                logits = self.wrapped(batch["input_ids"])
+                found = F.cross_entropy(logits, batch["labels"].flatten())
+            else:
+                found = self.wrapped(**batch)["loss"]
+        if self.kind == "divided twice":
+            found = found / dist.get_world_size()
+        if self.kind == "weighted" and self.rank == 1:
+            found = found * 1.9
+        return found / count
+
+    def _change(self) -> None:
+        if self.kind == "clips":
+            nn.utils.clip_grad_norm_(self.wrapped.parameters(), 0.01)
+        if self.kind == "doubled":
+            for parameter in self.wrapped.parameters():
+                parameter.grad.mul_(2)
+        if self.kind == "changed":
+            self.model.head.weight.grad[3] *= 1.5
+
+    def bits(self) -> dict[str, bytes]:
+        state = {**self.model.state_dict(), "rng": torch.get_rng_state()}
+        for number, each in enumerate(self.optimizer.state.values()):
+            state[f"momentum {number}"] = each["momentum_buffer"]
+        whole = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in state.items()}
+        numpy = np.random.get_state(legacy=False)["state"]["key"]  # noqa: NPY002
+        return {
+            **{n: v.detach().contiguous().view(torch.uint8).numpy().tobytes() if v.dim() else
+               v.detach().float().numpy().tobytes() for n, v in whole.items()},
+            "others": numpy.tobytes() + repr(random.getstate()).encode(),
+        }  # fmt: skip
+
+
+def train_each(rank: int, kinds: list[str], folder: str) -> dict[str, Any]:
+    """Train each kind with the monitor and without; return warnings, and whether bits agree."""
+    told = {}
+    for kind in kinds:
+        warnings = collect_warnings()
+        watched, alone = Loop(rank, kind, f"{folder}/{kind}"), Loop(rank, kind, None)
+        torch.manual_seed(7 + rank)
+        watched.train()
+        mine = watched.bits()
+        torch.manual_seed(7 + rank)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        alone.train()
+        told[kind] = warnings, mine == alone.bits()
+    return told
+
+
+def verifications(run_dir: Path) -> list[dict[str, Any]]:
+    events = map(json.loads, (run_dir / "findings.jsonl").read_text().splitlines())
+    return [event for event in events if event["cause"].startswith("verify.")]
+
+
+HERE = ("healthy", "lost", "ignored", "weighted", "accumulates")
+"""Tried with three workers too, where the mean is rounded."""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_each_loop_is_judged_rightly_and_goes_on_with_the_same_bits(num_workers, tmp_path):
+    kinds = list(SAYS) if num_workers == 2 else list(HERE)
+    told = run_ranks(train_each, num_workers, kinds, str(tmp_path), timeout=300)
+    for kind in kinds:
+        cause, severity, sentence = SAYS[kind]
+        (finding,) = verifications(tmp_path / kind)
+        assert (finding["cause"], finding["severity"]) == (cause, severity), finding
+        assert sentence in finding["explanation"]
+        assert finding["first_step"] == AT
+        for warnings, same in (of_rank[kind] for of_rank in told):
+            assert warnings == []
+            assert same or kind == "hidden generator"  # its draws are out of reach
+
+
+def test_steps_that_are_no_numbers_are_refused():
+    with pytest.raises(UsageError, match="verify_at expected numbers of steps"):
+        rankscope.WatchOptions(verify_at=[-1])
