@@ -195,7 +195,7 @@ USES = (
         "torch.Tensor",
         "_version",
         "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.canary.tensors"
-        " reduce.order_free",
+        " capture.canary.reference reduce.order_free",
         "whether a gradient was written since it was read",
         _SWITCHES_OFF,
     ),

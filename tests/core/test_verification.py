@@ -132,9 +132,23 @@ def test_a_worker_of_another_weight_is_named():
     finding = verified(found, 20, W, M)
     assert (found.answer, finding.ranks) == (Answer.WEIGHTING, (1,))
     assert "rank 1 1.9 times what is meant" in finding.explanation
-    in_loss = ask(summed(gradients(), weights), scales=W * weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "severity"),
+    [
+        (EQUAL * [[1.0], [1.9], [1.0]], "error"),
+        (EQUAL * (1 + np.arange(W * M).reshape(W, M)), "warning"),  # such as a weight per class
+        (EQUAL / W, "error"),
+        (EQUAL * 0.3, "warning"),
+    ],
+)
+def test_weights_of_the_loss_that_may_be_meant_are_a_warning(weights, severity):
+    given = summed(gradients(), weights)
+    in_loss = ask(given, scales=W * weights)
     assert in_loss.in_loss
-    assert str(verified(in_loss, 20, W, M).severity) == "warning"
+    assert str(verified(in_loss, 20, W, M).severity) == severity
+    assert str(verified(ask(given), 20, W, M).severity) == "error"
 
 
 def own_gradients(units):

@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 
 import rankscope
+from rankscope.cli.main import app
 from rankscope.errors import UsageError
 from support.loops import collect_warnings
 from support.models import TinyLM, make_batch
@@ -33,10 +35,10 @@ SAYS = {
     "clips": ("verify.agrees", "note", "after the reduction, as clipping does"),
     "loss outside": ("verify.agrees", "note", "the loss is not known"),
     "asks": ("verify.agrees", "note", "The gradient of step 1 is"),
-    "divided twice": ("verify.scale", "warning", "as if averaged over the workers twice"),
+    "divided twice": ("verify.scale", "error", "as if averaged over the workers twice"),
     "doubled": ("verify.scale", "error", "is 2 of what one process would compute"),
     "lost": ("verify.micro_batches", "error", "lacks micro-batches 1 to 3 of every worker."),
-    "weighted": ("verify.weighting", "warning", "weights the micro-batches of rank 1 1.9 times"),
+    "weighted": ("verify.weighting", "error", "weights the micro-batches of rank 1 1.9 times"),
     "ignored": ("verify.parameters", "error", "in hidden.bias alone: not reduced"),
     "changed": ("verify.parameters", "error", "in head.weight alone: by"),
     "never reduced": ("verify.parameters", "error", "in every parameter: not reduced"),
@@ -77,6 +79,7 @@ class Loop:
                 run_dir=run_dir,
                 verify_at=() if kind.startswith("asks") else [AT],
                 overhead_budget=None,
+                plan={"local_buffers": True},
                 announce=False,
             )
 
@@ -195,6 +198,14 @@ def test_each_loop_is_judged_rightly_and_goes_on_with_the_same_bits(num_workers,
         for warnings, same in (of_rank[kind] for of_rank in told):
             assert warnings == []
             assert same or kind == "hidden generator"  # its draws are out of reach
+        assert report(tmp_path / kind) == (1 if severity == "error" else 0)
+
+
+def report(run_dir: Path) -> int:
+    """Return the exit code of a report, whose new diagnosis keeps what no table holds."""
+    said = CliRunner().invoke(app, ["report", str(run_dir), "--again"])
+    assert "only in findings.jsonl" not in said.output
+    return said.exit_code
 
 
 def test_steps_that_are_no_numbers_are_refused():

@@ -28,7 +28,7 @@ from rankscope.cli.verdict import render_differences, render_run, render_study
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.diagnose.causes import page_of
-from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.diagnose.diagnosis import SEEN_LIVE, diagnose_run
 from rankscope.diagnose.rules import explanations, ranked
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record import Run
@@ -175,7 +175,8 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
     run = Run.open(path)
     differences: list[str] | None = None
     if again:
-        diagnosed = diagnose_run(run)
+        seen_live = [one for one in run.findings() if one.cause.startswith(SEEN_LIVE)]
+        diagnosed = (*diagnose_run(run), *seen_live)
         differences = _differences(run.findings(), diagnosed)
         run = run.with_findings(diagnosed)
     assessment = assess(run)

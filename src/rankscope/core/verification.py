@@ -243,7 +243,8 @@ class _Reference:
     def distances(self, factor: float) -> Floats:
         """Return how far what was given is from a multiple, on the worker where it is most."""
         far = [_norms(given_PK - factor * self.sum_PK) for given_PK in self.step.given]
-        return np.max(far, axis=0)
+        farthest_P: Floats = np.max(far, axis=0)
+        return farthest_P
 
     def agreeing(self, factor: float) -> Bools:
         """Return which parameters agree with a multiple, within rounding ``[P]``."""

@@ -48,6 +48,9 @@ from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_sta
 
 _log = logging.getLogger("rankscope")
 
+SEEN_LIVE = ("time.hang", "verify.")
+"""How causes begin whose findings come from outside of the tables, and from no diagnosis."""
+
 _TOGETHER = 64  # steps of a record that are diagnosed at a time
 
 

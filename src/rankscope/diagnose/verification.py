@@ -44,12 +44,21 @@ def verified(found: Verification, step: int, num_workers: int, num_micro: int) -
         "weighted": _WEIGHTED[found.weighting],
         **_fields(found, num_workers, num_micro),
     }
-    soft = found.in_loss and found.answer in (Answer.SCALE, Answer.WEIGHTING)
-    severity = Severity.WARNING if soft else Severity.ERROR
-    if found.answer is Answer.AGREES:
-        severity = Severity.NOTE
+    severity = _severity(found, num_workers, num_micro)
     ranks = _ranks(found)
     return _finding(f"verify.{found.answer}", severity, ranks, step, fields, _numbers(found))
+
+
+def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity:
+    """Return how bad it is: a loss may have a factor, and micro-batches weights, on purpose."""
+    if found.answer is Answer.AGREES:
+        return Severity.NOTE
+    meant = False
+    if found.answer is Answer.SCALE:
+        meant = not _guess(found.factor, num_workers, num_micro)
+    elif found.answer is Answer.WEIGHTING:
+        meant = any(max(own) - min(own) > _SAME * max(own) for own in found.ratios)
+    return Severity.WARNING if meant and found.in_loss else Severity.ERROR
 
 
 def declined(why: str, ranks: Sequence[int], step: int) -> Finding:

@@ -131,8 +131,7 @@ class WatchOptions:
     def compared(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, and is recorded, as plain values."""
         flags = {"evidence": bool(self.evidence), "trace": bool(self.trace)}
-        steps = {"verify_at": list(map(int, self.verify_at))}
-        return {name: getattr(self, name) for name in _COMPARED} | flags | steps
+        return {name: getattr(self, name) for name in _COMPARED} | flags
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:

@@ -125,6 +125,7 @@ def watch(
         "parallel": wrapped.kind,
         "plan": intended.to_json(),
         "canary": canary,
+        "verify_at": list(map(int, options.verify_at)),
     }
 
     def describe() -> dict[str, Any]:
