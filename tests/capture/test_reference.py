@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.capture.canary.batch import CanaryDeclined
-from rankscope.capture.canary.reference import MicroBatch, ReferenceStep
+from rankscope.capture.canary.reference import MicroBatch, ReferenceStep, WholeModel
 
 CPU = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def test_a_step_is_measured_in_sketches_that_add_up_to_it():
     for index, parameter in enumerate(model.parameters()):
         found = [gradient[index] for gradient in gradients]
         parameter.grad = None if found[0] is None else torch.stack(found).sum(0)
-    part = ReferenceStep(model, CPU, 2, seed=1).compute(micros)
+    part = ReferenceStep(WholeModel(model, 2), CPU, 2, seed=1).compute(micros)
     assert part.names == tuple(name for name, _ in model.named_parameters())
     assert part.terms_MPK.shape == (3, len(part.names), 251)
     np.testing.assert_allclose(part.terms_MPK.sum(0), part.given_PK, atol=1e-6)
@@ -161,5 +161,8 @@ def test_too_much_to_send_is_declined():
     model = Net()
     micros, _ = train(model, "loss", num_micro=1)
     with pytest.raises(CanaryDeclined, match="too much to send"):
-        ReferenceStep(model, CPU, 2, seed=1).see_reduced(100_000)
-    assert ReferenceStep(model, CPU, 64, seed=1).compute(micros).given_PK.shape[1] == 251
+        ReferenceStep(WholeModel(model, 2), CPU, 2, seed=1).see_reduced(100_000)
+    assert (
+        ReferenceStep(WholeModel(model, 64), CPU, 64, seed=1).compute(micros).given_PK.shape[1]
+        == 251
+    )

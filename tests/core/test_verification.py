@@ -44,6 +44,7 @@ def parts(units, scales, given, reduced=None, dtype="float32"):
             given[rank].astype(np.float32),
             none if reduced is None else reduced.astype(np.float32),
             np.zeros(P),
+            copies=W,
         )
         for rank in range(W)
     ]

@@ -62,8 +62,11 @@ class Verifications:
         if why:
             return declined(why, (), step.step)
         parts_W = [parts[rank] for rank in range(self._num_workers)]
+        scales_W = step.micro_scales
+        if step.workers["loss_divided"].all():  # and the sum over workers is in them
+            scales_W = tuple(s / p.summed_workers for s, p in zip(scales_W, parts_W, strict=True))
         try:
-            found = verify(parts_W, step.micro_scales, step.micro_weights, self._meant)
+            found = verify(parts_W, scales_W, step.micro_weights, self._meant)
         except (ValueError, np.linalg.LinAlgError) as error:
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
         most = max(len(part.terms_MPK) for part in parts_W)
@@ -74,7 +77,7 @@ class Verifications:
         if len(parts) < self._num_workers:
             return "it was not asked for on all ranks in the same step"
         first, *others = parts.values()
-        if any((one.names, one.types) != (first.names, first.types) for one in others):
+        if any(_kind_of(one) != _kind_of(first) for one in others):
             return "the workers train different parameters"
         if any(one.given_PK.shape != first.given_PK.shape for one in others):
             return "the workers have too different numbers of micro-batches"
@@ -82,3 +85,7 @@ class Verifications:
             if not (np.isfinite(part.given_PK).all() and np.isfinite(part.terms_MPK).all()):
                 return "it is not finite"
         return ""
+
+
+def _kind_of(part: Part) -> tuple[object, ...]:
+    return part.names, part.types, part.copies, part.summed_workers

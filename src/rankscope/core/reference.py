@@ -47,6 +47,10 @@ class Part:
         given_PK: Sketches of ``.grad`` as the optimizer's call finds it.
         reduced_PK: Those of ``.grad`` as the reduction has left it; ``[0, k]`` if unknown.
         unsteady_P: Norm of the difference between two computations of the last micro-batch.
+        copies: How many workers hold each element of ``.grad``; W: each has it all. Fewer: each
+            has a shard, and the sketches of the shards add up to the whole one's.
+        summed_workers: How many workers' gradients the reduction is told to make one of: 1 for
+            their mean, W for their sum.
         declined: Why none of this is known; empty if it is.
     """
 
@@ -57,6 +61,8 @@ class Part:
     given_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
     reduced_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
     unsteady_P: Floats = field(default_factory=lambda: np.empty(0))
+    copies: int = 1
+    summed_workers: float = 1.0
     declined: str = ""
 
     def pack(self) -> bytes:
@@ -65,6 +71,8 @@ class Part:
         header = {
             "names": list(self.names),
             "types": list(self.types),
+            "copies": self.copies,
+            "summed_workers": self.summed_workers,
             "declined": self.declined,
             "arrays": [[array.dtype.str, list(array.shape)] for array in arrays],
         }
@@ -87,7 +95,14 @@ class Part:
                 found[name] = np.frombuffer(rest, dtype, prod(shape), at).reshape(shape)
                 at += found[name].nbytes
             names, types = (tuple(map(str, header[name])) for name in ("names", "types"))
-            part = cls(names, types, declined=str(header["declined"]), **found)
+            part = cls(
+                names,
+                types,
+                copies=int(header["copies"]),
+                summed_workers=float(header["summed_workers"]),
+                declined=str(header["declined"]),
+                **found,
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BatchError(f"these bytes hold no part of a reference step ({error})") from error
         if not part._fits:

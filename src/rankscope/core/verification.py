@@ -182,7 +182,8 @@ class _Step:
         )
         self.knows_scales = known
         self.scales_N = np.concatenate(scales_W) if known else np.ones(len(self.terms))
-        self.given = _distinct([part.given_PK for part in parts_W])
+        self.given_W = _held([part.given_PK for part in parts_W], first.copies)
+        self.given = _distinct(self.given_W)
         self.roundoff_P = np.array(
             [UNIT_ROUNDOFF.get(t, UNIT_ROUNDOFF["float32"]) for t in self.types]
         )
@@ -212,14 +213,15 @@ class _Step:
         Returns:
             By which factor it was multiplied, and which parameters changed otherwise ``[P]``.
         """
-        part = self.parts_W[0]
-        if not len(part.reduced_PK):
+        first = self.parts_W[0]
+        if not all(len(part.reduced_PK) for part in self.parts_W):
             return None
-        ratios_P = _ratios(part.given_PK, part.reduced_PK)
+        reduced_PK = _held([part.reduced_PK for part in self.parts_W], first.copies)[0]
+        ratios_P = _ratios(self.given_W[0], reduced_PK)
         known_P = np.isfinite(ratios_P)
         factor = float(median(ratios_P[known_P])) if known_P.any() else 1.0
-        far_P = _norms(part.given_PK - factor * part.reduced_PK.astype(np.float64))
-        size_P = abs(factor) * _norms(part.reduced_PK)
+        far_P = _norms(self.given_W[0] - factor * reduced_PK)
+        size_P = abs(factor) * _norms(reduced_PK)
         return factor, far_P > 8 * (self.roundoff_P + UNIT_ROUNDOFF["float32"]) * size_P
 
 
@@ -281,7 +283,8 @@ def _weightings(step: _Step, tokens_W: Sequence[Floats], meant: str | None) -> M
     """
     each_N = 1.0 / np.array(step.counts_W, np.float64)[step.worker_N]
     if not step.knows_scales:
-        return {"backward": np.full(len(step.terms), 1.0 / step.num_workers)}
+        summed = step.parts_W[0].summed_workers
+        return {"backward": np.full(len(step.terms), summed / step.num_workers)}
     found = {"worker": each_N / step.num_workers}
     tokens_N = np.concatenate(tokens_W) if len(tokens_W) else np.empty(0)
     if len(tokens_N) == len(step.terms) and np.isfinite(tokens_N).all() and tokens_N.all():
@@ -325,7 +328,7 @@ def _is_clipped(reference: _Reference, factor: float) -> bool:
 
 def _is_in_loss(step: _Step) -> bool:
     """Return whether the reduction gave the mean of what backward passes have brought to it."""
-    alike_N = step.scales_N / step.num_workers
+    alike_N = step.scales_N * step.parts_W[0].summed_workers / step.num_workers
     return bool(_Reference(step, "backward", alike_N).agreeing(1.0).all())
 
 
@@ -344,7 +347,7 @@ def _find_odd(reference: _Reference) -> Verification | None:
 def _find_unreduced(reference: _Reference) -> Verification | None:
     """Return an answer where every worker holds its own gradient."""
     step = reference.step
-    if step.num_workers == 1 or len(step.given) == 1:
+    if len(step.given) == 1:
         return None
     odd = tuple(_oddity(reference, at, 1.0) for at in range(len(step.names)))
     if any(one.how is not Oddity.NOT_REDUCED for one in odd):
@@ -355,7 +358,7 @@ def _find_unreduced(reference: _Reference) -> Verification | None:
 def _oddity(reference: _Reference, at: int, factor: float) -> OddParameter:
     step, bound = reference.step, abs(factor) * float(reference.bound_P[at])
     whole_K = factor * reference.sum_PK[at]
-    given_WK = [part.given_PK[at].astype(np.float64) for part in step.parts_W]
+    given_WK = [given_PK[at] for given_PK in step.given_W]
     afterwards = step.changes is not None and bool(step.changes[1][at])
     ratio = float(_ratios(given_WK[0][None], whole_K[None])[0])
     far = max(float(np.linalg.norm(given_K - whole_K)) for given_K in given_WK)
@@ -369,9 +372,9 @@ def _oddity(reference: _Reference, at: int, factor: float) -> OddParameter:
     how, ratio_told = Oddity.CHANGED, float("nan")
     if not any(given_K.any() for given_K in given_WK):
         how = Oddity.MISSING
-    elif step.num_workers > 1 and fits(_own_gradients(reference, at, factor)):
+    elif len(given_WK) > 1 and fits(_own_gradients(reference, at, factor)):
         how = Oddity.NOT_REDUCED
-    elif np.isfinite(ratio) and fits([ratio * whole_K] * step.num_workers):
+    elif np.isfinite(ratio) and fits([ratio * whole_K] * len(given_WK)):
         how, ratio_told = Oddity.SCALE, ratio
     return OddParameter(step.names[at], how, ratio_told, error, afterwards)
 
@@ -413,7 +416,7 @@ def _find_weights(reference: _Reference) -> Verification | None:
 
 def _fit(step: _Step) -> tuple[Floats, Floats]:
     """Return the least-squares factors of all terms in what was given, and their errors ``[N]``."""
-    given_PK = step.given[0].astype(np.float64)
+    given_PK = step.given[0]
     products_NN, towards_N = np.zeros((len(step.terms),) * 2), np.zeros(len(step.terms))
     for at, given_K in enumerate(given_PK):
         terms_NK = np.stack([term_PK[at] for term_PK in step.terms]).astype(np.float64)
@@ -434,7 +437,15 @@ def _simplicity(found: Verification) -> tuple[bool, int, float]:
     return found.answer is Answer.WEIGHTING, len(kinds) + len(found.odd), found.error
 
 
-def _distinct(given_W: Sequence[Floats32]) -> list[Floats32]:
+def _held(held_W: Sequence[Floats32], copies: int) -> list[Floats]:
+    """Return the gradient that each worker holds; where they hold shards, the one of all."""
+    wide_W = [held_PK.astype(np.float64) for held_PK in held_W]
+    if copies >= len(held_W):
+        return wide_W
+    return [sum(wide_W, start=np.zeros(wide_W[0].shape)) / copies]
+
+
+def _distinct(given_W: Sequence[Floats]) -> list[Floats]:
     """Return the gradients that differ in some bit; one, where all workers hold the same."""
     return list({given_PK.tobytes(): given_PK for given_PK in given_W}.values())
 

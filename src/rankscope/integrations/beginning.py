@@ -3,7 +3,6 @@
 import gc
 import logging
 import sys
-import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +17,13 @@ from torch.optim import Optimizer
 from rankscope.errors import RunError
 from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.run_script import Job
-from rankscope.session.rendezvous import default_store
+from rankscope.session.rendezvous import agree, default_store
 from rankscope.session.scope import Scope
 from rankscope.session.start import speak_on_stderr, watch
 from rankscope.session.wrapping import find_wrapper, in_training_mode
 
 _log = logging.getLogger("rankscope")
 
-PATIENCE_SECONDS = 120.0
-_GO = "go"
-_POLL_SECONDS = 0.01
 _WATCHED_ALREADY = "the script watches its training itself"
 _INNER = ("optimizer", "_optimizer")  # under which Accelerate and Lightning keep what they wrap
 _CONTAINED = ("optimizers", "_optimizers")  # under which torchtitan and its like keep several
@@ -98,46 +94,11 @@ def _agree(group: dist.ProcessGroup, problem: str) -> str:
     ranks = dist.get_process_group_ranks(group)
     c10d: Any = dist.distributed_c10d
     store = c10d.PrefixStore(f"rankscope-run/{ranks[0]}/{len(ranks)}", default_store())
-    return agree(store, len(ranks), problem)
-
-
-def agree(
-    store: Any, num_ranks: int, problem: str = "", patience_seconds: float = PATIENCE_SECONDS
-) -> str:
-    """Return why watching must not begin, the same on all ranks; empty if it may.
-
-    A rank that waits in a collective for one that never comes would hold up the training. So each
-    rank notes in the store that it is ready; one of them, the last to be ready or the first to lose
-    patience, writes down the answer, and the store sees to it that there is only one.
-
-    Args:
-        store: One of torch's stores, in a part of its own for this question.
-        num_ranks: How many ranks must be ready.
-        problem: Why this rank cannot begin; empty if it can.
-        patience_seconds: How long to wait for the others.
-    """
-    if problem:
-        return _answer(store, problem)
-    if store.add("ready", 1) >= num_ranks:
-        return _answer(store, _GO)
-    end = time.monotonic() + patience_seconds
-    while not store.check(["answer"]):
-        if time.monotonic() > end:
-            ready = store.add("ready", 0)
-            return _answer(
-                store,
-                f"after {patience_seconds:.0f} s, {ready} of {num_ranks} ranks had begun to train "
-                "under rankscope run; start all ranks with it",
-            )
-        time.sleep(_POLL_SECONDS)
-    return _answer(store, _GO)  # it is there already
-
-
-def _answer(store: Any, mine: str) -> str:
-    """Write the answer unless there is one, and return it."""
-    answer: bytes = store.compare_set("answer", "", mine)
-    text = answer.decode()
-    return "" if text == _GO else text
+    late = (
+        "after {seconds:.0f} s, {ready} of {num_ranks} ranks had begun to train under rankscope "
+        "run; start all ranks with it"
+    )
+    return agree(store, len(ranks), problem, late=late)
 
 
 def live_objects(*kinds: type) -> dict[type, list[Any]]:

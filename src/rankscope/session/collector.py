@@ -167,15 +167,17 @@ class StepCollector:
         self._samples.see(args, kwargs, self._passes.current)
         self._lengths.see(args, kwargs, self._passes.current)
 
-    def enter_module(self, args: Any, kwargs: Mapping[str, Any], *, bypassed: bool = False) -> None:
+    def enter_module(self) -> None:
         """Take notice that a forward pass is about to enter the wrapped module."""
-        if not bypassed:
-            self._evidence.enter_module()
+        self._evidence.enter_module()
+
+    def keep_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Take what a forward pass brings into the model, where it is to be run once more."""
         if self._verification is not None:
             self._verification.enter_module(args, kwargs)
 
-    def leave_module(self, output: object) -> None:
-        """Take what a forward pass has brought out of the wrapped module."""
+    def keep_output(self, output: object) -> None:
+        """Take what such a forward pass has returned."""
         if self._verification is not None:
             self._verification.leave_module(output)
 

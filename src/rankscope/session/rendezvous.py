@@ -22,6 +22,12 @@ PATIENCE_SHARE = 0.8
 """Of the group's own timeout: a rank that does not watch may wait for the others in a collective,
 and is not to be ended by it."""
 
+BEGIN_SECONDS = 120.0
+"""How long a rank waits for others that are to begin together with it."""
+
+_GO = "go"
+_POLL_SECONDS = 0.01
+
 _FIRST_SLEEP, _LONGEST_SLEEP = 0.001, 0.1
 
 _meetings: Counter[str] = Counter()
@@ -125,6 +131,12 @@ class Rendezvous:
         """Return whether this rank is the first to ask this."""
         return int(self._store.add(self._key(key), 1)) == 1
 
+    def agree(self, topic: str, problem: str, patience_seconds: float) -> str:
+        """Return why the ranks must not do something together: see :func:`agree`."""
+        c10d: Any = dist.distributed_c10d
+        store = c10d.PrefixStore(self._key(topic), self._store)
+        return agree(store, self.num_workers, problem, patience_seconds)
+
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"
 
@@ -159,3 +171,45 @@ def default_store() -> Any:
             "watch() expected a process group with a store, through which the ranks find each "
             f"other's monitor; it is out of reach ({error})"
         ) from error
+
+
+def agree(
+    store: Any,
+    num_ranks: int,
+    problem: str = "",
+    patience_seconds: float = BEGIN_SECONDS,
+    *,
+    late: str = "after {seconds:.0f} s, {ready} of {num_ranks} ranks had come",
+) -> str:
+    """Return why all ranks must not do something together, the same on all; empty if they may.
+
+    A rank that waits in a collective for one that never comes would hold up the training. So each
+    rank notes in the store that it is ready; one of them, the last to be ready or the first to lose
+    patience, writes down the answer, and the store sees to it that there is only one.
+
+    Args:
+        store: One of torch's stores, in a part of its own for this question.
+        num_ranks: How many ranks must be ready.
+        problem: Why this rank cannot do it; empty if it can.
+        patience_seconds: How long to wait for the others.
+        late: The answer where some do not come.
+    """
+    if problem:
+        return _answer(store, problem)
+    if store.add("ready", 1) >= num_ranks:
+        return _answer(store, _GO)
+    end = time.monotonic() + patience_seconds
+    while not store.check(["answer"]):
+        if time.monotonic() > end:
+            ready = store.add("ready", 0)
+            text = late.format(seconds=patience_seconds, ready=ready, num_ranks=num_ranks)
+            return _answer(store, text)
+        time.sleep(_POLL_SECONDS)
+    return _answer(store, _GO)  # it is there already
+
+
+def _answer(store: Any, mine: str) -> str:
+    """Write the answer unless there is one, and return it."""
+    answer: bytes = store.compare_set("answer", "", mine)
+    text = answer.decode()
+    return "" if text == _GO else text

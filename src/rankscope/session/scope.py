@@ -101,7 +101,8 @@ class Scope:
             model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
         ]
         self._model, inner = model, instruments.module
-        if inner is not model and not is_compiled(model) and not is_compiled(inner):
+        self._hooks_inside = inner is not model and not (is_compiled(model) or is_compiled(inner))
+        if self._hooks_inside:
             hook = partial(ForeignHook, compiled=False)
             before, after = hook(self._before_inner_forward), hook(self._after_inner_forward)
             self._hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
@@ -316,6 +317,8 @@ class Scope:
     def _begin_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inbox.read()
         self._collector.begin_forward(model, args, kwargs)
+        if not self._hooks_inside:
+            self._collector.keep_inputs(args, kwargs)
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
@@ -323,7 +326,8 @@ class Scope:
             return
         if self._inside:
             self._bypassing = False
-            self._guard(self._collector.enter_module, args, kwargs)
+            self._guard(self._collector.enter_module)
+            self._guard(self._collector.keep_inputs, args, kwargs)
             if self._collector.canary_due:
                 self._guard(self._collector.run_canary, self._model)
             return
@@ -333,18 +337,20 @@ class Scope:
             self._close(CLOSE_SECONDS)
         elif self._bypassing:
             self._guard(partial(self._collector.begin_micro_batch, args, kwargs, bypassed=True))
-            self._guard(partial(self._collector.enter_module, args, kwargs, bypassed=True))
+            self._guard(self._collector.keep_inputs, args, kwargs)
 
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._collector.verifying:
             return
-        self._guard(self._collector.leave_module, output)
+        self._guard(self._collector.keep_output, output)
         if self._bypassing:
             self._bypassing = False
             self._guard(self._collector.see_output, output, kwargs)
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
+        if not self._hooks_inside:
+            self._guard(self._collector.keep_output, output)
         self._guard(self._collector.end_forward, model, args, kwargs, output)
         if self._training:
             self._beat("backward")

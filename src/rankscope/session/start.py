@@ -162,6 +162,7 @@ def watch(
         make_verification=partial(
             LiveVerification,
             wrapped,
+            meeting=opened.meeting,
             at=options.verify_at,
             seed=options.seed,
             knows_optimizer=optimizer is not None,

@@ -1,8 +1,10 @@
 """Reference steps inside a training: kept, computed again and handed over in the training thread.
 
 All of it happens between the step's last backward pass and the optimizer's call, when parameters
-are still those of the forward passes. Each worker works by itself; what the numbers mean is decided
-elsewhere, see :mod:`rankscope.agent.verification`.
+are still those of the forward passes. Each worker works by itself. Only under FSDP2 they gather
+whole parameters together first, in the training's own process group, and only after all have said
+in its store that they will. What the numbers mean is decided elsewhere, see
+:mod:`rankscope.agent.verification`.
 """
 
 import time
@@ -11,15 +13,20 @@ from typing import Any
 
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import is_out_of_memory
-from rankscope.capture.canary.reference import MicroBatch, ReferenceStep
+from rankscope.capture.canary.reference import MicroBatch, ReferenceStep, WholeModel
 from rankscope.capture.canary.replay import in_short
+from rankscope.capture.canary.unsharded import ShardedModel
 from rankscope.core.reference import Part
 from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.private import lacking
+from rankscope.session.rendezvous import Rendezvous
 from rankscope.session.wrapping import Wrapped, is_compiled
 
 Send = Callable[[int, bytes], None]
 """Sends what a worker knows of a step, given its number."""
+
+AGREE_SECONDS = 30.0
+"""How long a rank waits for the others before they gather whole parameters together."""
 
 _NO_OPTIMIZER = "watch() was not given the optimizer, before whose call it is computed"
 _NO_CALL = "the optimizer was not called in this step, or with a closure"
@@ -31,6 +38,7 @@ class LiveVerification:
     Args:
         wrapped: The model.
         send: Takes what this worker knows of a step; must not block.
+        meeting: Where the ranks agree.
         at: Steps whose gradients are computed again.
         seed: Seed of the sketches' signs; equal on all workers.
         knows_optimizer: Whether its calls will be seen.
@@ -41,6 +49,7 @@ class LiveVerification:
         wrapped: Wrapped,
         send: Send,
         *,
+        meeting: Rendezvous,
         at: Collection[int] = (),
         seed: int = 0,
         knows_optimizer: bool = True,
@@ -49,9 +58,11 @@ class LiveVerification:
         self._asked, self._step, self._due = False, -1, -1
         self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
         self._module, self._device = wrapped.module, wrapped.device
-        self._reference = ReferenceStep(
-            wrapped.module, wrapped.device, wrapped.group.size(), seed
-        )  # fmt: skip
+        self._meeting = meeting if wrapped.kind == "FSDP2" else None
+        sharded = self._meeting is not None and not self._why_not
+        size = wrapped.group.size()
+        held = ShardedModel(wrapped.wrapper) if sharded else WholeModel(wrapped.module, size)
+        self._reference = ReferenceStep(held, wrapped.device, size, seed)
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined = ""
@@ -115,7 +126,7 @@ class LiveVerification:
         step, part = self._due, None
         self.computing = True
         try:
-            self._check()
+            self._check(step)
             trained = [micro for micro in self._passes if micro.trained]
             part = self._reference.compute(trained)
         except CanaryDeclined as reason:
@@ -151,18 +162,31 @@ class LiveVerification:
         self._inside = MicroBatch(self._module, self._device, args, kwargs)
         self._passes.append(self._inside)
 
-    def _check(self) -> None:
-        """Check that all is known that is needed.
+    def _check(self, step: int) -> None:
+        """Check that all is there that is needed, on all ranks where these work together.
 
         Raises:
             CanaryDeclined: It is not.
         """
+        problem = self._problem()
+        if self._meeting is not None:
+            problem = self._meeting.agree(f"reference/{step}", problem, AGREE_SECONDS)
+        if problem:
+            raise CanaryDeclined(problem)
+
+    def _problem(self) -> str:
+        """Return why the step's gradient cannot be computed again; empty if it can."""
         if self._declined:
-            raise CanaryDeclined(self._declined)
+            return self._declined
         if len(self._passes) != self._num_passes:
-            raise CanaryDeclined("a forward pass of the step went past what was watched")
+            return "a forward pass of the step went past what was watched"
         if not self._num_trained:
-            raise CanaryDeclined("no backward pass has reached what the model has returned")
+            return "no backward pass has reached what the model has returned"
+        try:
+            self._reference.check(self._num_trained)
+        except CanaryDeclined as reason:
+            return _in_words(reason)
+        return ""
 
     def _try(self, work: Callable[..., None], *args: Any) -> None:
         """Do some work; where it cannot be done, the step is not computed again."""
@@ -189,11 +213,11 @@ class LiveVerification:
 
 def _why_not(wrapped: Wrapped) -> str:
     """Return why no gradient of a model can be computed again; empty if it can."""
-    if wrapped.kind != "DDP":
-        return f"it is computed of a model under DDP alone, and this one is under {wrapped.kind}"
+    if wrapped.kind not in ("DDP", "FSDP2"):
+        return f"it is computed of models under DDP and FSDP2, and this one is under {wrapped.kind}"
     if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
         return "Lightning runs training_step in place of the forward pass, with all that it logs"
-    if is_compiled(wrapped.wrapper) or is_compiled(wrapped.module):
+    if any(map(is_compiled, wrapped.wrapper.modules())):
         return "the model is compiled, and would run by other operations"
     if wrapped.group.size() > MAX_PAIRED_WORKERS:
         return f"it takes at most {MAX_PAIRED_WORKERS} workers"

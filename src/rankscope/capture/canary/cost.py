@@ -152,11 +152,19 @@ def check_gradient_room(parameters: Sequence[Tensor], device: torch.device) -> N
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     if capturing is not None and capturing():
         raise CanaryDeclined("a canary cannot run while the step is captured into a graph")
-    needed = _ROOM * sum(parameter.nbytes for parameter in parameters)
-    free = _free(device)
+    check_room(_ROOM * sum(parameter.nbytes for parameter in parameters), device)
+
+
+def check_room(needed: float, device: torch.device, what: str = "a second gradient") -> None:
+    """Check that an accelerator has room for so many bytes.
+
+    Raises:
+        CanaryDeclined: It has not.
+    """
+    free = None if device.type == "cpu" else _free(device)
     if free is not None and free < needed:
         raise CanaryDeclined(
-            f"a canary needs room for a second gradient ({needed / 2**30:.1f} GiB), and the "
+            f"a canary needs room for {what} ({needed / 2**30:.1f} GiB), and the "
             f"device has {free / 2**30:.1f} GiB"
         )
 

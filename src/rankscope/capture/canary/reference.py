@@ -12,8 +12,9 @@ each element of a parameter that is no longer than it, and of any other tells th
 difference to within ``sqrt(2/k)`` of itself.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,11 +65,11 @@ class MicroBatch:
         self._batch = capture_batch(args, kwargs, most_bytes=MOST_BATCH_BYTES)
         self._generators = generators_of(module, device)
         self._autocast = Autocast.in_force(device)
-        self._buffers = [
-            (buffer, buffer._version, buffer.detach().clone())
-            for buffer in module.buffers()
+        self._buffers = {
+            name: (buffer, buffer._version, buffer.detach().clone())
+            for name, buffer in module.named_buffers()
             if buffer.nbytes <= AT_ONCE_BYTES
-        ]
+        }
         self._device = device
         self._returned: list[_Returned] = []
 
@@ -91,7 +92,7 @@ class MicroBatch:
         """Compute the gradients of what the training's backward pass was called on, once more.
 
         Args:
-            module: The model, with the parameters of the forward pass.
+            module: The model, or a plain copy, with the parameters of the forward pass.
             parameters: Whose gradients are asked for.
 
         Returns:
@@ -107,10 +108,7 @@ class MicroBatch:
             alone(self._device, run.before_write, self._autocast),
         ):
             self._generators.put_back()
-            for buffer, version, before in self._buffers:
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(before)
+            self._fill_buffers(module)
             tensors = _differentiable(module(*args, **kwargs))
             self._compare(tensors)
             tops, rest = self._used(tensors)
@@ -128,6 +126,14 @@ class MicroBatch:
             for (_, one), inside in zip(rest, found[len(parameters) :], strict=True):
                 one.check_inside(inside)
             return found[: len(parameters)]
+
+    @torch.no_grad()
+    def _fill_buffers(self, module: nn.Module) -> None:
+        """Put into small buffers what they held in the training, but where they hold it still."""
+        for name, buffer in module.named_buffers():
+            known, version, before = self._buffers.get(name, (None, 0, buffer))
+            if buffer is not known or buffer._version != version:
+                buffer.copy_(before)
 
     def _used(self, tensors: Sequence[Tensor]) -> "tuple[_Pairs, _Pairs]":
         """Return what was returned with the gradients that start here, and what lies behind it."""
@@ -203,23 +209,83 @@ class _Returned:
 _Pairs = list[tuple[Tensor, _Returned]]
 
 
+class Held(Protocol):
+    """A model as a reference step takes it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the trained parameters ``[P]``."""
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The coarsest type of each gradient on its way ``[P]``, by name."""
+
+    @property
+    def copies(self) -> int:
+        """How many workers hold each element of the reduced gradient."""
+
+    @property
+    def summed_workers(self) -> float:
+        """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+
+    def check(self) -> None:
+        """Check that a worker can run the model alone.
+
+        Raises:
+            CanaryDeclined: It cannot.
+        """
+
+    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
+        """Measure what this worker holds of ``.grad``."""
+
+    def plain(self) -> AbstractContextManager[tuple[nn.Module, Sequence[Tensor]]]:
+        """Give what runs alone, and its trained parameters in the order of ``names``."""
+
+
+class WholeModel:
+    """A model that each worker holds, as under DDP.
+
+    Args:
+        module: The model itself.
+        num_workers: W.
+    """
+
+    summed_workers = 1.0
+
+    def __init__(self, module: nn.Module, num_workers: int) -> None:
+        named = [(canonical_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
+        self.names = tuple(name for name, _ in named)
+        self.types = tuple(str(p.dtype).removeprefix("torch.") for _, p in named)
+        self.copies = num_workers
+        self._module, self._parameters = module, [parameter for _, parameter in named]
+
+    def check(self) -> None:
+        """Check that a worker can run it alone: see :func:`check_module`."""
+        check_module(self._module)
+        check_gradient_room(self._parameters, self._parameters[0].device)
+
+    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
+        """Measure ``.grad``."""
+        _measure(sketcher, self.names, [p.grad for p in self._parameters], into)
+
+    @contextmanager
+    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Give the model itself."""
+        yield self._module, self._parameters
+
+
 class ReferenceStep:
     """Measures what one worker knows of a step whose gradient is computed again.
 
     Args:
-        module: The model itself.
-        device: The device of its parameters.
+        held: The model.
+        device: The device of its gradients.
         num_workers: W, which together send so much.
         seed: Seed of all signs; equal on all workers.
     """
 
-    def __init__(
-        self, module: nn.Module, device: torch.device, num_workers: int, seed: int
-    ) -> None:
-        named = [(canonical_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
-        self._names = tuple(name for name, _ in named)
-        self._parameters = [parameter for _, parameter in named]
-        self._module, self._device = module, device
+    def __init__(self, held: Held, device: torch.device, num_workers: int, seed: int) -> None:
+        self._held, self._device = held, device
         self._num_workers, self._seed = num_workers, seed
         self._sketcher: Sketcher | None = None
         self._reduced: GradientTotals | None = None
@@ -233,21 +299,17 @@ class ReferenceStep:
         Raises:
             CanaryDeclined: What would be sent of it is too much.
         """
-        self._prepare(num_micro)
-        self._reduced = self._measure([parameter.grad for parameter in self._parameters])
+        sketcher = self._prepare(num_micro)
+        self._reduced = self._measure_grad(sketcher)
 
-    def _prepare(self, num_micro: int) -> None:
-        """Get ready to measure so many gradients, in sketches as wide as they may be."""
-        width = width_for(len(self._names), num_micro, self._num_workers)
-        if not width:
-            raise CanaryDeclined(
-                f"{len(self._names)} parameters, {num_micro} micro-batches and "
-                f"{self._num_workers} workers would be too much to send"
-            )
-        if self._sketcher is None or self._sketcher.width != width:
-            groups = Groups(self._names, {name: at for at, name in enumerate(self._names)})
-            self._sketcher = Sketcher(self._device, groups, width, self._seed)
-            self._reduced = None
+    def check(self, num_micro: int) -> None:
+        """Check that the gradient can be computed again, as far as is known before.
+
+        Raises:
+            CanaryDeclined: It cannot.
+        """
+        self._held.check()
+        self._prepare(num_micro)
 
     def compute(self, micro_batches: Sequence[MicroBatch]) -> Part:
         """Measure ``.grad``, compute every micro-batch's gradient again, and wait for the device.
@@ -258,18 +320,22 @@ class ReferenceStep:
             CanaryDeclined: It cannot be computed.
             NotPutBackError: Something that was changed could not be put back.
         """
-        check_module(self._module)
-        check_gradient_room(self._parameters, self._device)
-        self._prepare(len(micro_batches))
-        given = self._measure([parameter.grad for parameter in self._parameters])
-        terms = [self._gradient_of(micro) for micro in micro_batches]
-        again = self._gradient_of(micro_batches[-1])
+        sketcher = self._prepare(len(micro_batches))
+        given = self._measure_grad(sketcher)
+        with self._held.plain() as (module, parameters):
+            each = [
+                self._gradient_of(micro, module, parameters, sketcher)
+                for micro in (*micro_batches, micro_batches[-1])
+            ]
+        *terms, again = each
         again.subtract(terms[-1])
-        none = terms[0].sketches.new_zeros(0, given.sketches.shape[1])
+        none = given.sketches.new_zeros(0, sketcher.width)
         reduced = none if self._reduced is None else self._reduced.sketches
         part = Part(
-            names=self._names,
-            types=tuple(str(p.dtype).removeprefix("torch.") for p in self._parameters),
+            names=self._held.names,
+            types=self._held.types,
+            copies=self._held.copies,
+            summed_workers=self._held.summed_workers,
             terms_MPK=torch.stack([term.sketches for term in terms]).cpu().numpy(),
             norms_MP=torch.stack([term.squared_norms for term in terms]).sqrt().cpu().numpy(),
             given_PK=given.sketches.cpu().numpy(),
@@ -283,22 +349,52 @@ class ReferenceStep:
         """Let go of what the step has left."""
         self._sketcher = self._reduced = None
 
-    def _gradient_of(self, micro: MicroBatch) -> GradientTotals:
+    def _prepare(self, num_micro: int) -> Sketcher:
+        """Return what measures so many gradients, in sketches as wide as they may be."""
+        names = self._held.names
+        width = width_for(len(names), num_micro, self._num_workers)
+        if not width:
+            raise CanaryDeclined(
+                f"{len(names)} parameters, {num_micro} micro-batches and "
+                f"{self._num_workers} workers would be too much to send"
+            )
+        if self._sketcher is None or self._sketcher.width != width:
+            groups = Groups(names, {name: at for at, name in enumerate(names)})
+            self._sketcher = Sketcher(self._device, groups, width, self._seed)
+            self._reduced = None
+        return self._sketcher
+
+    @torch.no_grad()
+    def _measure_grad(self, sketcher: Sketcher) -> GradientTotals:
+        totals = sketcher.new_totals()
+        self._held.measure(sketcher, totals)
+        return totals
+
+    def _gradient_of(
+        self,
+        micro: MicroBatch,
+        module: nn.Module,
+        parameters: Sequence[Tensor],
+        sketcher: Sketcher,
+    ) -> GradientTotals:
         try:
-            return self._measure(micro.gradients(self._module, self._parameters))
+            found = micro.gradients(module, parameters)
+            totals = sketcher.new_totals()
+            _measure(sketcher, self._held.names, found, totals)
         except (CanaryDeclined, NotPutBackError):
             raise
         except Exception as error:
             why = f"a micro-batch could not be run once more ({in_short(error)})"
             raise CanaryDeclined(why) from error
-
-    @torch.no_grad()
-    def _measure(self, gradients: Gradients) -> GradientTotals:
-        assert self._sketcher is not None
-        totals = self._sketcher.new_totals()
-        here = [(n, g) for n, g in zip(self._names, gradients, strict=True) if g is not None]
-        self._sketcher.measure_many([(name, g.detach(), 0) for name, g in here], totals)
         return totals
+
+
+@torch.no_grad()
+def _measure(
+    sketcher: Sketcher, names: Sequence[str], gradients: Gradients, into: GradientTotals
+) -> None:
+    here = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
+    sketcher.measure_many([(name, gradient.detach(), 0) for name, gradient in here], into)
 
 
 def _differentiable(output: object) -> list[Tensor]:

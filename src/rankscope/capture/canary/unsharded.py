@@ -1,0 +1,195 @@
+"""A plain copy of a model that FSDP2 shards, with whole parameters, to run on one worker alone.
+
+Its modules are of the classes that they had before ``fully_shard``, without FSDP2's hooks, so that
+nothing of FSDP2's own state is touched. What they hold is copied where it can be; the rest, random
+generators too, is shared. Where FSDP2 casts parameters, inputs and outputs, so does the copy.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rankscope.capture.canary.batch import CanaryDeclined
+from rankscope.capture.canary.cost import check_room
+from rankscope.capture.canary.state import KINDS
+from rankscope.capture.guard import ForeignHook
+from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.fsdp2_model import ManagedParameter, managed_parameters
+from rankscope.capture.taps.fsdp2_shard import measure_shards
+from rankscope.capture.totals import GradientTotals
+
+_SHARDERS = "torch.distributed."
+
+
+class ShardedModel:
+    """A model under FSDP2, as a reference step takes it.
+
+    Args:
+        model: The model, to which or to parts of which ``fully_shard`` was applied.
+
+    Attributes:
+        names: Names of the trained parameters.
+        types: The coarsest type of each, of those that it is computed and reduced in.
+        copies: How many workers hold each element.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        managed = {p.name: p for p in managed_parameters(model)}
+        self._trained = [p for p in managed.values() if p.tensor.requires_grad]
+        self.names = tuple(p.name for p in self._trained)
+        self.types = tuple(_type_of(p) for p in self._trained)
+        self.copies = self._trained[0].group.num_copies
+        self._managed = managed
+
+    @property
+    def summed_workers(self) -> float:
+        """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+        return 1 / self._trained[0].group.reduced_scale
+
+    def check(self) -> None:
+        """Check that a whole copy can be made and run.
+
+        Raises:
+            CanaryDeclined: It cannot.
+        """
+        if any(_is_compiled(module) for module in self._model.modules()):
+            raise CanaryDeclined("a part of the model is compiled")
+        if any(p.is_dtensor for p in self._managed.values()):
+            raise CanaryDeclined("the model is tensor parallel as well: no worker can run it alone")
+        if any(p.tensor.device != p.group.device for p in self._managed.values()):
+            raise CanaryDeclined("parameters are offloaded, and no worker holds the whole model")
+        if any(p.group.half_reduced for p in self._trained):
+            raise CanaryDeclined("a part of the gradients waits for its all-reduce")
+        every = [p.tensor for p in self._managed.values()]
+        needed = 3 * sum(tensor.numel() * tensor.element_size() for tensor in every)
+        check_room(needed, self._trained[0].group.device, "the whole model and its gradient")
+
+    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
+        """Measure this worker's shards of ``.grad``."""
+        shards = [(p.name, p.reduced, p.place) for p in self._trained]
+        measure_shards(sketcher, [(n, g, at) for n, g, at in shards if g is not None], into)
+
+    @contextmanager
+    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Give a plain copy with whole parameters; all workers gather them together.
+
+        Yields:
+            The copy, and its trained parameters in the order of ``names``.
+        """
+        whole: dict[str, nn.Parameter] = {}
+        memo: dict[int, Any] = {}  # what takes the place of what
+        for name, managed in self._managed.items():
+            sharded = managed.tensor
+            full = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
+            cast = full.detach().to(_computed_in(managed) or full.dtype)
+            whole[name] = nn.Parameter(cast, requires_grad=sharded.requires_grad)
+            memo[id(sharded)] = whole[name]
+        yield _copy(self._model, memo), [whole[name] for name in self.names]
+
+
+def _type_of(managed: ManagedParameter) -> str:
+    """Return the coarsest type of a parameter's gradient on its way, by name."""
+    kinds = (_computed_in(managed) or managed.tensor.dtype, managed.summed_in, managed.tensor.dtype)
+    coarsest = max(kinds, key=lambda dtype: torch.finfo(dtype).eps)
+    return str(coarsest).removeprefix("torch.")
+
+
+def _computed_in(managed: ManagedParameter) -> torch.dtype | None:
+    policy = getattr(managed.inside, "mp_policy", None) or managed.group.mixed_precision
+    dtype: torch.dtype | None = policy.param_dtype
+    return dtype
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or "_orig_mod" in module._modules
+
+
+def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module tree without FSDP2's hooks.
+
+    Args:
+        model: The tree.
+        memo: What takes the place of its parameters, by their ids; modules are added.
+    """
+    copies = {module: _shell(module) for module in model.modules()}
+    memo |= {id(module): shell for module, shell in copies.items()}
+    for module, shell in copies.items():
+        for name, value in vars(module).items():
+            hooks = isinstance(value, OrderedDict) and name.endswith("hooks")
+            vars(shell)[name] = _own_hooks(value) if hooks else _copied(value, memo)
+        _cast_as(module, shell)
+    return copies[model]
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """Return an empty object of the class that a module had before ``fully_shard``."""
+    kind = type(module)
+    if isinstance(module, FSDPModule):
+        kind = next(each for each in kind.__mro__[1:] if not issubclass(each, FSDPModule))
+    shell: nn.Module = object.__new__(kind)
+    return shell
+
+
+def _own_hooks(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+    """Return the hooks that are the user's own."""
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not _is_foreign(hook))
+
+
+def _is_foreign(hook: Any) -> bool:
+    owner = getattr(hook, "__self__", hook)
+    places = (getattr(hook, "__module__", ""), type(owner).__module__)
+    return isinstance(hook, ForeignHook) or any(str(p).startswith(_SHARDERS) for p in places)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of what a module holds; what cannot be copied is shared."""
+    if type(value) is dict:  # parameters, buffers, modules: one by one
+        return {key: _copied(part, memo) for key, part in value.items()}
+    if isinstance(value, KINDS):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
+
+
+def _cast_as(module: nn.Module, shell: nn.Module) -> None:
+    """Let a copy cast what enters and leaves it as FSDP2 does in the module."""
+    if not isinstance(module, FSDPModule):
+        return
+    policy = module._get_fsdp_state()._mp_policy
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        into = policy.param_dtype
+        shell.register_forward_pre_hook(
+            lambda _, args, kwargs: (_cast(args, into), _cast(kwargs, into)),
+            prepend=True,
+            with_kwargs=True,
+        )
+    if policy.output_dtype is not None:
+        out = policy.output_dtype
+        shell.register_forward_hook(lambda _, args, output: _cast(output, out))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return nested values with their floating-point tensors cast."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        found = copy.copy(value)
+        for key, part in value.items():
+            found[key] = _cast(part, dtype)
+        return found
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(part, dtype) for part in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(part, dtype) for part in value)
+    return value
