@@ -2,7 +2,8 @@
 
 import json
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
@@ -19,6 +22,7 @@ from typer.testing import CliRunner
 import rankscope
 from rankscope.cli.main import app
 from rankscope.errors import UsageError
+from rankscope.session import verification
 from support.loops import collect_warnings
 from support.models import TinyLM, make_batch
 from support.ranks import run_ranks
@@ -45,9 +49,23 @@ SAYS = {
     "hidden generator": ("verify.declined", "note", "does not repeat itself"),
     "not called": ("verify.declined", "note", "the optimizer was not called in this step"),
     "asks on one": ("verify.declined", "note", "not asked for on all ranks in the same step"),
-    "sharded": ("verify.declined", "note", "under DDP alone, and this one is under FSDP2"),
+    "sharded": ("verify.agrees", "note", "is what one process would compute (within"),
+    "sharded, accumulates": ("verify.agrees", "note", "each with 4 micro-batches"),
+    "sharded, mixed": ("verify.agrees", "note", "ulp of bfloat16"),
+    "sharded, clips": ("verify.agrees", "note", "after the reduction, as clipping does"),
+    "sharded, sums": ("verify.agrees", "note", "is what one process would compute (within"),
+    "sharded, lost": ("verify.micro_batches", "error", "lacks micro-batches 1 to 3 of every"),
+    "sharded, changed": ("verify.parameters", "error", "in head.weight alone: by"),
+    "sharded, asks on one": ("verify.declined", "note", "1 of 2 ranks had come"),
+    "hybrid": ("verify.agrees", "note", "is what one process would compute (within"),
+    "replicated": ("verify.declined", "note", "and this one is under replicate"),
 }
-ACCUMULATES = {"accumulates", "autocast", "clips", "lost", "weighted", "changed", "loss outside"}
+ACCUMULATES = {
+    *("accumulates", "autocast", "clips", "lost", "weighted", "changed", "loss outside"),
+    *("sharded, accumulates", "sharded, lost", "sharded, mixed"),
+}
+OF_FOUR = ("healthy", "lost", "ignored", "weighted", "accumulates", "sharded", "hybrid")
+"""Tried with four workers too."""
 
 
 class Headless(TinyLM):
@@ -63,6 +81,7 @@ class Loop:
 
     def __init__(self, rank: int, kind: str, run_dir: str | None) -> None:
         self.rank, self.kind = rank, kind
+        self.sharded = kind.startswith("sharded") or kind == "hybrid"
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002
@@ -77,15 +96,17 @@ class Loop:
                 self.wrapped,
                 self.optimizer,
                 run_dir=run_dir,
-                verify_at=() if kind.startswith("asks") else [AT],
+                verify_at=() if "asks" in kind else [AT],
                 overhead_budget=None,
                 plan={"local_buffers": True},
                 announce=False,
             )
 
     def _wrap(self, model: TinyLM) -> nn.Module:
-        if self.kind == "sharded":
-            return fully_shard(model)
+        if self.sharded:
+            return self._shard(model)
+        if self.kind == "replicated":
+            return replicate(model)
         if self.kind == "ignored":
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
                 model, ["hidden.bias"]
@@ -96,9 +117,34 @@ class Loop:
             model.norm.register_forward_hook(lambda m, a, output: output * draw())
         return DistributedDataParallel(model, gradient_as_bucket_view=self.kind == "bucket views")
 
+    def _shard(self, model: TinyLM) -> nn.Module:
+        options: dict[str, Any] = {}
+        if self.kind == "hybrid":
+            options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
+        mixed = MixedPrecisionPolicy()
+        if self.kind == "sharded, mixed":  # not the batch norm
+            mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        fully_shard(model.hidden, mp_policy=mixed, **options)
+        whole = fully_shard(model, **options)
+        if self.kind == "sharded, sums":
+            for part in (model.hidden, whole):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+        return whole
+
+    @contextmanager
+    def _without_reduction(self) -> Iterator[None]:
+        if not self.sharded:
+            with self.wrapped.no_sync():
+                yield
+            return
+        self.wrapped.set_requires_gradient_sync(False)
+        yield
+        self.wrapped.set_requires_gradient_sync(True)
+
     def train(self) -> None:
         for step in range(STEPS):
-            if self.scope is not None and step == AT - 1 and self.kind.startswith("asks"):
+            if self.scope is not None and step == AT - 1 and "asks" in self.kind:
                 self._step(step, ask=self.kind == "asks" or self.rank == 0)
             else:
                 self._step(step)
@@ -109,11 +155,12 @@ class Loop:
         count = 4 if self.kind in ACCUMULATES else 1
         for micro in range(count):
             last = micro == count - 1 and self.kind != "never reduced"
-            synchronised = last or self.kind == "sharded"
-            with nullcontext() if synchronised else self.wrapped.no_sync():
-                if self.kind == "lost" and last:
+            reduces = last or self.kind in ("replicated", "sharded, lost")
+            with nullcontext() if reduces else self._without_reduction():
+                loss = self._loss(make_batch(self.rank, step * count + micro), count)
+                if self.kind.endswith("lost") and last:
                     self.optimizer.zero_grad()
-                self._loss(make_batch(self.rank, step * count + micro), count).backward()
+                loss.backward()
             if ask and not micro:
                 self.scope.verify()
         with torch.no_grad():
@@ -129,20 +176,21 @@ class Loop:
                 found = F.cross_entropy(logits, batch["labels"].flatten())
             else:
                 found = self.wrapped(**batch)["loss"]
-        if self.kind == "divided twice":
+        if self.kind in ("divided twice", "sharded, sums"):
             found = found / dist.get_world_size()
         if self.kind == "weighted" and self.rank == 1:
             found = found * 1.9
         return found / count
 
     def _change(self) -> None:
-        if self.kind == "clips":
+        if self.kind.endswith("clips"):
             nn.utils.clip_grad_norm_(self.wrapped.parameters(), 0.01)
         if self.kind == "doubled":
             for parameter in self.wrapped.parameters():
                 parameter.grad.mul_(2)
-        if self.kind == "changed":
-            self.model.head.weight.grad[3] *= 1.5
+        if self.kind.endswith("changed"):
+            gradient = self.model.head.weight.grad
+            (gradient.to_local() if self.sharded else gradient)[3] *= 1.5
 
     def bits(self) -> dict[str, bytes]:
         state = {**self.model.state_dict(), "rng": torch.get_rng_state()}
@@ -159,6 +207,7 @@ class Loop:
 
 def train_each(rank: int, kinds: list[str], folder: str) -> dict[str, Any]:
     """Train each kind with the monitor and without; return warnings, and whether bits agree."""
+    verification.AGREE_SECONDS = 0.5  # for a rank that never comes
     told = {}
     for kind in kinds:
         warnings = collect_warnings()
@@ -179,15 +228,11 @@ def verifications(run_dir: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["cause"].startswith("verify.")]
 
 
-HERE = ("healthy", "lost", "ignored", "weighted", "accumulates")
-"""Tried with three workers too, where the mean is rounded."""
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, 4])
 def test_each_loop_is_judged_rightly_and_goes_on_with_the_same_bits(num_workers, tmp_path):
-    kinds = list(SAYS) if num_workers == 2 else list(HERE)
+    kinds = OF_FOUR if num_workers == 4 else [kind for kind in SAYS if kind != "hybrid"]
     told = run_ranks(train_each, num_workers, kinds, str(tmp_path), timeout=300)
     for kind in kinds:
         cause, severity, sentence = SAYS[kind]

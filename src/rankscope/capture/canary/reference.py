@@ -218,7 +218,7 @@ class Held(Protocol):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The coarsest type of each gradient on its way ``[P]``, by name."""
+        """The coarser type of those in which each gradient is added up and kept ``[P]``."""
 
     @property
     def copies(self) -> int:

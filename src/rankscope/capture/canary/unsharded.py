@@ -36,7 +36,7 @@ class ShardedModel:
 
     Attributes:
         names: Names of the trained parameters.
-        types: The coarsest type of each, of those that it is computed and reduced in.
+        types: The coarser type of each, of those in which its gradient is added up and kept.
         copies: How many workers hold each element.
     """
 
@@ -96,8 +96,8 @@ class ShardedModel:
 
 
 def _type_of(managed: ManagedParameter) -> str:
-    """Return the coarsest type of a parameter's gradient on its way, by name."""
-    kinds = (_computed_in(managed) or managed.tensor.dtype, managed.summed_in, managed.tensor.dtype)
+    """Return the coarser type of those in which a gradient is added up and kept, by name."""
+    kinds = (managed.summed_in, managed.tensor.dtype)
     coarsest = max(kinds, key=lambda dtype: torch.finfo(dtype).eps)
     return str(coarsest).removeprefix("torch.")
 
