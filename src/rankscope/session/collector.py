@@ -26,7 +26,7 @@ from rankscope.capture.lengths import LengthMeter
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.state.exact_evidence import NoEvidence
 from rankscope.capture.state.trace import PendingTrace
-from rankscope.capture.taps.tap import BothSee, GradientObserver
+from rankscope.capture.taps.tap import BothSee
 from rankscope.core.governor import Intervals
 from rankscope.reduce.exact import pack_share
 from rankscope.session.canary import LiveCanary
@@ -88,9 +88,9 @@ class StepCollector:
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
         self._accumulation = None if optimizer is None else Accumulation(optimizer)
-        observer: GradientObserver = self._evidence
-        for other in (self._trace, self._accumulation, verification):
-            observer = observer if other is None else BothSee(observer, other)
+        others = (self._trace, self._accumulation, verification)
+        told = [other for other in others if other is not None]
+        observer = BothSee(self._evidence, *told) if told else self._evidence
         self._tap = instruments.make_tap(guard, observer, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
         self._layout = instruments.layout
@@ -173,7 +173,7 @@ class StepCollector:
 
     def keep_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Take what a forward pass brings into the model, where it is to be run once more."""
-        if self._verification is not None:
+        if self._verification is not None and self._verification.entering:
             self._verification.enter_module(args, kwargs)
 
     def keep_output(self, output: object) -> None:
@@ -279,7 +279,7 @@ class StepCollector:
 
     def verify(self) -> None:
         """Compute the step's gradient again, if that is due; the optimizer is about to run."""
-        if self._verification is not None:
+        if self._verification is not None and self._verification.under_way:
             self._guard.leave_out(self._verification.compute())
 
     def count_optimizer_step(self, optimizer: Any) -> None:

@@ -28,6 +28,7 @@ from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.progress import ProgressMark
 from rankscope.capture.guard import ForeignHook, Guard
 from rankscope.core.finding import Finding
+from rankscope.core.reference import Part
 from rankscope.core.step import StepReport
 from rankscope.errors import RankscopeError
 from rankscope.session.announcement import announce, where_recorded
@@ -174,6 +175,8 @@ class Scope:
             spare: Whether this loss only counts when the backward pass does not go through the
                 ``.loss`` of the model's output.
         """
+        if self._collector.verifying:  # from inside of the model, which is run once more
+            return
         more = {"factor": factor, "constant": constant, "summed": summed, "spare": spare}
         give = partial(self._collector.give_loss, **more)
         self._guard(give, value, weight)
@@ -206,8 +209,8 @@ class Scope:
 
         The gradient of the next step that begins is computed again before the optimizer is called,
         one micro-batch at a time and without the wrapper, and compared with what the optimizer is
-        given; a finding ``verify.…`` says what came out. Under DDP. Training goes on as it would
-        have, bit for bit.
+        given; a finding ``verify.…`` says what came out. Under DDP and FSDP2. Training goes on as it
+        would have, bit for bit.
         """
         self._verification.ask()
 
@@ -327,7 +330,8 @@ class Scope:
         if self._inside:
             self._bypassing = False
             self._guard(self._collector.enter_module)
-            self._guard(self._collector.keep_inputs, args, kwargs)
+            if self._verification.entering:
+                self._guard(self._collector.keep_inputs, args, kwargs)
             if self._collector.canary_due:
                 self._guard(self._collector.run_canary, self._model)
             return
@@ -342,14 +346,15 @@ class Scope:
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._collector.verifying:
             return
-        self._guard(self._collector.keep_output, output)
+        if self._verification.under_way:
+            self._guard(self._collector.keep_output, output)
         if self._bypassing:
             self._bypassing = False
             self._guard(self._collector.see_output, output, kwargs)
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
-        if not self._hooks_inside:
+        if self._verification.under_way and not self._hooks_inside:
             self._guard(self._collector.keep_output, output)
         self._guard(self._collector.end_forward, model, args, kwargs, output)
         if self._training:
@@ -358,7 +363,8 @@ class Scope:
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not has_closure(args, kwargs):
             self._guard(self._collector.begin_optimizer_step)
-            self._guard(self._collector.verify)
+            if self._verification.under_way:
+                self._guard(self._collector.verify)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if has_closure(args, kwargs):
@@ -378,6 +384,8 @@ class Scope:
         self._link.send(Kind.BATCH, content, rank=self._opened.rank)
 
     def _send_reference(self, step: int, content: bytes) -> None:
+        if not self._link.has_room:
+            content = Part(declined="the monitor's agent does not keep up").pack()
         self._link.send(Kind.REFERENCE, content, rank=self._opened.rank, step=step)
 
     # Failures ------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ class LiveVerification:
         self._reference = ReferenceStep(held, wrapped.device, size, seed)
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
-        self._declined = ""
-        self._entering = self._done = False
+        self._declined, self._spent = "", 0.0
+        self.entering = self._done = False
         self._inside: MicroBatch | None = None
         self.computing = False
         """Whether the model runs for it now: its forward passes are none of the training."""
@@ -90,13 +90,11 @@ class LiveVerification:
                 self._due, self._declined = step, self._why_not
         if self.under_way:
             self._num_passes += 1
-            self._entering = True
+            self.entering = True
 
     def enter_module(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Keep what a forward pass that has begun brings into the model."""
-        if not self._entering:
-            return
-        self._entering = False
+        self.entering = False
         if not self._declined:
             self._try(self._keep, args, kwargs)
 
@@ -112,16 +110,14 @@ class LiveVerification:
             self._try(self._reference.see_reduced, self._num_trained)
 
     def compute(self) -> float:
-        """Compute the gradient again, if that is due; the optimizer is about to be called.
+        """Compute the gradient again; the optimizer is about to be called.
 
         Returns:
-            Seconds that it took.
+            Seconds that it took, with those of what came before it in this step.
 
         Raises:
             NotPutBackError: It has left traces in the model.
         """
-        if not self.under_way:
-            return 0.0
         start = time.perf_counter()
         step, part = self._due, None
         self.computing = True
@@ -138,7 +134,8 @@ class LiveVerification:
         finally:
             self.computing = False
         self._finish(step, part or Part(declined=self._declined))
-        return time.perf_counter() - start
+        spent, self._spent = self._spent, 0.0
+        return spent + time.perf_counter() - start
 
     def end_step(self) -> bool:
         """End a step; return whether its gradient was computed again, or was to be."""
@@ -190,6 +187,7 @@ class LiveVerification:
 
     def _try(self, work: Callable[..., None], *args: Any) -> None:
         """Do some work; where it cannot be done, the step is not computed again."""
+        start = time.perf_counter()
         try:
             work(*args)
         except CanaryDeclined as reason:
@@ -198,6 +196,7 @@ class LiveVerification:
         except Exception as error:
             self._declined = f"something failed ({in_short(error)})"
             self._passes.clear()
+        self._spent += time.perf_counter() - start
 
     def _finish(self, step: int, part: Part) -> None:
         self._forget()
@@ -207,7 +206,7 @@ class LiveVerification:
     def _forget(self) -> None:
         self._due, self._num_passes, self._declined = -1, 0, ""
         self._passes.clear()
-        self._entering, self._inside = False, None
+        self.entering, self._inside = False, None
         self._reference.end()
 
 

@@ -21,7 +21,11 @@ from rankscope.capture.canary.cost import check_room
 from rankscope.capture.canary.state import KINDS
 from rankscope.capture.guard import ForeignHook
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.fsdp2_model import ManagedParameter, managed_parameters
+from rankscope.capture.taps.fsdp2_model import (
+    ManagedParameter,
+    casting_policy,
+    managed_parameters,
+)
 from rankscope.capture.taps.fsdp2_shard import measure_shards
 from rankscope.capture.totals import GradientTotals
 
@@ -60,8 +64,6 @@ class ShardedModel:
         Raises:
             CanaryDeclined: It cannot.
         """
-        if any(_is_compiled(module) for module in self._model.modules()):
-            raise CanaryDeclined("a part of the model is compiled")
         if any(p.is_dtensor for p in self._managed.values()):
             raise CanaryDeclined("the model is tensor parallel as well: no worker can run it alone")
         if any(p.tensor.device != p.group.device for p in self._managed.values()):
@@ -108,11 +110,6 @@ def _computed_in(managed: ManagedParameter) -> torch.dtype | None:
     return dtype
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    in_place = getattr(module, "_compiled_call_impl", None) is not None
-    return in_place or "_orig_mod" in module._modules
-
-
 def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a copy of a module tree without FSDP2's hooks.
 
@@ -132,7 +129,7 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _shell(module: nn.Module) -> nn.Module:
     """Return an empty object of the class that a module had before ``fully_shard``."""
-    kind = type(module)
+    kind: Any = type(module)
     if isinstance(module, FSDPModule):
         kind = next(each for each in kind.__mro__[1:] if not issubclass(each, FSDPModule))
     shell: nn.Module = object.__new__(kind)
@@ -166,7 +163,7 @@ def _cast_as(module: nn.Module, shell: nn.Module) -> None:
     """Let a copy cast what enters and leaves it as FSDP2 does in the module."""
     if not isinstance(module, FSDPModule):
         return
-    policy = module._get_fsdp_state()._mp_policy
+    policy = casting_policy(module)
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         into = policy.param_dtype
         shell.register_forward_pre_hook(

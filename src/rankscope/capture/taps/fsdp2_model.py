@@ -331,6 +331,13 @@ def fsdp2_states(model: nn.Module) -> list[Any]:
     return list(dict.fromkeys(states))
 
 
+def casting_policy(module: FSDPModule) -> Any:
+    """Return the ``MixedPrecisionPolicy`` by which a module casts what enters and leaves it."""
+    state = module._get_fsdp_state()
+    expect(state, "_mp_policy")
+    return state._mp_policy
+
+
 def parameter_groups(module: FSDPModule) -> list[ParameterGroup]:
     """Return what is reduced with the parameters of one module to which it was applied."""
     state = module._get_fsdp_state()

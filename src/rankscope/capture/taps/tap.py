@@ -186,16 +186,16 @@ class GradientObserver(SeesReduced, Protocol):
 
 
 class BothSee:
-    """Shows a observer everything, and tells another when the reduction is over.
+    """Shows a observer everything, and tells others when the reduction is over.
 
     Args:
         observer: Sees it first.
-        other: Is told of the end of the reduction alone.
+        others: Are told of the end of the reduction alone.
     """
 
-    def __init__(self, observer: GradientObserver, other: SeesReduced) -> None:
+    def __init__(self, observer: GradientObserver, *others: SeesReduced) -> None:
         self.see_local, self.see_locals = observer.see_local, observer.see_locals
-        self._observer, self._other = observer, other
+        self._observer, self._others = observer, others
 
     @property
     def wanted_names(self) -> Collection[str]:
@@ -203,6 +203,7 @@ class BothSee:
         return self._observer.wanted_names
 
     def see_reduced(self) -> None:
-        """Tell both."""
+        """Tell all."""
         self._observer.see_reduced()
-        self._other.see_reduced()
+        for other in self._others:
+            other.see_reduced()
