@@ -195,6 +195,11 @@ def test_unknown_losses_leave_the_weights_of_backward_passes():
     assert (found.answer, found.weighting) == (Answer.AGREES, "backward")
     lost = ask(summed(gradients(), scales / W * [0, 1, 1, 1]), scales=scales, known=False)
     assert lost.answer is Answer.MICRO_BATCHES
+    whole = ask(summed(gradients(), scales), scales=scales, known=False)
+    assert whole.answer is Answer.SCALE
+    finding = verified(whole, 20, W, M)
+    assert str(finding.severity) == "warning"  # the loss may be divided by W
+    assert "the loss is not known" in finding.explanation
 
 
 def test_rounding_to_bfloat16_agrees_in_a_bfloat16_parameter_alone():

@@ -118,7 +118,8 @@ class Part:
             return False
         count, num_parameters, width = self.terms_MPK.shape
         return (
-            num_parameters == len(self.names) == len(self.types) == len(self.unsteady_P)
+            self.copies >= 1
+            and num_parameters == len(self.names) == len(self.types) == len(self.unsteady_P)
             and self.norms_MP.shape == (count, num_parameters)
             and self.given_PK.shape == (num_parameters, width)
             and self.reduced_PK.shape in ((num_parameters, width), (0, width))

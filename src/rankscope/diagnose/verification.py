@@ -58,7 +58,8 @@ def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity
         meant = not _guess(found.factor, num_workers, num_micro)
     elif found.answer is Answer.WEIGHTING:
         meant = any(max(own) - min(own) > _SAME * max(own) for own in found.ratios)
-    return Severity.WARNING if meant and found.in_loss else Severity.ERROR
+    unknown = found.weighting == "backward" and found.answer in (Answer.SCALE, Answer.WEIGHTING)
+    return Severity.WARNING if unknown or (meant and found.in_loss) else Severity.ERROR
 
 
 def declined(why: str, ranks: Sequence[int], step: int) -> Finding:
@@ -111,6 +112,9 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
         "factor": f"{found.factor:.3g}",
         "guess": _guess(found.factor, num_workers, num_micro),
         "place": _place(found),
+        "basis": ", if each backward pass counts as it was called (the loss is not known)"
+        if found.weighting == "backward"
+        else "",
         "others": _others(found.factor),
         "missing": _missing(found),
         "how": _weights(found) if found.answer is Answer.WEIGHTING else _odd(found),

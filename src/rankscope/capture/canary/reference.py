@@ -82,9 +82,13 @@ class MicroBatch:
     def see_output(self, output: object) -> None:
         """Take what the forward pass has returned; hooks in its graph see what comes back."""
         tensors = _differentiable(output)
-        self._returned = [_Returned(tensor) for tensor in tensors]
-        for one, behind in zip(self._returned, _behind(tensors), strict=True):
-            one.above = [self._returned[number] for number in behind]
+        above = _behind(tensors)
+        self._returned = [
+            _Returned(tensor, compared=not numbers)
+            for tensor, numbers in zip(tensors, above, strict=True)
+        ]
+        for one, numbers in zip(self._returned, above, strict=True):
+            one.above = [self._returned[number] for number in numbers]
         for one, tensor in zip(self._returned, tensors, strict=True):
             hook_gradient(tensor, one.take)
 
@@ -148,6 +152,8 @@ class MicroBatch:
             raise CanaryDeclined("the model returns other tensors when a batch is run once more")
         coarse = self._autocast.dtype if self._autocast.enabled else torch.float32
         for tensor, one in zip(tensors, self._returned, strict=True):
+            if one.projection is None:
+                continue
             eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, coarse))
             far = float((project(tensor) - one.projection).abs())
             size = float(one.projection.abs() + one.spread)
@@ -162,6 +168,10 @@ class MicroBatch:
 class _Returned:
     """A tensor that the training's forward pass has returned.
 
+    Args:
+        tensor: The tensor.
+        compared: Whether it is to be compared: what others were computed from need not be.
+
     Attributes:
         above: What the model returned that was computed from it, such as the loss from logits.
         gradient: What came back to it, where that does not come through those.
@@ -170,10 +180,10 @@ class _Returned:
         backward: The autocast in which it did.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, compared: bool) -> None:
         self.shape = tensor.shape
-        self.projection = project(tensor)
-        self.spread = tensor.detach().float().square().mean().sqrt()
+        self.projection = project(tensor) if compared else None
+        self.spread = _norm(tensor) / tensor.numel() ** 0.5
         self.above: list[_Returned] = []
         self.gradient: Tensor | None = None
         self.norm: Tensor | None = None
@@ -185,7 +195,7 @@ class _Returned:
         self.arrived, self.backward = True, Autocast.in_force(gradient.device)
         with torch.no_grad():
             if any(one.arrived for one in self.above):
-                self.norm = gradient.double().norm()
+                self.norm = _norm(gradient)
             elif self.gradient is None:
                 self.gradient = gradient.detach().clone()
             else:
@@ -197,7 +207,7 @@ class _Returned:
         Raises:
             CanaryDeclined: It did not: the loss takes several of the model's tensors.
         """
-        norm = 0.0 if inside is None else float(inside.double().norm())
+        norm = 0.0 if inside is None else float(_norm(inside))
         seen = float(self.norm) if self.norm is not None else 0.0
         if not abs(norm - seen) <= 0.01 * seen:
             raise CanaryDeclined(
@@ -395,6 +405,12 @@ def _measure(
 ) -> None:
     here = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
     sketcher.measure_many([(name, gradient.detach(), 0) for name, gradient in here], into)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """Return the norm of a tensor, which may be large, without a copy in another type."""
+    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
+    return norm
 
 
 def _differentiable(output: object) -> list[Tensor]:
