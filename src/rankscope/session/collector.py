@@ -279,8 +279,14 @@ class StepCollector:
 
     def verify(self) -> None:
         """Compute the step's gradient again, if that is due; the optimizer is about to run."""
-        if self._verification is not None and self._verification.under_way:
-            self._guard.leave_out(self._verification.compute())
+        if self._verification is None or not self._verification.under_way:
+            return
+        self._guard.open = False  # to hooks of ours that the model's own passes would reach
+        try:
+            seconds = self._verification.compute()
+        finally:
+            self._guard.open = True
+        self._guard.leave_out(seconds)
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Take a call of ``optimizer.step`` that has ended."""

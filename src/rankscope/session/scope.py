@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -111,6 +111,9 @@ class Scope:
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        stop = verification.listen(self._before_engine_step)
+        if stop is not None:
+            self._hooks.append(_Hook(stop))
         _scopes.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -366,6 +369,10 @@ class Scope:
             if self._verification.under_way:
                 self._guard(self._collector.verify)
 
+    def _before_engine_step(self, *args: Any, **kwargs: Any) -> None:
+        if self._verification.under_way:
+            self._guard(self._collector.verify)
+
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if has_closure(args, kwargs):
             self._guard(self._collector.begin_optimizer_step)
@@ -418,6 +425,12 @@ class Scope:
         """Do nothing any more, in a process that was forked from the training's."""
         self._off = True
         self._guard.open = False
+
+
+class _Hook(NamedTuple):
+    """What ends something, as a hook of torch's."""
+
+    remove: Callable[[], object]
 
 
 def _new_mark() -> ProgressMark | None:

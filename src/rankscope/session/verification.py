@@ -13,9 +13,11 @@ from typing import Any
 
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import is_out_of_memory
-from rankscope.capture.canary.reference import MicroBatch, ReferenceStep, WholeModel
+from rankscope.capture.canary.engine import EngineModel
+from rankscope.capture.canary.reference import Held, MicroBatch, ReferenceStep, WholeModel
 from rankscope.capture.canary.replay import in_short
 from rankscope.capture.canary.unsharded import ShardedModel
+from rankscope.capture.taps.deepspeed import before_engine_step
 from rankscope.core.reference import Part
 from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.private import lacking
@@ -59,10 +61,11 @@ class LiveVerification:
         self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
         self._module, self._device = wrapped.module, wrapped.device
         self._meeting = meeting if wrapped.kind == "FSDP2" else None
-        sharded = self._meeting is not None and not self._why_not
-        size = wrapped.group.size()
-        held = ShardedModel(wrapped.wrapper) if sharded else WholeModel(wrapped.module, size)
-        self._reference = ReferenceStep(held, wrapped.device, size, seed)
+        self._engine = wrapped.wrapper if wrapped.kind == "DeepSpeed" else None
+        self._reference: ReferenceStep | None = None
+        if not self._why_not:
+            size = wrapped.group.size()
+            self._reference = ReferenceStep(_held(wrapped), wrapped.device, size, seed)
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined, self._spent = "", 0.0
@@ -74,6 +77,21 @@ class LiveVerification:
     def ask(self) -> None:
         """Compute the gradient of the next step that begins again; all workers ask for the same."""
         self._asked = True
+
+    def listen(self, before_step: Callable[..., None]) -> Callable[[], object] | None:
+        """Have a bound method called where the gradient is computed, if no optimizer's hook serves.
+
+        DeepSpeed's optimizers unscale, clip and move gradients before any such hook.
+
+        Args:
+            before_step: Called before the engine's step.
+
+        Returns:
+            What ends that; None if nothing has begun.
+        """
+        if self._engine is None or self._why_not:
+            return None
+        return before_engine_step(self._engine, before_step)
 
     @property
     def under_way(self) -> bool:
@@ -107,7 +125,7 @@ class LiveVerification:
     def see_reduced(self) -> None:
         """Measure what the reduction has left, in a step that is computed again."""
         if self.under_way and not self._declined:
-            self._try(self._reference.see_reduced, self._num_trained)
+            self._try(self._see_reduced)
 
     def compute(self) -> float:
         """Compute the gradient again; the optimizer is about to be called.
@@ -124,6 +142,7 @@ class LiveVerification:
         try:
             self._check(step)
             trained = [micro for micro in self._passes if micro.trained]
+            assert self._reference is not None
             part = self._reference.compute(trained)
         except CanaryDeclined as reason:
             self._declined = _in_words(reason)
@@ -155,6 +174,10 @@ class LiveVerification:
     def _num_trained(self) -> int:
         return sum(micro.trained for micro in self._passes)
 
+    def _see_reduced(self) -> None:
+        assert self._reference is not None  # else it would have been declined
+        self._reference.see_reduced(self._num_trained)
+
     def _keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._inside = MicroBatch(self._module, self._device, args, kwargs)
         self._passes.append(self._inside)
@@ -179,6 +202,7 @@ class LiveVerification:
             return "a forward pass of the step went past what was watched"
         if not self._num_trained:
             return "no backward pass has reached what the model has returned"
+        assert self._reference is not None
         try:
             self._reference.check(self._num_trained)
         except CanaryDeclined as reason:
@@ -207,13 +231,24 @@ class LiveVerification:
         self._due, self._num_passes, self._declined = -1, 0, ""
         self._passes.clear()
         self.entering, self._inside = False, None
-        self._reference.end()
+        if self._reference is not None:
+            self._reference.end()
+
+
+def _held(wrapped: Wrapped) -> Held:
+    if wrapped.kind == "FSDP2":
+        return ShardedModel(wrapped.wrapper)
+    if wrapped.kind == "DeepSpeed":
+        return EngineModel(wrapped.wrapper, wrapped.group.size())
+    return WholeModel(wrapped.module, wrapped.group.size())
 
 
 def _why_not(wrapped: Wrapped) -> str:
     """Return why no gradient of a model can be computed again; empty if it can."""
-    if wrapped.kind not in ("DDP", "FSDP2"):
-        return f"it is computed of models under DDP and FSDP2, and this one is under {wrapped.kind}"
+    if wrapped.kind == "replicate":
+        return "it is computed under DDP, FSDP2 and DeepSpeed, and this model is under replicate"
+    if wrapped.kind == "DeepSpeed" and wrapped.replica is None:
+        return "no worker holds the whole model under ZeRO 3"
     if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
         return "Lightning runs training_step in place of the forward pass, with all that it logs"
     if any(map(is_compiled, wrapped.wrapper.modules())):

@@ -57,6 +57,11 @@ def deepspeed_process_group(engine: Any) -> dist.ProcessGroup:
     return group
 
 
+def before_engine_step(engine: Any, listener: Callable[..., None]) -> Callable[[], object]:
+    """Call a bound method before each step of an engine's; return what ends that."""
+    return Relay(engine, _STEP).tell(before=listener)
+
+
 def _obstacles(engine: Any) -> Iterator[tuple[str, bool]]:
     for name in (_BEGIN, _END, _REDUCE, _STEP):
         yield f"of another version than 0.19, without {name}", not hasattr(engine, name)
@@ -200,7 +205,7 @@ class DeepSpeedTap(GradientTap):
     def _finish(self) -> None:
         self._complete = True
         if self._measure:
-            self.gradient_scale = _loss_scale(self._engine)
+            self.gradient_scale = loss_scale(self._engine)
             self._measure_reduced()
 
     def _measure_reduced(self) -> None:
@@ -215,7 +220,7 @@ class DeepSpeedTap(GradientTap):
             self._sketcher.measure_many(shards, self._reduced)
 
 
-def _loss_scale(engine: Any) -> Tensor:
+def loss_scale(engine: Any) -> Tensor:
     """Return what DeepSpeed multiplies a loss by, besides dividing it by accumulation steps."""
     with torch.enable_grad():
         one = torch.ones((), device=engine.device, dtype=torch.float32, requires_grad=True)
