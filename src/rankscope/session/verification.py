@@ -1,9 +1,9 @@
 """Reference steps inside a training: kept, computed again and handed over in the training thread.
 
 All of it happens between the step's last backward pass and the optimizer's call, when parameters
-are still those of the forward passes. Each worker works by itself. Only under FSDP2 they gather
-whole parameters together first, in the training's own process group, and only after all have said
-in its store that they will. What the numbers mean is decided elsewhere, see
+are still those of the forward passes. Each worker works by itself. Only where parameters are
+sharded they gather whole ones together first, in the training's own process group, and only after
+all have said in its store that they will. What the numbers mean is decided elsewhere, see
 :mod:`rankscope.agent.verification`.
 """
 
@@ -16,7 +16,7 @@ from rankscope.capture.canary.cost import is_out_of_memory
 from rankscope.capture.canary.engine import EngineModel
 from rankscope.capture.canary.reference import Held, MicroBatch, ReferenceStep, WholeModel
 from rankscope.capture.canary.replay import in_short
-from rankscope.capture.canary.unsharded import ShardedModel
+from rankscope.capture.canary.unsharded import ReplicatedModel, ShardedModel
 from rankscope.capture.taps.deepspeed import before_engine_step
 from rankscope.core.reference import Part
 from rankscope.core.step import MAX_PAIRED_WORKERS
@@ -60,7 +60,10 @@ class LiveVerification:
         self._asked, self._step, self._due = False, -1, -1
         self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
         self._module, self._device = wrapped.module, wrapped.device
-        self._meeting = meeting if wrapped.kind == "FSDP2" else None
+        shards = wrapped.kind == "FSDP2" or (
+            wrapped.kind == "DeepSpeed" and wrapped.replica is None
+        )
+        self._meeting = meeting if shards else None  # all gather whole parameters together
         self._engine = wrapped.wrapper if wrapped.kind == "DeepSpeed" else None
         self._reference: ReferenceStep | None = None
         if not self._why_not:
@@ -240,15 +243,12 @@ def _held(wrapped: Wrapped) -> Held:
         return ShardedModel(wrapped.wrapper)
     if wrapped.kind == "DeepSpeed":
         return EngineModel(wrapped.wrapper, wrapped.group.size())
-    return WholeModel(wrapped.module, wrapped.group.size())
+    kind = ReplicatedModel if wrapped.kind == "replicate" else WholeModel
+    return kind(wrapped.module, wrapped.group.size())
 
 
 def _why_not(wrapped: Wrapped) -> str:
     """Return why no gradient of a model can be computed again; empty if it can."""
-    if wrapped.kind == "replicate":
-        return "it is computed under DDP, FSDP2 and DeepSpeed, and this model is under replicate"
-    if wrapped.kind == "DeepSpeed" and wrapped.replica is None:
-        return "no worker holds the whole model under ZeRO 3"
     if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
         return "Lightning runs training_step in place of the forward pass, with all that it logs"
     if any(map(is_compiled, wrapped.wrapper.modules())):

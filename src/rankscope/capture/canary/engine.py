@@ -1,14 +1,20 @@
-"""A model in a DeepSpeed engine, as a reference step takes it: ZeRO 0 to 2.
+"""A model in a DeepSpeed engine, as a reference step takes it.
 
-What is compared is what the engine has reduced, before its own step clips it.
+What is compared is what the engine has reduced, before its own step clips it. Under ZeRO 3 a plain
+copy with whole parameters runs, which all workers gather together.
 """
 
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankscope.capture.canary.batch import CanaryDeclined
+from rankscope.capture.canary.cost import check_room
 from rankscope.capture.canary.reference import WholeModel
+from rankscope.capture.canary.unsharded import plain_copy
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.deepspeed import loss_scale
 from rankscope.capture.taps.deepspeed_reading import ReducedReader
@@ -32,6 +38,7 @@ class EngineModel(WholeModel):
         groups = Groups(self.names, {name: at for at, name in enumerate(self.names)})
         types = reduced_types(engine, parameters, groups)
         self.types = tuple(types[name] for name in self.names)
+        self._sharded = engine.zero_optimization_stage() == 3
         self._shards = ReducedReader(engine, parameters)
         self.copies = num_workers if self._shards.replicated else 1
 
@@ -48,6 +55,28 @@ class EngineModel(WholeModel):
             )
         if float(loss_scale(self._engine)) != 1:
             raise CanaryDeclined("the engine scales its loss, as it does in fp16")
+
+        if self._sharded:
+            every = [p for p in self._engine.module.parameters() if hasattr(p, "ds_numel")]
+            needed = 3 * sum(p.ds_numel * p.element_size() for p in every)
+            check_room(needed, self._engine.device, "the whole model and its gradient")
+
+    @contextmanager
+    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Give the model itself or, under ZeRO 3, a plain copy with whole parameters."""
+        if not self._sharded:
+            with super().plain() as given:
+                yield given
+            return
+        every = list(self._engine.module.parameters())
+        zero: Any = sys.modules["deepspeed"].zero
+        with zero.GatheredParameters(every):
+            whole = {
+                id(p): nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                for p in every
+            }
+        trained = [whole[id(parameter)] for parameter in self._parameters]
+        yield plain_copy(self._engine.module, dict(whole)), trained
 
     def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
         """Measure this worker's part of what was reduced."""

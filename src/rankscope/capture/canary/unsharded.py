@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import check_room
+from rankscope.capture.canary.reference import WholeModel
 from rankscope.capture.canary.state import KINDS
 from rankscope.capture.guard import ForeignHook
 from rankscope.capture.sketch import Sketcher
@@ -29,7 +30,11 @@ from rankscope.capture.taps.fsdp2_model import (
 from rankscope.capture.taps.fsdp2_shard import measure_shards
 from rankscope.capture.totals import GradientTotals
 
-_SHARDERS = "torch.distributed."
+_SHARDERS = ("torch.distributed.", "deepspeed.")
+"""Where hooks are made that no copy has."""
+
+_MADE_BY = ("torch.distributed.fsdp", "torch.distributed._composable")
+"""Where the bases are of classes that take the place of a module's own."""
 
 
 class ShardedModel:
@@ -94,7 +99,17 @@ class ShardedModel:
             cast = full.detach().to(_computed_in(managed) or full.dtype)
             whole[name] = nn.Parameter(cast, requires_grad=sharded.requires_grad)
             memo[id(sharded)] = whole[name]
-        yield _copy(self._model, memo), [whole[name] for name in self.names]
+        yield plain_copy(self._model, memo), [whole[name] for name in self.names]
+
+
+class ReplicatedModel(WholeModel):
+    """A model under ``replicate``, whose own hooks reduce gradients."""
+
+    @contextmanager
+    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Give a plain copy with the same parameters."""
+        memo: dict[int, Any] = {id(p): p for p in self._module.parameters()}
+        yield plain_copy(self._module, memo), self._parameters
 
 
 def _type_of(managed: ManagedParameter) -> str:
@@ -110,8 +125,8 @@ def _computed_in(managed: ManagedParameter) -> torch.dtype | None:
     return dtype
 
 
-def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a module tree without FSDP2's hooks.
+def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module tree without the hooks of what shards it.
 
     Args:
         model: The tree.
@@ -122,18 +137,21 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for module, shell in copies.items():
         for name, value in vars(module).items():
             hooks = isinstance(value, OrderedDict) and name.endswith("hooks")
-            vars(shell)[name] = _own_hooks(value) if hooks else _copied(value, memo)
+            vars(shell)[name] = _own_hooks(value) if hooks else _copied(value, memo, name)
         _cast_as(module, shell)
     return copies[model]
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    """Return an empty object of the class that a module had before ``fully_shard``."""
-    kind: Any = type(module)
-    if isinstance(module, FSDPModule):
-        kind = next(each for each in kind.__mro__[1:] if not issubclass(each, FSDPModule))
+    """Return an empty object of the class that a module had before it was sharded."""
+    kind: Any = next(each for each in type(module).__mro__ if not _is_made(each))
     shell: nn.Module = object.__new__(kind)
     return shell
+
+
+def _is_made(kind: type) -> bool:
+    """Return whether a class is one that takes the place of a module's own, or a part of it."""
+    return any(base.__module__.startswith(_MADE_BY) for base in kind.__mro__)
 
 
 def _own_hooks(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
@@ -147,9 +165,9 @@ def _is_foreign(hook: Any) -> bool:
     return isinstance(hook, ForeignHook) or any(str(p).startswith(_SHARDERS) for p in places)
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copied(value: Any, memo: dict[int, Any], name: str = "") -> Any:
     """Return a copy of what a module holds; what cannot be copied is shared."""
-    if type(value) is dict:  # parameters, buffers, modules: one by one
+    if type(value) is dict or name == "_parameters":  # and buffers, modules: one by one
         return {key: _copied(part, memo) for key, part in value.items()}
     if isinstance(value, KINDS):
         return value
