@@ -410,6 +410,13 @@ USES = (
         "the DDP that reduces for it",
         "a model under replicate is refused",
     ),
+    Use(
+        "torch.distributed",
+        "_composable",
+        "capture.canary.unsharded",
+        "which classes replicate puts in the place of a module's own",
+        "no reference step under replicate",
+    ),
     # FSDP2
     Use(
         f"{_FSDP}._fsdp_state",

@@ -89,7 +89,7 @@ def run_script(
         list[int] | None,
         typer.Option(
             metavar="STEP",
-            help="Compute this step's gradient again, and compare it (DDP, FSDP2). Repeatable.",
+            help="Compute this step's gradient again, and compare it. Repeatable.",
             min=0,
             show_default=False,
         ),

@@ -56,7 +56,7 @@ class WatchOptions:
             cost no memory.
         verify_at: Steps whose gradient is computed again by each worker, one micro-batch at a time
             and without the wrapper, and compared with what the optimizer is given: see
-            :meth:`rankscope.Scope.verify`. Under DDP and FSDP2, up to 64 workers.
+            :meth:`rankscope.Scope.verify`. Up to 64 workers.
         trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
             reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
             Under DDP; outside of ``overhead_budget``.

@@ -212,8 +212,8 @@ class Scope:
 
         The gradient of the next step that begins is computed again before the optimizer is called,
         one micro-batch at a time and without the wrapper, and compared with what the optimizer is
-        given; a finding ``verify.…`` says what came out. Under DDP and FSDP2. Training goes on as
-        it would have, bit for bit.
+        given; a finding ``verify.…`` says what came out. Training goes on as it would have, bit for
+        bit.
         """
         self._verification.ask()
 

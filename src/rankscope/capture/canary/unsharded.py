@@ -137,7 +137,7 @@ def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for module, shell in copies.items():
         for name, value in vars(module).items():
             hooks = isinstance(value, OrderedDict) and name.endswith("hooks")
-            vars(shell)[name] = _own_hooks(value) if hooks else _copied(value, memo, name)
+            vars(shell)[name] = _own_hooks(value) if hooks else _copied(value, memo)
         _cast_as(module, shell)
     return copies[model]
 
@@ -165,9 +165,10 @@ def _is_foreign(hook: Any) -> bool:
     return isinstance(hook, ForeignHook) or any(str(p).startswith(_SHARDERS) for p in places)
 
 
-def _copied(value: Any, memo: dict[int, Any], name: str = "") -> Any:
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy of what a module holds; what cannot be copied is shared."""
-    if type(value) is dict or name == "_parameters":  # and buffers, modules: one by one
+    theirs = type(value).__module__.startswith("deepspeed.")
+    if type(value) is dict or (theirs and isinstance(value, dict)):  # parameters, buffers, modules
         return {key: _copied(part, memo) for key, part in value.items()}
     if isinstance(value, KINDS):
         return value
