@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import check_room
 from rankscope.capture.canary.reference import WholeModel
-from rankscope.capture.canary.state import KINDS
 from rankscope.capture.guard import ForeignHook
 from rankscope.capture.sketch import Sketcher
+from rankscope.capture.state.private_rng import KINDS
 from rankscope.capture.taps.fsdp2_model import (
     ManagedParameter,
     casting_policy,
