@@ -195,7 +195,7 @@ USES = (
         "torch.Tensor",
         "_version",
         "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.canary.tensors"
-        " capture.canary.reference reduce.order_free",
+        " capture.canary.reference capture.taps.accumulator reduce.order_free",
         "whether a gradient was written since it was read",
         _SWITCHES_OFF,
     ),
@@ -320,7 +320,8 @@ USES = (
     Use(
         "torch.nn.Module",
         "_modules _parameters _buffers",
-        "capture.canary.state capture.state.leaves capture.state.plan session.wrapping",
+        "capture.canary.state capture.state.leaves capture.state.plan capture.state.roles"
+        " session.wrapping",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
     ),
@@ -352,6 +353,13 @@ USES = (
         "capture.taps.ddp_step reduce.bucket_means",
         "over how many workers a mean is taken in model.join()",
         "fixed_order, order_free and the tier exact refuse, or divide by the initial number",
+    ),
+    Use(
+        _DDP,
+        "_set_params_and_buffers_to_ignore_for_model",
+        "faults.injectors",
+        "to leave a parameter out of the reduction, as its users do",
+        "one fault of the bench fails",
     ),
     Use(
         _DDP,

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rankscope.capture.canary.batch import capture_batch
 from rankscope.capture.canary.replay import run_batch
 from support.cut import Cut
 
 CPU = torch.device("cpu")
-STRIDE = 5
+STRIDE = 3
 
 
 class Changing(nn.Module):
@@ -60,4 +61,6 @@ def test_all_is_put_back_wherever_it_is_interrupted():
         with Cut(at, file="/canary/"), pytest.raises(KeyboardInterrupt):
             run_batch(model, batch, CPU, seed=1)
         assert model.state() == before, at
+        assert not _get_current_dispatch_mode_stack(), at
+        assert not torch.is_autocast_enabled("cpu"), at
     assert run_batch(model, batch, CPU, seed=1).read() == result.read()

@@ -145,3 +145,21 @@ def test_clipping_by_value_or_layer_is_a_note_and_by_norm_nothing():
     found = tell(ChangedLater(), *(changed(n, factor) for n, factor in enumerate(factors)))
     assert {one.severity for one in found} == {Severity.NOTE}
     assert tell(ChangedLater(), *(changed(n, 1.0) for n in range(9)), step(9)) == []
+
+
+def test_a_first_of_two_passes_that_is_dropped_may_be_meant():
+    """A GAN's generator is trained through its discriminator, whose gradient is dropped then."""
+    dropped = [
+        step(
+            number,
+            changes_WG=np.ones((W, 3)),
+            accumulator_change=np.ones(W),
+            accumulator_scale=np.zeros(W),
+            accumulator_micro=np.ones(W, int),
+            micro_batches=np.full(W, 2.0),
+        )
+        for number in range(5)
+    ]
+    told = tell(AccumulationAudit(), *dropped)[-1]
+    assert told.severity is Severity.NOTE
+    assert "What the first pass has contributed is dropped" in words(told)

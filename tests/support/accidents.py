@@ -40,6 +40,7 @@ def train(loop: Loop, counter: Counter, until: Callable[[], bool] = lambda: Fals
     """Train until it is time to end, at best for ever."""
     step = 0
     while not until():
+        time.sleep(0.01)  # of thousands of steps, some that are meant to be healthy would not be
         loop.step(step)
         step += 1
         counter.value = step

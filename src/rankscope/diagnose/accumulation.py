@@ -30,6 +30,9 @@ CHANGED = 1e-4
 ERROR_FROM = 3
 """Steps of one kind from which it is an error."""
 
+_FEWEST_PASSES = 2
+"""With no more of them, the first may have trained another model through this one, as in a GAN."""
+
 _SAME_FACTOR = 0.01
 _NAMED = 4
 _MOST_NAMES = 64
@@ -70,6 +73,7 @@ class AccumulationAudit(Detector):
         if ranks:
             worst = int(np.nanargmax(changes_W))
             self._last.take(
+                passes=int(np.nan_to_num(gathered.workers["micro_batches"][worst])),
                 scale=float(gathered.workers["accumulator_scale"][worst]),
                 micro=int(gathered.workers["accumulator_micro"][worst]),
                 groups=_changed_groups(gathered, worst),
@@ -78,7 +82,11 @@ class AccumulationAudit(Detector):
 
     def _evidence(self) -> Evidence:
         change, seen = self._last, self._changed
-        serious = change.kind in _MISTAKES and seen.count >= ERROR_FROM
+        severity = Severity.WARNING
+        if change.kind in _MISTAKES and seen.count >= ERROR_FROM:
+            severity = Severity.ERROR
+        if change.kind == _RESET and change.passes <= _FEWEST_PASSES:
+            severity = Severity.NOTE
         numbers = {
             "steps": seen.count,
             "kind": change.kind,
@@ -87,7 +95,7 @@ class AccumulationAudit(Detector):
         }
         return Evidence(
             cause=CAUSE,
-            severity=Severity.ERROR if serious else Severity.WARNING,
+            severity=severity,
             ranks=tuple(sorted(seen.ranks)),
             first_step=seen.first,
             last_step=seen.last,
@@ -175,16 +183,19 @@ class _Change(Stateful):
         scale: The factor, as it was last.
         micro: The micro-batch before which it was, from 0.
         groups: Groups of parameters, where not all have changed.
+        passes: Backward passes of the step, as many as any step had.
     """
 
     def __init__(self) -> None:
+        self.passes = 0
         self.kind = ""
         self.scale = 1.0
         self.micro = 0
         self.groups: tuple[str, ...] = ()
 
-    def take(self, *, scale: float, micro: int, groups: tuple[str, ...]) -> None:
+    def take(self, *, passes: int, scale: float, micro: int, groups: tuple[str, ...]) -> None:
         """Take one step's."""
+        self.passes = max(self.passes, passes, micro + 1)
         kind = _IN_PART if groups else _kind_of(scale)
         steady = abs(scale - self.scale) <= _SAME_FACTOR * max(abs(scale), abs(self.scale))
         if self.kind in ("", kind) and (steady or kind in (_RESET, _IN_PART) or not self.kind):

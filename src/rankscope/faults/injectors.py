@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.faults import data_faults, healthy
@@ -453,7 +454,8 @@ class LeftOutOfReduction(Job):
     from_the_start = True
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        setattr(module, "_ddp_params_and_buffers_to_ignore", ["blocks.0.output.weight"])  # noqa: B010
+        ignored = ["blocks.0.output.weight"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         return super().wrap(module)
 
 

@@ -408,7 +408,7 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
     return problem
 
 
-def _free_directory(run_dir: Path, store: Store | None) -> tuple[Path | None, Path]:
+def _free_directory(run_dir: Path, store: Store | None = None) -> tuple[Path | None, Path]:
     """Return the run before, if ``run_dir`` holds one already, and where to record this one.
 
     Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,17 @@ def alone(
     cached = given is not None and given.cached and not outer.enabled
     autocast = (given or outer).again(device, cached=cached)
     mode = _Alone(before_write)
-    with autocast, _eagerly(), _without_benchmark(), _without_accumulation(mode), mode:
-        yield
+    surroundings = ExitStack()
+    try:
+        try:
+            for one in (autocast, _eagerly(), _without_benchmark(), _without_accumulation(mode)):
+                surroundings.enter_context(one)
+            surroundings.enter_context(mode)
+            yield
+        finally:
+            surroundings.close()
+    finally:
+        surroundings.close()  # what is left of them where Ctrl-C came before the first call
 
 
 def _eagerly() -> AbstractContextManager[Any]:
