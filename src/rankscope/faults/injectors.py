@@ -455,7 +455,8 @@ class LeftOutOfReduction(Job):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         ignored = ["blocks.0.output.weight"]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        ddp: Any = DistributedDataParallel
+        ddp._set_params_and_buffers_to_ignore_for_model(module, ignored)
         return super().wrap(module)
 
 
