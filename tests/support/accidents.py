@@ -100,7 +100,7 @@ class Job:
             os.kill(self.ranks[rank].pid, signal.SIGKILL)
         return time.time()
 
-    def results(self, seconds: float = 60.0) -> list[Any]:
+    def results(self, seconds: float = 150.0) -> list[Any]:
         """Return what the ranks have returned."""
         found = []
         for rank, pipe in enumerate(self._results):
