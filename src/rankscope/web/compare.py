@@ -4,7 +4,7 @@ A and B differ in colour and in their dashes, and each curve carries its letter:
 apart in grey too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,34 +166,53 @@ def _compared_losses(tables: Tables, losses: Sequence[tuple[Sequence[Row], Seque
         "y2": {"field": "high"},
         "color": colours("run", LETTERS),
     }
-    source = tables.add(_lettered([ranges for _, ranges in losses]))
+    source = tables.add(_lettered(_by_letter([ranges for _, ranges in losses])))
     bands = layer("area", source, encoding, opacity=0.16, strokeWidth=0)
-    return _lines(tables, [mean for mean, _ in losses], scale, 250, bands)
+    means = _by_letter([mean for mean, _ in losses])
+    return lettered_lines(tables, means, _DASHES, scale, 250, bands)
 
 
 def _compared_curves(tables: Tables, curves: Sequence[Sequence[Row]]) -> Spec:
     """Return one curve of two runs, rows ``{step, value}``, over each other."""
-    domain = rate_domain(*(column(rows, "value") for rows in curves), floor=0.01)
-    return _lines(tables, curves, {"domain": domain}, 170)
+    return lettered_lines(tables, _by_letter(curves), _DASHES, rate_scale(curves), 170)
 
 
-def _lines(
-    tables: Tables, curves: Sequence[Sequence[Row]], scale: Spec, height: int, *behind: Spec
+def rate_scale(curves: Iterable[Sequence[Row]]) -> Spec:
+    """Return the scale of a metric that all curves share."""
+    return {"domain": rate_domain(*(column(rows, "value") for rows in curves), floor=0.01)}
+
+
+def lettered_lines(
+    tables: Tables,
+    curves: Mapping[str, Sequence[Row]],
+    patterns: Mapping[str, Sequence[int]],
+    scale: Spec,
+    height: int,
+    *behind: Spec,
 ) -> Spec:
-    """Return both curves, their letters at their ends, and what the pointer tells."""
+    """Return curves over each other, their letters at their ends, and what the pointer tells.
+
+    Args:
+        tables: Keeps the data.
+        curves: Rows ``{step, value}`` by letter.
+        patterns: Dashes by letter.
+        scale: Of the values.
+        height: Of the figure, in pixels.
+        behind: Layers that lie behind the curves.
+    """
     source = tables.add(_lettered(curves))
     place = {
         "x": step_axis(),
         "y": channel("value:Q", axis={"title": None}, scale=scale),
-        "color": colours("run", LETTERS),
+        "color": colours("run", list(curves)),
     }
-    ends = [{**rows[-1], "run": letter} for letter, rows in _by_letter(curves) if rows]
+    ends = [{**rows[-1], "run": letter} for letter, rows in curves.items() if rows]
     named = {**place, "text": channel("run:N")}
     letters = [
-        layer("text", tables.add([end]), named, align="left", dx=dx, fontWeight=700)
-        for end, dx in zip(ends, (5, 16), strict=False)
+        layer("text", tables.add(ends[first::2]), named, align="left", dx=dx, fontWeight=700)
+        for first, dx in enumerate((5, 16))  # two that end together are both read
     ]
-    line = {**place, "strokeDash": dashes("run", _DASHES)}
+    line = {**place, "strokeDash": dashes("run", patterns)}
     shown = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
     tips = [channel("run:N", title="run"), step_tip(), tip("value", "value")]
     dots = layer(
@@ -205,12 +224,13 @@ def _lines(
         *letters,
         dots,
     ]
-    return layered(layers, height, [pointed("near", dots, ["step", "run"]), zoomable(dots)])
+    figure = layered(layers, height, [pointed("near", dots, ["step", "run"]), zoomable(dots)])
+    return {**figure, "padding": {"left": 2, "right": 28, "top": 6, "bottom": 2}}  # for letters
 
 
-def _by_letter(curves: Sequence[Sequence[Row]]) -> list[tuple[str, Sequence[Row]]]:
-    return list(zip(LETTERS, curves, strict=True))
+def _by_letter(curves: Sequence[Sequence[Row]]) -> dict[str, Sequence[Row]]:
+    return dict(zip(LETTERS, curves, strict=True))
 
 
-def _lettered(curves: Sequence[Sequence[Row]]) -> list[Row]:
-    return [{**row, "run": letter} for letter, rows in _by_letter(curves) for row in rows]
+def _lettered(curves: Mapping[str, Sequence[Row]]) -> list[Row]:
+    return [{**row, "run": letter} for letter, rows in curves.items() for row in rows]

@@ -7,29 +7,17 @@ apart.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import TYPE_CHECKING
 
 from rankscope.diagnose.assessment import assess
 from rankscope.errors import RunError
 from rankscope.record import Run
-from rankscope.web.compare import curve_of
-from rankscope.web.parts import (
-    Spec,
-    Tables,
-    channel,
-    colours,
-    column,
-    dashes,
-    layer,
-    layered,
-    pointed,
-    rate_domain,
-    step_axis,
-    step_tip,
-    tip,
-    zoomable,
-)
-from rankscope.web.series import Row
+from rankscope.web.compare import curve_of, lettered_lines, rate_scale
+from rankscope.web.parts import Spec, Tables
 from rankscope.web.words import METRICS, Verdict, titles_of, verdict_of
+
+if TYPE_CHECKING:
+    from rankscope.web.series import Row
 
 MOST_RUNS = len(ascii_uppercase)
 NUM_COLOURS = 4
@@ -107,43 +95,15 @@ def overlay_view(tables: Tables, runs: Mapping[str, Run]) -> OverlayView:
             curves[name][letter] = rows
     if not shown:
         raise RunError("none of these runs can be read: choose others")
-    figures = {
-        f"compare-{name}": _lines(tables, by_letter, large=name == "loss")
-        for name, by_letter in curves.items()
-        if any(by_letter.values())
-    }
+    patterns = {one.letter: _dash(one.letter) for one in shown}
+    figures = {}
+    for name, by_letter in curves.items():
+        if any(by_letter.values()):
+            large = name == "loss"
+            scale = {"zero": False, "nice": True} if large else rate_scale(by_letter.values())
+            height = 320 if large else 190
+            figures[f"compare-{name}"] = lettered_lines(tables, by_letter, patterns, scale, height)
     return OverlayView(shown, figures)
-
-
-def _lines(tables: Tables, curves: Mapping[str, Sequence[Row]], *, large: bool) -> Spec:
-    """Return curves by letter, rows ``{step, value}``, over each other."""
-    scale: Spec = {"zero": False, "nice": True}
-    if not large:
-        domain = rate_domain(*(column(rows, "value") for rows in curves.values()), floor=0.01)
-        scale = {"domain": domain}
-    lettered = [{**row, "run": letter} for letter, rows in curves.items() for row in rows]
-    source = tables.add(lettered)
-    place = {
-        "x": step_axis(),
-        "y": channel("value:Q", axis={"title": None}, scale=scale),
-        "color": colours("run", list(curves)),
-    }
-    ends = tables.add([{**rows[-1], "run": letter} for letter, rows in curves.items() if rows])
-    line = {**place, "strokeDash": dashes("run", {letter: _dash(letter) for letter in curves})}
-    shown = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
-    tips = [channel("run:N", title="run"), step_tip(), tip("value", "value")]
-    dots = layer(
-        "point", source, {**place, "opacity": shown, "tooltip": tips}, filled=True, size=34
-    )
-    named = {**place, "text": channel("run:N")}
-    layers = [
-        layer("line", source, line, strokeWidth=1.7, strokeJoin="round"),
-        layer("text", ends, named, align="left", dx=5, fontWeight=700),
-        dots,
-    ]
-    parameters = [pointed("near", dots, ["step", "run"]), zoomable(dots)]
-    figure = layered(layers, 320 if large else 190, parameters)
-    return {**figure, "padding": {"left": 2, "right": 20, "top": 6, "bottom": 2}}  # for letters
 
 
 def _dash(letter: str) -> tuple[int, ...]:
