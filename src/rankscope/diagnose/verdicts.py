@@ -298,7 +298,7 @@ def _say_loss(values: Values) -> str:
     if first is None or last is None:
         return "No loss was measured."
     return (
-        f"The averaged loss went from {first:.3f} to {last:.3f} over "
+        f"The averaged loss went from {short(first)} to {short(last)} over "
         f"{count(int(_number(values, 'steps')), 'step')}. It would look as smooth whether the "
         "workers agree or not."
     )
@@ -389,9 +389,11 @@ def _say_cost(values: Values) -> str:
     fixed, read = values["overhead_fixed_seconds"], values["overhead_read_seconds"]
     if fixed is None or read is None:
         return text + "."
+    shown = [f"{1e3 * seconds:.2g}" for seconds in (fixed, read)]
+    whole = sum(map(float, shown)) / 1e3
     text += (
-        f": {1e3 * fixed:.2g} ms in every step whatever its length, and {1e3 * read:.2g} ms to "
-        f"read the gradient where it is measured. A step of 1 second would pay {fixed + read:.2%}."
+        f": {shown[0]} ms in every step whatever its length, and {shown[1]} ms to "
+        f"read the gradient where it is measured. A step of 1 second would pay {whole:.2%}."
     )
     budget = values["overhead_budget"]
     if budget is not None:

@@ -146,13 +146,12 @@ def tiles(values: Values) -> list[dict[str, str]]:
     unit = TOKENS if values.get("loss_per_token") else "mean over the workers"
     batch: Any = values.get("effective_batch")
     batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
-    spread = UNKNOWN if missing(values.get("loss_std")) else short(values["loss_std"])
     cells = (
-        ("Averaged loss", f"{number(first, 2)} → {number(last, 2)}", unit),
-        ("Loss dispersion", spread, ratio_in_words(values)),
+        ("Averaged loss", f"{_short(first)} → {_short(last)}", unit),
+        ("Loss dispersion", _short(values.get("loss_std")), ratio_in_words(values)),
         (
             "Gradient-norm dispersion",
-            number(values.get("grad_norm_std")),
+            _short(values.get("grad_norm_std")),
             "std over workers, before the reduction",
         ),
         (
@@ -167,6 +166,11 @@ def tiles(values: Values) -> list[dict[str, str]]:
         ),
     )
     return [{"label": label, "value": value, "note": note} for label, value, note in cells]
+
+
+def _short(value: Any) -> str:
+    """Return a number as the statements print it, or a dash if undefined."""
+    return UNKNOWN if missing(value) else short(value)
 
 
 def anchors(findings: Sequence[Finding], key: str = "") -> list[str]:
