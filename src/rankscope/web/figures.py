@@ -17,6 +17,7 @@ from rankscope.web.parts import (
     layer,
     layered,
     pointed,
+    rank_axis,
     rate_domain,
     step_axis,
     step_tip,
@@ -245,9 +246,9 @@ def worker_deviations(tables: Tables, rows: Sequence[Row], named: Sequence[int] 
         named: Ranks that a finding names.
     """
     source = tables.add(rows)
-    axis = {"title": "rank", "format": ",d", "tickMinStep": 1, "tickCount": 8}
     ranks = [row["rank"] for row in rows]
     ends = [min(ranks, default=0) - 0.5, max(ranks, default=0) + 0.5]
+    axis = rank_axis(max(ranks, default=0) + 1)
     x = channel("rank:Q", axis=axis, scale={"domain": ends, "nice": False})
     y = channel("value:Q", axis={"title": None, "tickCount": 3})
     tips = [channel("rank:O", title="rank"), tip("value", "mean difference")]

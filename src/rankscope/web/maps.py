@@ -19,6 +19,7 @@ from rankscope.web.parts import (
     layer,
     layered,
     pointed,
+    rank_axis,
     sized,
     step_axis,
 )
@@ -58,7 +59,7 @@ def worker_map(
     ends = [min(r["first"] for r in rows) - 0.5, max(r["until"] for r in rows) - 0.5]
     x = step_axis(field="left", domain=ends, round=True)
     scale = _rank_scale(num_workers, reverse=True)
-    y = channel("low:Q", axis=_rank_axis(), scale=scale)
+    y = channel("low:Q", axis=_rank_axis(num_workers), scale=scale)
     later = "(datum.last > datum.first ? ' to ' + format(datum.last, ',') : '')"
     words = {
         "left": "datum.first - 0.5",
@@ -110,7 +111,7 @@ def group_map(
     order = [str(row["group"]) for row in rows]
     axis = {"title": None, "labelLimit": 150, "domain": False, "ticks": False, "grid": False}
     encoding = {
-        "x": channel("low:Q", axis=_rank_axis(), scale=_rank_scale(num_workers)),
+        "x": channel("low:Q", axis=_rank_axis(num_workers), scale=_rank_scale(num_workers)),
         "x2": {"field": "high"},
         "y": channel("group:N", sort=order, axis=axis, scale={"padding": 0}),
         "color": _colour(legend, far),
@@ -143,9 +144,8 @@ def _calculated(fields: Mapping[str, str]) -> list[Spec]:
     return [{"calculate": words, "as": name} for name, words in fields.items()]
 
 
-def _rank_axis() -> Spec:
-    marks = {"tickMinStep": 1, "tickCount": 8, "grid": False, "domain": False}
-    return {"title": "rank", "format": ",d", **marks}
+def _rank_axis(num_workers: int) -> Spec:
+    return {**rank_axis(num_workers), "grid": False, "domain": False}
 
 
 def _rank_scale(num_workers: int, *, reverse: bool = False) -> Spec:

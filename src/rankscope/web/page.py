@@ -128,11 +128,10 @@ def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") ->
 
 
 def _timing(source: Source) -> dict[str, float]:
-    """Return the monitor's median time per step and the median step, in seconds, if known."""
-    seconds = source.overviews["step_seconds"].mean_BW.ravel()
-    parts = {"overhead": source.steps["overhead_seconds"], "step": seconds}
-    finite = {name: part[np.isfinite(part)] for name, part in parts.items()}
-    return {name: float(np.median(part)) for name, part in finite.items() if part.size}
+    """Return the monitor's median time per step, in seconds, if known."""
+    spent = source.steps["overhead_seconds"]
+    known = spent[np.isfinite(spent)]
+    return {"overhead": float(np.median(known))} if known.size else {}
 
 
 def write_run_pictures(run: Run, assessment: Assessment, folder: Path) -> list[Path]:

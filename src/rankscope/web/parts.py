@@ -6,6 +6,7 @@ Figures are written as Vega-Lite takes them: as wide as the column of the page, 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from rankscope.web.series import Row
@@ -135,6 +136,16 @@ def step_axis(
     """Return the horizontal axis of every curve: whole steps; ``scale`` adds to its scale."""
     axis = {"title": title, "format": ",d", "tickMinStep": 1, "tickCount": ticks}
     return channel(f"{field}:Q", axis=axis, scale={"nice": False, "zero": False, **scale})
+
+
+def rank_axis(num_workers: int, ticks: int = 8) -> Spec:
+    """Return an axis of ranks, labelled at multiples of 1, 2 or 5 times a power of ten.
+
+    ``tickMinStep`` does not keep halves away where the axis is short.
+    """
+    steps = (size * 10**power for power in count() for size in (1, 2, 5))
+    every = next(step for step in steps if step * ticks >= num_workers)
+    return {"title": "rank", "format": ",d", "values": list(range(0, num_workers, every))}
 
 
 def tip(name: str, title: str) -> Spec:

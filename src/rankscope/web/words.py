@@ -361,11 +361,9 @@ _FACTS = (
 
 
 def _overhead(timing: Mapping[str, float]) -> str:
-    overhead, step = timing.get("overhead"), timing.get("step")
-    if overhead is None:
-        return UNKNOWN
-    share = f", {100 * overhead / step:.1f} % of the step" if step else ""
-    return f"{1e3 * overhead:.2g} ms per step{share} (medians, slowest worker)"
+    """Return the median cost of a step; its share of the time is among the statements."""
+    overhead = timing.get("overhead")
+    return UNKNOWN if overhead is None else f"{1e3 * overhead:.2g} ms in the median step"
 
 
 def _shown(value: Any) -> str:

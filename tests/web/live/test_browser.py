@@ -210,8 +210,6 @@ def test_smoothing_keeps_the_measured_curve_in_sight(page: Page, site: Site):
 
 def test_print_has_every_figure(page: Page, site: Site):
     opened(page, site, "run/sft/forgotten-sampler")
-    page.emulate_media(media="print")
-    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     figures = page.locator("[data-figure]")
     expect(page.locator("[data-drawn]")).to_have_count(figures.count())
     pdf = page.pdf()

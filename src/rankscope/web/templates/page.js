@@ -12,6 +12,7 @@
   const stood = new Map(); // name of a figure → where its slider stands
   const CANVAS_FROM = 3000; // values from which a canvas draws faster than an SVG
   const MARGIN = "800px";
+  const idly = window.requestIdleCallback ?? ((work) => setTimeout(work, 100));
   const LOOKING = 3000; // a figure under a pointer that moved so many milliseconds ago waits
   let choice = recall();
   let systemDark = prefersDark.matches; // reading it again may swallow the event of its change
@@ -164,7 +165,14 @@
 
   function ask(place) {
     queue.add(place);
-    work();
+    return work();
+  }
+
+  /* Draw what is out of sight as well, while nothing else is to do: printing waits for no figure. */
+  function drawRest() {
+    const isNew = ({ dataset }) => store.specs[dataset.figure] && !views.has(dataset.figure);
+    const place = [...document.querySelectorAll("[data-figure]")].find(isNew);
+    if (place) idly(async () => { await ask(place); drawRest(); });
   }
 
   const observer = new IntersectionObserver((entries) => {
@@ -325,8 +333,8 @@
     if (button?.dataset.rank !== undefined) toggle(button);
     else if (button?.dataset.play) play(button);
   });
-  window.addEventListener("beforeprint", () => document.querySelectorAll("[data-figure]").forEach(ask));
   window.rankscope = { update, move, switchMode: () => choose(mode() === "dark" ? "light" : "dark") };
   paint();
   drawShown();
+  drawRest();
 })();
