@@ -19,6 +19,12 @@ FIGURES = Path(__file__).parents[3] / "docs" / "figures"
 HOSTILE = "<script>alert(1)</script>"
 IN_VIEW = "e => e.getBoundingClientRect().top < innerHeight && e.getBoundingClientRect().bottom > 0"
 
+OVERHANG = """() => [...document.querySelectorAll("[data-figure]")].filter((place) => {
+  const drawn = place.querySelector("svg, canvas").getBoundingClientRect();
+  return drawn.right > place.getBoundingClientRect().right + 1;
+}).map((place) => place.dataset.figure)"""
+"""The figures that are wider than their place."""
+
 
 class Site:
     """The served directory: a healthy run, a faulty one, one with a bad name, one under way."""
@@ -212,6 +218,9 @@ def test_print_has_every_figure(page: Page, site: Site):
     opened(page, site, "run/sft/forgotten-sampler")
     figures = page.locator("[data-figure]")
     expect(page.locator("[data-drawn]")).to_have_count(figures.count())
+    page.emulate_media(media="print")
+    page.evaluate("document.querySelector('main').style.width = '600px'")  # as paper is narrower
+    assert page.evaluate(OVERHANG) == []
     pdf = page.pdf()
     assert pdf.startswith(b"%PDF")
     assert pdf.count(b"/Type /Page\n") > 1
