@@ -67,6 +67,10 @@ NOT_RUN = {
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint node-0:29500 "
         "-m rankscope run train.py",
     ): PLACEHOLDER,
+    (
+        "docs/verify.md",
+        "torchrun --nproc-per-node 2 -m rankscope run --run-dir runs/ci --verify-at 20 train.py",
+    ): PLACEHOLDER,
     ("docs/diff.md", "torchrun --nproc-per-node 4 train.py --run-dir runs/first"): PLACEHOLDER,
     ("docs/diff.md", "torchrun --nproc-per-node 4 train.py --run-dir runs/second"): PLACEHOLDER,
     ("docs/diff.md", "python benchmarks/diff_pairs.py --seeds 3"): BENCHMARK,

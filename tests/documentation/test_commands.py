@@ -19,6 +19,7 @@ from documentation.blocks import PAGES, ROOT, blocks, commands
 from documentation.framework_examples import examples
 from documentation.tables import ADAPTERS, IN_RANKS, NOT_RUN
 from rankscope.cli.main import NAME, app
+from rankscope.core.finding import Finding, Severity
 from rankscope.record.bundle import save_bundle
 from record.run_files import write
 from record.step_reports import make_report
@@ -42,7 +43,9 @@ MODEL = "from cli.test_replay import model as make\n"
 def recorded(tmp_path_factory):
     """Write what the commands of the pages are about: runs, a bundle, a model."""
     folder = tmp_path_factory.mktemp("recorded")
-    write(folder / "run", [make_report(step, micro=2, groups=True) for step in range(6)]).close()
+    writer = write(folder / "run", [make_report(step, micro=2, groups=True) for step in range(6)])
+    writer.add_findings([Finding("verify", "verify.agrees", Severity.NOTE, (), 2, 2, "Right.", "")])
+    writer.close()
     saved = save_bundle(folder / "run", make_bundle())
     saved.rename(saved.with_name("rank-2-step-66"))
     (folder / "my_model.py").write_text(MODEL)

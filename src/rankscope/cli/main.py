@@ -24,6 +24,7 @@ from rankscope.cli.report import report
 from rankscope.cli.run import run_script
 from rankscope.cli.serve import serve
 from rankscope.cli.study import study
+from rankscope.cli.verify import verify
 from rankscope.errors import RankscopeError
 
 FINDINGS = 1
@@ -69,6 +70,7 @@ app.command(short_help="Say what a finding means, and what to do about it.")(cau
 app.command()(serve)
 app.command(short_help="Check that a training can start: ranks, network, model, data.")(doctor)
 app.command(short_help="Run the batches again that a finding has saved.")(replay)
+app.command(short_help="Say whether a reference step found the right gradient.")(verify)
 app.command(short_help="Say where two runs part, by how much, and why.")(diff)
 app.command(short_help="Measure what the order and the type of a sum change.")(numerics)
 app.add_typer(faults, short_help="List and run the fault bench: real faults on real ranks.")

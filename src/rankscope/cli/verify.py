@@ -1,0 +1,57 @@
+"""``rankscope verify``: what the reference steps of a run have shown, with an exit code for CI."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankscope.cli.output import plain, show, terminal
+from rankscope.cli.verdict import LOOK
+from rankscope.core.finding import Finding
+from rankscope.core.verification import Answer
+from rankscope.errors import RunError
+from rankscope.record import Run
+from rankscope.record.stores import at_hand
+
+RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
+_CODES = {RIGHT: 0, WRONG: 1, UNKNOWN: 2}
+_AGREES, _DECLINED = f"verify.{Answer.AGREES}", "verify.declined"
+
+
+def verify(
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The run's directory.", show_default=False)
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say whether the optimizer was given the gradient that one process would compute.
+
+    Needs a run with a reference step: torchrun … -m rankscope run --verify-at 20 SCRIPT.
+    Exit code: 0 all reference steps agree; 1 one differs; 2 none has an answer, or bad input.
+    """
+    run = Run.open(at_hand(path))
+    steps = [finding for finding in run.findings() if finding.cause.startswith("verify.")]
+    if not steps:
+        raise RunError(
+            f"no reference step has ended in {path}: train with rankscope run --verify-at 20, or "
+            "watch(verify_at=[20]), beyond that step"
+        )
+    answer = _answer(steps)
+    if as_json:
+        print(json.dumps({"answer": answer, "steps": [one.to_json() for one in steps]}))
+    else:
+        for finding in steps:
+            healthy = finding.cause == _AGREES
+            sign, colour = LOOK["healthy" if healthy else str(finding.severity)]
+            show(terminal(), plain(f"{sign} {finding.explanation}", colour))
+    if _CODES[answer]:
+        raise typer.Exit(_CODES[answer])
+
+
+def _answer(steps: list[Finding]) -> str:
+    """Return what all say together: a step that was not computed again proves nothing."""
+    causes = {finding.cause for finding in steps}
+    if causes - {_AGREES, _DECLINED}:
+        return WRONG
+    return RIGHT if _AGREES in causes else UNKNOWN
