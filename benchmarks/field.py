@@ -141,6 +141,10 @@ ALL = (
         for kind in ("tokens", "device", "micro", "smooth")
         for micro in ("1", "3")
     ),
+    _own("trainer.py", "compile", "1", package="transformers", logged=_TRAINER),
+    replace(
+        _own("trainer.py", "eight_bit", "1", package="torchao", logged=_TRAINER), packages="torchao"
+    ),
     *(_own("accelerate_loop.py", kind, package="accelerate") for kind in ("ddp", "fsdp2")),
     replace(_own("local_sgd.py", package="accelerate"), plan='{"local_steps": 8}'),
     *(_own("deepspeed_loop.py", stage, package="deepspeed") for stage in ("1", "2", "3")),

@@ -29,6 +29,8 @@ def collate(batch):
 more = {
     "device": {"average_tokens_across_devices": False},
     "smooth": {"label_smoothing_factor": 0.1},
+    "compile": {"torch_compile": True},
+    "eight_bit": {"optim": "adamw_torch_8bit"},
 }
 arguments = TrainingArguments(
     str(folder / "output"),
