@@ -38,6 +38,7 @@ fuzz: $(VENV)/.dev ## 10,000 damaged runs, studies, bundles, data files and plan
 field: $(VENV)/.dev ## scripts of other packages, plain and watched: half an hour
 	$(PIP_INSTALL) peft sentence-transformers torchtitan==0.2.2
 	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/timm timm torchvision==0.28.*  # others' imports fail with it
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/torchao torchao
 	$(BIN)/python benchmarks/field.py --write
 
 chaos: $(VENV)/.dev ## accidents around small trainings, hundreds of them: a quarter of an hour
