@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rankscope.agent.frames import ALL_RANKS, Frame, FrameReader, Kind, pack
+from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameReader, Kind, pack
 from rankscope.agent.layout import Layout
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.message import StepMessage
@@ -85,7 +85,10 @@ class Forwarder:
 
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a local rank, or None for the end of its connection."""
-        if frame is None:
+        if rank >= GUESTS:
+            if frame is not None and frame.kind == Kind.MESH:
+                self._hand_on(pack(Kind.MESH, frame.payload, rank=rank, step=frame.step))
+        elif frame is None:
             self._left.add(rank)
             self._gone.add(rank)
             why = json.dumps({"how": self._ranks.ending(rank), "time": at}).encode()

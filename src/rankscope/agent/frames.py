@@ -18,6 +18,8 @@ Content = bytes | bytearray | memoryview
 MARK = 0x5253
 MAX_PAYLOAD = 1 << 30
 ALL_RANKS = -1
+GUESTS = 1 << 30
+"""Where the numbers of guests begin, see :data:`Kind.MESH`: this plus a rank of the job."""
 
 
 class Kind(IntEnum):
@@ -39,6 +41,10 @@ class Kind(IntEnum):
     """How agents of other hosts reach the root; also from the root's agent to rank 0."""
     REFERENCE = 7
     """A worker's part of a reference step, see :mod:`rankscope.core.reference`."""
+
+    MESH = 8
+    """What a rank knows of parameters that ranks of other runs replicate, see
+    :mod:`rankscope.core.mesh_axes`; also from a guest, which is a rank of such a run."""
 
     # To probes.
     WELCOME = 19

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.all_hosts import AllHosts
 from rankscope.agent.forwarder import Forwarder
-from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
+from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, Kind, pack
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.processes import lower_priority
 from rankscope.agent.root import Root
@@ -218,7 +218,8 @@ class Agent:
         self._say_lines()  # what comes before a last word is still heard
         if self._branches is not None and (rank == ALL_RANKS or rank not in self._server.ranks):
             self._branches.send(rank, content)
-        for each in self._server.ranks if rank == ALL_RANKS else (rank,):
+        own = (each for each in self._server.ranks if each < GUESTS)
+        for each in own if rank == ALL_RANKS else (rank,):
             self._server.send(each, content)
 
     def _say_lines(self) -> None:
@@ -239,6 +240,8 @@ class Agent:
             return None
 
     def _introduce(self, rank: int, frame: Frame, connection: socket.socket) -> None:
+        if rank >= GUESTS:
+            return
         self._ranks.introduce(rank, json.loads(frame.payload), connection)
         if not self._in_thread:
             self._server.send(rank, pack(Kind.WELCOME, str(os.getpid()).encode(), rank=rank))

@@ -15,9 +15,10 @@ from rankscope.agent.announcer import Announcer, Change, Changes
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.forwarder import HostSteps
-from rankscope.agent.frames import ALL_RANKS, Frame, Kind, pack
+from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, Kind, pack
 from rankscope.agent.hang_notes import HangNotes, Hosts
 from rankscope.agent.layout import Layout
+from rankscope.agent.mesh_axes import MeshAxes
 from rankscope.agent.message import StepMessage
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.reports import pack_report
@@ -83,7 +84,8 @@ class Root:
             )
         options = setup["info"].get("options")
         meant = Plan.of((options or {}).get("plan")).loss_weighting
-        self._verifications = Verifications(layout.num_workers, meant, self._tell_of_verification)
+        self._verifications = Verifications(layout.num_workers, meant, self._tell_from_outside)
+        self._mesh = MeshAxes(setup["first_step"], self._tell_from_outside)
         self._arrived = -1
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
@@ -119,7 +121,10 @@ class Root:
 
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a rank, or None for the end of its connection."""
-        if frame is None:
+        if rank >= GUESTS:
+            if frame is not None and frame.kind == Kind.MESH:
+                self._mesh.take(None, frame.step, frame.payload)
+        elif frame is None:
             self._workers.leave(rank, self._hosts.ending(rank), at)
         elif frame.kind == Kind.SUMMARY:
             self._take_summary(frame.payload)
@@ -144,6 +149,9 @@ class Root:
 
     def _take_reference(self, rank: int, frame: Frame, at: float) -> None:
         self._verifications.take(rank, frame.step, frame.payload)
+
+    def _take_mesh(self, rank: int, frame: Frame, at: float) -> None:
+        self._mesh.take(rank, frame.step, frame.payload)
 
     def _take_bye(self, rank: int, frame: Frame, at: float) -> None:
         said = json.loads(frame.payload)
@@ -182,7 +190,8 @@ class Root:
     @property
     def _known(self) -> tuple[Finding, ...]:
         hangs = () if self._hangs is None else tuple(self._hangs.findings.values())
-        return (*self._diagnosis.findings, *self._verifications.findings.values(), *hangs)
+        verified = self._verifications.findings.values()
+        return (*self._diagnosis.findings, *self._mesh.findings.values(), *verified, *hangs)
 
     # What is made of it ------------------------------------------------------------------------
 
@@ -213,8 +222,8 @@ class Root:
             self._sinks.findings([finding])
         self._tell([finding], announced=False)  # it was said when it began
 
-    def _tell_of_verification(self, finding: Finding) -> None:
-        """Tell what a reference step has shown, to the log too where it is no fault."""
+    def _tell_from_outside(self, finding: Finding) -> None:
+        """Tell what the tables do not show, to the log too where it is no fault."""
         self._record.add_findings([finding])
         if self._sinks is not None:
             self._sinks.findings([finding])
@@ -448,6 +457,7 @@ _TAKES: dict[Kind, Callable[[Root, int, Frame, float], None]] = {
     Kind.STEP: Root._take_message,
     Kind.BATCH: Root._take_batch,
     Kind.REFERENCE: Root._take_reference,
+    Kind.MESH: Root._take_mesh,
     Kind.BYE: Root._take_bye,
     Kind.SUBSCRIBE: Root._subscribe,
 }

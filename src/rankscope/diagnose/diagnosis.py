@@ -48,7 +48,7 @@ from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_sta
 
 _log = logging.getLogger("rankscope")
 
-SEEN_LIVE = ("time.hang", "verify.")
+SEEN_LIVE = ("time.hang", "verify.", "sync.partial_gradient", "state.replicas_differ")
 """How causes begin whose findings come from outside of the tables, and from no diagnosis."""
 
 _TOGETHER = 64  # steps of a record that are diagnosed at a time

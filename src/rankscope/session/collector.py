@@ -32,6 +32,7 @@ from rankscope.reduce.exact import pack_share
 from rankscope.session.canary import LiveCanary
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
+from rankscope.session.mesh_axes import LiveReplicas
 from rankscope.session.verification import LiveVerification
 from rankscope.session.wrapping import is_compiled, is_training
 
@@ -52,6 +53,7 @@ class StepCollector:
         first_step: Number of the first step.
         canary: Replays batches on all workers; None without.
         verification: Computes gradients of single steps again.
+        replicas: Reads what is replicated over other axes of a mesh; None where nothing is.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class StepCollector:
         first_step: int = 0,
         canary: LiveCanary | None = None,
         verification: LiveVerification | None = None,
+        replicas: LiveReplicas | None = None,
     ) -> None:
         self.paused = self._evaluating = False
         self.step = first_step
@@ -74,7 +77,7 @@ class StepCollector:
         self._guard = guard
         self._send, self._take_read_seconds = send, instruments.take_read_seconds
         self._canary, self._module = canary, instruments.module
-        self._verification = verification
+        self._verification, self._replicas = verification, replicas
         self._losses = self._new_losses()
         self._samples, self._lengths = SampleMeter(), LengthMeter()
         self._optimizer = OptimizerMeter(optimizer)
@@ -242,6 +245,8 @@ class StepCollector:
 
     def _begin_pass(self, *, bypassed: bool = False) -> None:
         self._evidence.begin_step(self.step)
+        if self._replicas is not None:
+            self._replicas.begin_step(self.step)
         if self._verification is not None:
             self._verification.begin_pass(self.step)
         if self._trace is not None:
@@ -276,6 +281,8 @@ class StepCollector:
         self._unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
         self._evidence.see_applied()
+        if self._replicas is not None:
+            self._replicas.see_applied()
 
     def verify(self) -> None:
         """Compute the step's gradient again, if that is due; the optimizer is about to run."""
@@ -351,6 +358,8 @@ class StepCollector:
         """Take all hooks out of the model."""
         self._tap.remove()
         self._evidence.remove()
+        if self._replicas is not None:
+            self._replicas.close()
         if self._exact is not None:
             self._exact.release()
 
@@ -360,8 +369,9 @@ class StepCollector:
         if self._verification is not None:
             self._verification.abandon()
         self._evidence.abort()
-        if self._trace is not None:
-            self._trace.abort()
+        for reader in (self._trace, self._replicas):
+            if reader is not None:
+                reader.abort()
         self._passes.take_idle()
         self._losses.collect()
         self._samples.collect()
@@ -404,7 +414,11 @@ class StepCollector:
         losses, multipliers = self._losses.collect(idle)
         if not comparable:
             self._evidence.abort()
+            if self._replicas is not None:
+                self._replicas.abort()
         evidence = self._evidence if comparable else NoEvidence()
+        if self._replicas is not None:
+            self._replicas.end_step(self.step)
         state, compared = evidence.collect(self.step)
         trace, tracing_seconds = self._collect_trace(comparable=comparable)
         local = LocalStep(

@@ -179,7 +179,7 @@ def _open_run(meeting: Rendezvous, intent: Intent) -> Opened:
     except Exception as error:
         problem = _problem_of(error, f"rank {meeting.rank} cannot begin to watch")
     agreement = {"schema": schema_hash(), **to_plain(intent.options)}
-    hello = {"agreement": agreement, "facts": info.pop("facts", {}), "host": _host()}
+    hello = {"agreement": agreement, "facts": info.pop("facts", {}), "host": host_name()}
     if problem is not None:
         hello |= {"problem": str(problem), "kind": type(problem).__name__}
     hellos = meeting.gather(json.dumps(to_plain(hello)).encode())
@@ -310,7 +310,7 @@ def _wait_for_agent(previous: Path) -> None:
         except (OSError, ValueError):
             return
         agent = said.get("agent") or {}
-        if said.get("status") != "running" or agent.get("host") != _host():
+        if said.get("status") != "running" or agent.get("host") != host_name():
             return
         if not Path(f"/proc/{agent.get('pid')}").exists():
             return
@@ -320,7 +320,7 @@ def _wait_for_agent(previous: Path) -> None:
 def _connect(
     meeting: Rendezvous, answer: Mapping[str, Any], begun: _Begun, intent: Intent
 ) -> Opened:
-    rank, secret, own_host = meeting.rank, answer["secret"], _host()
+    rank, secret, own_host = meeting.rank, answer["secret"], host_name()
     place = f"agent/{own_host}"
     agent = None
     leads = rank == 0 or (own_host != answer["host"] and meeting.is_first(f"leads/{own_host}"))
@@ -371,7 +371,7 @@ def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:
     """Return what the root has to know, as JSON can hold it."""
     options = intent.options
     return {
-        "host": _host(),
+        "host": host_name(),
         "run_dir": str(Path(begun.path or "").absolute()),
         "store": "" if begun.store is None else str(begun.store),
         "info": begun.info,
@@ -389,7 +389,7 @@ def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:
     }
 
 
-def _host() -> str:
+def host_name() -> str:
     """Return what two processes have in common that can open each other's sockets."""
     parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
     if sys.platform == "linux":

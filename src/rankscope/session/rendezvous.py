@@ -9,6 +9,7 @@ import json
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -47,7 +48,9 @@ class Rendezvous:
     that rank 0 draws, and each rank goes by it only once rank 0 has repeated its own token.
 
     Args:
-        group: The data-parallel group.
+        group: The data-parallel group, or one that holds all ``ranks``.
+        ranks: The ranks that meet; None: those of the group.
+        patience_seconds: How long this rank waits for the others at most.
 
     Attributes:
         patience_seconds: How long this rank waits for the others.
@@ -56,17 +59,24 @@ class Rendezvous:
         UnsupportedError: The process group has no store that is in reach.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        ranks = dist.get_process_group_ranks(group)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int] | None = None,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        kind = "" if ranks is None else "mesh/"
+        ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
         self.rank = ranks.index(dist.get_rank())
         self.num_workers = len(ranks)
-        name = hashlib.blake2b(json.dumps(ranks).encode(), digest_size=8).hexdigest()
+        name = kind + hashlib.blake2b(json.dumps(ranks).encode(), digest_size=8).hexdigest()
         self._place = f"rankscope/{name}/{_meetings[name]}"
         _meetings[name] += 1
         self._token = secrets.token_hex(8)
         self._name = f"{self._place}/{self._token}"
         self._store = default_store()
-        self.patience_seconds = min(PATIENCE_SECONDS, PATIENCE_SHARE * _timeout(group))
+        self.patience_seconds = min(patience_seconds, PATIENCE_SHARE * _timeout(group))
 
     def gather(self, content: bytes) -> list[bytes] | None:
         """Give what this rank says; rank 0 gets what all say, in rank order.

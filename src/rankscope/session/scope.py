@@ -37,6 +37,7 @@ from rankscope.session.collector import StepCollector
 from rankscope.session.inbox import Inbox, OnFinding
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
+from rankscope.session.mesh_axes import LiveReplicas
 from rankscope.session.opening import Opened
 from rankscope.session.outbox import Outbox
 from rankscope.session.verification import LiveVerification
@@ -65,6 +66,7 @@ class Scope:
         on_finding: Called with each finding that opens, gets worse or closes.
         make_canary: Returns what replays batches, given the way to the root; None without canaries.
         make_verification: Returns what computes gradients again, given the way to the root.
+        make_replicas: Returns what reads replicas over other axes of a mesh, likewise.
         sinks: Sinks that live in this process; None without.
         announce_end: Whether rank 0 says at the end where the run is recorded.
     """
@@ -79,6 +81,7 @@ class Scope:
         on_finding: OnFinding | None,
         make_canary: Callable[[Callable[[bytes], None]], LiveCanary] | None = None,
         make_verification: Callable[[Callable[[int, bytes], None]], LiveVerification],
+        make_replicas: Callable[[Callable[[int, bytes], None]], LiveReplicas] | None = None,
         sinks: Sinks | None = None,
         announce_end: bool = False,
     ) -> None:
@@ -89,9 +92,10 @@ class Scope:
         self._canary = canary
         self._verification = verification = make_verification(self._send_reference)
         self._guard = Guard(self._fail)
+        replicas = None if make_replicas is None else make_replicas(self._send_replicas)
         first, send = opened.first_step, self._send
         self._collector = StepCollector(
-            instruments, optimizer, self._guard, send, first, canary, verification
+            instruments, optimizer, self._guard, send, first, canary, verification, replicas
         )
         self._mark = _new_mark()
         self._link = opened.connect(self._collector.reduced_copies, self._mark)
@@ -394,6 +398,10 @@ class Scope:
         if not self._link.has_room:
             content = Part(declined="the monitor's agent does not keep up").pack()
         self._link.send(Kind.REFERENCE, content, rank=self._opened.rank, step=step)
+
+    def _send_replicas(self, step: int, content: bytes) -> None:
+        if self._link.has_room:
+            self._link.send(Kind.MESH, content, rank=self._opened.rank, step=step)
 
     # Failures ------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ from rankscope.record.stores import Store
 from rankscope.session.canary import LiveCanary
 from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
-from rankscope.session.instruments import choose_instruments
+from rankscope.session.instruments import STATE_SPACING, choose_instruments
+from rankscope.session.mesh_axes import join_mesh
 from rankscope.session.opening import Intent, Opened, open_run
 from rankscope.session.options import WatchOptions, choice
 from rankscope.session.scope import Scope
@@ -151,6 +152,10 @@ def watch(
     )
     if opened.rank != 0:
         instruments = dataclasses.replace(instruments, make_trace_meter=None)
+    make_replicas = None
+    if options.evidence and not local_steps:
+        spacing = 1 if options.overhead_budget is None else STATE_SPACING
+        make_replicas = join_mesh(wrapped, group, opened, spacing=spacing)
     first = first_by_default(opened.first_step) if options.canary_every is None else None
     return Scope(
         model,
@@ -167,6 +172,7 @@ def watch(
             seed=options.seed,
             knows_optimizer=optimizer is not None,
         ),
+        make_replicas=make_replicas,
         sinks=_local_sinks(opened),
         announce_end=options.announce,
     )

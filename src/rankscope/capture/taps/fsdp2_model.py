@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -94,6 +95,7 @@ class ParameterGroup:
         self._state = state
         self.device: torch.device = inside.device
         info = inside.mesh_info
+        self.mesh: DeviceMesh = info.mesh
         self.shard_size = int(getattr(info, "shard_mesh_size", 1))
         self.num_copies = int(getattr(info, "replicate_mesh_size", 1))
         self.ranks: tuple[int, ...] = tuple(info.mesh.mesh.flatten().tolist())
@@ -181,6 +183,12 @@ class ManagedParameter:
             policy = self.group.mixed_precision
             wanted = policy.reduce_dtype or policy.param_dtype
         return wanted or self.tensor.dtype
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """The type in which the gradient is computed, unless autocast takes another."""
+        policy = getattr(self.inside, "mp_policy", None) or self.group.mixed_precision
+        return policy.param_dtype or self.tensor.dtype
 
     @property
     def unreduced(self) -> Tensor | None:

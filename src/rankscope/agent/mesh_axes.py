@@ -1,0 +1,72 @@
+"""Collects at one root what ranks of several runs replicate over a mesh's axes, and compares it.
+
+Each data-parallel group records a run of its own. The root of the mesh's first one also hears of
+the others' replicas, from their ranks themselves.
+"""
+
+import logging
+from collections.abc import Callable
+
+from rankscope.core.batches import BatchError
+from rankscope.core.finding import Finding
+from rankscope.core.mesh_axes import AxisPart, compare_along
+from rankscope.diagnose.mesh_axes import AxisVerdict
+
+_log = logging.getLogger("rankscope")
+
+_MOST_WAITING = 1024  # steps of ranks along an axis, some of which have sent their part
+
+
+class MeshAxes:
+    """What is replicated over the axes of one mesh.
+
+    Args:
+        first_step: Number of the run's first step.
+        tell: Takes each finding that has changed.
+    """
+
+    def __init__(self, first_step: int, tell: Callable[[Finding], None]) -> None:
+        self._first_step, self._tell = first_step, tell
+        self._parts: dict[tuple[int, str, tuple[int, ...]], dict[int, AxisPart]] = {}
+        self._workers: dict[int, int] = {}
+        self._verdicts: dict[str, AxisVerdict] = {}
+        self.findings: dict[str, Finding] = {}
+
+    def take(self, worker: int | None, step: int, content: bytes) -> None:
+        """Take what a rank knows of a step.
+
+        Args:
+            worker: Its rank in this run; None if it belongs to another.
+            step: The step.
+            content: A packed :class:`AxisPart`.
+        """
+        try:
+            part = AxisPart.unpack(content)
+        except BatchError as error:
+            _log.debug("what a rank sent of its mesh cannot be read: %s", error)
+            return
+        if worker is not None:
+            self._workers[part.rank] = worker
+        for axis, ranks in part.axes.items():
+            parts = self._parts.setdefault((step, axis, ranks), {})
+            parts[part.rank] = part
+            if all(rank in parts for rank in ranks):
+                del self._parts[step, axis, ranks]
+                self._compare(step, axis, [parts[rank] for rank in ranks])
+        if len(self._parts) > _MOST_WAITING:
+            del self._parts[min(self._parts)]
+
+    def _compare(self, step: int, axis: str, parts_T: list[AxisPart]) -> None:
+        try:
+            found = compare_along(axis, parts_T)
+        except (ValueError, KeyError) as error:
+            _log.debug("what ranks replicate over %s cannot be compared: %s", axis, error)
+            return
+        if not found:
+            return
+        verdict = self._verdicts.get(axis)
+        if verdict is None:
+            verdict = self._verdicts[axis] = AxisVerdict(axis, self._first_step)
+        for finding in verdict.observe(step, found, self._workers):
+            self.findings[finding.id] = finding
+            self._tell(finding)

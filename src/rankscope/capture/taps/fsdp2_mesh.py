@@ -1,0 +1,93 @@
+"""Which axes of a device mesh FSDP2 does not average over, and which parameters those replicate."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rankscope.capture.taps.fsdp2_model import ManagedParameter, managed_parameters
+
+_STAGES = ("pp", "pipe", "stage")  # how the axes of pipeline stages are called
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlace:
+    """This rank's place in a mesh beyond its data-parallel axes.
+
+    Attributes:
+        rank: This rank in the job.
+        ranks: All ranks of the mesh.
+        axes: By name of each axis over which FSDP2 does not average, the ranks along it.
+        parameters: All parameters that FSDP2 shards, trained or not.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    axes: Mapping[str, tuple[int, ...]]
+    parameters: tuple[ManagedParameter, ...]
+
+
+def mesh_place(model: nn.Module) -> MeshPlace | None:
+    """Return a rank's place in a mesh; None where nothing but data-parallel axes is known.
+
+    Axes are found in the mesh from which FSDP2's own was cut, and in those of placements. Pipeline
+    stages hold other parameters each, often by the same names: their axis is left out.
+
+    Args:
+        model: A model under ``fully_shard``.
+
+    Raises:
+        UnsupportedError: See :func:`managed_parameters`.
+    """
+    managed = managed_parameters(model)
+    workers = frozenset(managed[0].group.ranks)
+    axes: dict[str, tuple[int, ...]] = {}
+    ranks: tuple[int, ...] = ()
+    for mesh in _meshes(managed):
+        found = {n: r for n, r in _lines(mesh) if workers & set(r) == {dist.get_rank()}}
+        fresh = {name: line for name, line in found.items() if line not in axes.values()}
+        if fresh and mesh.mesh.numel() > len(ranks):
+            ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        axes |= {name: line for name, line in fresh.items() if not name.startswith(_STAGES)}
+    if not axes:
+        return None
+    return MeshPlace(dist.get_rank(), ranks, axes, tuple(managed))
+
+
+def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
+    """Return by name of each axis that a parameter's placement names, whether it is replicated."""
+    tensor = parameter.tensor
+    if not isinstance(tensor, DTensor):
+        return {}
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {
+        name: placement.is_replicate()
+        for name, placement in zip(names, tensor.placements, strict=True)
+    }
+
+
+def _meshes(managed: list[ManagedParameter]) -> Iterator[DeviceMesh]:
+    """Yield the mesh from which FSDP2's was cut, and those of placements, the former first."""
+    inside = managed[0].group.mesh
+    root = getattr(inside, "_get_root_mesh", None)
+    if root is not None:
+        yield root()
+    of_tensors = [p.tensor.device_mesh for p in managed if isinstance(p.tensor, DTensor)]
+    yield from dict.fromkeys(of_tensors)
+
+
+def _lines(mesh: DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield each named axis of a mesh that has several ranks, and those along it through this."""
+    place = (mesh.mesh == dist.get_rank()).nonzero()
+    if len(place) != 1:
+        return
+    for axis, name in enumerate(mesh.mesh_dim_names or ()):
+        at: list[int | slice] = place[0].tolist()
+        at[axis] = slice(None)
+        line = tuple(torch.as_tensor(mesh.mesh)[tuple(at)].tolist())
+        if len(line) > 1:
+            yield name, line
