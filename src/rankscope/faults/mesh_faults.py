@@ -4,6 +4,7 @@ Half of the ranks along the data-parallel axis, two along the other one. Parts o
 summed by hand where plain parameters need it, unless the fault forgets it.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -104,9 +105,12 @@ class SequenceParallelNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the norm of hidden states ``[B, L, WIDTH]``."""
-        part = _Split.apply(hidden, self._group)  # type: ignore[no-untyped-call]
-        whole: Tensor = _Gather.apply(self.norm(part), self._group)  # type: ignore[no-untyped-call]
-        return whole
+        part = exchange(hidden, self._group, _part, _whole)
+        return exchange(self.norm(part), self._group, _whole, _part)
+
+
+def _same(given: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return given.clone()
 
 
 def _part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -125,41 +129,28 @@ def _sum(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+_Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
 class _OverGroup(torch.autograd.Function):
     """Something over a group, and in the backward pass its counterpart."""
 
     @staticmethod
-    def ahead(given: Tensor, group: dist.ProcessGroup) -> Tensor:
-        raise NotImplementedError
+    def forward(
+        ctx: Any, given: Tensor, group: dist.ProcessGroup, ahead: _Exchange, back: _Exchange
+    ) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return ahead(given, group)
 
     @staticmethod
-    def back(given: Tensor, group: dist.ProcessGroup) -> Tensor:
-        raise NotImplementedError
-
-    @classmethod
-    def forward(cls, ctx: Any, given: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return cls.ahead(given, group)
-
-    @classmethod
-    def backward(cls, ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return cls.back(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(gradient, ctx.group), None, None, None
 
 
-class _Split(_OverGroup):
-    ahead, back = staticmethod(_part), staticmethod(_whole)
-
-
-class _Gather(_OverGroup):
-    ahead, back = staticmethod(_whole), staticmethod(_part)
-
-
-class _Copy(_OverGroup):
-    ahead, back = staticmethod(lambda given, _: given.clone()), staticmethod(_sum)
-
-
-class _Add(_OverGroup):
-    ahead, back = staticmethod(_sum), staticmethod(lambda given, _: given)
+def exchange(given: Tensor, group: dist.ProcessGroup, ahead: _Exchange, back: _Exchange) -> Tensor:
+    """Return what ``ahead`` makes of a tensor; its gradient is what ``back`` makes of it."""
+    made: Tensor = _OverGroup.apply(given, group, ahead, back)  # type: ignore[no-untyped-call]
+    return made
 
 
 @injects("M1")
@@ -212,11 +203,10 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden states ``[B, L, WIDTH]``."""
-        copied = _Copy.apply(hidden, self._group)  # type: ignore[no-untyped-call]
+        copied = exchange(hidden, self._group, _same, _sum)
         share = self.router(copied).softmax(-1)[..., self._group.rank(), None]
         expert = self.experts.to_local()[0]  # type: ignore[attr-defined]
-        added: Tensor = _Add.apply(F.gelu(copied @ expert) * share, self._group)  # type: ignore[no-untyped-call]
-        return added
+        return exchange(F.gelu(copied @ expert) * share, self._group, _sum, _same)
 
 
 @injects("M4")

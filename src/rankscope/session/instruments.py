@@ -156,6 +156,7 @@ def choose_instruments(
             device=wrapped.device,
             spacing=1 if options.overhead_budget is None else STATE_SPACING,
             local_steps=local_steps,
+            sums_by_hand=wrapped.mesh is not None,
         )
         return ExactEvidence(
             wrapped.module,

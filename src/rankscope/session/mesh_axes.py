@@ -19,7 +19,7 @@ from rankscope.agent import launch
 from rankscope.agent.frames import GUESTS, Kind, pack
 from rankscope.agent.link import Link
 from rankscope.capture.state.replicas import PendingPart, ReplicaMeter
-from rankscope.capture.taps.fsdp2_mesh import MeshPlace, mesh_place
+from rankscope.capture.taps.fsdp2_mesh import MeshPlace
 from rankscope.errors import RankscopeError
 from rankscope.session.opening import Opened, host_name
 from rankscope.session.rendezvous import BEGIN_SECONDS, LateError, Rendezvous
@@ -117,7 +117,7 @@ def join_mesh(
         opened: This rank's run, which has begun.
         spacing: Steps from turn to turn.
     """
-    place = mesh_place(wrapped.wrapper) if wrapped.kind == "FSDP2" else None
+    place = wrapped.mesh
     if place is None or opened.problem:
         return None
     own = dist.get_process_group_ranks(group)[0]

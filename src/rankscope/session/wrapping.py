@@ -15,6 +15,7 @@ from rankscope.capture import DDPTap, GradientTap, ReadReduced, Sketcher
 from rankscope.capture.names import canonical_name
 from rankscope.capture.taps.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
 from rankscope.capture.taps.fsdp2 import FSDP2Tap
+from rankscope.capture.taps.fsdp2_mesh import MeshPlace, mesh_place
 from rankscope.capture.taps.fsdp2_model import (
     fsdp2_device,
     fsdp2_parameters,
@@ -43,6 +44,7 @@ class Wrapped:
         replica: Workers with equal numbers hold the same parameters; None when each parameter has
             one owner.
         replicated: The model that ``replicate`` was applied to; None under anything else.
+        mesh: This rank's place in a mesh that has other axes than the data-parallel ones.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Wrapped:
     optimizer: torch.optim.Optimizer | None = None
     replica: int | None = 0
     replicated: nn.Module | None = None
+    mesh: MeshPlace | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -154,7 +157,8 @@ def find_wrapper(model: nn.Module) -> Wrapped:
     if is_fsdp2(inner):
         parameters, group = fsdp2_parameters(inner), fsdp2_process_group(inner)
         device, replica = fsdp2_device(inner), fsdp2_replica(inner)
-        return Wrapped("FSDP2", inner, parameters, group, device, replica=replica)
+        mesh = mesh_place(inner)
+        return Wrapped("FSDP2", inner, parameters, group, device, replica=replica, mesh=mesh)
     raise UnsupportedError(
         "watch() expected a model under DistributedDataParallel, replicate or fully_shard, or a "
         f"DeepSpeed engine, got {type(inner).__name__}; pass what the training calls, after "

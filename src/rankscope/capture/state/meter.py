@@ -57,6 +57,8 @@ class StateMeter:
         spacing: Steps from turn to turn, once a run has begun.
         local_steps: So many steps in a row share a turn and have no spacing, so that what has a
             turn is read after an average of the workers' parameters; 0 for steps of their own.
+        sums_by_hand: Whether some gradients may be summed over other axes of a mesh after the
+            reduction; then it is not told which of them were changed.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class StateMeter:
         turns: int = 64,
         spacing: int = 1,
         local_steps: int = 0,
+        sums_by_hand: bool = False,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
@@ -89,6 +92,7 @@ class StateMeter:
             max_items=max_items * spacing,
         )
         self._spacing, self._local_steps = spacing, local_steps
+        self._sums_by_hand = sums_by_hand
         self._plan: Plan | None = None
         self._signature: list[object] | None = None
         self._turns: dict[tuple[int, ...], Turn] = {}
@@ -264,7 +268,8 @@ class StateMeter:
             if self._reduces is not None:
                 seen.reduced = [self._is_reduced(part) for part in turn.reduced.slices]
             sent = self._unsent <= _MOST_UNSENT
-            pending = PendingState(turn, seen, layout, sent=sent, look=self._look)
+            tells, look = not self._sums_by_hand, self._look
+            pending = PendingState(turn, seen, layout, sent=sent, look=look, tells_changed=tells)
         self._clear()
         return pending
 

@@ -234,6 +234,7 @@ class PendingState:
         layout: Digest of the plan; None without one.
         sent: Whether DDP broadcasts running statistics; else they are buffers like others.
         look: The worker's look at its parameters; None in most steps.
+        tells_changed: Whether to tell which gradients were changed after the reduction.
     """
 
     def __init__(
@@ -244,7 +245,9 @@ class PendingState:
         *,
         sent: bool = True,
         look: "PendingLook | None" = None,
+        tells_changed: bool = True,
     ) -> None:
+        self._tells_changed = tells_changed
         self._turn, self._seen, self._layout, self._sent = turn, seen, layout, sent
         self._look = look
         self.changed: tuple[str, ...] = ()
@@ -323,6 +326,8 @@ class PendingState:
         reduced = squares.get(StateKind.REDUCED, 0.0)
         if StateKind.APPLIED in squares and 0 < reduced < math.inf:
             values["applied_scale"] = math.sqrt(squares[StateKind.APPLIED] / reduced)
+            if not self._tells_changed:
+                return
             factor, odd = odd_factors(*each)
             values["applied_odd"] = factor
             slices = self._turn.reduced.slices
