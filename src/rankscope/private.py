@@ -472,6 +472,13 @@ USES = (
         _REFUSES,
     ),
     Use(
+        "torch.distributed.device_mesh.DeviceMesh",
+        "_get_root_mesh",
+        "capture.taps.fsdp2_mesh",
+        "the other axes of the mesh from which FSDP2's own was cut",
+        "only the axes that placements of parameters name are known",
+    ),
+    Use(
         f"{_FSDP}._fsdp_collectives",
         "_get_gradient_divide_factors",
         "faults.injectors",

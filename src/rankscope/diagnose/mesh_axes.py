@@ -15,32 +15,52 @@ PARTIAL, DIFFER = "sync.partial_gradient", "state.replicas_differ"
 _PART = 0.25
 """Relative distance of gradients from which on they are parts of one, whatever came before."""
 
+_MUCH = 4  # times as far apart
 _ROTATION = 64  # steps in which most parameters have a turn
 _MOST_NAMED = 3
 _MOST_LINES = 3
-
+_MOST_RECORDED = 64
 
 _Line = tuple[int, ...]  # ranks of the job along an axis
 
 
 @dataclass(slots=True)
 class _Fault:
-    """What is known of one kind of difference along an axis."""
+    """What is known of one kind of difference along an axis.
+
+    Attributes:
+        first: The first step that shows it.
+        severity: How bad it is.
+        last: The last step that shows it.
+        count: How many steps have shown it.
+        apart: How far each parameter lies apart at most, by name.
+        lines: By ranks along the axis, those that differ from most.
+        told: What was told last.
+    """
 
     first: int
     severity: Severity
-    names: dict[str, float] = field(default_factory=dict)
+    last: int = -1
+    count: int = 0
+    apart: dict[str, float] = field(default_factory=dict)
     lines: dict[_Line, tuple[int, ...]] = field(default_factory=dict)
-    steps: set[int] = field(default_factory=set)
     told: object = None
 
     def add(self, step: int, one: Replicated, apart: float, wait: int) -> None:
         """Take a parameter; one that is found more than ``wait`` steps later is a consequence."""
-        if one.name not in self.names and step > self.first + wait:
+        if one.name not in self.apart and step > self.first + wait:
             return
-        self.names[one.name] = max(apart, self.names.get(one.name, 0.0))
+        self.first = min(self.first, step)
+        self.count += step > self.last
+        self.last = max(self.last, step)
+        self.apart[one.name] = max(apart, self.apart.get(one.name, 0.0))
         self.lines[one.ranks] = one.odd
-        self.steps.add(step)
+
+    def news(self) -> bool:
+        """Return whether there is something to tell, as if it were told now."""
+        told = (self.severity, tuple(self.apart), dict(self.lines), self.count.bit_length())
+        fresh, self.told = told != self.told, told
+        return fresh
 
 
 class AxisVerdict:
@@ -52,6 +72,9 @@ class AxisVerdict:
     which came first. Later they take turns; there, gradients that lie as far apart as parts do, and
     much farther than their parameters, count as partial, and others as a consequence.
 
+    Where the axis cuts no parameter, nothing says that the ranks along it share one model. If a
+    parameter begins with other values there, it may be meant, and gradients are not judged.
+
     Args:
         axis: Its name.
         begun_at: The first step of the run.
@@ -59,11 +82,11 @@ class AxisVerdict:
 
     def __init__(self, axis: str, begun_at: int) -> None:
         self._axis, self._begun_at = axis, begun_at
-        self._faults: dict[tuple[str, bool], _Fault] = {}  # by cause, and whether it is one
-        # By ranks along the axis: parameters that were compared before, and modules whose plain
-        # parameters each rank may have for itself.
+        self._partial: _Fault | None = None
+        self._differ: _Fault | None = None
+        self._drift: _Fault | None = None
         self._met: dict[_Line, set[str]] = defaultdict(set)
-        self._own: dict[_Line, set[str]] = defaultdict(set)
+        self._own: set[_Line] = set()  # whose models may be meant to differ
 
     def observe(
         self, step: int, found: Sequence[Replicated], workers: Mapping[int, int]
@@ -78,106 +101,87 @@ class AxisVerdict:
         Returns:
             Findings that are new, or have changed.
         """
-        self._see_own(found)
-        differs = self._faults.get((DIFFER, True))
-        if differs is None or differs.severity is Severity.WARNING:
-            self._see_gradients(step, found)
-        self._see_parameters(step, found)
-        self._met[found[0].ranks] |= {one.name for one in found}
+        met = self._met[found[0].ranks]
+        begun = [one for one in found if one.name not in met and one.parameter_differs]
+        if any(not _is_meant(one) for one in begun):
+            self._own.add(found[0].ranks)
+        self._see_gradients(step, found, begins=not met)
+        self._see_parameters(step, found, met)
+        met |= {one.name for one in found}
         return list(self._changed(step, workers))
 
-    def _see_own(self, found: Sequence[Replicated]) -> None:
-        """Note what each rank may have for itself: plain parameters that begin differently."""
-        line = found[0].ranks
-        self._own[line] |= {
-            _module_of(one.name)
-            for one in found
-            if _is_plain(one) and one.parameter_differs and one.name not in self._met[line]
-        }
-
-    def _see_parameters(self, step: int, found: Sequence[Replicated]) -> None:
-        partial = (PARTIAL, True) in self._faults
-        for one in found:
-            if not one.parameter > 0:
-                continue
-            if not one.parameter_differs:
-                self._note(DIFFER, step, one, one.parameter, is_fault=False)
-            elif not partial:
-                fault = self._note(DIFFER, step, one, one.parameter)
-                if not _is_plain(one) or one.name in self._met[one.ranks]:
-                    fault.severity = Severity.ERROR
-
-    def _see_gradients(self, step: int, found: Sequence[Replicated]) -> None:
-        line = found[0].ranks
-        begins = not self._met[line]
-        if begins and any(one.parameter_differs and not _is_plain(one) for one in found):
+    def _see_gradients(self, step: int, found: Sequence[Replicated], *, begins: bool) -> None:
+        apart = begins and any(one.parameter_differs for one in found)
+        if self._differ is not None or apart or found[0].ranks in self._own:
             return
         for one in found:
-            own = _is_plain(one) and _module_of(one.name) in self._own[line]
-            part = one.gradient > max(_PART, 4 * one.parameter) or begins
-            if one.gradient_differs and part and not own:
-                self._note(PARTIAL, step, one, one.gradient)
+            part = one.gradient > max(_PART, _MUCH * one.parameter) or begins
+            if one.gradient_differs and part:
+                self._partial = self._partial or _Fault(step, Severity.ERROR)
+                self._partial.add(step, one, one.gradient, _ROTATION)
 
-    def _note(
-        self, cause: str, step: int, one: Replicated, apart: float, *, is_fault: bool = True
-    ) -> _Fault:
-        least = Severity.ERROR if cause == PARTIAL else Severity.WARNING
-        fault = self._faults.setdefault((cause, is_fault), _Fault(step, least))
-        fault.add(step, one, apart, 0 if is_fault and cause == DIFFER else _ROTATION)
-        return fault
+    def _see_parameters(self, step: int, found: Sequence[Replicated], met: set[str]) -> None:
+        for one in found:
+            if one.parameter_differs and self._partial is None:
+                self._differ = self._differ or _Fault(step, Severity.WARNING)
+                if _is_meant(one) or one.name in met:
+                    self._differ.severity = Severity.ERROR
+                self._differ.add(step, one, one.parameter, 0)
+            elif 0 < one.parameter <= one.tolerance:
+                self._drift = self._drift or _Fault(step, Severity.NOTE)
+                self._drift.add(step, one, one.parameter, _ROTATION)
 
     def _changed(self, step: int, workers: Mapping[int, int]) -> Iterator[Finding]:
-        for (cause, is_fault), fault in self._faults.items():
-            if not is_fault and any(real for _, real in self._faults):
-                continue
-            severity = fault.severity if is_fault else Severity.NOTE
-            doubled = len(fault.steps).bit_length()
-            told = (severity, tuple(fault.names), tuple(fault.lines.items()), doubled)
-            if step in fault.steps and told != fault.told:
-                fault.told = told
-                yield self._finding(cause, severity, fault, step, workers)
+        found = [(PARTIAL, self._partial), (DIFFER, self._differ)]
+        if self._partial is None and self._differ is None:
+            found.append((DIFFER, self._drift))
+        for cause, fault in found:
+            if fault is not None and fault.last == step and fault.news():
+                yield self._finding(cause, fault, workers)
 
-    def _finding(
-        self, cause: str, severity: Severity, fault: _Fault, step: int, workers: Mapping[int, int]
-    ) -> Finding:
+    def _finding(self, cause: str, fault: _Fault, workers: Mapping[int, int]) -> Finding:
         concerned = {rank for line in fault.lines for rank in line}
         ranks = tuple(sorted(worker for rank, worker in workers.items() if rank in concerned))
-        everyone = len(ranks) == len(workers)
-        names = list(fault.names)
-        more = len(names) - _MOST_NAMED
-        apart = max(fault.names.values())
+        names, apart = list(fault.apart), max(fault.apart.values())
+        more = [count(len(names) - _MOST_NAMED, "other")] if len(names) > _MOST_NAMED else []
+        finite = math.isfinite(apart)
         numbers = {
             "axis": self._axis,
-            "parameters": names[:64],
-            "apart": apart if math.isfinite(apart) else None,
-            "lines": [list(line) for line in sorted(fault.lines)[:64]],
+            "parameters": names[:_MOST_RECORDED],
+            "apart": apart if finite else None,
+            "lines": [list(line) for line in sorted(fault.lines)[:_MOST_RECORDED]],
         }
         fields = {
             "axis": self._axis,
-            "names": listed(names[:_MOST_NAMED] + ([count(more, "other")] if more > 0 else [])),
+            "names": listed([*names[:_MOST_NAMED], *more]),
             "where": _where(fault.lines),
-            "apart": f"by {apart:.2g} of their norm" if math.isfinite(apart) else "entirely",
+            "apart": f"by {apart:.2g} of their norm" if finite else "since some have none",
         }
         evidence = Evidence(
-            cause, severity, ranks, fault.first, step, len(fault.steps), fields, numbers
+            cause, fault.severity, ranks, fault.first, fault.last, fault.count, fields, numbers
         )
         back = go_back(fault.first, self._begun_at)
-        explanation, next_check = describe(cause, severity, evidence.fields, back)
+        explanation, next_check = describe(cause, fault.severity, evidence.fields, back)
         return Finding(
             id=f"{cause}:{self._axis}",
             cause=cause,
-            severity=severity,
-            ranks=() if everyone else ranks,
+            severity=fault.severity,
+            ranks=() if len(ranks) == len(workers) else ranks,
             first_step=fault.first,
-            last_step=step,
+            last_step=fault.last,
             explanation=explanation,
             next_check=next_check,
             evidence=numbers,
-            step=step,
+            step=fault.last,
         )
 
 
-def _where(lines: Mapping[tuple[int, ...], tuple[int, ...]]) -> str:
+def _is_meant(one: Replicated) -> bool:
+    """Return whether something says that a parameter is one along the axis."""
+    return one.placed or one.cuts
+
+
+def _where(lines: Mapping[_Line, tuple[int, ...]]) -> str:
     """Return which ranks of the job differ, as words: ``ranks 0 and 1, and ranks 2 and 3``.
 
     Where most ranks along an axis agree, those that do not are named: ``rank 3 from ranks 0–2``.
@@ -189,12 +193,3 @@ def _where(lines: Mapping[tuple[int, ...], tuple[int, ...]]) -> str:
     more = len(lines) - len(told)
     words = ", and ".join(told)
     return f"{words}, and {count(more, 'other group')}" if more > 0 else words
-
-
-def _is_plain(one: Replicated) -> bool:
-    """Return whether nothing says that a parameter is meant to be equal along the axis."""
-    return not one.placed and not one.cuts
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]

@@ -1,0 +1,142 @@
+"""Which of several differences along an axis is the cause, and which a consequence."""
+
+import numpy as np
+import pytest
+
+from rankscope.agent.mesh_axes import MeshAxes
+from rankscope.core.mesh_axes import AxisPart, Replicated
+from rankscope.diagnose.mesh_axes import AxisVerdict
+
+WORKERS = {0: 0, 4: 1}
+
+
+def one(name, parameter=0.0, gradient=0.0, *, ranks=(0, 1), cuts=True, placed=False, odd=None):
+    return Replicated(
+        name, ranks, placed, cuts, parameter, gradient, ranks if odd is None else odd, 2.0**-12
+    )
+
+
+def observe(*steps, axis="tp", begun_at=0):
+    """Return all findings in their last state, by id, after steps of ``(step, replicas)``."""
+    verdict = AxisVerdict(axis, begun_at)
+    found = {}
+    for step, replicas in steps:
+        found |= {finding.id: finding for finding in verdict.observe(step, replicas, WORKERS)}
+    return found
+
+
+def test_equal_replicas_say_nothing():
+    assert observe((0, [one("a"), one("b")]), (8, [one("a")])) == {}
+
+
+def test_what_differs_in_the_first_step_is_the_whole_cause():
+    found = observe(
+        (0, [one("a", gradient=1.3), one("b"), one("c", gradient=0.01)]),
+        (90, [one("b", parameter=0.1, gradient=0.9)]),
+    )
+    assert list(found) == ["sync.partial_gradient:tp"]
+    [finding] = found.values()
+    assert finding.evidence["parameters"] == ["a", "c"]
+    assert finding.explanation.startswith(
+        "The gradient of a and c is partial over the mesh axis tp since step 0: it is not reduced "
+        "over that axis."
+    )
+    assert "ranks 0 and 1 of the job; they lie apart by 1.3 of their norm" in finding.explanation
+    assert finding.ranks == (0,)
+    assert "Start again with the fault repaired" in finding.next_check
+
+
+def test_parts_that_begin_later_are_told_from_their_consequences():
+    """By then parameters have drifted: what lies much farther apart than they do is the cause."""
+    healthy = (0, [one("a"), one("b")])
+    later = (40, [one("a", 0.01, 1.2), one("b", 0.005, 0.02)])
+    found = observe(healthy, later, begun_at=0)
+    assert list(found) == ["sync.partial_gradient:tp"]
+    [finding] = found.values()
+    assert (finding.first_step, finding.evidence["parameters"]) == (40, ["a"])
+    assert "checkpoint before step 40" in finding.next_check
+
+
+def test_parameters_that_part_later_explain_their_gradients():
+    found = observe(
+        (0, [one("a"), one("b")]),
+        (40, [one("b", 0.0, 0.05)]),  # a consequence, before the turn of its cause
+        (41, [one("a", 0.2, 0.3)]),
+        (42, [one("b", 0.1, 0.9)]),
+    )
+    assert list(found) == ["state.replicas_differ:tp"]
+    [finding] = found.values()
+    assert (str(finding.severity), finding.first_step) == ("error", 41)
+    assert finding.evidence["parameters"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("meant", "severity"), [({"placed": True}, "error"), ({"cuts": True}, "error"), ({}, "warning")]
+)
+def test_plain_tensors_may_be_meant_to_differ_where_the_axis_cuts_nothing(meant, severity):
+    meant = {"cuts": False, **meant}
+    found = observe(
+        (0, [one("a", 1.4, 1.4, **meant), one("b", 0.0, 1.4, **meant)]),
+        (1, [one("b", 0.1, 1.4, **meant)]),
+    )
+    assert list(found) == ["state.replicas_differ:tp"]
+    assert str(found["state.replicas_differ:tp"].severity) == severity
+
+
+def test_drift_is_a_note_until_it_is_more():
+    found = observe((0, [one("a")]), (8, [one("a", 1e-6, 1e-6)]))
+    assert [str(finding.severity) for finding in found.values()] == ["note"]
+    found = observe((0, [one("a")]), (8, [one("a", 1e-6)]), (16, [one("a", 1e-3)]))
+    assert [str(finding.severity) for finding in found.values()] == ["error"]
+
+
+def test_all_groups_of_ranks_make_one_finding():
+    away, lone = {"ranks": (4, 5, 6), "odd": (6,)}, {"ranks": (0, 1, 2)}
+    verdict = AxisVerdict("tp", 0)
+    for replicas in ([one("a", gradient=1.0, **lone)], [one("a", gradient=1.1, **away)]):
+        found = verdict.observe(0, replicas, WORKERS)
+    [finding] = found
+    assert finding.ranks == ()  # all workers of the run
+    assert "ranks 0–2, and rank 6 from ranks 4 and 5 of the job" in finding.explanation
+    assert finding.evidence["lines"] == [[0, 1, 2], [4, 5, 6]]
+
+
+def test_it_is_told_again_when_its_steps_have_doubled():
+    verdict = AxisVerdict("tp", 0)
+    told = [
+        step for step in range(16) if verdict.observe(step, [one("a", min(step, 1), 1.0)], WORKERS)
+    ]
+    assert told == [0]  # from then on the parameters differ more than the gradients
+    verdict = AxisVerdict("tp", 0)
+    told = [step for step in range(16) if verdict.observe(step, [one("a", 0, 1.0)], WORKERS)]
+    assert told == [0, 1, 3, 7, 15]
+
+
+def test_a_root_compares_once_all_ranks_along_an_axis_have_sent_their_part():
+    found = []
+    root = MeshAxes(0, found.append)
+
+    def send(rank, worker, gradient, step=0, axes=None):
+        part = AxisPart(
+            rank,
+            axes or {"tp": (0, 1)},
+            1,
+            (),
+            ("a",),
+            ("float32",),
+            np.ones((1, 1), np.uint8),
+            np.array([[1], [int(gradient * 100)]]),
+            np.array([[1.0], [abs(gradient)]]),
+            np.full((2, 1, 61), gradient / 61**0.5, np.float32),
+        )
+        root.take(worker, step, part.pack())
+
+    send(0, 0, 1.0)
+    root.take(None, 0, b"nonsense")
+    assert found == []
+    send(1, None, -1.0)
+    assert [finding.id for finding in found] == ["sync.partial_gradient:tp"]
+    assert root.findings == {found[0].id: found[0]}
+    send(0, 0, 1.0, step=1, axes={"cp": (0, 2)})
+    send(2, None, 1.0, step=1, axes={"cp": (0, 2)})
+    assert len(found) == 1
