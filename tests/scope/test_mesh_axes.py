@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import rankscope
 from rankscope import Run
 from rankscope.faults.mesh_faults import SequenceParallelNorm, sum_parts
+from rankscope.session import mesh_axes, opening
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
@@ -29,11 +30,14 @@ CASES: dict[str, dict[str, Any]] = {
     "losses are not averaged": {"forgets": "cp"},
     "replicas of other seeds": {"seeds": True},
     "rounding": {"noise": 1e-6},
+    "norms are not summed on two hosts": {"forgets": "tp", "hosts": True},
     "hybrid": {"axes": ("replicate", "shard", "tp")},
     "hybrid, norms are not summed": {"axes": ("replicate", "shard", "tp"), "forgets": "tp"},
+    "one group is watched": {"forgets": "tp", "alone": True},  # last: others do not count it
 }
 """What is done: which axis's gradients are forgotten and since which step, whether a layer begins
-with another seed on each rank along ``tp``, by how much a gradient is changed there; the axes."""
+with another seed on each rank along ``tp``, by how much a gradient is changed there; whether half
+of the ranks take themselves for another host's, whether one group alone is watched; the axes."""
 
 
 class Block(nn.Module):
@@ -62,7 +66,8 @@ def train(run_dir: str | None, case: dict[str, Any]) -> list[bytes]:
         fully_shard(part, mesh=data)
     fully_shard(model, mesh=data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scope = run_dir and rankscope.watch(
+    watched = run_dir and not (case.get("alone") and dist.get_rank() % 4)
+    scope = watched and rankscope.watch(
         model,
         optimizer,
         run_dir=run_dir,
@@ -95,7 +100,15 @@ def train(run_dir: str | None, case: dict[str, Any]) -> list[bytes]:
 def train_all(rank: int, folder: str) -> dict[str, Any]:
     warnings = collect_warnings()
     alone = train(None, CASES["healthy"])
-    bits = {name: train(f"{folder}/{name}/run", case) for name, case in CASES.items()}
+    bits = {}
+    for name, case in CASES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if case.get("hosts"):
+                for module in (opening, mesh_axes):
+                    patch.setattr(module, "host_name", lambda: f"host {rank // 4}")
+            if case.get("alone"):
+                patch.setattr(mesh_axes, "PATIENCE_SECONDS", 0.5)
+            bits[name] = train(f"{folder}/{name}/run", case)
     return {"same": bits["healthy"] == alone, "warnings": warnings}
 
 
@@ -123,8 +136,8 @@ def faults(folder: Path, case: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["healthy", "hybrid"])
-def test_replicas_that_agree_are_not_mentioned(folder, case):
+@pytest.mark.parametrize("case", ["healthy", "hybrid", "one group is watched"])
+def test_replicas_that_agree_or_are_not_known_are_not_mentioned(folder, case):
     assert faults(folder, case) == {}
 
 
@@ -133,6 +146,7 @@ def test_replicas_that_agree_are_not_mentioned(folder, case):
     [
         ("norms are not summed", 0),
         ("norms are not summed any more", LATE),
+        ("norms are not summed on two hosts", 0),
         ("hybrid, norms are not summed", 0),
     ],
 )

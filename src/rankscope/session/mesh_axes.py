@@ -22,10 +22,13 @@ from rankscope.capture.state.replicas import PendingPart, ReplicaMeter
 from rankscope.capture.taps.fsdp2_mesh import MeshPlace
 from rankscope.errors import RankscopeError
 from rankscope.session.opening import Opened, host_name
-from rankscope.session.rendezvous import BEGIN_SECONDS, LateError, Rendezvous
+from rankscope.session.rendezvous import LateError, Rendezvous
 from rankscope.session.wrapping import Wrapped
 
 _log = logging.getLogger("rankscope")
+
+PATIENCE_SECONDS = 30.0
+"""How long a rank waits for the mesh's other runs, whose ranks begin at about the same time."""
 
 _MOST_PENDING = 4  # steps that wait for their device
 
@@ -148,7 +151,7 @@ def _meet(place: MeshPlace, said: dict[str, Any]) -> dict[str, Any]:
     """
     world = dist.group.WORLD
     assert world is not None
-    meeting = Rendezvous(world, place.ranks, patience_seconds=BEGIN_SECONDS)
+    meeting = Rendezvous(world, place.ranks, patience_seconds=PATIENCE_SECONDS)
     heard = meeting.gather(json.dumps(said).encode())
     if heard is not None:
         each = [json.loads(one) for one in heard]
