@@ -77,6 +77,16 @@ def test_what_one_worker_is_given_is_compared_with_the_others(bench, name, steps
     assert score.delay <= delay
 
 
+def test_a_router_whose_gradient_is_partial_over_its_axis_is_found_at_once(bench):
+    score = bench.run(catalogue()["M4"], num_steps=8)
+    assert score.problem == ""
+    assert score.as_expected
+    assert score.delay == 0
+    [finding] = score.findings
+    assert (finding.id, finding.severity) == ("sync.partial_gradient:ep", Severity.ERROR)
+    assert finding.evidence["parameters"] == [f"blocks.{n}.mlp.router.weight" for n in (0, 1)]
+
+
 def test_a_corrupted_element_is_told_in_its_step_and_leads_to_a_canary(bench, kept):
     score = bench.run(catalogue()["N1"], seed=1, num_steps=90)
     assert score.problem == ""

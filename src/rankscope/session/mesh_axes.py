@@ -67,7 +67,7 @@ class LiveReplicas:
 
     def abort(self) -> None:
         """Forget a step that was never finished."""
-        self._try(ReplicaMeter.collect)
+        self._try(ReplicaMeter.abort)
 
     def close(self) -> None:
         """Send what waits, and close a guest's link."""

@@ -158,6 +158,12 @@ class ReplicaMeter:
         self._step = -1
         return part
 
+    def abort(self) -> None:
+        """Forget a step that was never finished; it begins anew."""
+        if self._step == self._first:
+            self._first = None
+        self.collect()
+
     def _due(self, step: int) -> Sequence[ManagedParameter]:
         if not self._replicated:
             return ()
