@@ -6,6 +6,7 @@ No process group is made for it. Each rank writes what it says; rank 0 reads it 
 import contextlib
 import hashlib
 import json
+import math
 import secrets
 import time
 from collections import Counter
@@ -50,7 +51,8 @@ class Rendezvous:
     Args:
         group: The data-parallel group, or one that holds all ``ranks``.
         ranks: The ranks that meet; None: those of the group.
-        patience_seconds: How long this rank waits for the others at most.
+        patience_seconds: How long this rank waits for the others at most; never longer than
+            :data:`PATIENCE_SECONDS`.
 
     Attributes:
         patience_seconds: How long this rank waits for the others.
@@ -64,7 +66,7 @@ class Rendezvous:
         group: dist.ProcessGroup,
         ranks: Sequence[int] | None = None,
         *,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float = math.inf,
     ) -> None:
         kind = "" if ranks is None else "mesh/"
         ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
@@ -76,7 +78,9 @@ class Rendezvous:
         self._token = secrets.token_hex(8)
         self._name = f"{self._place}/{self._token}"
         self._store = default_store()
-        self.patience_seconds = min(patience_seconds, PATIENCE_SHARE * _timeout(group))
+        self.patience_seconds = min(
+            patience_seconds, PATIENCE_SECONDS, PATIENCE_SHARE * _timeout(group)
+        )
 
     def gather(self, content: bytes) -> list[bytes] | None:
         """Give what this rank says; rank 0 gets what all say, in rank order.
