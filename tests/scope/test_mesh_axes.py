@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "replicas of other seeds": {"seeds": True},
     "rounding": {"noise": 1e-6},
     "norms are not summed on two hosts": {"forgets": "tp", "hosts": True},
+    "norms are not summed in stages": {"axes": ("pp", "dp", "tp"), "forgets": "tp"},
     "hybrid": {"axes": ("replicate", "shard", "tp")},
     "hybrid, norms are not summed": {"axes": ("replicate", "shard", "tp"), "forgets": "tp"},
     "one group is watched": {"forgets": "tp", "alone": True},  # last: others do not count it
@@ -56,7 +57,7 @@ def train(run_dir: str | None, case: dict[str, Any]) -> list[bytes]:
     """Train a model on its share of each batch; return its bits."""
     axes = case.get("axes", ("dp", "cp", "tp"))
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
-    torch.manual_seed(0)
+    torch.manual_seed(mesh["pp"].get_local_rank() if "pp" in axes else 0)
     model = nn.Sequential(Block(mesh["tp"]), Block(mesh["tp"]), nn.Linear(WIDTH, WIDTH))
     if case.get("seeds"):
         torch.manual_seed(mesh["tp"].get_local_rank())
@@ -77,7 +78,7 @@ def train(run_dir: str | None, case: dict[str, Any]) -> list[bytes]:
         canary=False,
     )
     tp, cp = mesh["tp"].get_group(), mesh["cp"].get_group() if "cp" in axes else None
-    worker = dist.get_rank() // 4 if cp else dist.get_rank() // 2
+    worker = dist.get_rank() // 4 if cp else dist.get_rank() // 2 % 4
     for step in range(STEPS):
         torch.manual_seed(100 * step + worker)
         batch = torch.randn(3, 8, WIDTH)
@@ -120,8 +121,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def faults(folder: Path, case: str) -> dict[str, Any]:
-    """Return what is said of the axes in a case, by id; no run says anything else that is bad."""
+def faults(folder: Path, case: str, told_in: str = "run") -> dict[str, Any]:
+    """Return what one run of a case says of the axes, by id; none says anything else."""
     found = {}
     for path in sorted((folder / case).iterdir()):
         run = Run.open(path)
@@ -130,8 +131,8 @@ def faults(folder: Path, case: str) -> dict[str, Any]:
         for finding in run.findings():
             about_axes = finding.cause in ("sync.partial_gradient", "state.replicas_differ")
             assert about_axes or str(finding.severity) == "note", finding
-            assert not about_axes or path.name == "run"
-            if about_axes:
+            assert not about_axes or path.name == told_in or "stages" in case
+            if about_axes and path.name == told_in:
                 found[finding.id] = finding
     return found
 
@@ -159,6 +160,16 @@ def test_a_gradient_that_is_partial_over_tp_is_found(folder, case, first):
     assert sorted(finding.evidence["parameters"]) == sorted(NORMS)
     assert finding.evidence["lines"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert "partial over the mesh axis tp" in finding.explanation
+
+
+@pytest.mark.parametrize(
+    ("told_in", "lines"), [("run", [[0, 1], [2, 3]]), ("run-from-rank-4", [[4, 5], [6, 7]])]
+)
+def test_each_pipeline_stage_is_compared_by_itself(folder, told_in, lines):
+    found = faults(folder, "norms are not summed in stages", told_in)
+    assert list(found) == ["sync.partial_gradient:tp"]
+    [finding] = found.values()
+    assert finding.evidence["lines"] == lines
 
 
 def test_a_gradient_that_is_partial_over_cp_is_found(folder):

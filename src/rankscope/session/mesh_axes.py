@@ -49,9 +49,13 @@ class LiveReplicas:
     """
 
     def __init__(self, place: MeshPlace, guest: Link | None, send: Send, *, spacing: int) -> None:
-        self._meter: ReplicaMeter | None = ReplicaMeter(place, spacing=spacing)
+        self._meter: ReplicaMeter | None = None
         self._rank, self._guest, self._send = place.rank, guest, send
         self._pending: deque[tuple[int, PendingPart]] = deque()
+        try:
+            self._meter = ReplicaMeter(place, spacing=spacing)
+        except Exception as error:  # whatever the model is made of
+            self._end(error)
 
     def begin_step(self, step: int) -> None:
         """Read parameters at the first forward pass of a step."""
@@ -97,14 +101,17 @@ class LiveReplicas:
         try:
             work(self._meter)
         except Exception as error:  # the root may have ended before this rank
-            self._meter = None
-            level = logging.DEBUG if isinstance(error, RankscopeError) else logging.WARNING
-            _log.log(
-                level,
-                "replicas over other axes of the mesh are not compared any more (%s: %s)",
-                type(error).__name__,
-                error,
-            )
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        self._meter = None
+        level = logging.DEBUG if isinstance(error, RankscopeError) else logging.WARNING
+        _log.log(
+            level,
+            "replicas over other axes of the mesh are not compared (%s: %s)",
+            type(error).__name__,
+            error,
+        )
 
 
 def join_mesh(

@@ -157,7 +157,7 @@ def find_wrapper(model: nn.Module) -> Wrapped:
     if is_fsdp2(inner):
         parameters, group = fsdp2_parameters(inner), fsdp2_process_group(inner)
         device, replica = fsdp2_device(inner), fsdp2_replica(inner)
-        mesh = mesh_place(inner)
+        mesh = _find_mesh(inner)
         return Wrapped("FSDP2", inner, parameters, group, device, replica=replica, mesh=mesh)
     raise UnsupportedError(
         "watch() expected a model under DistributedDataParallel, replicate or fully_shard, or a "
@@ -248,6 +248,14 @@ def composable_ddp(model: nn.Module) -> DistributedDataParallel | None:
         state.lazy_init()
     ddp = getattr(state, "_ddp", None)
     return ddp if isinstance(ddp, DistributedDataParallel) else None
+
+
+def _find_mesh(model: nn.Module) -> MeshPlace | None:
+    try:
+        return mesh_place(model)
+    except Exception as error:  # whatever meshes its parameters are on
+        _log.debug("other axes of the mesh are not known: %r", error)
+        return None
 
 
 def _find_replicated(model: nn.Module, ddp: DistributedDataParallel) -> Wrapped:

@@ -1,9 +1,8 @@
 """Which axes of a device mesh FSDP2 does not average over, and which parameters those replicate."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +19,7 @@ class MeshPlace:
 
     Attributes:
         rank: This rank in the job.
-        ranks: All ranks of the mesh.
+        ranks: All ranks of the mesh that hold the same parameters or other cuts of them.
         axes: By name of each axis over which FSDP2 does not average, the ranks along it.
         parameters: All parameters that FSDP2 shards, trained or not.
     """
@@ -50,9 +49,9 @@ def mesh_place(model: nn.Module) -> MeshPlace | None:
     for mesh in _meshes(managed):
         found = {n: r for n, r in _lines(mesh) if workers & set(r) == {dist.get_rank()}}
         fresh = {name: line for name, line in found.items() if line not in axes.values()}
-        if fresh and mesh.mesh.numel() > len(ranks):
-            ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-        axes |= {name: line for name, line in fresh.items() if not name.startswith(_STAGES)}
+        members = _members(mesh) if fresh else ()
+        ranks = members if len(members) > len(ranks) else ranks
+        axes |= fresh
     if not axes:
         return None
     return MeshPlace(dist.get_rank(), ranks, axes, tuple(managed))
@@ -61,9 +60,9 @@ def mesh_place(model: nn.Module) -> MeshPlace | None:
 def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
     """Return by name of each axis that a parameter's placement names, whether it is replicated."""
     tensor = parameter.tensor
-    if not isinstance(tensor, DTensor):
+    names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
+    if not isinstance(tensor, DTensor) or names is None:
         return {}
-    names = tensor.device_mesh.mesh_dim_names or ()
     return {
         name: placement.is_replicate()
         for name, placement in zip(names, tensor.placements, strict=True)
@@ -81,13 +80,26 @@ def _meshes(managed: list[ManagedParameter]) -> Iterator[DeviceMesh]:
 
 
 def _lines(mesh: DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield each named axis of a mesh that has several ranks, and those along it through this."""
+    """Yield each named axis of a mesh that has several ranks, and those along it through this.
+
+    Not that of pipeline stages.
+    """
+    for name in mesh.mesh_dim_names or ():
+        line = _through(mesh, lambda each, name=name: each == name)
+        if len(line) > 1 and not name.startswith(_STAGES):
+            yield name, line
+
+
+def _members(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh that belong to this rank's pipeline stage, in order."""
+    return tuple(sorted(_through(mesh, lambda name: not name.startswith(_STAGES))))
+
+
+def _through(mesh: DeviceMesh, varies: Callable[[str], bool]) -> tuple[int, ...]:
+    """Return the ranks of a mesh whose place differs from this rank's along some axes alone."""
     place = (mesh.mesh == dist.get_rank()).nonzero()
     if len(place) != 1:
-        return
-    for axis, name in enumerate(mesh.mesh_dim_names or ()):
-        at: list[int | slice] = place[0].tolist()
-        at[axis] = slice(None)
-        line = tuple(torch.as_tensor(mesh.mesh)[tuple(at)].tolist())
-        if len(line) > 1:
-            yield name, line
+        return ()
+    names = mesh.mesh_dim_names or ()
+    at = [slice(None) if varies(n) else p for n, p in zip(names, place[0].tolist(), strict=True)]
+    return tuple(mesh.mesh[tuple(at)].flatten().tolist())
