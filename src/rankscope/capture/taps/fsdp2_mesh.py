@@ -1,6 +1,6 @@
 """Which axes of a device mesh FSDP2 does not average over, and which parameters those replicate."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -85,21 +85,22 @@ def _lines(mesh: DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]]]:
     Not that of pipeline stages.
     """
     for name in mesh.mesh_dim_names or ():
-        line = _through(mesh, lambda each, name=name: each == name)
+        line = _through(mesh, (name,))
         if len(line) > 1 and not name.startswith(_STAGES):
             yield name, line
 
 
 def _members(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the ranks of a mesh that belong to this rank's pipeline stage, in order."""
-    return tuple(sorted(_through(mesh, lambda name: not name.startswith(_STAGES))))
+    names = mesh.mesh_dim_names or ()
+    return tuple(sorted(_through(mesh, [n for n in names if not n.startswith(_STAGES)])))
 
 
-def _through(mesh: DeviceMesh, varies: Callable[[str], bool]) -> tuple[int, ...]:
+def _through(mesh: DeviceMesh, axes: Collection[str]) -> tuple[int, ...]:
     """Return the ranks of a mesh whose place differs from this rank's along some axes alone."""
     place = (mesh.mesh == dist.get_rank()).nonzero()
     if len(place) != 1:
         return ()
     names = mesh.mesh_dim_names or ()
-    at = [slice(None) if varies(n) else p for n, p in zip(names, place[0].tolist(), strict=True)]
+    at = [slice(None) if n in axes else p for n, p in zip(names, place[0].tolist(), strict=True)]
     return tuple(mesh.mesh[tuple(at)].flatten().tolist())
