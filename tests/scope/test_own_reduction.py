@@ -1,0 +1,248 @@
+"""Models without wrapper, on real ranks: loops that reduce by themselves, rightly or wrongly."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import rankscope
+from rankscope import Run
+from rankscope.core.finding import Severity
+from rankscope.core.signals import Table
+from rankscope.errors import UnsupportedError, UsageError
+from support.bare import BareLoop, ShardedAdam, ShardedMuon
+from support.loops import PLAN
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 20
+INFINITE = 7
+
+
+class Sum(BareLoop):
+    def reduce(self, step):
+        for parameter in self.trained:
+            dist.all_reduce(parameter.grad)
+
+
+class Accumulated(BareLoop):
+    micro_batches = 3
+
+
+class FlatAndClipped(BareLoop):
+    def reduce(self, step):
+        gradients = [parameter.grad for parameter in self.trained]
+        flat = nn.utils.parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat / self.num_workers, gradients)
+        nn.utils.clip_grad_norm_(self.trained, 0.01)
+
+
+class ReducedInHooks(BareLoop):
+    """Starts the reduction of each gradient as soon as it is there."""
+
+    def prepare(self):
+        self.under_way = []
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.begin)
+
+    def begin(self, parameter):
+        if not hasattr(self, "local"):
+            self.local = []
+        self.local.append(parameter.grad.double().square().sum())
+        self.under_way.append((parameter, dist.all_reduce(parameter.grad, async_op=True)))
+
+    def step(self, step):
+        super().step(step)
+        self.norms[-1] = float(torch.stack(self.local).sum().sqrt())
+        self.local.clear()
+
+    def reduce(self, step):
+        for parameter, work in self.under_way:
+            work.wait()
+            parameter.grad /= self.num_workers
+        self.under_way.clear()
+
+
+class Scaled(BareLoop):
+    """A gradient scaler that skips a step, whose gradient overflows on one worker."""
+
+    def prepare(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=1000)
+        self.number = 0
+
+    def backward(self, loss):
+        if self.number == INFINITE and self.rank == 1:
+            loss = loss * math.inf
+        self.number += 1
+        self.scaler.scale(loss).backward()
+
+    def optimize(self):
+        self.scaler.step(self.optimizers[0])
+        self.scaler.update()
+
+
+class NotAllTrained(BareLoop):
+    """A frozen layer, and a branch that no step uses."""
+
+    branch = True
+
+    def prepare(self):
+        self.model.hidden.requires_grad_(False)
+
+
+class Compiled(BareLoop):
+    def wrap(self, model):
+        return torch.compile(model, backend="eager")
+
+
+class ReducedByOptimizers(BareLoop):
+    def make_optimizers(self):
+        matrices = [self.model.hidden.weight, self.model.head.weight]
+        others = [p for p in self.trained if not any(p is matrix for matrix in matrices)]
+        return [ShardedAdam(others), ShardedMuon(matrices)]
+
+    def reduce(self, step):
+        pass
+
+
+class Forgotten(BareLoop):
+    def reduce(self, step):
+        pass
+
+
+class ForgottenAndClipped(BareLoop):
+    def reduce(self, step):
+        nn.utils.clip_grad_norm_(self.trained, 0.01)
+
+
+class OneForgotten(BareLoop):
+    def reduce(self, step):
+        for parameter in self.trained:
+            if parameter is not self.model.head.bias:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.num_workers
+
+
+class OneScales(BareLoop):
+    def reduce(self, step):
+        if self.rank == 1:
+            for parameter in self.trained:
+                parameter.grad *= 8
+        super().reduce(step)
+
+
+class ForgottenInOptimizer(ReducedByOptimizers):
+    """Of the matrices, only one is left to the optimizer that reduces it."""
+
+    def make_optimizers(self):
+        one = self.model.hidden.weight
+        others = [p for p in self.trained if p is not one]
+        return [ShardedMuon([one]), torch.optim.SGD(others, lr=0.1)]
+
+
+HEALTHY = {
+    "mean": BareLoop,
+    "sum": Sum,
+    "accumulated": Accumulated,
+    "flat and clipped": FlatAndClipped,
+    "in hooks": ReducedInHooks,
+    "scaled": Scaled,
+    "not all trained": NotAllTrained,
+    "compiled": Compiled,
+    "by optimizers": ReducedByOptimizers,
+}
+FAULTS = {
+    "forgotten": (Forgotten, "sync.not_reduced", ()),
+    "forgotten and clipped": (ForgottenAndClipped, "sync.not_reduced", ()),
+    "one forgotten": (OneForgotten, "sync.not_reduced", ("head.bias",)),
+    "one scales": (OneScales, "numerics.reduction_error", ()),
+    "forgotten in optimizer": (ForgottenInOptimizer, "sync.not_reduced", ("head.weight",)),
+}
+FACTORS = {"by optimizers": None}
+
+
+def train(rank, kind, run_dir, **options):
+    loop = kind(rank, run_dir, **options)
+    for step in range(STEPS):
+        loop.step(step)
+    loop.close()
+    return {"bits": loop.bits(), "warnings": loop.warnings, "norms": loop.norms}
+
+
+def train_all(rank, folder):
+    healthy = {
+        name: (train(rank, kind, None), train(rank, kind, f"{folder}/{name}"))
+        for name, kind in HEALTHY.items()
+    }
+    faults = {name: train(rank, kind, f"{folder}/{name}") for name, (kind, *_) in FAULTS.items()}
+    return healthy, faults
+
+
+@pytest.fixture(scope="module")
+def trained():
+    with tempfile.TemporaryDirectory() as folder:
+        yield run_ranks(train_all, 3, folder, timeout=400.0), Path(folder)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_the_training_keeps_its_bits(trained, name):
+    for healthy, _ in trained[0]:
+        alone, watched = healthy[name]
+        assert alone["bits"] == watched["bits"]
+        assert watched["warnings"] == []
+
+
+@pytest.mark.parametrize("name", [*HEALTHY, *FAULTS])
+def test_each_worker_s_own_gradient_is_recorded(trained, name):
+    run = Run.open(trained[1] / name)
+    assert run.table(Table.STEPS).num_rows == STEPS
+    _, norms_TW = run.per_worker("grad_norm")
+    _, losses_TW = run.per_worker("loss")
+    assert (losses_TW > 0).all() or name == "scaled"
+    told = [healthy.get(name, faults.get(name)) for healthy, faults in trained[0]]
+    expected_TW = np.array([(t if name in FAULTS else t[1])["norms"] for t in told]).T
+    if name == "scaled":
+        expected_TW /= 2.0**12
+    finite_TW = np.isfinite(expected_TW)
+    assert finite_TW.sum() >= 3 * STEPS - 1
+    np.testing.assert_allclose(norms_TW[finite_TW], expected_TW[finite_TW], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_is_applied_is_audited_against_their_mean(trained, name):
+    run = Run.open(trained[1] / name)
+    residuals_T = run.table(Table.STEPS)["reduction_residual"].to_numpy()
+    if name == "by optimizers":
+        assert np.isnan(residuals_T).all()
+        return
+    known_T = np.isfinite(residuals_T)
+    assert known_T.sum() >= STEPS - (name == "scaled")
+    assert (residuals_T[known_T] < 1e-6).all()
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_found_where_all_is_well(trained, name):
+    found = {f.cause: f for f in Run.open(trained[1] / name).findings()}
+    told = {cause: f.explanation for cause, f in found.items() if f.severity > Severity.NOTE}
+    assert told == {}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_wrong_is_found(trained, name):
+    _, cause, names = FAULTS[name]
+    found = {f.cause: f for f in Run.open(trained[1] / name).findings()}
+    finding = found[cause]
+    assert finding.severity > Severity.NOTE
+    if cause == "sync.not_reduced":
+        assert (str(finding.severity), finding.ranks) == ("error", (0, 1, 2))
+        assert set(names) <= set(finding.evidence["names"])
+        assert "hidden.weight" not in finding.evidence["names"] or not names
+        assert str(found["state.parameters_differ"].severity) == "error"
