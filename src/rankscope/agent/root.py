@@ -83,7 +83,9 @@ class Root:
             )
         options = setup["info"].get("options")
         meant = Plan.of((options or {}).get("plan")).loss_weighting
-        self._verifications = Verifications(layout.num_workers, meant, self._tell_of_verification)
+        self._verifications = Verifications(
+            layout.num_workers, meant, self._tell_of_verification, by_loop=layout.by_loop
+        )
         self._arrived = -1
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None

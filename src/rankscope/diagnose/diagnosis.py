@@ -332,7 +332,7 @@ def has_replacement(info: Mapping[str, Any]) -> bool:
 
 def is_by_loop(info: Mapping[str, Any]) -> bool:
     """Return whether the training's own loop reduces gradients, as ``run.json`` states it."""
-    return _option(info, "parallel") == "loop"
+    return bool(_option(info, "parallel") == "loop")
 
 
 def diagnosis_of(run: Run) -> Diagnosis:

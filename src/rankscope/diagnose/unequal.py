@@ -198,6 +198,8 @@ class UnequalState(Detector):
         if alone:
             ranks = np.flatnonzero(np.any([d.unchanged_W for d in alone], axis=0)).tolist()
             words = "the reduction left their bits as they were"
+            if self._by_loop:
+                words = "the optimizer is called with each worker's own, and its parameters differ"
             yield _Seen("sync.not_reduced", ranks, _names(alone), words)
         norms = _unequal_norms(gathered, replicas_W)
         if norms is not None and not alone:
@@ -347,9 +349,7 @@ def _where_parameters_differ(gathered: GatheredStep) -> tuple[StateDifference, .
     """
     names = {d.name for d in gathered.differences if d.kind is StateKind.PARAMETER}
     gradients = (StateKind.REDUCED, StateKind.APPLIED)
-    by_optimizer = any(
-        d.kind in gradients and d.name not in names for d in gathered.differences
-    )
+    by_optimizer = any(d.kind in gradients and d.name not in names for d in gathered.differences)
     return tuple(
         d
         for d in gathered.differences

@@ -131,9 +131,7 @@ class Wrapped:
             )
         if self.kind == LOOP:
             size = self.group.size()
-            return LoopTap(
-                parameters, size, sketcher, guarded, reduced=reduced, observer=observer
-            )
+            return LoopTap(parameters, size, sketcher, guarded, reduced=reduced, observer=observer)
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
         return FSDP2Tap(wrapper, parameters, sketcher, guarded, reduced=reduced, observer=observer)
