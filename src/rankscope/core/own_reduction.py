@@ -70,7 +70,8 @@ def undo_factor(parts_W: Sequence[AuditPart]) -> OwnReduction:
     kept_WS = own_WS & (_apart(given_WSK, local_WSK) <= _SAME)
     scaled_WSK = _factors(given_WSK, local_WSK)[:, None, None] * local_WSK
     unreduced_WS = own_WS & (kept_WS | (_apart(given_WSK, scaled_WSK) <= _SAME))
-    unreduced_W: NDArray[np.bool_] = own_WS.any(axis=1) & (unreduced_WS | ~own_WS).all(axis=1)
+    all_WS = unreduced_WS | ~own_WS
+    unreduced_W: NDArray[np.bool_] = np.logical_and(own_WS.any(axis=1), all_WS.all(axis=1))
     if kept_WS.any() or unreduced_W.any():
         hidden = [
             replace(
