@@ -91,7 +91,7 @@ class ShardedMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             for number, parameter in enumerate(group["params"]):
                 owner = number % num_workers
-                mean = parameter.grad.clone()
+                mean: Tensor = parameter.grad.clone()
                 if parameter is self.left_out:
                     self._update(parameter, mean, group)
                     continue
@@ -100,7 +100,7 @@ class ShardedMuon(torch.optim.Optimizer):
                     self._update(parameter, mean / num_workers, group)
                 dist.broadcast(parameter, owner)
 
-    def _update(self, parameter: Tensor, mean: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Any, mean: Tensor, group: dict[str, Any]) -> None:
         momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(mean))
         momentum.mul_(group["momentum"]).add_(mean)
         matrix = momentum.flatten(1) if momentum.ndim > 1 else momentum[None]
