@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DataParallel
 
 from rankscope.errors import UsageError
 from rankscope.integrations.backward_loss import unscaled
-from rankscope.integrations.beginning import Surroundings, agree
+from rankscope.integrations.beginning import Surroundings, agree, bare_models
 from rankscope.integrations.hooks import AfterImport, CallHook, SeenFromBelow
 from rankscope.integrations.run_script import (
     PID_VARIABLE,
@@ -291,3 +292,17 @@ def test_optimizers_of_a_model_are_found():
     assert [id(found) for found in Surroundings(other).optimizers()] == [id(foreign)]
     assert wrapping.param_groups is large.param_groups
     assert Surroundings(nn.Linear(1, 1)).optimizers() == []
+
+
+def test_models_without_wrapper_are_told_by_the_parameters_of_an_optimizer():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    around = nn.Sequential(model)
+    part = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    every = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert {id(found) for found in bare_models(every)} == {id(around), id(model)}
+    assert {id(found) for found in bare_models(part)} == {id(around), id(model), id(model[1])}
+    compiled = torch.compile(model, backend="eager")
+    assert {id(found) for found in bare_models(every)} == {id(around), id(compiled)}
+    wrapped = DataParallel(nn.Linear(1, 1))
+    assert bare_models(every) == []
+    del wrapped

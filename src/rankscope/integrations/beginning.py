@@ -20,7 +20,7 @@ from rankscope.integrations.run_script import Job
 from rankscope.session.rendezvous import agree, default_store
 from rankscope.session.scope import Scope
 from rankscope.session.start import speak_on_stderr, watch
-from rankscope.session.wrapping import LOOP, find_wrapper, in_training_mode
+from rankscope.session.wrapping import LOOP, find_wrapper, in_training_mode, is_compiled
 
 _log = logging.getLogger("rankscope")
 
@@ -196,8 +196,8 @@ def bare_models(optimizer: Optimizer) -> list[nn.Module]:
     if any(isinstance(module, _WRAPPERS) for module in modules):
         return []
     found = [m for m in modules if wanted <= {id(parameter) for parameter in m.parameters()}]
-    compiled = {id(m._modules["_orig_mod"]) for m in found if "_orig_mod" in m._modules}
-    return [module for module in found if id(module) not in compiled]
+    inside = {id(part) for module in found if is_compiled(module) for part in module.children()}
+    return [module for module in found if id(module) not in inside]
 
 
 def _tell_what_is_left_out(around: Surroundings, others: list[Any], *, found: bool) -> None:
