@@ -88,6 +88,28 @@ class Scaled(BareLoop):
         self.scaler.update()
 
 
+class ScaledInPlace(Scaled):
+    micro_batches = 2
+
+    def zero(self):
+        self.model.zero_grad(set_to_none=False)
+
+
+class ReducedBetween(BareLoop):
+    """Averages after each micro-batch what has been added up so far, as some simple loops do."""
+
+    micro_batches = 3
+
+    def backward(self, loss):
+        super().backward(loss)
+        for parameter in self.trained:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.num_workers
+
+    def reduce(self, step):
+        pass
+
+
 class NotAllTrained(BareLoop):
     """A frozen layer, and a branch that no step uses."""
 
@@ -154,10 +176,12 @@ HEALTHY = {
     "flat and clipped": FlatAndClipped,
     "in hooks": ReducedInHooks,
     "scaled": Scaled,
+    "scaled in place": ScaledInPlace,
     "not all trained": NotAllTrained,
     "compiled": Compiled,
     "by optimizers": ReducedByOptimizers,
 }
+UNUSUAL = {"reduced between": ReducedBetween}
 FAULTS = {
     "forgotten": (Forgotten, "sync.not_reduced", ()),
     "forgotten and clipped": (ForgottenAndClipped, "sync.not_reduced", ()),
@@ -196,7 +220,7 @@ def train(rank, kind, run_dir, num_steps=STEPS, **options):
 def train_all(rank, folder):
     healthy = {
         name: (train(rank, kind, None), train(rank, kind, f"{folder}/{name}", verify_at=[1]))
-        for name, kind in HEALTHY.items()
+        for name, kind in {**HEALTHY, **UNUSUAL}.items()
     }
     options = {"num_steps": CANARY_STEPS, "canary_every": 40}
     healthy["with a canary"] = (
@@ -235,7 +259,7 @@ def trained():
         yield run_ranks(train_all, 3, folder, timeout=400.0), Path(folder)
 
 
-@pytest.mark.parametrize("name", [*HEALTHY, "with a canary"])
+@pytest.mark.parametrize("name", [*HEALTHY, *UNUSUAL, "with a canary"])
 def test_the_training_keeps_its_bits(trained, name):
     for healthy, *_ in trained[0]:
         alone, watched = healthy[name]
@@ -249,11 +273,13 @@ def test_each_worker_s_own_gradient_is_recorded(trained, name):
     assert run.table(Table.STEPS).num_rows == STEPS
     _, norms_TW = run.per_worker("grad_norm")
     _, losses_TW = run.per_worker("loss")
-    assert (losses_TW > 0).all() or name == "scaled"
+    assert (losses_TW > 0).all() or name.startswith("scaled")
+    kinds = {**HEALTHY, **{fault: kind for fault, (kind, *_) in FAULTS.items()}}
     told = [healthy.get(name, faults.get(name)) for healthy, faults, _ in trained[0]]
     expected_TW = np.array([(t if name in FAULTS else t[1])["norms"] for t in told]).T
     finite_TW = np.isfinite(expected_TW)
     assert finite_TW.sum() >= 3 * STEPS - 1
+    assert (run.per_worker("micro_batches")[1] == kinds[name].micro_batches).all()
     np.testing.assert_allclose(norms_TW[finite_TW], expected_TW[finite_TW], rtol=1e-5)
 
 
@@ -265,11 +291,17 @@ def test_what_is_applied_is_audited_against_their_mean(trained, name):
         assert np.isnan(residuals_T).all()
         return
     known_T = np.isfinite(residuals_T)
-    assert known_T.sum() >= STEPS - (name == "scaled")
+    assert known_T.sum() >= STEPS - name.startswith("scaled")
     assert (residuals_T[known_T] < 1e-6).all()
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+def test_what_is_reduced_after_each_micro_batch_is_not_taken_for_local(trained):
+    run = Run.open(trained[1] / "reduced between")
+    assert run.table(Table.STEPS).num_rows == STEPS
+    assert not run.table(Table.STEPS)["observed"].to_numpy(zero_copy_only=False).any()
+
+
+@pytest.mark.parametrize("name", [*HEALTHY, *UNUSUAL])
 def test_nothing_is_found_where_all_is_well(trained, name):
     found = {f.cause: f for f in Run.open(trained[1] / name).findings()}
     worse = {cause: f for cause, f in found.items() if f.severity > Severity.NOTE}

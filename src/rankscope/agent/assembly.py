@@ -23,7 +23,7 @@ from rankscope.core.audit import residuals_of_all
 from rankscope.core.direction import sum_shares
 from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.measured import Measured, measured_of
-from rankscope.core.own_reduction import undo_factor
+from rankscope.core.own_reduction import reduced_between, undo_factor
 from rankscope.core.replicas import (
     TRACE_WIDTH,
     StateDifference,
@@ -246,8 +246,13 @@ class Assembly:
 
 
 def _as_reduced(measured_W: Sequence[Measured | None]) -> list[Measured | None]:
-    """Take what a loop has reduced by itself for the mean that it is a multiple of."""
+    """Take what a loop has reduced by itself for the mean that it is a multiple of.
+
+    One that reduces after each micro-batch adds to what was reduced: no gradient is local then.
+    """
     known = [one for one in measured_W if one is not None]
+    if len(known) == len(measured_W) and reduced_between([one.found_B for one in known]):
+        return [one._replace(values={**one.values, "grad_carried_over": 1.0}) for one in known]
     parts = [one.gradient.audit for one in known if one.gradient.audit is not None]
     if not parts or len(parts) < len(measured_W):
         return list(measured_W)

@@ -97,6 +97,24 @@ def undo_factor(parts_W: Sequence[AuditPart]) -> OwnReduction:
     return OwnReduction(undone, factor, none_W)
 
 
+def reduced_between(found_W: Sequence[Floats]) -> bool:
+    """Return whether workers have found equal gradients when they added another micro-batch's.
+
+    Args:
+        found_W: Norms of what the step's later backward passes have found, of each worker ``[B]``.
+
+    Example:
+        >>> reduced_between([np.array([3.0]), np.array([3.0])])
+        True
+        >>> reduced_between([np.array([3.0]), np.array([2.0])])
+        False
+    """
+    first = found_W[0]
+    if len({len(found_B) for found_B in found_W}) > 1 or not (first > 0).any():
+        return False
+    return all(bool(np.allclose(found_B, first, rtol=_SAME, atol=0.0)) for found_B in found_W)
+
+
 def _plain(factor: float, num_workers: int) -> float:
     """Return a factor, without rounding where it is that of a mean or of a sum."""
     known = (float(plain) for plain in (1, num_workers) if abs(factor - plain) <= _SAME * plain)

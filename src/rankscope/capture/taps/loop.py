@@ -76,7 +76,7 @@ class LoopTap(GradientTap):
     def _start_step(self) -> None:
         self._begun = self._ended = self._settled = self._reduced_known = self._spoiled = False
         self._carried_over: Tensor | None = None
-        self._left: Tensor | None = None  # a parameter that has a gradient
+        self._left: tuple[Tensor, int] | None = None  # a parameter, and its gradient's version
         self._num_passes = 0
 
     @property
@@ -123,7 +123,8 @@ class LoopTap(GradientTap):
         """Whether the optimizer was called after a backward pass, or its gradient thrown away.
 
         A gradient scaler that sees an infinity calls no optimizer; the training throws the
-        gradient away, and the next forward pass begins another step.
+        gradient away, and the next forward pass begins another step. On an accelerator, only one
+        that is taken away is known to be, not one that is zeroed in place.
         """
         if self._backward.running or self._fresh or not self._ended:
             return False
@@ -158,7 +159,14 @@ class LoopTap(GradientTap):
         self._hooks.remove()
 
     def _is_thrown_away(self) -> bool:
-        return self._left is not None and self._left.grad is None
+        if self._left is None:
+            return False
+        parameter, version = self._left
+        gradient = parameter.grad
+        if gradient is None:
+            return True
+        readable = gradient.is_cpu and not gradient.is_sparse and gradient._version != version
+        return readable and not bool(gradient.any())
 
     def _choose_hooks(self) -> None:
         """Have as few hooks as the next backward pass needs, unless one runs."""
@@ -230,7 +238,7 @@ class LoopTap(GradientTap):
         self._ended = True
         self._num_passes += 1
         parameters = (self._parameters[name] for name in self._calls.names)
-        self._left = next((p for p in parameters if p.grad is not None), None)
+        self._left = next(((p, p.grad._version) for p in parameters if p.grad is not None), None)
         goes_on = self._measure and not self._spoiled
         self._accumulator.end_pass(self._calls.names, goes_on=goes_on)
         if self._measure:
