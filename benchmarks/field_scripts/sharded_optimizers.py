@@ -44,13 +44,14 @@ class SlicedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             reductions = []
             for parameter in group["params"]:
-                own = torch.empty_like(parameter.grad[: len(parameter) // SIZE])
-                work = dist.reduce_scatter_tensor(own, parameter.grad, async_op=True)
+                shares = list(parameter.grad.chunk(SIZE))
+                own = torch.empty_like(shares[RANK])
+                work = dist.reduce_scatter(own, shares, async_op=True)
                 reductions.append((parameter, own, work))
             for parameter, own, work in reductions:
                 work.wait()
                 gathered = self.update(parameter, own.div_(SIZE), group)
-                dist.all_gather_into_tensor(parameter.data, gathered)
+                dist.all_gather(list(parameter.data.chunk(SIZE)), gathered)
 
     def update(self, parameter, gradient, group):
         values = parameter[RANK * len(gradient) :][: len(gradient)].clone()
