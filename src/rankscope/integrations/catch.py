@@ -76,7 +76,7 @@ class Catch:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._hooks: list[CallHook] = []
-        self._done = self._trained = False
+        self._done = self._trained = self._looked = False
         self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
         self._bare: list[Any] = []  # modules without wrapper that hold all that is trained
         self._after_step: Any = None
@@ -105,11 +105,14 @@ class Catch:
             self._after_step = register(self._after_optimizer)
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Look for models without wrapper that it trains; where there are wrappers, for none."""
+        """Look once for models without wrapper that it trains; for none where there are wrappers.
+
+        The hook stays until a forward pass: torch goes through its hooks while this one runs.
+        """
         try:
-            if self._done or not _has_several_ranks():
+            if self._done or self._looked or not _has_several_ranks():
                 return
-            self._forget_optimizers()
+            self._looked = True
             from rankscope.integrations.beginning import bare_models
 
             self._bare = bare_models(optimizer)
