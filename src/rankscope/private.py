@@ -202,8 +202,8 @@ USES = (
     Use(
         "torch.Tensor",
         "_version",
-        "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.canary.tensors"
-        " capture.canary.reference capture.taps.accumulator reduce.order_free",
+        "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.taps.loop"
+        " capture.canary.tensors capture.canary.reference capture.taps.accumulator reduce.order_free",
         "whether a gradient was written since it was read",
         _SWITCHES_OFF,
     ),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankscope.errors import UsageError
 from rankscope.integrations import catch
@@ -298,9 +299,8 @@ def test_optimizers_of_a_model_are_found():
 def test_hooks_of_all_optimizers_are_called_as_ever_while_one_is_looked_at(monkeypatch, tmp_path):
     monkeypatch.setattr(catch, "_has_several_ranks", lambda: True)
     looking, called = catch.Catch(Job(str(tmp_path), "train", {})), []
-    looking._await_optimizer(torch.optim.optimizer)
-    register = torch.optim.optimizer.register_optimizer_step_post_hook
-    other = register(lambda *_: called.append(len(looking._bare)))
+    looking._await_optimizer(sys.modules["torch.optim.optimizer"])
+    other = register_optimizer_step_post_hook(lambda *_: called.append(len(looking._bare)))
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
