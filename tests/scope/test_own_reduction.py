@@ -124,6 +124,11 @@ class Compiled(BareLoop):
         return torch.compile(model, backend="eager")
 
 
+class CompiledInPlace(BareLoop):
+    def prepare(self):
+        self.model.compile(backend="eager")
+
+
 class ReducedByOptimizers(BareLoop):
     def make_optimizers(self):
         matrices = [self.model.hidden.weight, self.model.head.weight]
@@ -179,6 +184,7 @@ HEALTHY = {
     "scaled in place": ScaledInPlace,
     "not all trained": NotAllTrained,
     "compiled": Compiled,
+    "compiled in place": CompiledInPlace,
     "by optimizers": ReducedByOptimizers,
 }
 UNUSUAL = {"reduced between": ReducedBetween}
