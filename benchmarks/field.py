@@ -57,6 +57,7 @@ class Script:
         plan: What is declared of it, as JSON; empty for nothing.
         packages: A folder of packages of its own, in the environment; empty for none.
         true: Cause of a finding that is right: the script has that fault; empty for none.
+        unseen: Steps before rankscope run knows the model: one, where it has no wrapper.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Script:
     plan: str = ""
     packages: str = ""
     true: str = ""
+    unseen: int = 0
 
 
 def _trl(name: str, data: str, *more: str, **options: object) -> tuple[str, ...]:
@@ -152,6 +154,8 @@ ALL = (
     _own("sentences.py", package="sentence-transformers", logged=_TRAINER),
     _own("nanogpt_loop.py", package="torch"),
     _own("muon_loop.py", package="torch"),
+    replace(_own("own_loop.py", package="torch"), unseen=1),
+    replace(_own("sharded_optimizers.py", package="torch"), unseen=1),
     _titan("torchtitan train"),
     _titan("torchtitan train, 2 micro-batches", **{"training.global_batch_size": 8}),
     replace(
@@ -232,6 +236,7 @@ class Row:
         findings: Of the healthy run.
         found: Above a note, of the run with the fault.
         true: Cause of a finding that is right in the healthy run; empty for none.
+        unseen: Steps that are not recorded, at the beginning.
     """
 
     script: str
@@ -243,6 +248,7 @@ class Row:
     findings: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
     true: str = ""
+    unseen: int = 0
 
     @property
     def same(self) -> bool:
@@ -252,7 +258,7 @@ class Row:
     @property
     def good(self) -> bool:
         """Whether every promise is kept."""
-        whole = self.steps is not None and self.steps[0] == self.steps[1] > 0
+        whole = self.steps is not None and self.steps[0] - self.unseen == self.steps[1] > 0
         loud = [finding for finding in self.findings if not finding.startswith("note")]
         right = loud == ([f"warning: {self.true}"] if self.true else [])
         found = bool(set(self.found) - set(loud))
@@ -290,7 +296,8 @@ def with_record(row: Row, script: Script, watched: Outcome, run_dir: Path) -> Ro
     return replace(
         row,
         steps=(len(losses), len(recorded)),
-        apart=max(map(_apart, losses, recorded), default=math.inf),
+        apart=max(map(_apart, losses[script.unseen :], recorded), default=math.inf),
+        unseen=script.unseen,
         findings=_findings(run_dir, Severity.NOTE),
     )
 

@@ -155,10 +155,18 @@ USES = (
     Use(
         "torch.autograd.Variable",
         "_execution_engine",
-        "capture.passes capture.taps.ddp capture.taps.reduced_product capture.canary.alone",
+        "capture.passes capture.taps.ddp capture.taps.loop capture.taps.reduced_product "
+        "capture.canary.alone",
         "what is to run at the end of a backward pass; canaries must not accumulate gradients",
         _REFUSES,
         need="backward",
+    ),
+    Use(
+        "torch.Tensor",
+        "_post_accumulate_grad_hooks",
+        "capture.taps.ddp_step",
+        "the local gradient of a model without wrapper, before hooks of the training's reduce it",
+        "such hooks run before the local gradient is read",
     ),
     Use(
         "torch.autograd",
@@ -194,8 +202,9 @@ USES = (
     Use(
         "torch.Tensor",
         "_version",
-        "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.canary.tensors"
-        " capture.canary.reference capture.taps.accumulator reduce.order_free",
+        "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.taps.loop"
+        " capture.canary.tensors capture.canary.reference capture.taps.accumulator"
+        " reduce.order_free",
         "whether a gradient was written since it was read",
         _SWITCHES_OFF,
     ),

@@ -9,7 +9,7 @@ from support.benchmarks import load_benchmark
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-QUICK = ("trl sft --packing", "dino_loop", "resnet_loop")
+QUICK = ("trl sft --packing", "dino_loop", "resnet_loop", "sharded_optimizers")
 MICRO = ("--gradient_accumulation_steps", "2")
 
 
@@ -34,7 +34,7 @@ def test_what_is_recorded_is_what_the_script_logs(field, assets, tmp_path, name)
     assert watched.exit_code == 0, watched.errors
     row = field.Row(name, script.package, (0, watched.exit_code), same_output=True)
     row = field.with_record(row, script, watched, tmp_path / "run")
-    assert row.steps[0] == row.steps[1] >= field.STEPS
+    assert row.steps[0] == row.steps[1] + script.unseen >= field.STEPS
     assert row.apart <= 1
     assert [found for found in row.findings if not found.startswith(str(Severity.NOTE))] == []
 

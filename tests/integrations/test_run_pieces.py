@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankscope.errors import UsageError
+from rankscope.integrations import catch
 from rankscope.integrations.backward_loss import unscaled
-from rankscope.integrations.beginning import Surroundings, agree
+from rankscope.integrations.beginning import Surroundings, agree, bare_models
 from rankscope.integrations.hooks import AfterImport, CallHook, SeenFromBelow
 from rankscope.integrations.run_script import (
     PID_VARIABLE,
@@ -291,3 +294,37 @@ def test_optimizers_of_a_model_are_found():
     assert [id(found) for found in Surroundings(other).optimizers()] == [id(foreign)]
     assert wrapping.param_groups is large.param_groups
     assert Surroundings(nn.Linear(1, 1)).optimizers() == []
+
+
+def test_hooks_of_all_optimizers_are_called_as_ever_while_one_is_looked_at(monkeypatch, tmp_path):
+    monkeypatch.setattr(catch, "_has_several_ranks", lambda: True)
+    looking, called = catch.Catch(Job(str(tmp_path), "train", {})), []
+    looking._await_optimizer(sys.modules["torch.optim.optimizer"])
+    other = register_optimizer_step_post_hook(lambda *_: called.append(len(looking._bare)))
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    finally:
+        other.remove()
+        looking._forget_optimizers()
+        for hook in looking._hooks:
+            hook.remove()
+    assert called == [2, 2]  # the model and its layer
+    assert "__call__" not in vars(nn.Sequential)
+
+
+def test_models_without_wrapper_are_told_by_the_parameters_of_an_optimizer():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    around = nn.Sequential(model)
+    part = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    every = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert {id(found) for found in bare_models(every)} == {id(around), id(model)}
+    assert {id(found) for found in bare_models(part)} == {id(around), id(model), id(model[1])}
+    compiled = torch.compile(model, backend="eager")
+    assert {id(found) for found in bare_models(every)} == {id(around), id(compiled)}
+    wrapped = DataParallel(nn.Linear(1, 1))
+    assert bare_models(every) == []
+    del wrapped

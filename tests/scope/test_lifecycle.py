@@ -267,7 +267,7 @@ def test_what_cannot_work_is_said_at_once_on_every_rank(tmp_path):
 
 
 def test_a_model_that_is_not_wrapped_is_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"or a DeepSpeed engine, got TinyLM"):
+    with pytest.raises(UnsupportedError, match=r"after init_process_group, got TinyLM"):
         rankscope.watch(make_model(), run_dir=tmp_path / "run")
 
 

@@ -23,6 +23,7 @@ from rankscope.core.audit import residuals_of_all
 from rankscope.core.direction import sum_shares
 from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.measured import Measured, measured_of
+from rankscope.core.own_reduction import reduced_between, undo_factor
 from rankscope.core.replicas import (
     TRACE_WIDTH,
     StateDifference,
@@ -119,6 +120,8 @@ class Assembly:
         workers["loss_divided"][:] = divided
         losses, weights = _losses(messages_W, workers)
         measured_W = [self._measured(message) for message in messages_W]
+        if self._layout.by_loop:
+            measured_W = _as_reduced(measured_W)
         carried = [one is not None and one.values["grad_carried_over"] > 0 for one in measured_W]
         observed = all(
             one is not None and not c for one, c in zip(measured_W, carried, strict=True)
@@ -240,6 +243,31 @@ class Assembly:
         count = 0 if initial is None else len(initial[0])
         before = None if initial is None else _tensors(message, *initial, 0)
         return replace(_tensors(message, *parts["own"], count), initial=before)
+
+
+def _as_reduced(measured_W: Sequence[Measured | None]) -> list[Measured | None]:
+    """Take what a loop has reduced by itself for the mean that it is a multiple of.
+
+    One that reduces after each micro-batch adds to what was reduced: no gradient is local then.
+    """
+    known = [one for one in measured_W if one is not None]
+    if len(known) == len(measured_W) and reduced_between([one.found_B for one in known]):
+        return [one._replace(values={**one.values, "grad_carried_over": 1.0}) for one in known]
+    parts = [one.gradient.audit for one in known if one.gradient.audit is not None]
+    if not parts or len(parts) < len(measured_W):
+        return list(measured_W)
+    found = undo_factor(parts)
+    return [
+        one._replace(
+            gradient=replace(one.gradient, audit=part),
+            values={
+                **one.values,
+                "reduced_norm": math.sqrt(part.reduced_squares_S.sum()),
+                "unreduced": float(unreduced),
+            },
+        )
+        for one, part, unreduced in zip(known, found.parts_W, found.unreduced_W, strict=True)
+    ]
 
 
 def _changes(measured_W: Sequence[Measured]) -> Floats | None:

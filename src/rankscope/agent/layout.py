@@ -18,6 +18,7 @@ class Layout:
         audit_width: Numbers in the sketch of a section; 0 without an audit.
         reduced_copies: How many workers hold each element of the reduced gradient.
         num_products: Inner products of the local gradient with the reduced one, 1 or 0.
+        by_loop: Whether the training's own loop reduces: to a mean, a sum, or not at all.
     """
 
     num_workers: int
@@ -28,6 +29,7 @@ class Layout:
     audit_width: int = 0
     reduced_copies: int = 1
     num_products: int = 0
+    by_loop: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""

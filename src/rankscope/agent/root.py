@@ -84,7 +84,9 @@ class Root:
             )
         options = setup["info"].get("options")
         meant = Plan.of((options or {}).get("plan")).loss_weighting
-        self._verifications = Verifications(layout.num_workers, meant, self._tell_from_outside)
+        self._verifications = Verifications(
+            layout.num_workers, meant, self._tell_from_outside, by_loop=layout.by_loop
+        )
         self._mesh = MeshAxes(setup["first_step"], self._tell_from_outside)
         self._arrived = -1
         self._relays = bool(setup["relays"])

@@ -24,11 +24,18 @@ class Verifications:
         num_workers: W.
         meant: What the plan says of the loss's weighting; None for nothing.
         tell: Takes each finding.
+        by_loop: Whether the training's own loop reduces.
     """
 
     def __init__(
-        self, num_workers: int, meant: str | None, tell: Callable[[Finding], None]
+        self,
+        num_workers: int,
+        meant: str | None,
+        tell: Callable[[Finding], None],
+        *,
+        by_loop: bool = False,
     ) -> None:
+        self._by_loop = by_loop
         self._num_workers, self._meant, self._tell = num_workers, meant, tell
         self._parts: dict[int, dict[int, Part]] = {}
         self.findings: dict[str, Finding] = {}
@@ -71,7 +78,7 @@ class Verifications:
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
         most = max(len(part.terms_MPK) for part in parts_W)
-        return verified(found, step.step, self._num_workers, most)
+        return verified(found, step.step, self._num_workers, most, by_loop=self._by_loop)
 
     def _why_not(self, parts: dict[int, Part]) -> str:
         """Return why the workers' parts cannot be compared; empty if they can."""

@@ -1,5 +1,6 @@
 """What the optimizer does between two steps: how often it was called, and with which settings."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -16,6 +17,43 @@ _PARAMETERS = frozenset({"params", "param_names"})
 _FIXED = (bool, int, float, str, type(None))
 
 
+class JointOptimizer:
+    """Several optimizers of one model, looked at as one.
+
+    Args:
+        optimizers: In the order in which their settings are told.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self.state = _JointState(self.optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+
+class _JointState(dict[Any, Any]):
+    """What some optimizers keep, by parameter: looked up there, and never copied."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self._optimizers = optimizers
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return what the optimizer that has the parameter keeps for it."""
+        states = (each.state for each in self._optimizers)
+        return next((state.get(key) for state in states if key in state), default)
+
+
+def all_of(optimizer: Any) -> tuple[Any, ...]:
+    """Return an optimizer, or all that are looked at as one; nothing where there is none."""
+    if isinstance(optimizer, JointOptimizer):
+        return optimizer.optimizers
+    return () if optimizer is None else (optimizer,)
+
+
 class OptimizerMeter:
     """Counts calls of ``optimizer.step`` and takes the settings of the last one.
 
@@ -24,13 +62,17 @@ class OptimizerMeter:
     Bounds that a scheduler keeps in the groups (``max_lr``) are not counted. What cannot be read
     (tensors on an accelerator, an optimizer without parameter groups) is left out.
 
+    Of several optimizers, the settings of all are taken, and the calls of the one that was called
+    most.
+
     Args:
         optimizer: The optimizer; None when it is not known.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | JointOptimizer | None) -> None:
         self._known = optimizer is not None
-        self._steps = 0
+        self._joint = optimizer if isinstance(optimizer, JointOptimizer) else None
+        self._calls: Counter[int] = Counter()
         self._lr = float("nan")
         self._weight_decay = float("nan")
         self._groups: dict[int, _GroupSettings] = {}
@@ -50,9 +92,9 @@ class OptimizerMeter:
 
         Its settings are those at this moment, unless :meth:`begin` has taken them before.
         """
-        self._steps += 1
+        self._calls[id(optimizer)] += 1
         if not self._taken:
-            self._take(optimizer)
+            self._take(self._joint or optimizer)
         self._taken = False
 
     def collect(self) -> dict[str, float]:
@@ -62,7 +104,8 @@ class OptimizerMeter:
             ``lr``, ``weight_decay`` and ``optimizer_steps`` (NaN when unknown), and
             ``rates_digest`` and ``settings_digest`` where there are any.
         """
-        steps, self._steps = self._steps, 0
+        steps = max(self._calls.values(), default=0)
+        self._calls.clear()
         values: dict[str, float] = {
             "lr": self._lr,
             "weight_decay": self._weight_decay,

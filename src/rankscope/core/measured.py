@@ -37,12 +37,15 @@ class Measured(NamedTuple):
         micro_norms: Gradient norms of the micro-batches ``[M]``, empty when unknown.
         changes_G: Relative change of each group's accumulated gradient between two micro-batches,
             the largest of the step; empty when unknown.
+        found_B: Norms of the accumulated gradient that backward passes after the step's first have
+            found; empty when unknown.
     """
 
     gradient: MeasuredGradient
     values: dict[str, float]
     micro_norms: Floats
     changes_G: Floats
+    found_B: Floats
 
 
 def sizes_of(
@@ -100,9 +103,11 @@ def measured_of(
         "grad_carried_over": float(part["carried"][0]) if len(part["carried"]) else 0.0,
     }
     kept, num_groups = part["kept"], len(counts)
+    squares_B2 = kept[:-num_groups].reshape(-1, 2) if len(kept) else np.empty((0, 2))
     if len(kept):
-        values |= accumulator_values(kept[:-num_groups].reshape(-1, 2))
-    return Measured(gradient, values, np.sqrt(part["micro"]), kept[len(kept) - num_groups :])
+        values |= accumulator_values(squares_B2)
+    changes_G = kept[len(kept) - num_groups :]
+    return Measured(gradient, values, np.sqrt(part["micro"]), changes_G, np.sqrt(squares_B2[:, 1]))
 
 
 def accumulator_values(squares_B2: Floats) -> dict[str, float]:

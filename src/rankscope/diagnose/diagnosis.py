@@ -70,6 +70,7 @@ class Diagnosis:
         comm_hook: Whether a communication hook of the training's own reduces gradients.
         sampler_seeds: Seed of each rank's sampler, None where it is not known.
         with_replacement: Whether all ranks' data loaders are known to draw with replacement.
+        by_loop: Whether the training's own loop reduces, or its optimizer.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Diagnosis:
         comm_hook: bool = False,
         sampler_seeds: Sequence[int | None] = (),
         with_replacement: bool = False,
+        by_loop: bool = False,
     ) -> None:
         plan = plan or Plan()
         outliers = WorkerOutliers(num_workers, hosts)
@@ -107,6 +109,7 @@ class Diagnosis:
                 local_buffers=plan.local_buffers,
                 local_steps=plan.local_steps or 0,
                 replicated=plan.replicated,
+                by_loop=by_loop,
             ),
             NotUpdated(),
             ReductionChecks(num_workers),
@@ -327,6 +330,11 @@ def has_replacement(info: Mapping[str, Any]) -> bool:
     return bool(told) and all(one is True for one in told)
 
 
+def is_by_loop(info: Mapping[str, Any]) -> bool:
+    """Return whether the training's own loop reduces gradients, as ``run.json`` states it."""
+    return bool(_option(info, "parallel") == "loop")
+
+
 def diagnosis_of(run: Run) -> Diagnosis:
     """Return a diagnosis as the live run had it when it began: of its hosts, facts and plan.
 
@@ -345,6 +353,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
         comm_hook=has_comm_hook(run.info),
         sampler_seeds=seeds_of(run.info),
         with_replacement=has_replacement(run.info),
+        by_loop=is_by_loop(run.info),
     )
 
 

@@ -6,7 +6,7 @@ two workers, or where no two agree, all are named.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,9 @@ class UnequalState(Detector):
     - A parameter that some workers train, update or tie otherwise than others.
     - A parameter that is left out of the reduction, and differs.
 
+    A loop that reduces by itself may leave that to its optimizer, which may keep its state in
+    shares: gradients at its call and its state are told only of parameters that differ after it.
+
     Args:
         num_workers: W.
         local_buffers: Whether workers are meant to keep buffers of their own.
@@ -67,9 +70,10 @@ class UnequalState(Detector):
         local_steps: Steps from one average of the workers' parameters to the next; 0 where every
             step's gradients are reduced. With local steps, gradients and optimizer state are not
             compared, and parameters have to agree after one step in each so many.
+        by_loop: Whether the training's own loop reduces, or its optimizer.
     """
 
-    SETTINGS = ("_num_workers", "_local_buffers", "_local_steps", "_replicated")
+    SETTINGS = ("_num_workers", "_local_buffers", "_local_steps", "_replicated", "_by_loop")
 
     def __init__(
         self,
@@ -78,8 +82,10 @@ class UnequalState(Detector):
         local_buffers: bool = False,
         local_steps: int = 0,
         replicated: bool = False,
+        by_loop: bool = False,
     ) -> None:
         self._num_workers = num_workers
+        self._by_loop = by_loop
         self._replicated = replicated
         self._local_buffers = local_buffers or local_steps > 0
         self._local_steps = local_steps
@@ -117,10 +123,13 @@ class UnequalState(Detector):
     def _differences(self, step: Observation) -> Iterable["_Seen"]:
         """Yield all that differs in a step."""
         gathered, workers = step.gathered, step.gathered.workers
+        if self._by_loop:
+            gathered = replace(gathered, differences=_where_parameters_differ(gathered))
         replicas_W = workers["replica"]
         alone = self._local_steps > 0 and step.all_true("unreduced")
         reduced_elsewhere = self._reduced_elsewhere(workers["applied_digest"])
-        if step.some_true("unreduced") and not (alone or reduced_elsewhere):
+        by_optimizer = self._by_loop and not _parameters_differ(gathered)
+        if step.some_true("unreduced") and not (alone or reduced_elsewhere or by_optimizer):
             unreduced = np.flatnonzero(workers["unreduced"]).tolist()
             words = "the optimizer was called with gradients that no reduction had seen"
             yield _Seen("sync.not_reduced", unreduced, words=words)
@@ -189,6 +198,8 @@ class UnequalState(Detector):
         if alone:
             ranks = np.flatnonzero(np.any([d.unchanged_W for d in alone], axis=0)).tolist()
             words = "the reduction left their bits as they were"
+            if self._by_loop:
+                words = "the optimizer is called with each worker's own, and its parameters differ"
             yield _Seen("sync.not_reduced", ranks, _names(alone), words)
         norms = _unequal_norms(gathered, replicas_W)
         if norms is not None and not alone:
@@ -325,6 +336,26 @@ class _Fault(Stateful):
         if rest <= 0 and not self.more:
             return f" ({shown})"
         return f" ({shown} and {max(rest, 1)}{' or more' if self.more else ''} more)"
+
+
+def _parameters_differ(gathered: GatheredStep) -> bool:
+    return any(d.kind is StateKind.PARAMETER for d in gathered.differences)
+
+
+def _where_parameters_differ(gathered: GatheredStep) -> tuple[StateDifference, ...]:
+    """Return what differs in a step of a loop that reduces by itself, or lets its optimizer do it.
+
+    An optimizer that reduces gets gradients that differ; its state differs where it keeps shares.
+    """
+    names = {d.name for d in gathered.differences if d.kind is StateKind.PARAMETER}
+    gradients = (StateKind.REDUCED, StateKind.APPLIED)
+    by_optimizer = any(d.kind in gradients and d.name not in names for d in gathered.differences)
+    return tuple(
+        d
+        for d in gathered.differences
+        if d.name in names
+        or not (d.kind in gradients or (d.kind is StateKind.OPTIMIZER and by_optimizer))
+    )
 
 
 def _changed_later(

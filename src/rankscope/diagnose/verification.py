@@ -1,6 +1,7 @@
 """What a reference step has shown, in words."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,18 +27,33 @@ _WEIGHTED = {
     "token": "each label token counts alike",
 }
 
+_BY_OPTIMIZER = (
+    "the optimizer was given each worker's own gradient: it reduces by itself, or nobody does"
+)
+
 _MOST_CHANGED = 1e-6  # relative, by which rounding changes what is multiplied by 1
 
 
-def verified(found: Verification, step: int, num_workers: int, num_micro: int) -> Finding:
+def verified(
+    found: Verification, step: int, num_workers: int, num_micro: int, *, by_loop: bool = False
+) -> Finding:
     """Return a finding that tells what a reference step has shown.
+
+    A loop that reduces by itself may clip before its gradient is seen, may mean a sum, and may
+    leave the reduction to its optimizer.
 
     Args:
         found: What it has shown.
         step: The step.
         num_workers: W.
         num_micro: The most micro-batches of a worker.
+        by_loop: Whether the training's own loop reduces.
     """
+    if by_loop and any(odd.how is Oddity.NOT_REDUCED for odd in found.odd):
+        return declined(_BY_OPTIMIZER, (), step)
+    if by_loop and found.answer is Answer.SCALE and 0 < found.factor < 1:
+        clips = not _guess(found.factor, num_workers, num_micro)
+        found = replace(found, answer=Answer.AGREES, clipped=found.factor) if clips else found
     fields = {
         "step": f"{step:,}",
         "computed": f"{count(num_workers, 'worker')}, each with {_micro_batches(num_micro)}",
@@ -45,6 +61,8 @@ def verified(found: Verification, step: int, num_workers: int, num_micro: int) -
         **_fields(found, num_workers, num_micro),
     }
     severity = _severity(found, num_workers, num_micro)
+    if by_loop and found.answer is Answer.SCALE:
+        severity = min(severity, Severity.WARNING)
     ranks = _ranks(found)
     return _finding(f"verify.{found.answer}", severity, ranks, step, fields, _numbers(found))
 

@@ -18,12 +18,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.faults import data_faults, healthy, mesh_faults
+from rankscope.faults import data_faults, healthy, loop_faults, mesh_faults
 from rankscope.faults.job import INJECTORS, Job, injects, seed_everything
 from rankscope.faults.model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 from rankscope.private import Patch
 
-__all__ = ["INJECTORS", "data_faults", "healthy", "mesh_faults"]
+__all__ = ["INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults"]
 
 EVERY = 5
 """A fault that comes and goes hits every fifth step."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankscope.errors import RunError
@@ -20,11 +20,12 @@ from rankscope.integrations.run_script import Job
 from rankscope.session.rendezvous import agree, default_store
 from rankscope.session.scope import Scope
 from rankscope.session.start import speak_on_stderr, watch
-from rankscope.session.wrapping import find_wrapper, in_training_mode
+from rankscope.session.wrapping import LOOP, find_wrapper, in_training_mode, is_compiled
 
 _log = logging.getLogger("rankscope")
 
 _WATCHED_ALREADY = "the script watches its training itself"
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _INNER = ("optimizer", "_optimizer")  # under which Accelerate and Lightning keep what they wrap
 _CONTAINED = ("optimizers", "_optimizers")  # under which torchtitan and its like keep several
 
@@ -73,10 +74,11 @@ def begin(model: nn.Module, job: Job) -> Watching | None:
     if problem:
         raise RunError(problem)
     optimizers = around.optimizers()
+    followed: Any = optimizers if wrapped.kind == LOOP else optimizers[:1]
     with torch.autocast(wrapped.device.type, enabled=False):
         scope = watch(
             model,
-            optimizers[0] if optimizers else None,
+            followed or None,
             run_dir=job.run_dir,
             config={"script": job.script},
             **job.options,
@@ -86,7 +88,7 @@ def begin(model: nn.Module, job: Job) -> Watching | None:
         losses.install()
     except Exception as error:
         _log.warning("losses are only seen in the model's output: %s", error, exc_info=error)
-    _tell_what_is_left_out(around, optimizers)
+    _tell_what_is_left_out(around, optimizers[len(followed) :], found=bool(optimizers))
     return Watching(scope, losses)
 
 
@@ -184,16 +186,37 @@ def _without_wrappers(optimizers: Sequence[Optimizer]) -> Iterable[Optimizer]:
             yield optimizer
 
 
-def _tell_what_is_left_out(around: Surroundings, optimizers: list[Any]) -> None:
+def bare_models(optimizer: Optimizer) -> list[nn.Module]:
+    """Return the living modules that hold all parameters of an optimizer, if none is wrapped.
+
+    Compiled ones stand for what they compile.
+    """
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
+    if any(isinstance(module, _WRAPPERS) for module in modules):
+        return []
+    found = [m for m in modules if wanted <= {id(parameter) for parameter in m.parameters()}]
+    inside = {id(part) for module in found if is_compiled(module) for part in module.children()}
+    return [module for module in found if id(module) not in inside]
+
+
+def _tell_what_is_left_out(around: Surroundings, others: list[Any], *, found: bool) -> None:
+    """Say which models and optimizers are not followed.
+
+    Args:
+        around: What lives beside the model.
+        others: Optimizers whose settings are not followed.
+        found: Whether there is an optimizer at all.
+    """
     if dist.get_rank() != 0:
         return
-    others = [type(model).__name__ for model in around.other_models()]
-    if others:
+    models = [type(model).__name__ for model in around.other_models()]
+    if models:
         _log.warning(
-            "rankscope watches the model that trains first; not watched: %s", ", ".join(others)
+            "rankscope watches the model that trains first; not watched: %s", ", ".join(models)
         )
-    if len(optimizers) > 1:
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers[1:])
+    if others:
+        names = ", ".join(type(optimizer).__name__ for optimizer in others)
         _log.warning("rankscope follows the settings of the first optimizer, not of %s", names)
-    if not optimizers:
+    if not found:
         _log.info("rankscope found no optimizer of the model")

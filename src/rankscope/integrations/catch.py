@@ -4,6 +4,10 @@ What makes a model data parallel is a class of torch's or DeepSpeed's. Until the
 of a training through one of them, these classes carry a hook; then it is taken out again, and
 :func:`rankscope.watch` is called as the script could have called it on the line before.
 
+A model without wrapper has no such class. In a job of several ranks, the first call of an optimizer
+shows which parameters are trained; the first module that is called after it and holds them all is
+watched from then on, so from the second step.
+
 This module imports nothing heavy: it is loaded with torch in every process of the job, data loader
 workers among them. None of its frames is on the stack when the script's own code runs, so no
 traceback shows it.
@@ -18,7 +22,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -44,10 +48,11 @@ _WRAPPERS = {
 }
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _AUTOGRAD = "torch.autograd"
+_OPTIMIZER = "torch.optim.optimizer"
 
 NOTHING = (
     "nothing was watched: the script trained no model under DistributedDataParallel, replicate or "
-    "fully_shard, and no DeepSpeed engine"
+    "fully_shard, no DeepSpeed engine, and none without wrapper on several ranks"
 )
 ALONE = (
     "nothing was watched: each of {processes} processes (WORLD_SIZE) trained a model of its own, "
@@ -71,11 +76,14 @@ class Catch:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._hooks: list[CallHook] = []
-        self._done = self._trained = False
+        self._done = self._trained = self._looked = False
         self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
+        self._bare: list[Any] = []  # modules without wrapper that hold all that is trained
+        self._after_step: Any = None
         self._ending = Ending()
         wanted: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(_WRAPPERS, self._hook)
         wanted[_COLLECTIVES] = self._mind_the_end
+        wanted[_OPTIMIZER] = self._await_optimizer
         if os.environ.get("WORLD_SIZE", "1") not in ("0", "1"):
             wanted[_AUTOGRAD] = LoneTraining(job).install
         self._imports = AfterImport(wanted)
@@ -89,6 +97,34 @@ class Catch:
         holder = getattr(module, _WRAPPERS[module.__name__], None)
         if not self._done and isinstance(holder, type):
             self._hooks.append(CallHook(holder, self._before_call))
+
+    def _await_optimizer(self, module: Any) -> None:
+        """See the first call of an optimizer in a job of several ranks."""
+        register = getattr(module, "register_optimizer_step_post_hook", None)
+        if not self._done and register is not None:
+            self._after_step = register(self._after_optimizer)
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Look once for models without wrapper that it trains; for none where there are wrappers.
+
+        The hook stays until a forward pass: torch goes through its hooks while this one runs.
+        """
+        try:
+            if self._done or self._looked or not _has_several_ranks():
+                return
+            self._looked = True
+            from rankscope.integrations.beginning import bare_models
+
+            self._bare = bare_models(optimizer)
+            own = {type(model) for model in self._bare} - {hook.holder for hook in self._hooks}
+            self._hooks += [CallHook(kind, self._before_call) for kind in own]
+        except Exception:
+            _log.debug("models without wrapper cannot be told", exc_info=True)
+
+    def _forget_optimizers(self) -> None:
+        if self._after_step is not None:
+            self._after_step.remove()
+            self._after_step = None
 
     def _mind_the_end(self, module: Any) -> None:
         """Close the scope when the script destroys the process group that it lives in."""
@@ -106,9 +142,11 @@ class Catch:
     def _before_call(self, model: Any) -> None:
         """See a forward pass that is about to begin; watch from here on if it is a training's."""
         try:
-            if self._done or not _may_train(model) or not self._trains(model):
+            if self._done or not _may_train(model, self._bare) or not self._trains(model):
                 return
             self._done = True
+            self._forget_optimizers()
+            self._bare = []
             self._imports.remove()
             self._stop_waiting()
             for hook in self._hooks:
@@ -192,8 +230,18 @@ def _is_of_parameter(node: Any) -> bool:
     return isinstance(getattr(node, "variable", None), Parameter)
 
 
-def _may_train(model: Any) -> bool:
-    """Return whether a backward pass can follow a call of a model that goes data parallel."""
+def _has_several_ranks() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    return _has_group() and distributed.get_world_size() > 1
+
+
+def _may_train(model: Any, bare: Sequence[Any] = ()) -> bool:
+    """Return whether a backward pass can follow a call of a model that goes data parallel.
+
+    Args:
+        model: What is called.
+        bare: Models that do so without wrapper.
+    """
     import torch
     import torch.distributed as dist
 
@@ -202,7 +250,8 @@ def _may_train(model: Any) -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         return False
     inner = getattr(model, "_orig_mod", model)
-    if not any(_is_a(inner, name) for name in _WRAPPERS.values()):
+    is_bare = any(each is model for each in bare)
+    if not (is_bare or any(_is_a(inner, name) for name in _WRAPPERS.values())):
         return False  # compiled, and data parallel further outside
     return any(parameter.requires_grad for parameter in inner.parameters())
 

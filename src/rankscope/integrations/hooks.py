@@ -75,7 +75,7 @@ class CallHook:
     """
 
     def __init__(self, holder: Any, before: Callable[[Any], None]) -> None:
-        self._holder = holder
+        self.holder = holder
         self._before = before
         self._own: Any = vars(holder).get("__call__")
         self._patch = Patch(holder, "__call__", lambda _: self)
@@ -85,7 +85,7 @@ class CallHook:
             self._before(instance)
         if self._own is not None:
             return self._own.__get__(instance, owner)
-        above: Any = super(self._holder, owner if instance is None else instance)
+        above: Any = super(self.holder, owner if instance is None else instance)
         return above.__call__
 
     def remove(self) -> None:

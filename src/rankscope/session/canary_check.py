@@ -9,7 +9,7 @@ from rankscope.capture.canary.replay import check_module
 from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.private import lacking
-from rankscope.session.wrapping import Wrapped
+from rankscope.session.wrapping import LOOP, Wrapped
 
 _log = logging.getLogger("rankscope")
 
@@ -45,7 +45,7 @@ def _why_not(wrapped: Wrapped) -> str:
     num_workers = wrapped.group.size()
     if wrapped.kind == "replicate":
         return "replicate() reduces in hooks of the model itself, so no worker can run it alone"
-    if wrapped.kind != "DDP":
+    if wrapped.kind not in ("DDP", LOOP):
         return (
             f"a canary runs the whole model on each worker alone, which under {wrapped.kind} no "
             "worker holds"

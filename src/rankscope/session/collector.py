@@ -67,7 +67,7 @@ class StepCollector:
         verification: LiveVerification | None = None,
         replicas: LiveReplicas | None = None,
     ) -> None:
-        self.paused = self._evaluating = False
+        self.paused = self._evaluating = self._in_canary = False
         self.step = first_step
         self._new_losses = partial(LossMeter, shifted=instruments.shifted_labels)
         self._knows_optimizer, self._warned = optimizer is not None, False
@@ -128,8 +128,13 @@ class StepCollector:
         canary = self._canary
         if canary is None or not canary.near:
             return
-        if is_compiled(model) or is_compiled(self._module):  # no hook of ours runs inside
-            self._guard.leave_out(canary.run_early(self.step))
+        bare = model is self._module
+        if bare or is_compiled(model) or is_compiled(self._module):  # no hook of ours runs inside
+            self._in_canary = True
+            try:
+                self._guard.leave_out(canary.run_early(self.step))
+            finally:
+                self._in_canary = False
 
     def end_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
@@ -188,6 +193,11 @@ class StepCollector:
     def verifying(self) -> bool:
         """Whether a gradient is computed again just now."""
         return self._verification is not None and self._verification.computing
+
+    @property
+    def repeating(self) -> bool:
+        """Whether the model runs for the monitor just now: for a canary, or a reference step."""
+        return self._in_canary or self.verifying
 
     @property
     def canary_due(self) -> bool:
@@ -278,6 +288,7 @@ class StepCollector:
     def begin_optimizer_step(self) -> None:
         """Take notice that ``optimizer.step`` is about to run."""
         self._updated = False
+        self._tap.see_optimizer()
         self._unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
         self._evidence.see_applied()

@@ -29,7 +29,7 @@ from rankscope.core.step import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.reduce.exact import ExactGram, check_exact
 from rankscope.session.options import WatchOptions
-from rankscope.session.wrapping import Wrapped
+from rankscope.session.wrapping import LOOP, Wrapped
 
 GROUP_WIDTH = 251
 """Numbers in the sketch of a group: its cosines err by 0.06 at most."""
@@ -52,6 +52,7 @@ class Instruments:
         module: The model inside the wrapper.
         replica: Workers with equal numbers hold the same parameters; None where each parameter has
             one owner.
+        reduced: What is read of the reduced gradient.
         layout: What a step's message holds.
         every: Gradients are measured in steps that are multiples of this.
         groups: Names of the parameter groups, and which parameter belongs to which.
@@ -73,6 +74,7 @@ class Instruments:
     make_evidence_meter: Callable[[torch.optim.Optimizer | None], EvidenceMeter]
     module: torch.nn.Module
     replica: int | None
+    reduced: ReadReduced
     layout: Layout
     every: int
     groups: Groups
@@ -108,7 +110,7 @@ def choose_instruments(
     """
     if not wrapped.parameters:
         raise UsageError("watch() expected a model with parameters that require a gradient")
-    reduced = options.reads(tier)
+    reduced = _reads(wrapped, options, tier)
     if tier is Tier.EXACT:
         check_exact(wrapped.wrapper)
     if options.trace and wrapped.kind != "DDP":
@@ -135,6 +137,7 @@ def choose_instruments(
         section_counts=() if sections is None else sections.counts,
         audit_width=0 if sections is None else min(AUDIT_WIDTH, options.sketch_width),
         num_products=0 if sketches else 1,
+        by_loop=wrapped.kind == LOOP,
     )
 
     def make_tap(
@@ -171,6 +174,7 @@ def choose_instruments(
         make_evidence_meter=make_evidence_meter,
         module=wrapped.module,
         replica=wrapped.replica,
+        reduced=reduced,
         layout=layout,
         every=options.every,
         groups=groups,
@@ -182,6 +186,16 @@ def choose_instruments(
         make_trace_meter=_make_trace_meter(wrapped, options.every) if options.trace else None,
         local_steps=local_steps,
     )
+
+
+def _reads(wrapped: Wrapped, options: WatchOptions, tier: Tier) -> ReadReduced:
+    """Return what is read of the reduced gradient.
+
+    Of a loop that reduces by itself, sketches of up to 64 workers alone tell whether it is a mean.
+    """
+    reduced = options.reads(tier)
+    told = reduced is ReadReduced.SKETCH and wrapped.group.size() <= MAX_PAIRED
+    return ReadReduced.OFF if wrapped.kind == LOOP and not told else reduced
 
 
 def _reduced_in(wrapped: Wrapped, groups: Groups) -> dict[str, str]:

@@ -50,7 +50,8 @@ class WatchOptions:
             its detectors go on where they stood. False: a new attempt that begins with nothing.
         tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
         canary: Whether all workers replay a batch when a worker differs from the others, which
-            tells its data from its parameters and its hardware. Under DDP, up to 64 workers.
+            tells its data from its parameters and its hardware. Under DDP or without a
+            wrapper, up to 64 workers.
         canary_every: Steps from one such replay to the next, whatever the findings. None: one
             within the first 50 steps, and others within 0.2 % of the training's time, where they
             cost no memory.

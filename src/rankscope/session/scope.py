@@ -27,6 +27,7 @@ from rankscope.agent.frames import Kind
 from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.progress import ProgressMark
 from rankscope.capture.guard import ForeignHook, Guard
+from rankscope.capture.optimizer import all_of
 from rankscope.core.finding import Finding
 from rankscope.core.reference import Part
 from rankscope.core.step import StepReport
@@ -60,7 +61,7 @@ class Scope:
 
     Args:
         model: What the training calls: the wrapped model, or the compiled wrapper.
-        optimizer: Its optimizer, if known.
+        optimizer: Its optimizer, if known, or several as one.
         instruments: What measures the model's gradients, and how.
         opened: The run that has begun, and the way to the agent.
         on_finding: Called with each finding that opens, gets worse or closes.
@@ -112,9 +113,9 @@ class Scope:
             before, after = hook(self._before_inner_forward), hook(self._after_inner_forward)
             self._hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.append(inner.register_forward_hook(after, with_kwargs=True))
-        if optimizer is not None:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        for each in all_of(optimizer):
+            self._hooks.append(each.register_step_pre_hook(self._before_optimizer_step))
+            self._hooks.append(each.register_step_post_hook(self._after_optimizer_step))
         stop = verification.listen(self._before_engine_step)
         if stop is not None:
             self._hooks.append(_Hook(stop))
@@ -316,6 +317,8 @@ class Scope:
     # What torch calls, in the training thread ----------------------------------------------
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        if self._collector.repeating:
+            return
         self._inside = True
         self._training = self._collector.trains(model)
         if self._training:
@@ -360,6 +363,8 @@ class Scope:
             self._guard(self._collector.see_output, output, kwargs)
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self._collector.repeating:
+            return
         self._inside = False
         if self._verification.under_way and not self._hooks_inside:
             self._guard(self._collector.keep_output, output)

@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope.agent.launch import IN_THREAD
+from rankscope.capture.optimizer import JointOptimizer
 from rankscope.capture.state.environment import environment_facts, vocabulary_digest
 from rankscope.capture.state.training_facts import (
     draws_with_replacement,
@@ -35,7 +36,7 @@ from rankscope.session.opening import Intent, Opened, open_run
 from rankscope.session.options import WatchOptions, choice
 from rankscope.session.scope import Scope
 from rankscope.session.verification import LiveVerification
-from rankscope.session.wrapping import find_wrapper, plain_optimizer
+from rankscope.session.wrapping import LOOP, find_wrapper, plain_optimizers
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 
 _log = logging.getLogger("rankscope")
@@ -43,7 +44,7 @@ _log = logging.getLogger("rankscope")
 
 def watch(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     run_dir: str | Path,
     tier: Tier | str = Tier.SKETCH,
@@ -61,10 +62,12 @@ def watch(
     neither model, nor synchronisation (but for the exact tier), nor optimizer.
 
     Args:
-        model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, either of
-            them compiled or not, or a DeepSpeed engine.
-        optimizer: Its optimizer, for the learning rate and the count of optimizer steps. An
-            engine brings its own.
+        model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, or one
+            without wrapper whose loop or optimizer reduces gradients, each of them compiled or
+            not, or a DeepSpeed engine.
+        optimizer: Its optimizer, or a list of several, for the learning rate and the count of
+            optimizer steps. An engine brings its own; a model without wrapper needs it, for its
+            call ends a step.
         run_dir: Directory that rank 0 writes, or its address in an object store, such as
             ``s3://bucket/runs/sft``. When it already holds a run (a restarted job), a
             numbered sibling is used instead, and said; with as many workers as before, step
@@ -110,8 +113,13 @@ def watch(
     tier = choice(Tier, "tier", tier)
     intended = Plan.of(plan)
     local_steps = intended.local_steps or 0
-    wrapped = find_wrapper(model)
-    optimizer = plain_optimizer(optimizer) or wrapped.optimizer  # DeepSpeed's is a wrapper, too
+    wrapped = find_wrapper(model, options.process_group)
+    optimizer = _one_of(plain_optimizers(optimizer)) or wrapped.optimizer  # DeepSpeed's wraps, too
+    if wrapped.kind == LOOP and optimizer is None:
+        raise UsageError(
+            "watch() expected the optimizer, or all of them in a list, of a model without wrapper, "
+            "whose call ends a step; got none of torch.optim.Optimizer: watch(model, optimizer, …)"
+        )
     instruments = choose_instruments(wrapped, options, tier, local_steps=local_steps, loader=loader)
     group = options.process_group or wrapped.group
     alike = not local_steps  # else parameters differ, and with them every result
@@ -120,7 +128,7 @@ def watch(
         "tier": tier,
         **options.compared(),
         "groups": list(instruments.groups.names),
-        "reduced": options.reads(tier),
+        "reduced": instruments.reduced,
         "reduced_in": instruments.reduced_in,
         "local_steps": local_steps,
         "parallel": wrapped.kind,
@@ -176,6 +184,11 @@ def watch(
         sinks=_local_sinks(opened),
         announce_end=options.announce,
     )
+
+
+def _one_of(optimizers: list[torch.optim.Optimizer]) -> Any:
+    """Return a training's optimizer, several as one; None without any."""
+    return JointOptimizer(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
 
 
 def speak_on_stderr() -> None:

@@ -1,4 +1,8 @@
-"""How a model goes data parallel: what wraps it, which ranks are compared, which tap fits."""
+"""How a model goes data parallel: what wraps it, which ranks are compared, which tap fits.
+
+A model that nothing wraps is one too, in a job of several ranks: its loop, or its optimizer,
+reduces.
+"""
 
 import logging
 from collections.abc import Callable
@@ -9,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankscope.capture import DDPTap, GradientTap, ReadReduced, Sketcher
 from rankscope.capture.names import canonical_name
@@ -23,10 +28,14 @@ from rankscope.capture.taps.fsdp2_model import (
     fsdp2_replica,
     is_fsdp2,
 )
+from rankscope.capture.taps.loop import LoopTap
 from rankscope.capture.taps.tap import GradientObserver, Guarded
 from rankscope.errors import UnsupportedError
 
 _log = logging.getLogger("rankscope")
+
+LOOP = "loop"
+"""What the training's own loop reduces, or its optimizer: a model without wrapper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +43,9 @@ class Wrapped:
     """A data-parallel model as it was found.
 
     Attributes:
-        kind: ``"DDP"``, ``"replicate"``, ``"FSDP2"`` or ``"DeepSpeed"``.
+        kind: ``"DDP"``, ``"replicate"``, ``"FSDP2"``, ``"DeepSpeed"`` or ``"loop"``.
         wrapper: The module that reduces gradients; under ``replicate``, the DDP that hooks of the
-            model call.
+            model call; the model itself where nothing wraps it.
         parameters: The parameters that require a gradient, by canonical name.
         group: The process group whose ranks are compared; each of them is a worker.
         device: Where the gradients live.
@@ -59,10 +68,10 @@ class Wrapped:
 
     @property
     def module(self) -> nn.Module:
-        """The model inside the wrapper; under FSDP2, where a layer may be called so, the same."""
+        """The model inside the wrapper; the same where a layer may be called so."""
         if self.replicated is not None:
             return self.replicated
-        if self.kind == "FSDP2":
+        if self.kind in ("FSDP2", LOOP):
             return self.wrapper
         inner = getattr(self.wrapper, "module", None)
         return inner if isinstance(inner, nn.Module) else self.wrapper
@@ -123,17 +132,21 @@ class Wrapped:
                 observer=observer,
                 shadowed=shadowed,
             )
+        if self.kind == LOOP:
+            size = self.group.size()
+            return LoopTap(parameters, size, sketcher, guarded, reduced=reduced, observer=observer)
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
         return FSDP2Tap(wrapper, parameters, sketcher, guarded, reduced=reduced, observer=observer)
 
 
-def find_wrapper(model: nn.Module) -> Wrapped:
+def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapped:
     """Return how a model is wrapped.
 
     Args:
-        model: What the training calls: a DDP or FSDP2 model, compiled or not, or a DeepSpeed
-            engine.
+        model: What the training calls: a DDP or FSDP2 model, or one without wrapper, compiled or
+            not, or a DeepSpeed engine.
+        process_group: The workers of a model without wrapper; None for all ranks.
 
     Raises:
         UnsupportedError: It goes data parallel in a way that cannot be watched, or not at all.
@@ -159,11 +172,55 @@ def find_wrapper(model: nn.Module) -> Wrapped:
         device, replica = fsdp2_device(inner), fsdp2_replica(inner)
         mesh = _find_mesh(inner)
         return Wrapped("FSDP2", inner, parameters, group, device, replica=replica, mesh=mesh)
+    _check_bare(inner)
+    return _find_loop(inner, process_group or dist.group.WORLD)
+
+
+def _check_bare(model: nn.Module) -> None:
+    """Check that nothing wraps a model, or a part of it, and that there are ranks to compare.
+
+    Raises:
+        UnsupportedError: Something does, or there are none.
+    """
+    wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    wrapped = [type(part).__name__ for part in parts if isinstance(part, wrappers)]
+    if not (isinstance(model, nn.Module) and dist.is_available() and dist.is_initialized()):
+        why = f"got {type(model).__name__}"
+    elif wrapped:
+        why = f"got {type(model).__name__}, of which {wrapped[0]} wraps a part"
+        why = why if type(model).__name__ != wrapped[0] else f"got {wrapped[0]}"
+    elif any(composable_ddp(part) is not None for part in model.modules()):
+        why = f"got {type(model).__name__}, of which replicate wraps a part"
+    else:
+        return
     raise UnsupportedError(
-        "watch() expected a model under DistributedDataParallel, replicate or fully_shard, or a "
-        f"DeepSpeed engine, got {type(inner).__name__}; pass what the training calls, after "
-        "wrapping"
+        "watch() expected a model under DistributedDataParallel, replicate or fully_shard, a "
+        "DeepSpeed engine, or a model without wrapper in a job of several ranks, after "
+        f"init_process_group, {why}; pass what the training calls, after wrapping"
     )
+
+
+def _find_loop(model: nn.Module, group: dist.ProcessGroup | None) -> Wrapped:
+    assert group is not None  # _check_bare looked
+    if group.size() < 2:
+        raise UnsupportedError(
+            f"watch() expected several workers, got {type(model).__name__} without wrapper in a "
+            "group of one rank, where there is nothing to compare; start the job with more ranks"
+        )
+    parameters: dict[str, Tensor] = {
+        canonical_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UnsupportedError(
+            "watch() expected whole parameters on every rank of a model without wrapper, got "
+            "DTensor; wrap the model by fully_shard"
+        )
+    _check_one_device(parameters)
+    device = next(iter(parameters.values()), torch.zeros(())).device
+    return Wrapped(LOOP, model, parameters, group, device)
 
 
 def is_training(model: nn.Module) -> bool:
@@ -208,6 +265,13 @@ def tell_if_wrapped_anew(module: nn.Module, wrapper: nn.Module) -> bool:
         level = logging.WARNING if first else logging.INFO
         _log.log(level, "the model was wrapped anew; this run ends here: watch the new wrapper")
     return anew
+
+
+def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that do the steps, of one that the training calls or of several."""
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    plain = [plain_optimizer(each) for each in given]
+    return [each for each in plain if each is not None]
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
@@ -299,6 +363,10 @@ def _check_ddp(ddp: DistributedDataParallel, parameters: dict[str, Tensor]) -> N
             "watch() expected all gradients in DDP's buckets, got delay_all_reduce_named_params, "
             "which are reduced apart; leave it out"
         )
+    _check_one_device(parameters)
+
+
+def _check_one_device(parameters: dict[str, Tensor]) -> None:
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         raise UnsupportedError(

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.names import canonical_name
+from rankscope.capture.optimizer import all_of
 from rankscope.capture.state.digest import known_shape
 from rankscope.capture.state.environment import quietly
 from rankscope.capture.state.fingerprint import digest_of
@@ -126,7 +127,7 @@ def _deepspeed(engine: Any) -> Facts:
 def _optimizer(optimizer: Any) -> Facts:
     groups = list(optimizer.param_groups)
     return {
-        "class": _class_of(optimizer),
+        "class": ", ".join(map(_class_of, all_of(optimizer))),
         "groups": [_group(group) for group in groups[:_MAX_GROUPS]],
         "num_groups": len(groups),
     }

@@ -41,11 +41,17 @@ from rankscope.capture.taps.ddp_step import (
 )
 from rankscope.capture.taps.parts import MicroBatches
 from rankscope.capture.taps.reduced_product import ReducedProduct, product_is_asked_for
-from rankscope.capture.taps.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+from rankscope.capture.taps.tap import (
+    GradientObserver,
+    GradientTap,
+    Guarded,
+    LocalGradient,
+    ReadReduced,
+)
 from rankscope.capture.totals import GradientTotals
 
 
-class DDPTap:
+class DDPTap(GradientTap):
     """A :class:`~rankscope.capture.taps.tap.GradientTap` for DDP.
 
     Args:
@@ -104,11 +110,6 @@ class DDPTap:
     def reduced_copies(self) -> int:
         """Every rank holds the whole reduced gradient."""
         return self._model.process_group.size()
-
-    @property
-    def summed_workers(self) -> float:
-        """1: the reduction takes a mean."""
-        return 1.0
 
     @property
     def unreduced(self) -> bool:

@@ -58,6 +58,8 @@ class LocalReading:
         late: The parameters whose hooks need only be counted now.
         read_late: Those of the last pass that were read together at its end.
         spoiled: Whether the pass was not read as it should be.
+        never_late: Parameters that are always read in their hooks, since others may change their
+            gradient later in ways that leave its version as it was.
         held_at_ends: Whether the step's first pass has found gradients though it was taken for
             granted that it makes them: then only those of a few parameters are known to be older.
     """
@@ -75,6 +77,7 @@ class LocalReading:
         self.totals = sketcher.new_totals()
         self.late: Collection[str] = ()
         self.read_late: Collection[str] = ()
+        self.never_late: Collection[str] = ()
         self._together: Together = NONE_TOGETHER
         self.spoiled = False
         self._all, self._every = tuple(parameters), list(parameters.values())
@@ -229,7 +232,7 @@ class LocalReading:
             self._read_late(called, lasting, now, found)
         else:
             same = {n for n, state in now.items() if state == self._seen[n] != _UNKNOWN}
-            lasting.learn(same)
+            lasting.learn(same.difference(self.never_late))
 
     def _read_late(
         self,

@@ -148,6 +148,18 @@ class GradientHooks:
             self._handles[name] = parameter.register_post_accumulate_grad_hook(hook)
         self.all = len(wanted) == len(self._parameters)
 
+    def go_first(self) -> Collection[str]:
+        """Run before all other such hooks; return the names of the parameters that have some."""
+        crowded = []
+        for name, handle in self._handles.items():
+            hooks = getattr(self._parameters[name], "_post_accumulate_grad_hooks", None)
+            if isinstance(hooks, dict) and len(hooks) > 1 and handle.id in hooks:
+                others = [number for number in hooks if number != handle.id]
+                for number in others:  # torch calls them in the order of insertion
+                    hooks[number] = hooks.pop(number)
+                crowded.append(name)
+        return crowded
+
     def remove(self) -> None:
         """Take all hooks out."""
         self.keep(())

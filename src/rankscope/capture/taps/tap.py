@@ -128,6 +128,10 @@ class GradientTap(Protocol):
         """
         return
 
+    def see_optimizer(self) -> None:
+        """Say that an optimizer is about to be called; most taps know the end of a reduction."""
+        return
+
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""

@@ -1,0 +1,154 @@
+"""Training loops without wrapper on one rank, that reduce gradients by themselves or do not."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import rankscope
+from support.loops import PLAN, collect_warnings
+from support.models import TinyLM, make_batch, make_model
+
+Parameters = list[Tensor]
+
+
+class BareLoop:
+    """A small training of a bare module, watched from its first step on if ``run_dir`` is given.
+
+    Attributes:
+        norms: Of each step, the norm of the local gradient, as float64.
+    """
+
+    micro_batches = 1
+    branch = False
+
+    def __init__(self, rank: int, run_dir: str | None, **options: Any) -> None:
+        self.rank, self.num_workers = rank, dist.get_world_size()
+        self.warnings = collect_warnings()
+        self.model: TinyLM = make_model(branch=self.branch)
+        self.prepare()
+        self.called: nn.Module = self.wrap(self.model)
+        self.optimizers = self.make_optimizers()
+        torch.manual_seed(100 + rank)
+        self.norms: list[float] = []
+        self.scope: Any = None
+        if run_dir is not None:
+            options = {"overhead_budget": None, "plan": PLAN, "announce": False, **options}
+            several = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
+            self.scope = rankscope.watch(self.called, several, run_dir=run_dir, **options)
+
+    def prepare(self) -> None:
+        """Change the model before it is trained."""
+
+    def wrap(self, model: TinyLM) -> nn.Module:
+        """Return what the training calls."""
+        return model
+
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(self.trained, lr=0.1, momentum=0.9)]
+
+    @property
+    def trained(self) -> Parameters:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def batch(self, number: int) -> dict[str, Tensor]:
+        return make_batch(self.rank, number)
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        batch = self.batch(step * self.micro_batches + micro)
+        loss: Tensor = self.called(**batch)["loss"]
+        return loss / self.micro_batches
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def reduce(self, step: int) -> None:
+        """Average what backward passes have left."""
+        for parameter in self.trained:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.num_workers
+
+    def optimize(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero(self) -> None:
+        self.model.zero_grad()
+
+    def step(self, step: int) -> None:
+        for micro in range(self.micro_batches):
+            self.backward(self.loss(step, micro))
+        squares = [p.grad.double().square().sum() for p in self.trained if p.grad is not None]
+        self.norms.append(float(torch.stack(squares).sum().sqrt()))
+        self.reduce(step)
+        self.optimize()
+        self.zero()
+
+    def close(self) -> None:
+        if self.scope is not None:
+            self.scope.close()
+
+    def bits(self) -> dict[str, bytes]:
+        """Return every bit of the training's state."""
+        kept = [
+            value.numpy().tobytes()
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return {
+            **{name: value.numpy().tobytes() for name, value in self.model.state_dict().items()},
+            "optimizers": b"".join(kept),
+            "rng": torch.get_rng_state().numpy().tobytes(),
+            "numpy": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
+        }
+
+
+class ShardedMuon(torch.optim.Optimizer):
+    """Orthogonalises momentum of each matrix on the rank that owns it, which then broadcasts it."""
+
+    def __init__(self, parameters: Parameters, lr: float = 0.02) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                mean = parameter.grad.clone()
+                dist.reduce(mean, number % size)
+                if number % size == rank:
+                    state = self.state[parameter]
+                    momentum = state.setdefault("momentum", torch.zeros_like(mean))
+                    momentum.mul_(group["momentum"]).add_(mean / size)
+                    left, _, right = torch.linalg.svd(momentum, full_matrices=False)
+                    parameter.sub_(left @ right, alpha=group["lr"])
+                dist.broadcast(parameter, number % size)
+
+
+class ShardedAdam(torch.optim.Optimizer):
+    """Adam that keeps its moments in shares: each rank updates a share of each parameter."""
+
+    def __init__(self, parameters: Parameters, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                flat = torch.zeros(-(-parameter.numel() // size) * size)
+                flat[: parameter.numel()] = parameter.grad.flatten()
+                dist.all_reduce(flat)
+                share = flat.view(size, -1)[rank] / size
+                state = self.state[parameter]
+                first = state.setdefault("first", torch.zeros_like(share)).lerp_(share, 0.1)
+                second = state.setdefault("second", torch.zeros_like(share)).lerp_(share**2, 0.05)
+                parts = [torch.zeros_like(share) for _ in range(size)]
+                dist.all_gather(parts, first / (second.sqrt() + 1e-8))
+                change = torch.cat(parts)[: parameter.numel()].view_as(parameter)
+                parameter.sub_(change, alpha=group["lr"])
