@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rankscope.errors import RunError
 from rankscope.record import Run
+from rankscope.web.compare import MOST_RUNS
 from rankscope.web.live.catalog import (
     MAX_DIRECTORIES,
     Glance,
@@ -35,7 +36,6 @@ from rankscope.web.live.sheets import (
     runs_sheet,
     words_sheet,
 )
-from rankscope.web.overlay import MOST_RUNS
 
 REFRESH_SECONDS = 3.0
 """Seconds between two readings of a changed run, at least."""

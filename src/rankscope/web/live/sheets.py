@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from rankscope.diagnose.rules import count
 from rankscope.record import Run
-from rankscope.web.compare import compare_view
+from rankscope.web.compare import MOST_RUNS, CompareView, compare_view, overlay_view
 from rankscope.web.document import (
     VEGALITE,
     columns,
@@ -29,8 +29,7 @@ from rankscope.web.document import (
     vega_script,
 )
 from rankscope.web.live.catalog import ORDER, UNREADABLE, Glance, Place, settings_that_differ
-from rankscope.web.overlay import MOST_RUNS, overlay_view
-from rankscope.web.page import assessed, run_view
+from rankscope.web.page import RunView, assessed, run_view
 from rankscope.web.parts import Spec, Tables
 
 GZIP_LEVEL = 5
@@ -113,8 +112,7 @@ def run_content(run: Run) -> RunContent:
     """
     tables = Tables()
     view = run_view(tables, run, assessed(run))
-    main = fill("run.html", layout="fragment.html", view=view, title=view.verdict.title)
-    return RunContent(view.verdict.title, Markup(main), Figures.of(view.specs, tables))
+    return _content("run.html", view, view.verdict.title, tables)
 
 
 def run_sheet(
@@ -144,9 +142,8 @@ def compared_content(first: Run, second: Run) -> RunContent:
     """
     tables = Tables()
     view = compare_view(tables, first, second)
-    title = f"{view.sides[0].verdict.title} and {view.sides[1].verdict.title}"
-    main = fill("compare.html", layout="fragment.html", view=view, title=title)
-    return RunContent(title, Markup(main), Figures.of(view.specs, tables))
+    title = " and ".join(side.verdict.title for side in view.sides)
+    return _content("compare.html", view, title, tables)
 
 
 def compared_sheet(
@@ -170,9 +167,15 @@ def overlaid_content(runs: Mapping[str, Run]) -> RunContent:
     """
     tables = Tables()
     view = overlay_view(tables, runs)
-    title = f"{count(len(view.runs), 'run')} over each other"
-    main = fill("overlay.html", layout="fragment.html", view=view, title=title, most=MOST_RUNS)
-    return RunContent(title, Markup(main), Figures.of(view.figures, tables))
+    title = f"{count(len(view.sides), 'run')} over each other"
+    return _content("overlay.html", view, title, tables, most=MOST_RUNS)
+
+
+def _content(
+    template: str, view: RunView | CompareView, title: str, tables: Tables, **more: Any
+) -> RunContent:
+    main = fill(template, layout="fragment.html", view=view, title=title, **more)
+    return RunContent(title, Markup(main), Figures.of(view.specs, tables))
 
 
 def runs_sheet(
