@@ -12,24 +12,30 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import heading, plain, points, show
+from rankscope.cli.output import LONGEST, heading, plain, points, show
 from rankscope.diagnose.assessment import Assessment
 from rankscope.record import Run
 from rankscope.web.study_words import (
     Entry,
     Study,
     alike,
+    cells_of,
     headline_of,
     open_study,
     why_heading,
     why_they_differ,
 )
-from rankscope.web.words import SIGNS, number, verdict_of, whole
+from rankscope.web.words import SIGNS, verdict_of
 
 NARROW = 76
 """Columns below which notes go on lines of their own."""
-WIDE = 104
-"""Columns from which the study's table shows everything."""
+_LEAST_WIDTHS = {
+    "Norm std": NARROW,
+    "Averaged loss": 104,
+    "× sampling": 104,
+    "Different per step": LONGEST + 1,
+}
+"""Width of the lines from which the study's table has a column; the others it always has."""
 
 
 _COLOURS = {
@@ -152,38 +158,16 @@ def numbers_grid(tiles: Sequence[Mapping[str, str]], *, narrow: bool) -> Rendera
 
 
 def _study_table(study: Study, width: int) -> RenderableType:
+    rows = [cells_of(entry) for entry in study.entries]
+    columns = [name for name in rows[0] if min(width, LONGEST) >= _LEAST_WIDTHS.get(name, 0)]
     table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    columns = _columns(width)
     for name in columns:
         left = name in {"Setting", "Verdict"}
         table.add_column(name, justify="left" if left else "right", no_wrap=not left)
-    for entry in study.entries:
-        cells = _cells(entry)
-        table.add_row(*(cells[name] for name in columns))
+    for entry, cells in zip(study.entries, rows, strict=True):
+        colours = {"Verdict": LOOK[entry.severity][1]}
+        table.add_row(*(plain(cells[name], colours.get(name, "")) for name in columns))
     return table
-
-
-def _columns(width: int) -> list[str]:
-    columns = ["Setting", "Verdict", "Loss std", "Norm std", "Cosine", "Different", "Drawn"]
-    if width < NARROW:
-        return [name for name in columns if name not in {"Norm std", "Drawn"}]
-    return [*columns, "Loss std/expected", "Loss"] if width >= WIDE else columns
-
-
-def _cells(entry: Entry) -> dict[str, Text]:
-    sign, colour = LOOK[entry.severity]
-    first, last = entry.number("loss_first"), entry.number("loss_last")
-    return {
-        "Setting": plain(entry.name),
-        "Verdict": Text(f"{sign} {entry.severity}", style=colour),
-        "Loss std": Text(number(entry.number("loss_std"))),
-        "Loss std/expected": Text(number(entry.number("dispersion_ratio"), 2)),
-        "Norm std": Text(number(entry.number("grad_norm_std"))),
-        "Cosine": Text(number(entry.number("cosine_mean"))),
-        "Different": Text(whole(entry.number("distinct_samples"))),
-        "Drawn": Text(whole(entry.number("samples_drawn"))),
-        "Loss": Text(f"{number(first, 2)} → {number(last, 2)}"),
-    }
 
 
 def _entry(entries: Sequence[Entry]) -> Text:

@@ -12,19 +12,13 @@ import torch.distributed as dist
 
 from rankscope.errors import DataError, MissingExtraError, RankscopeError, RunError, UsageError
 from rankscope.record import Run
-from rankscope.record.files import parse, read_file
+from rankscope.record.files import parse, read_file, replace
 from rankscope.study import worker
 from rankscope.study.config import Combination, StudyConfig
 from rankscope.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
 from rankscope.study.prepare import Prepared, prepare
 from rankscope.study.quiet import quiet_deepspeed
-from rankscope.study.summary import (
-    Entry,
-    summarize_run,
-    write_model_card,
-    write_summary,
-    write_whole,
-)
+from rankscope.study.summary import Entry, summarize_run, write_model_card, write_summary
 
 STUDY_FILE = "study.json"
 PARTS = ("runs", "models", "figures", "report.html", "summary.json", "summary.md", "error.log")
@@ -250,7 +244,7 @@ def _begin(
         _check_same_data(prepared, output)
     (output / "models").mkdir(parents=True, exist_ok=True)
     text = json.dumps({"config": config.to_json(), **prepared.facts}, indent=2)
-    write_whole(output / STUDY_FILE, text + "\n")
+    replace(output / STUDY_FILE, f"{text}\n".encode())
     for combination in todo:
         _remove(output / "runs" / combination.name)
     for partial_model in (output / "models").glob(".*.partial-*"):

@@ -1,7 +1,6 @@
 """What a study leaves behind: ``summary.json``, the table, and a card for each saved model."""
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,11 @@ from typing import Any
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
+from rankscope.record.files import replace, to_plain
 from rankscope.study.config import Combination, StudyConfig
+from rankscope.web.markdown import study_markdown
+from rankscope.web.study_words import open_study
+from rankscope.web.words import number, whole
 
 Entry = dict[str, Any]
 
@@ -23,7 +26,7 @@ def summarize_run(output: Path, combination: Combination, config: StudyConfig) -
     return {
         "setting": str(combination.setting),
         "reading": str(combination.reading),
-        **{name: _finite(value) for name, value in assessment.values.items()},
+        **to_plain(assessment.values),
         "batch_size": config.batch_size,
         "accumulation": config.accumulation,
         "learning_rate": config.effective_learning_rate,
@@ -39,22 +42,10 @@ def summarize_run(output: Path, combination: Combination, config: StudyConfig) -
 
 
 def write_summary(output: Path, entries: Sequence[Entry]) -> None:
-    """Write ``summary.json`` and ``summary.md``."""
-    write_whole(
-        output / "summary.json", json.dumps(list(entries), indent=2, allow_nan=False) + "\n"
-    )
-    write_whole(output / "summary.md", markdown_table(entries))
-
-
-def markdown_table(entries: Sequence[Entry]) -> str:
-    """Return the study's table in Markdown, one row per training."""
-    lines = [
-        "| reading | setting | loss std | expected | loss range | grad-norm std | mean cosine "
-        "| distinct of drawn | loss first → last | verdict |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [_row(entry) for entry in entries]
-    return "\n".join(lines) + "\n"
+    """Write ``summary.json``, and the study's verdict as ``summary.md``."""
+    text = json.dumps(list(entries), indent=2, allow_nan=False) + "\n"
+    replace(output / "summary.json", text.encode())
+    replace(output / "summary.md", study_markdown(open_study(output)).encode())
 
 
 def write_model_card(path: Path, entry: Entry, config: StudyConfig) -> None:
@@ -64,7 +55,7 @@ def write_model_card(path: Path, entry: Entry, config: StudyConfig) -> None:
         "s1-2": "worker 0 has another seed than the others",
         "s1-3": "every worker has its own seed",
     }[entry["setting"]]
-    samples = f"{_count(entry['distinct_samples'])} of {_count(entry['samples_drawn'])}"
+    samples = f"{whole(entry['distinct_samples'])} of {whole(entry['samples_drawn'])}"
     text = f"""---
 library_name: transformers
 tags: [rankscope, data-parallel]
@@ -92,55 +83,14 @@ Full-parameter fine-tuning by `rankscope study`, the experiment of arXiv 2602.14
 
 | | mean over steps |
 |---|---|
-| Loss dispersion (std over workers) | {_number(entry["loss_std"])} |
-| Loss range over workers | {_number(entry["loss_range"])} |
-| Gradient-norm dispersion | {_number(entry["grad_norm_std"])} |
-| Gradient-direction consistency (mean cosine) | {_number(entry["cosine_mean"])} |
+| Loss dispersion (std over workers) | {number(entry["loss_std"])} |
+| Loss range over workers | {number(entry["loss_range"])} |
+| Gradient-norm dispersion | {number(entry["grad_norm_std"])} |
+| Gradient-direction consistency (mean cosine) | {number(entry["cosine_mean"])} |
 | Distinct samples of those drawn | {samples} |
-| Averaged loss, first → last steps | {_number(entry["loss_first"])} → \
-{_number(entry["loss_last"])} |
+| Averaged loss, first → last steps | {number(entry["loss_first"])} → \
+{number(entry["loss_last"])} |
 
 **{entry["headline"]}** {entry["recommendation"]}
 """
-    write_whole(path / "README.md", text)
-
-
-def _row(entry: Entry) -> str:
-    samples = f"{_count(entry['distinct_samples'])} / {_count(entry['samples_drawn'])}"
-    cells = [
-        entry["reading"],
-        entry["setting"].upper(),
-        *(
-            _number(entry[name])
-            for name in (
-                "loss_std",
-                "loss_std_expected",
-                "loss_range",
-                "grad_norm_std",
-                "cosine_mean",
-            )
-        ),
-        samples,
-        f"{_number(entry['loss_first'])} → {_number(entry['loss_last'])}",
-        entry["severity"] or "healthy",
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _count(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    replace(path / "README.md", text.encode())
