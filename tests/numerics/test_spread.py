@@ -11,9 +11,8 @@ from numerics.reductions import reduce_mean
 from rankscope.core.rounding import ulp_distance
 from rankscope.errors import UsageError
 from rankscope.numerics.gradients import Kind, LocalGradients, synthetic
-from rankscope.numerics.spread import SumOptions, measure
+from rankscope.numerics.spread import SumOptions, measure, sentences, size
 from rankscope.numerics.summation import Arithmetic, Divide, Scheme, exact_sums
-from rankscope.numerics.words import sentences, size
 
 SMALL = SumOptions(workers=(8,), orders=12, max_elements=4096)
 

@@ -15,10 +15,9 @@ from rich.text import Text
 from rankscope.cli.output import plain, show, terminal
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.numerics.gradients import Kind, LocalGradients, read, save, synthetic
-from rankscope.numerics.spread import SumOptions, measure
+from rankscope.numerics.spread import USUAL_WORKERS, SumOptions, measure
+from rankscope.numerics.spread import types as types_in_words
 from rankscope.numerics.summation import TYPES
-from rankscope.numerics.words import USUAL_WORKERS
-from rankscope.numerics.words import types as types_in_words
 from rankscope.record.files import replace
 from rankscope.web import write_numerics_page
 
@@ -138,7 +137,7 @@ def numerics(
 
 
 def _record(options: SumOptions, at_step: int, tell: Tell) -> LocalGradients:
-    from rankscope.study.local_gradients import record_gradients
+    from rankscope.study.rounding import record_gradients
 
     return record_gradients(options.workers[-1], step=at_step, seed=options.seed, progress=tell)
 

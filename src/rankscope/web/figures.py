@@ -1,6 +1,6 @@
 """The curves of one run, each defined once, for the page and for PNG files alike.
 
-A figure holds data and roles; colours come from the configuration in ``theme``. On the page, the
+A figure holds data and roles; colours come from the configuration in ``document``. On the page, the
 script shares a parameter ``pinned`` (a rank) among all figures that have one.
 """
 

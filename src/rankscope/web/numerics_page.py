@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.numerics.words import size
+from rankscope.numerics.spread import size
 from rankscope.web import numerics_figures as figures
 from rankscope.web.document import png_of, render, write_bytes, write_text
 from rankscope.web.numerics_figures import Values
