@@ -220,7 +220,7 @@ def _limits_of_float16(cells: Sequence[Cell], layers: Sequence[LayerError]) -> I
 USUAL_WORKERS = 8
 """World size that is spoken of, when it was measured."""
 
-Cell = Mapping[str, Any]
+Values = Mapping[str, Any]
 
 
 def sentences(sums: Mapping[str, Any]) -> list[str]:
@@ -248,13 +248,13 @@ def size(value: float | None) -> str:
     return f"{percent:.0f} %" if percent >= 9.5 else f"{percent:.1g} %"
 
 
-def types(cell: Cell) -> str:
+def types(cell: Values) -> str:
     """Return the types of a reduction in words: ``bfloat16 added in float32``."""
     inputs, sums = str(cell["inputs"]), str(cell["sums"])
     return inputs if inputs == sums else f"{inputs} added in {sums}"
 
 
-def _why(cells: Sequence[Cell]) -> str:
+def _why(cells: Sequence[Values]) -> str:
     cell = next((cell for cell in cells if cell["distinct_results"] > 1), cells[0])
     orders = f"{'all ' if cell['all_orders'] else ''}{cell['num_orders']} orders"
     if cell["distinct_results"] == 1:
@@ -269,7 +269,7 @@ def _why(cells: Sequence[Cell]) -> str:
     )
 
 
-def _whether(cells: Sequence[Cell], world: Mapping[str, Any]) -> str:
+def _whether(cells: Sequence[Values], world: Mapping[str, Any]) -> str:
     differing = [cell for cell in cells if cell["difference_relative"]]
     same = [types(cell) for cell in cells if cell["difference_relative"] == 0]
     parts = [f"by {size(cell['difference_relative'])} in {types(cell)}" for cell in differing]
@@ -290,7 +290,7 @@ def _whether(cells: Sequence[Cell], world: Mapping[str, Any]) -> str:
     return f"{text}; {verdict}."
 
 
-def _what(cells: Sequence[Cell]) -> str:
+def _what(cells: Sequence[Values]) -> str:
     text = (
         "What to do: fix the order of the sum (rankscope.fixed_order) or make the sum independent "
         "of it (rankscope.order_free) where the same bits are needed, and let rankscope diff tell "

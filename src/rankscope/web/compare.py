@@ -116,9 +116,6 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
         run_a: A run.
         run_b: Another one; its number of workers and of steps may differ.
         key: Prefix of the names of the figures.
-
-    Raises:
-        RunError: A file of a run cannot be read.
     """
     runs = (run_a, run_b)
     sides = [_side(at, run, dashes=_DASHES[at]) for at, run in enumerate(runs)]
@@ -147,11 +144,7 @@ def overlay_view(tables: Tables, runs: Mapping[str, Run]) -> CompareView:
 
 
 def write_compare_page(run_a: Run, run_b: Run, path: Path) -> Path:
-    """Write a page of two runs compared.
-
-    Raises:
-        RunError: A file of a run cannot be read, or the page cannot be written.
-    """
+    """Write a page of two runs compared."""
     tables = Tables()
     view = compare_view(tables, run_a, run_b)
     title = " and ".join(side.verdict.title for side in view.sides)

@@ -52,9 +52,6 @@ def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ())
         run: The run.
         assessment: Its assessment.
         pictures: Paths of PNG files to show, as seen from the Markdown file.
-
-    Raises:
-        RunError: The findings cannot be read.
     """
     verdict = verdict_of(run, assessment)
     tiles = [[escaped(tile[part]) for part in ("label", "value", "note")] for tile in verdict.tiles]

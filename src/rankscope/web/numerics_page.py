@@ -8,7 +8,7 @@ from rankscope.numerics.spread import size
 from rankscope.web import numerics_figures as figures
 from rankscope.web.document import png_of, render, write_bytes, write_text
 from rankscope.web.numerics_figures import Values
-from rankscope.web.parts import Spec, Tables, column, headed, sized, titled
+from rankscope.web.parts import Spec, Tables, column, headed, log_domain, sized, titled
 
 PAGE = "numerics.html"
 
@@ -23,9 +23,6 @@ def write_page(directory: Path, sums: Values, growth: Values | None = None) -> P
 
     Returns:
         The page's path.
-
-    Raises:
-        RunError: A file cannot be written.
     """
     tables = Tables()
     specs = _sum_specs(tables, sums)
@@ -52,11 +49,7 @@ def write_page(directory: Path, sums: Values, growth: Values | None = None) -> P
 
 
 def write_figures(directory: Path, sums: Values, growth: Values | None = None) -> list[Path]:
-    """Write ``numerics-error.png``, ``-spread``, ``-layers`` and, of trainings, ``-growth``.
-
-    Raises:
-        RunError: A file cannot be written.
-    """
+    """Write ``numerics-error.png``, ``-spread``, ``-layers`` and, of trainings, ``-growth``."""
     tables = Tables()
     drawn = {
         "error": _error_sheet(tables, sums),
@@ -78,9 +71,6 @@ def write_growth_figures(
         growth: Pairs of trainings.
         others: The same with other seeds, drawn faintly behind.
         settings: Pairs of trainings by the name of the optimizer's setting.
-
-    Raises:
-        RunError: A file cannot be written.
     """
     tables = Tables()
     drawn = {
@@ -162,7 +152,7 @@ def _growth_sheet(tables: Tables, growth: Values, others: Sequence[Values] = ())
 def _settings_sheet(tables: Tables, settings: Mapping[str, Values]) -> Spec:
     """Return how parameters part under several settings of the optimizer, on one scale."""
     rows = [row for each in settings.values() for row in figures.growth_rows(each, "distance")]
-    domain = figures.log_domain(column(rows, "value"), room=1.9)
+    domain = log_domain(column(rows, "value"), room=1.9)
     panels = []
     for name, growth in settings.items():
         curves = figures.curves(tables, growth, "distance", height=330, room=1.5, domain=domain)

@@ -76,21 +76,13 @@ class RunView:
 
 
 def assessed(run: Run) -> Assessment:
-    """Return a run's assessment, reading together what it and the run's figures need.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Return a run's assessment, reading together what it and the run's figures need."""
     run.overviews(*(name for name, _ in MAP_FIGURES))
     return assess(run)
 
 
 def write_run_page(run: Run, path: Path | None = None) -> Path:
-    """Write the page of a run, by default as ``report.html`` in its directory.
-
-    Raises:
-        RunError: The file cannot be written.
-    """
+    """Write the page of a run, by default as ``report.html`` in its directory."""
     tables = Tables()
     view = run_view(tables, run, assessed(run))
     page = render("run.html", {"view": view, "title": view.verdict.title}, view.specs, tables)
@@ -105,9 +97,6 @@ def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") ->
         run: The run.
         assessment: Its assessment.
         key: Prefix of the names of its figures and of the ids of its findings.
-
-    Raises:
-        RunError: A file of the run cannot be read.
     """
     verdict = verdict_of(run, assessment, key)
     named = sorted({rank for finding in verdict.findings for rank in finding["named"]})
@@ -143,9 +132,6 @@ def write_run_pictures(run: Run, assessment: Assessment, folder: Path) -> list[P
         run: The run.
         assessment: Its headline stands above each sheet.
         folder: Made if need be.
-
-    Raises:
-        RunError: A file of the run cannot be read, or a file cannot be written.
     """
     tables = Tables()
     view = run_view(tables, run, assessment)

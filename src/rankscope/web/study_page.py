@@ -9,7 +9,7 @@ import numpy as np
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
-from rankscope.web import series
+from rankscope.web import bins, series
 from rankscope.web.document import png_of, render, write_bytes, write_text
 from rankscope.web.maps import heatmap
 from rankscope.web.page import RunView, run_view
@@ -263,11 +263,7 @@ class Panel:
 
 
 def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
-    """Write the page of a study, by default as ``report.html`` in its directory.
-
-    Raises:
-        RunError: It is not a study, a run of it cannot be read, or the file cannot be written.
-    """
+    """Write the page of a study, by default as ``report.html`` in its directory."""
     study = open_study(study_dir)
     tables = Tables()
     pairs = list(study.pairs())
@@ -309,11 +305,7 @@ def _panel(tables: Tables, key: str, entry: Entry, run: Run | None) -> Panel:
 
 
 def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Path]:
-    """Write the study's figures as PNG files, by default into its ``figures``; return their paths.
-
-    Raises:
-        RunError: It is not a study, a run of it cannot be read, or a file cannot be written.
-    """
+    """Write the study's PNG files, by default into its ``figures``; return their paths."""
     study = open_study(study_dir)
     compared = [_compared(entry, run) for entry, run in study.pairs() if run]
     if not compared:
@@ -331,7 +323,7 @@ def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Pat
 
 def _compared(entry: Entry, run: Run) -> StudyRun:
     """Collect what the comparing figures need of one run."""
-    steps_T, losses_TW = run.per_worker("loss")
+    losses = bins.known_bins(run.overview("loss"))
     columns = run.columns(Table.STEPS, "step", "loss_mean", *METRICS)
     step = columns["step"]
     cosines: list[series.Row] = []
@@ -345,7 +337,7 @@ def _compared(entry: Entry, run: Run) -> StudyRun:
         num_workers=run.num_workers,
         means={name: entry.number(name) for name in METRICS},
         loss_mean=series.curve(step, columns["loss_mean"]),
-        loss_lines=series.lines(steps_T, losses_TW, series.chosen_workers(losses_TW)),
+        loss_lines=bins.lines(losses, bins.chosen(losses)),
         metrics={name: series.curve(step, columns[name]) for name in METRICS},
         cosines=cosines,
     )

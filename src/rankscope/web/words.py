@@ -307,11 +307,7 @@ class Verdict:
 
 
 def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
-    """Return a run's verdict; ``key`` begins the ids of its findings.
-
-    Raises:
-        RunError: The findings cannot be read.
-    """
+    """Return a run's verdict; ``key`` begins the ids of its findings."""
     found = ranked(run.findings())
     causes = explanations(found)
     return Verdict(

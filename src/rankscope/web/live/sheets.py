@@ -105,11 +105,7 @@ class RunContent:
 
 
 def run_content(run: Run) -> RunContent:
-    """Read a run and make its page's content.
-
-    Raises:
-        RunError: A file of it cannot be read.
-    """
+    """Read a run and make its page's content."""
     tables = Tables()
     view = run_view(tables, run, assessed(run))
     return _content("run.html", view, view.verdict.title, tables)
@@ -135,11 +131,7 @@ def run_sheet(
 
 
 def compared_content(first: Run, second: Run) -> RunContent:
-    """Read two runs and make the content of the page that compares them.
-
-    Raises:
-        RunError: A file of them cannot be read.
-    """
+    """Read two runs and make the content of the page that compares them."""
     tables = Tables()
     view = compare_view(tables, first, second)
     title = " and ".join(side.verdict.title for side in view.sides)
@@ -161,9 +153,6 @@ def overlaid_content(runs: Mapping[str, Run]) -> RunContent:
 
     Args:
         runs: By id.
-
-    Raises:
-        RunError: A file of them cannot be read.
     """
     tables = Tables()
     view = overlay_view(tables, runs)
