@@ -32,7 +32,7 @@ LEVELS = {
 
 
 def sums_of(gradients: LocalGradients, workers: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any]:
-    return measure(gradients, SumOptions(workers=workers, orders=4)).to_json()
+    return measure(gradients, SumOptions(workers=workers, orders=4))
 
 
 def growth_of(names=tuple(TITLES), noise: float = 1.0) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def test_one_type_one_world_and_many_layers_fit(tmp_path: Path):
         f"model.layers.{index}": np.full((2, 3), 1.5 + index, np.float32) for index in range(60)
     }
     options = SumOptions(workers=(2,), orders=2, types=("float32",))
-    sums = measure(LocalGradients("file", "two", arrays), options).to_json()
+    sums = measure(LocalGradients("file", "two", arrays), options)
     page = read(write_numerics_page(tmp_path, sums))
     rows = [row for table in page.specs["layers"]["datasets"].values() for row in table]
 

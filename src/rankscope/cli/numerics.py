@@ -1,7 +1,7 @@
 """``rankscope numerics``: what the order of a sum does to gradients, and to a training."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ RESULT_FILE = "numerics.json"
 MAX_LAYERS = 12
 """Layers that are shown; those with the largest errors."""
 
-Values = Mapping[str, Any]
+Values = dict[str, Any]
 Tell = Callable[[str, int, int], None]
 
 
@@ -118,7 +118,7 @@ def numerics(
             local = _record(options, at_step, tell)
         if save_file is not None:
             save(local, save_file)
-        sums = measure(local, options, tell).to_json()
+        sums = measure(local, options, tell)
         growth = _grow(steps, seed, tell) if steps else None
     grown = None if growth is None else growth.to_json()
     result = {"sums": sums, "growth": grown}

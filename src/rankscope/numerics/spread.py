@@ -1,8 +1,8 @@
 """How much sums of gradients differ between orders, types and world sizes, and from the truth.
 
-:func:`measure` takes the local gradients of W workers and returns :class:`Sums`. Its JSON form,
-which the figures and the command read (numbers that are undefined or not finite are ``null``;
-W workers, "relative" always in Euclidean norm over all elements)::
+:func:`measure` takes the local gradients of W workers and returns plain JSON values, which the
+figures and the command read (numbers that are undefined or not finite are None; W workers,
+"relative" always in Euclidean norm over all elements)::
 
     {
       "kind": "sums",
@@ -71,69 +71,36 @@ The order of a cell's algorithm is a permutation of the workers (which place in 
 tree each of them has); for ``arrival`` it is one permutation for each bucket.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from rankscope.numerics.case import (
     Case,
-    Cell,
-    LayerError,
     Sample,
     SumOptions,
-    World,
+    Values,
     describe_world,
     draw_sample,
 )
 from rankscope.numerics.gradients import LocalGradients, for_workers
-from rankscope.numerics.summation import Reference, Scheme, check_reference
+from rankscope.numerics.summation import Scheme, check_reference
 from rankscope.record.files import to_plain
 
-__all__ = ["Cell", "LayerError", "SumOptions", "Sums", "World", "measure"]
+__all__ = ["SumOptions", "measure"]
 
 
 FAR_BEYOND = 3
 """An error so many times what rounding predicts has another reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """What was measured; the module's text says what each number is."""
-
-    source: dict[str, Any]
-    options: SumOptions
-    notes: tuple[str, ...]
-    reference: Reference
-    worlds: tuple[World, ...]
-    cells: tuple[Cell, ...]
-    layers: tuple[LayerError, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON form that the module's text describes."""
-        options = asdict(self.options)
-        del options["max_elements"]
-        values = {
-            "kind": "sums",
-            "source": self.source,
-            "options": options,
-            "notes": list(self.notes),
-            "reference": asdict(self.reference),
-            "worlds": [asdict(world) for world in self.worlds],
-            "cells": [asdict(cell) for cell in self.cells],
-            "layers": [asdict(layer) for layer in self.layers],
-        }
-        plain: dict[str, Any] = to_plain(values)
-        plain["sentences"] = sentences(plain)
-        return plain
-
-
 def measure(
     gradients: LocalGradients,
     options: SumOptions | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> Sums:
+) -> dict[str, Any]:
     """Add the gradients up in many ways, and say how much the results differ.
 
     Args:
@@ -143,9 +110,9 @@ def measure(
     """
     options = options or SumOptions()
     sample = draw_sample(gradients, options)
-    worlds: list[World] = []
-    cells: list[Cell] = []
-    layers: list[LayerError] = []
+    worlds: list[Values] = []
+    cells: list[Values] = []
+    layers: list[Values] = []
     arithmetics = list(options.arithmetics)
     todo = [(W, kind) for W in options.workers for kind in arithmetics]
     for done, (num_workers, arithmetic) in enumerate(todo):
@@ -163,28 +130,34 @@ def measure(
                 layers += case.layers(scheme)
     if progress:
         progress("sums", len(todo), len(todo))
-    return Sums(
-        source={
-            "kind": gradients.kind,
-            "name": gradients.name,
-            "num_gradients": gradients.num_workers,
-            "num_elements": gradients.num_elements,
-            "num_measured": sample.values_WN.shape[1],
-        },
-        options=options,
-        notes=(*_notes(gradients, sample, worlds), *_limits_of_float16(cells, layers)),
-        reference=check_reference(values_WN),
-        worlds=tuple(worlds),
-        cells=tuple(cells),
-        layers=tuple(layers),
+    chosen = asdict(options)
+    del chosen["max_elements"]
+    sums: dict[str, Any] = to_plain(
+        {
+            "kind": "sums",
+            "source": {
+                "kind": gradients.kind,
+                "name": gradients.name,
+                "num_gradients": gradients.num_workers,
+                "num_elements": gradients.num_elements,
+                "num_measured": sample.values_WN.shape[1],
+            },
+            "options": chosen,
+            "notes": [*_notes(gradients, sample, worlds), *_limits_of_float16(cells, layers)],
+            "reference": check_reference(values_WN),
+            "worlds": worlds,
+            "cells": cells,
+            "layers": layers,
+        }
     )
+    return {**sums, "sentences": sentences(sums)}
 
 
-def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[World]) -> Iterator[str]:
+def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[Values]) -> Iterator[str]:
     count, total = sample.values_WN.shape[1], sample.num_total
     if count < total:
         yield f"{count:,} of {total:,} elements were measured, sampled evenly within each layer."
-    made_up = [str(world.workers) for world in worlds if world.made_up]
+    made_up = [str(world["workers"]) for world in worlds if world["made_up"]]
     if made_up:
         yield (
             f"There are gradients of {gradients.num_workers} workers; for {', '.join(made_up)} "
@@ -194,13 +167,13 @@ def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[World]) -
         )
 
 
-def _limits_of_float16(cells: Sequence[Cell], layers: Sequence[LayerError]) -> Iterator[str]:
+def _limits_of_float16(cells: Sequence[Values], layers: Sequence[Values]) -> Iterator[str]:
     """Say where float16 has too few small or large numbers."""
     lost = {
-        layer.layer: layer.error_relative
+        layer["layer"]: layer["error_relative"]
         for layer in layers
-        if layer.inputs == "float16"
-        and layer.error_relative > FAR_BEYOND * layer.predicted_relative
+        if layer["inputs"] == "float16"
+        and layer["error_relative"] > FAR_BEYOND * layer["predicted_relative"]
     }
     if lost:
         shown = ", ".join(list(lost)[:3]) + (", …" if len(lost) > 3 else "")
@@ -209,8 +182,8 @@ def _limits_of_float16(cells: Sequence[Cell], layers: Sequence[LayerError]) -> I
             f"{max(lost.values()):.0e}, more than {FAR_BEYOND} times that of rounding, because its "
             "smallest positive number is 6e-08; scale the loss, or use bfloat16."
         )
-    if any(cell.share_not_finite for cell in cells):
-        share = max(cell.share_not_finite for cell in cells)
+    if any(cell["share_not_finite"] for cell in cells):
+        share = max(cell["share_not_finite"] for cell in cells)
         yield (
             f"Up to {100 * share:.2g} % of the sums overflowed in float16, whose largest number is "
             "65,504; they are left out of its errors."
@@ -220,10 +193,8 @@ def _limits_of_float16(cells: Sequence[Cell], layers: Sequence[LayerError]) -> I
 USUAL_WORKERS = 8
 """World size that is spoken of, when it was measured."""
 
-Values = Mapping[str, Any]
 
-
-def sentences(sums: Mapping[str, Any]) -> list[str]:
+def sentences(sums: Values) -> list[str]:
     """Say why two runs differ, whether it matters, and what to do.
 
     Args:
@@ -269,7 +240,7 @@ def _why(cells: Sequence[Values]) -> str:
     )
 
 
-def _whether(cells: Sequence[Values], world: Mapping[str, Any]) -> str:
+def _whether(cells: Sequence[Values], world: Values) -> str:
     differing = [cell for cell in cells if cell["difference_relative"]]
     same = [types(cell) for cell in cells if cell["difference_relative"] == 0]
     parts = [f"by {size(cell['difference_relative'])} in {types(cell)}" for cell in differing]
