@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import plain, terminal
+from rankscope.cli.output import plain, print_json, terminal
 from rankscope.errors import RunError, UsageError
 from rankscope.record.files import DAMAGES, parse, read_file, replace
 
@@ -45,7 +45,7 @@ def list_faults(
 
     known = list(catalogue().values())
     if as_json:
-        print(json.dumps([_row_of(fault) for fault in known], indent=2))
+        print_json([_row_of(fault) for fault in known])
         return
     grid = Grid("id", "class", "what goes wrong", "expected", box=None, pad_edge=False)
     for fault in known:

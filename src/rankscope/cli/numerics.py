@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import plain, show, terminal
+from rankscope.cli.output import plain, print_json, show, table, terminal
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.numerics.gradients import Kind, LocalGradients, read, save, synthetic
 from rankscope.numerics.spread import USUAL_WORKERS, SumOptions, measure
@@ -129,7 +129,7 @@ def numerics(
             lines = _write(output, text, sums, grown)
     finally:  # what was measured is shown, too, when it cannot be written
         if as_json:
-            print(json.dumps(result, indent=2, allow_nan=False))  # in signs that any terminal has
+            print_json(result)
         else:
             render_sums(sums, [] if growth is None else growth.sentences(), terminal())
     for line in lines:
@@ -275,13 +275,6 @@ def _led(sentence: str) -> Text:
     return Text.assemble(plain(lead + colon, "bold"), plain(rest)) if colon else plain(sentence)
 
 
-def _grid(*heads: str) -> Grid:
-    grid = Grid(box=None, pad_edge=False, header_style="dim")
-    for index, head in enumerate(heads):
-        grid.add_column(head, justify="left" if index == 0 else "right")
-    return grid
-
-
 def _head(cell: Values) -> str:
     return types_in_words(cell).replace(" added in ", "\nin ")
 
@@ -294,7 +287,8 @@ def _by_world(sums: Values, column: str | None) -> Grid:
     """Return one row for each world size and one column for each combination of types."""
     cells = _ring(sums["cells"])
     numbers = [world["workers"] for world in sums["worlds"]]
-    grid = _grid("workers", *[_head(c) for c in cells if c["workers"] == numbers[0]])
+    heads = [_head(cell) for cell in cells if cell["workers"] == numbers[0]]
+    grid = table("workers", *heads, right=heads)
     for workers in numbers:
         own = [cell for cell in cells if cell["workers"] == workers]
         shown = [_error(cell) if column is None else _relative(cell[column]) for cell in own]
@@ -303,8 +297,7 @@ def _by_world(sums: Values, column: str | None) -> Grid:
 
 
 def _by_scheme(sums: Values, workers: int, inputs: str) -> Grid:
-    grid = _grid(
-        "algorithm",
+    heads = (
         "orders",
         "different\nresults",
         "elements\nthat differ",
@@ -313,6 +306,7 @@ def _by_scheme(sums: Values, workers: int, inputs: str) -> Grid:
         "error",
         "at worst",
     )
+    grid = table("algorithm", *heads, right=heads)
     for cell in sums["cells"]:
         if cell["workers"] == workers and cell["inputs"] == cell["sums"] == inputs:
             grid.add_row(
@@ -334,7 +328,7 @@ def _by_layer(sums: Values) -> Grid:
         rows.setdefault(row["layer"], []).append(row)
     worst = sorted(rows, key=lambda name: -(rows[name][0]["error_relative"] or 0.0))[:MAX_LAYERS]
     heads = [_head(row) for row in next(iter(rows.values()))]
-    grid = _grid("layer", *heads)
+    grid = table("layer", *heads, right=heads)
     for name in rows:
         if name in worst:
             grid.add_row(plain(name), *[_relative(row["error_relative"]) for row in rows[name]])

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import heading, plain, show, terminal
+from rankscope.cli.output import heading, plain, show, table, terminal
 from rankscope.cli.report_files import (
     STDOUT,
     Format,
@@ -98,10 +97,8 @@ class Listing:
     def render(self, console: Console) -> None:
         """Print a line for each run."""
         narrow = console.width < NARROW
-        grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-        for name in ("Run", "Verdict", *(() if narrow else ("State", "Workers", "Steps"))):
-            right = name in ("Workers", "Steps")
-            grid.add_column(name, justify="right" if right else "left", overflow="fold")
+        heads = ("Run", "Verdict", *(() if narrow else ("State", "Workers", "Steps")))
+        grid = table(*heads, right=("Workers", "Steps"), fold=True)
         grid.add_column("First finding", ratio=1)
         for each in self._glances:
             sign, colour = _LOOK[each.severity]

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import LONGEST, heading, plain, points, readable_lines, show
+from rankscope.cli.output import LONGEST, heading, plain, points, readable_lines, show, table
 from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.causes import section_of
@@ -174,14 +174,11 @@ def numbers_grid(tiles: Sequence[Mapping[str, str]], *, narrow: bool) -> Rendera
 def _study_table(study: Study, width: int) -> RenderableType:
     rows = [cells_of(entry) for entry in study.entries]
     columns = [name for name in rows[0] if min(width, LONGEST) >= _LEAST_WIDTHS.get(name, 0)]
-    table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in columns:
-        left = name in {"Setting", "Verdict"}
-        table.add_column(name, justify="left" if left else "right", no_wrap=not left)
+    grid = table(*columns, right=columns[2:])
     for entry, cells in zip(study.entries, rows, strict=True):
         colours = {"Verdict": LOOK[entry.severity][1]}
-        table.add_row(*(plain(cells[name], colours.get(name, "")) for name in columns))
-    return table
+        grid.add_row(*(plain(cells[name], colours.get(name, "")) for name in columns))
+    return grid
 
 
 def _entry(entries: Sequence[Entry]) -> Text:
