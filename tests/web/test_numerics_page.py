@@ -15,7 +15,6 @@ from rankscope.study.rounding_result import TITLES, GrowthResult, PairResult, fi
 from rankscope.web import write_numerics_page
 from rankscope.web.document import VEGALITE
 from rankscope.web.numerics_figures import MAX_LAYERS
-from rankscope.web.numerics_page import write_growth_figures
 from web.html_reader import Page
 
 HOSTILE = "<script>alert(1)</script>{{ 7*7 }}"
@@ -173,14 +172,6 @@ def test_one_type_one_world_and_many_layers_fit(tmp_path: Path):
     assert len({row["layer"] for row in rows}) == MAX_LAYERS
     assert {"model.layers.0", "model.layers.59"} <= {row["layer"] for row in rows}
     assert "<path" in svg_of(page, "error-float32")
-
-
-def test_figures_of_several_seeds_and_settings_are_written(tmp_path: Path):
-    settings = {"slow": growth_of(), HOSTILE: growth_of(("order", "data"), noise=20)}
-    paths = write_growth_figures(tmp_path, growth_of(), [growth_of(noise=1.3)], settings)
-
-    assert [path.name for path in paths] == ["numerics-growth.png", "numerics-settings.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 def test_a_place_that_cannot_be_written_is_told(sums, tmp_path: Path):

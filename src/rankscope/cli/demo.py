@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from rankscope.cli.output import plain, print_json, show, terminal
+from rankscope.cli.output import JsonOption, plain, print_json, show, terminal
 from rankscope.cli.report import run_result
 from rankscope.cli.verdict import labelled, verdict_lines
 from rankscope.diagnose.assessment import assess
@@ -30,9 +30,7 @@ def demo(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove a demo that is there.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print both verdicts as JSON instead of text.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a small model twice on two workers: with shards, and with the sampler forgotten.
 

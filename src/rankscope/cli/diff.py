@@ -9,7 +9,16 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import heading, labels, plain, points, print_json, show, terminal
+from rankscope.cli.output import (
+    JsonOption,
+    heading,
+    labels,
+    plain,
+    points,
+    print_json,
+    show,
+    terminal,
+)
 from rankscope.errors import UsageError
 from rankscope.web import needs_extra
 
@@ -37,9 +46,7 @@ def diff(
     run_b: Annotated[
         Path, typer.Argument(metavar="RUN_B", help="Another run's.", show_default=False)
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON instead of the verdict.")
-    ] = False,
+    as_json: JsonOption = False,
     offset: Annotated[
         int | None,
         typer.Option(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import plain, print_json, show, terminal
+from rankscope.cli.output import JsonOption, function_option, plain, print_json, show, terminal
 from rankscope.diagnose.rules import count
 from rankscope.record.files import to_plain
 
@@ -29,26 +29,16 @@ class DoctorFailOn(StrEnum):
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="MODULE:FUNCTION that returns the module, or (module, optimizer).",
-            show_default=False,
-        ),
+        function_option("MODULE:FUNCTION that returns the module, or (module, optimizer)."),
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="MODULE:FUNCTION that takes the module and returns its optimizer.",
-            show_default=False,
-        ),
+        function_option("MODULE:FUNCTION that takes the module and returns its optimizer."),
     ] = None,
     loader: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="MODULE:FUNCTION that returns the rank's data loader, or any iterable of batches.",
-            show_default=False,
+        function_option(
+            "MODULE:FUNCTION that returns the rank's data loader, or any iterable of batches."
         ),
     ] = None,
     batches: Annotated[
@@ -60,9 +50,7 @@ def doctor(
             metavar="SECONDS", help="How long a rank may take for one check before it is named."
         ),
     ] = 20.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of the table.")
-    ] = False,
+    as_json: JsonOption = False,
     fail_on: Annotated[
         DoctorFailOn,
         typer.Option("--fail-on", help="The mildest result that makes the exit code 1."),

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import plain, print_json, show, table, terminal
+from rankscope.cli.output import JsonOption, plain, print_json, show, table, terminal
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.numerics.gradients import Kind, LocalGradients, read, save, synthetic
 from rankscope.numerics.spread import USUAL_WORKERS, SumOptions, measure
@@ -92,9 +92,7 @@ def numerics(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON instead of tables.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure how much sums of gradients depend on order, type and world size.
 

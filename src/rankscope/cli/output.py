@@ -13,14 +13,24 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import typer
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.table import Table as Grid
 from rich.text import Text
 
 Tell = Callable[[str], None]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+"""The option that all commands have which print a result."""
+
+
+def function_option(words: str) -> Any:
+    """Return an option that names a function of the user's."""
+    return typer.Option(metavar="MODULE:FUNCTION", help=words, show_default=False)
+
 
 LEAST_COLUMNS = 20
 """Columns that a terminal has at least, whatever ``COLUMNS`` says: fewer hold no table."""

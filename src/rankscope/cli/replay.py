@@ -7,7 +7,16 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rankscope.cli.output import labels, plain, print_json, show, table, terminal
+from rankscope.cli.output import (
+    JsonOption,
+    function_option,
+    labels,
+    plain,
+    print_json,
+    show,
+    table,
+    terminal,
+)
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.rules import count, name_ranks
@@ -31,9 +40,8 @@ def replay(
     ],
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="A function without arguments that returns the model to run the batches on.",
+        function_option(
+            "A function without arguments that returns the model to run the batches on."
         ),
     ] = None,
     checkpoint: Annotated[
@@ -42,9 +50,7 @@ def replay(
             metavar="FILE", help="The model's state dict: safetensors, or a file of torch.save."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON instead of tables.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the batches that a finding has saved, or run them again on every rank.
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rankscope.cli.output import heading, plain, show, table, terminal
+from rankscope.cli.output import JsonOption, heading, plain, show, table, terminal
 from rankscope.cli.report_files import (
     STDOUT,
     Format,
@@ -218,9 +218,7 @@ def report(
             show_default=False,
         ),
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON instead of the verdict.")
-    ] = False,
+    as_json: JsonOption = False,
     fail_on: Annotated[
         FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1.")
     ] = FailOn.ERROR,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from rankscope.cli.output import plain, print_json, terminal
+from rankscope.cli.output import JsonOption, plain, print_json, terminal
 from rankscope.cli.verdict import render_study
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.study.config import Precision, Reading, Setting, StudyConfig
@@ -88,9 +88,7 @@ def study(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove a study that is there.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print summary.json instead of the verdict.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Fine-tune under the paper's seed settings and show what every worker did.
 

@@ -95,16 +95,7 @@ class Sheet:
         return cls(title, main, figures, _digest("\0".join(parts)))
 
 
-@dataclass(frozen=True, slots=True)
-class RunContent:
-    """What is costly to make of a run: its view rendered, and its figures."""
-
-    title: str
-    main: Markup
-    figures: Figures
-
-
-def run_content(run: Run) -> RunContent:
+def run_content(run: Run) -> Sheet:
     """Read a run and make its page's content."""
     tables = Tables()
     view = run_view(tables, run, assessed(run))
@@ -112,7 +103,7 @@ def run_content(run: Run) -> RunContent:
 
 
 def run_sheet(
-    glance: Glance, content: RunContent, now: float, others: Sequence[Place], gone: float | None
+    glance: Glance, content: Sheet, now: float, others: Sequence[Place], gone: float | None
 ) -> Sheet:
     """Return a run's page: how it is going, then what is known of it.
 
@@ -125,12 +116,17 @@ def run_sheet(
     """
     state = "gone" if gone else glance.state(now)
     main = fill(
-        "live_run.html", glance=glance, state=state, content=content.main, others=others, gone=gone
+        "live_run.html",
+        glance=glance,
+        state=state,
+        content=Markup(content.main),
+        others=others,
+        gone=gone,
     )
     return Sheet.of(content.title, main, content.figures)
 
 
-def compared_content(first: Run, second: Run) -> RunContent:
+def compared_content(first: Run, second: Run) -> Sheet:
     """Read two runs and make the content of the page that compares them."""
     tables = Tables()
     view = compare_view(tables, first, second)
@@ -139,7 +135,7 @@ def compared_content(first: Run, second: Run) -> RunContent:
 
 
 def compared_sheet(
-    content: RunContent | None, runs: Sequence[Place], chosen: tuple[str, str], words: str = ""
+    content: Sheet | None, runs: Sequence[Place], chosen: tuple[str, str], words: str = ""
 ) -> Sheet:
     """Return the page that compares two runs, or that lets two be chosen."""
     main = fill("live_compare.html", content=content, runs=runs, chosen=chosen, words=words)
@@ -148,7 +144,7 @@ def compared_sheet(
     return Sheet.of(content.title, main, content.figures)
 
 
-def overlaid_content(runs: Mapping[str, Run]) -> RunContent:
+def overlaid_content(runs: Mapping[str, Run]) -> Sheet:
     """Read runs and make the content of the page that lays them over each other.
 
     Args:
@@ -162,9 +158,9 @@ def overlaid_content(runs: Mapping[str, Run]) -> RunContent:
 
 def _content(
     template: str, view: RunView | CompareView, title: str, tables: Tables, **more: Any
-) -> RunContent:
+) -> Sheet:
     main = fill(template, layout="fragment.html", view=view, title=title, **more)
-    return RunContent(title, Markup(main), Figures.of(view.specs, tables))
+    return Sheet.of(title, main, Figures.of(view.specs, tables))
 
 
 def runs_sheet(
