@@ -31,7 +31,7 @@ from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.audit_levels import ExpectedResiduals
 from rankscope.diagnose.evidence import Observation
-from rankscope.study.local_gradients import record_gradients
+from rankscope.study.rounding import record_gradients
 
 Row = dict[str, Any]
 Parameters = dict[str, Tensor]

@@ -26,7 +26,7 @@ from rankscope.record import Run
 from rankscope.study.config import StudyConfig
 from rankscope.study.data import load_records
 from rankscope.study.encoding import IGNORED
-from rankscope.study.prepare import Prepared, load, prepare
+from rankscope.study.models import Prepared, load, prepare
 
 Row = dict[str, Any]
 LEARNING_RATE = 5e-4

@@ -20,7 +20,7 @@ from rankscope.diagnose.causes import section_of
 from rankscope.faults.bench import Bench, Score
 from rankscope.faults.catalogue import Fault, catalogue, select
 from rankscope.web.document import png_of
-from rankscope.web.page import assessed, panels_in_a_row, run_view
+from rankscope.web.page import OWN_COLOURS, assessed, panel, run_view
 from rankscope.web.parts import Tables
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -76,7 +76,11 @@ def write_picture(run: Run, first: Finding | None, path: Path) -> None:
     view = run_view(tables, run, assessed(run))
     family = "" if first is None else first.cause.partition(".")[0]
     names = ["loss", MAPS.get(family, "map-grad_norm")]
-    spec = panels_in_a_row(view, [name for name in names if name in view.figures], height=150)
+    names = [name for name in names if name in view.figures]
+    panels = [panel(view.figures[name], view.titles[name], name, len(names)) for name in names]
+    parameters = [one for drawn in panels for one in drawn.pop("params", ())]
+    row = [{**drawn, "height": 150} for drawn in panels]
+    spec = {"params": parameters, "hconcat": row, "spacing": 40, "resolve": OWN_COLOURS}
     picture = Image.open(BytesIO(png_of(spec, tables, scale=1.0)))
     picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
 

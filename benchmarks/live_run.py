@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from rankscope.core.signals import DType, Signal, Table, signals
 from rankscope.record.begin import SCHEMA_VERSION
-from rankscope.record.part import GrowingPart
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.schema import arrow_schema, schema_of, to_arrow
-from rankscope.record.writer import PART_BYTES
+from rankscope.record.writer import PART_BYTES, GrowingPart
 
 Columns = Mapping[str, NDArray[Any]]
 

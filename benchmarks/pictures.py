@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.core.rollup import bins_of_steps
 from rankscope.core.signals import Table
 from rankscope.record import Run
-from rankscope.web import figures, series
+from rankscope.web import bins, figures, series
 from rankscope.web.document import png_of
 from rankscope.web.parts import Tables, sized
 
@@ -68,7 +69,7 @@ def main() -> None:
     tables = Tables()
     steps, values_TW = runs["D20-w4-s0"].per_worker("cosine_rest")
     smooth_TW = np.apply_along_axis(np.convolve, 0, values_TW, np.full(10, 0.1), "valid")
-    lines = series.lines(steps[9:], smooth_TW, range(values_TW.shape[1]))
+    lines = bins.lines(bins_of_steps(steps[9:], smooth_TW), range(values_TW.shape[1]))
     title = "each worker's cosine with the sum of the others, mean of 10 steps; rank 1 stands out"
     chart = sized(figures.worker_lines(tables, lines, "cosine", [1]), 820, HEIGHT)
     picture = png_of({**chart, "title": title}, tables, scale=1.5)

@@ -8,6 +8,7 @@ two other optimizer settings, and over real ranks. ``--figures DIR`` draws what 
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from rankscope.study.rounding import (
     run_growth,
 )
 from rankscope.study.rounding_result import BFLOAT16, DATA, ORDER, TITLES, WORKERS, GrowthOptions
-from rankscope.web.numerics_page import write_growth_figures
+from rankscope.web import numerics_figures as figures
+from rankscope.web.numerics_figures import Values
+from rankscope.web.numerics_page import growth_sheet, write_sheets
+from rankscope.web.parts import Spec, Tables, column, headed, log_domain, sized, titled
 
 FEW = (ORDER, BFLOAT16, WORKERS, DATA)
 SETTINGS = {
@@ -132,8 +136,29 @@ def draw(directory: Path, results: dict[str, Any]) -> None:
     """Draw the figures of the documentation."""
     first, *others = [results[name] for name in results if name.startswith("adamw seed")]
     settings = {title: results[name] for name, title in SETTINGS.items() if name in results}
-    for path in write_growth_figures(directory, first, others, settings):
+    tables = Tables()
+    drawn = {
+        "growth": growth_sheet(tables, first, others),
+        "settings": settings_sheet(tables, settings),
+    }
+    for path in write_sheets(directory, drawn, tables):
         print(path)
+
+
+def settings_sheet(tables: Tables, settings: Mapping[str, Values]) -> Spec:
+    """Return how parameters part under several settings of the optimizer, on one scale."""
+    rows = [row for each in settings.values() for row in figures.growth_rows(each, "distance")]
+    domain = log_domain(column(rows, "value"), room=1.9)
+    panels = []
+    for name, growth in settings.items():
+        curves = figures.curves(tables, growth, "distance", height=330, room=1.5, domain=domain)
+        panel = sized(curves, 1040 // len(settings) - 40)
+        panels.append(titled(panel, name, "relative distance of the parameters"))
+    return headed(
+        {"hconcat": panels, "spacing": 34},
+        "How fast rounding grows depends on how the model is trained",
+        "Each training differs from the first of its panel in one thing.",
+    )
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import typer
 from rankscope.cli import main
 from rankscope.errors import install_command
 from rankscope.numerics.gradients import read
-from rankscope.study import local_gradients, rounding_result
+from rankscope.study import rounding, rounding_result
 
 OPTIONS = {
     "--at-step",
@@ -146,10 +146,10 @@ def test_without_the_packages_for_figures_the_numbers_are_written(
 def test_the_built_in_model_is_recorded_saved_and_trained(
     tmp_path: Path, monkeypatch: Monkey, capsys: Capture
 ) -> None:
-    record, options = local_gradients.record_gradients, rounding_result.GrowthOptions
+    record, options = rounding.record_gradients, rounding_result.GrowthOptions
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     quick = functools.partial(record, base_steps=0, batch_size=1)
-    monkeypatch.setattr(local_gradients, "record_gradients", quick)
+    monkeypatch.setattr(rounding, "record_gradients", quick)
     small = functools.partial(options, workers=2, base_steps=0, pairs=("order",))
     monkeypatch.setattr(rounding_result, "GrowthOptions", small)
     path = tmp_path / "kept.npz"

@@ -212,8 +212,8 @@ def test_a_checkpoint_gives_the_parameters(path: str, tmp_path: Path):
     ("name", "message"),
     [
         ("nowhere", "MODULE:FUNCTION"),
-        ("no_such_module:model", "cannot be found"),
-        ("cli.test_replay:nothing", "cannot be found"),
+        ("no_such_module:model", "there is no module"),
+        ("cli.test_replay:nothing", "has no function"),
         ("cli.test_replay:no_model", "returned a int"),
         ("cli.test_replay:raises", "raised OSError: no such weights"),
     ],

@@ -11,8 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from rankscope.cli.report import report
-from rankscope.cli.summary import SUMMARY_LINES
-from rankscope.cli.verdict import render_run, render_study
+from rankscope.cli.verdict import SUMMARY_LINES, render_run, render_study
 from rankscope.diagnose.assessment import assess
 from rankscope.errors import RunError, UsageError, install_command
 from rankscope.record import Run, RunWriter

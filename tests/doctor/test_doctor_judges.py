@@ -105,14 +105,18 @@ def test_places():
     ("changes", "status", "words"),
     [
         ({"LOCAL_RANK": "2", "CUDA_VISIBLE_DEVICES": "2"}, Status.OK, "alike"),
-        ({"torch": "2.12"}, Status.WARNING, "torch: ranks 0, 1 and 3 2.13, rank 2 2.12"),
+        ({"torch": "2.12"}, Status.WARNING, "torch 2.12 on rank 2"),
         ({"OMP_NUM_THREADS": "8"}, Status.NOTE, "OMP_NUM_THREADS"),
-        ({"NVIDIA_TF32_OVERRIDE": "0"}, Status.WARNING, "rank 2 0"),
-        ({"revision": "beef"}, Status.WARNING, "ranks 0, 1 and 3 not set, rank 2 beef"),
+        ({"NVIDIA_TF32_OVERRIDE": "0"}, Status.WARNING, "0 on rank 2"),
+        (
+            {"revision": "beef"},
+            Status.WARNING,
+            "source revision beef on rank 2",
+        ),
     ],
 )
 def test_environment(changes, status, words):
-    usual = {"torch": "2.13", "python": "3.11", "LOCAL_RANK": "0"}
+    usual = {"torch": "2.13", "python": "3.11", "LOCAL_RANK": "0", "revision": "cafe"}
     [result] = environment.judge([usual, usual, {**usual, **changes}, usual])
     assert result.status is status
     assert words in result.found

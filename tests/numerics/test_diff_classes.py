@@ -318,9 +318,9 @@ def test_without_traces_the_resolution_is_said(base: Run, tmp_path: Path):
     ("ranks", "words"),
     [
         ((2,), "worker 2"),
-        ((1, 0), "workers 0, 1"),
+        ((1, 0), "workers 0 and 1"),
         ((3, 1, 2), "workers 1–3"),
-        ((0, 2, 5), "workers 0, 2, 5"),
+        ((0, 2, 5), "workers 0, 2 and 5"),
         (tuple(range(0, 40, 2)), "and"),
     ],
     ids=["one", "two", "span", "several", "many"],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.record.part import GrowingPart
+from rankscope.record.writer import GrowingPart
 
 
 def make_rows(start, num_rows):

@@ -156,7 +156,7 @@ def test_no_column_imports_pandas():
     work = """
 import sys, numpy as np
 from rankscope.core.signals import DType
-from rankscope.record.part import GrowingPart
+from rankscope.record.writer import GrowingPart
 from rankscope.record.schema import pa, to_arrow, to_arrow_lists
 cells = [np.array([1.0, np.nan]), np.array([])]
 columns = {

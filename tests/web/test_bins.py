@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from rankscope.record import Overview
+from rankscope.record.rollups import thinned
 from rankscope.web import bins
+from rankscope.web.series import MAX_POINTS
 
 VALUES = st.one_of(st.floats(-1e3, 1e3), st.just(np.nan))
 
@@ -29,6 +31,7 @@ def overview(values_TW: np.ndarray, width: int = 1) -> Overview:
     return Overview(
         first_B=np.array(starts, np.int64),
         last_B=np.array(ends, np.int64),
+        count_BW=reduced(len).astype(np.int64),
         mean_BW=reduced(known(np.mean)),
         low_BW=reduced(known(np.min)),
         high_BW=reduced(known(np.max)),
@@ -41,9 +44,9 @@ def overview(values_TW: np.ndarray, width: int = 1) -> Overview:
 )
 def test_merged_bins_keep_the_extremes_of_every_worker(values_TW, max_bins):
     view = overview(values_TW)
-    merged = bins.coarser(view, max_bins)
+    merged = thinned(view, max_bins)
 
-    assert len(merged.first_B) == min(max_bins, len(values_TW))
+    assert len(merged.first_B) <= min(max_bins, len(values_TW))
     assert merged.first_B[0] == 0
     assert merged.last_B[-1] == len(values_TW) - 1
     np.testing.assert_array_equal(merged.first_B[1:], merged.last_B[:-1] + 1)
@@ -147,3 +150,10 @@ def test_a_long_gap_stays_blank():
     values_TW[[0, 1, 2, 3, 30, 31]] = [1.0, 2.0]
     rows = bins.map_rows(overview(values_TW), 4)
     assert [row["until"] for row in rows] == [1, 2, 3, 4, 31, 35]
+
+
+def test_lines_stay_within_the_budget_of_points():
+    values_TW = np.random.default_rng(3).normal(size=(4_000, 48))
+    rows = bins.lines(overview(values_TW), range(48))
+    assert len(rows) <= MAX_POINTS + 4 * 48
+    assert {row["rank"] for row in rows} == set(range(48))

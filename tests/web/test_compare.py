@@ -44,8 +44,8 @@ def test_sides_numbers_and_notes(healthy_run: Run, other: Run, copied_run: Run):
     view = compare_view(Tables(), healthy_run, copied_run)
     assert view.notes == []
     assert [side.verdict.severity for side in view.sides] == ["early", "error"]
-    label, one, two = view.numbers[1]
-    assert (label, one["label"], two["label"]) == ("Loss dispersion",) * 3
+    one, two = view.numbers[1]
+    assert (one["label"], two["label"]) == ("Loss dispersion",) * 2
     assert one["value"] != two["value"]
 
 

@@ -15,7 +15,6 @@ from rankscope.study.rounding_result import TITLES, GrowthResult, PairResult, fi
 from rankscope.web import write_numerics_page
 from rankscope.web.document import VEGALITE
 from rankscope.web.numerics_figures import MAX_LAYERS
-from rankscope.web.numerics_page import write_growth_figures
 from web.html_reader import Page
 
 HOSTILE = "<script>alert(1)</script>{{ 7*7 }}"
@@ -32,7 +31,7 @@ LEVELS = {
 
 
 def sums_of(gradients: LocalGradients, workers: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any]:
-    return measure(gradients, SumOptions(workers=workers, orders=4)).to_json()
+    return measure(gradients, SumOptions(workers=workers, orders=4))
 
 
 def growth_of(names=tuple(TITLES), noise: float = 1.0) -> dict[str, Any]:
@@ -166,21 +165,13 @@ def test_one_type_one_world_and_many_layers_fit(tmp_path: Path):
         f"model.layers.{index}": np.full((2, 3), 1.5 + index, np.float32) for index in range(60)
     }
     options = SumOptions(workers=(2,), orders=2, types=("float32",))
-    sums = measure(LocalGradients("file", "two", arrays), options).to_json()
+    sums = measure(LocalGradients("file", "two", arrays), options)
     page = read(write_numerics_page(tmp_path, sums))
     rows = [row for table in page.specs["layers"]["datasets"].values() for row in table]
 
     assert len({row["layer"] for row in rows}) == MAX_LAYERS
     assert {"model.layers.0", "model.layers.59"} <= {row["layer"] for row in rows}
     assert "<path" in svg_of(page, "error-float32")
-
-
-def test_figures_of_several_seeds_and_settings_are_written(tmp_path: Path):
-    settings = {"slow": growth_of(), HOSTILE: growth_of(("order", "data"), noise=20)}
-    paths = write_growth_figures(tmp_path, growth_of(), [growth_of(noise=1.3)], settings)
-
-    assert [path.name for path in paths] == ["numerics-growth.png", "numerics-settings.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 def test_a_place_that_cannot_be_written_is_told(sums, tmp_path: Path):

@@ -107,13 +107,6 @@ def test_of_many_workers_the_named_and_the_farthest_are_drawn():
     assert drawn == sorted(drawn)
 
 
-def test_lines_stay_within_the_budget_of_points():
-    values_TW = np.random.default_rng(3).normal(size=(4_000, 48))
-    rows = series.lines(np.arange(4_000), values_TW, range(48))
-    assert len(rows) <= series.MAX_POINTS + 4 * 48
-    assert {row["rank"] for row in rows} == set(range(48))
-
-
 @pytest.mark.parametrize("num_workers", [49, 64, 97, 1024])
 def test_the_even_choice_reaches_the_last_workers(num_workers):
     drawn = series.chosen_workers(np.zeros((2, num_workers)))

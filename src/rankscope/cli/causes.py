@@ -7,7 +7,7 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table as Grid
 
-from rankscope.cli.output import heading, plain, show, terminal
+from rankscope.cli.output import JsonOption, heading, plain, show, terminal
 from rankscope.diagnose.causes import cause_pages
 from rankscope.diagnose.rules import RULES
 from rankscope.errors import UsageError
@@ -22,7 +22,7 @@ def causes(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what a finding means: how it looks, what led to it elsewhere, and what to do."""
     known = {rule: RULES[rule].title for rule in cause_pages() if rule in RULES}

@@ -1,6 +1,5 @@
 """``rankscope demo``: the same job twice, as it should be and with its sampler forgotten."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from rankscope.cli.output import plain, show, terminal
+from rankscope.cli.output import JsonOption, plain, print_json, show, terminal
 from rankscope.cli.report import run_result
 from rankscope.cli.verdict import labelled, verdict_lines
 from rankscope.diagnose.assessment import assess
@@ -31,9 +30,7 @@ def demo(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove a demo that is there.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print both verdicts as JSON instead of text.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a small model twice on two workers: with shards, and with the sampler forgotten.
 
@@ -48,7 +45,7 @@ def demo(
     runs = _train(output)
     line = _write_page(runs, output)
     if as_json:
-        print(json.dumps({name: run_result(run) for name, run in runs.items()}, indent=2))
+        print_json({name: run_result(run) for name, run in runs.items()})
     else:
         for run in runs.values():
             _show(run)

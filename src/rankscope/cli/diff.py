@@ -1,8 +1,6 @@
 """``rankscope diff``: where two runs first part, and whether rounding explains it."""
 
-import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +9,16 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import heading, plain, points, show, terminal
+from rankscope.cli.output import (
+    JsonOption,
+    heading,
+    labels,
+    plain,
+    points,
+    print_json,
+    show,
+    terminal,
+)
 from rankscope.errors import UsageError
 from rankscope.web import needs_extra
 
@@ -39,9 +46,7 @@ def diff(
     run_b: Annotated[
         Path, typer.Argument(metavar="RUN_B", help="Another run's.", show_default=False)
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON instead of the verdict.")
-    ] = False,
+    as_json: JsonOption = False,
     offset: Annotated[
         int | None,
         typer.Option(
@@ -80,9 +85,7 @@ def diff(
     comparison = compare_runs(Run.open(run_a), Run.open(run_b), offset=offset)
     written = _written(comparison, html, png)
     if as_json:
-        document = {**comparison.to_json(), "written": [str(path) for path in written]}
-        json.dump(document, sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json({**comparison.to_json(), "written": [str(path) for path in written]})
     else:
         render_comparison(comparison, terminal())
         for path in written:
@@ -158,12 +161,7 @@ def _numbers(comparison: "Comparison") -> Grid:
         rows.append(("rounding predicts", f"{parting.predicted:.3g}"))
     for name, apart in list(comparison.tensors.items())[:MAX_TENSORS]:
         rows.append((f"  {name}", "not a number" if math.isnan(apart) else f"{apart:.3g}"))
-    grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column()
-    grid.add_column()
-    for label, value in rows:
-        grid.add_row(plain(label, "dim"), plain(value))
-    return grid
+    return labels(rows)
 
 
 def _curves(comparison: "Comparison") -> Grid:

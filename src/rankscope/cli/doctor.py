@@ -1,15 +1,19 @@
 """``rankscope doctor``: a preflight under torchrun, before the training starts."""
 
-import json
 import sys
 import time
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
 
-from rankscope.cli.output import terminal
+from rankscope.cli.output import JsonOption, function_option, plain, print_json, show, terminal
+from rankscope.diagnose.rules import count
+from rankscope.record.files import to_plain
 
 if TYPE_CHECKING:
     from rankscope.doctor import CheckResult
@@ -25,26 +29,16 @@ class DoctorFailOn(StrEnum):
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="MODULE:FUNCTION that returns the module, or (module, optimizer).",
-            show_default=False,
-        ),
+        function_option("MODULE:FUNCTION that returns the module, or (module, optimizer)."),
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="MODULE:FUNCTION that takes the module and returns its optimizer.",
-            show_default=False,
-        ),
+        function_option("MODULE:FUNCTION that takes the module and returns its optimizer."),
     ] = None,
     loader: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="MODULE:FUNCTION that returns the rank's data loader, or any iterable of batches.",
-            show_default=False,
+        function_option(
+            "MODULE:FUNCTION that returns the rank's data loader, or any iterable of batches."
         ),
     ] = None,
     batches: Annotated[
@@ -56,9 +50,7 @@ def doctor(
             metavar="SECONDS", help="How long a rank may take for one check before it is named."
         ),
     ] = 20.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of the table.")
-    ] = False,
+    as_json: JsonOption = False,
     fail_on: Annotated[
         DoctorFailOn,
         typer.Option("--fail-on", help="The mildest result that makes the exit code 1."),
@@ -72,7 +64,6 @@ def doctor(
 
     Exit code: 0 ready, or nothing as severe as --fail-on; 1 a check at or above it; 2 bad usage.
     """
-    from rankscope.cli.checkup import render_checkup, to_document
     from rankscope.doctor import Options, Status, run_preflight, worst
 
     began = time.monotonic()
@@ -80,8 +71,7 @@ def doctor(
     def report(results: Sequence["CheckResult"]) -> int:
         taken = time.monotonic() - began
         if as_json:
-            json.dump(to_document(results, taken), sys.stdout, indent=2, allow_nan=False)
-            sys.stdout.write("\n")
+            print_json(to_document(results, taken))
         else:
             render_checkup(results, taken, terminal())
         sys.stdout.flush()
@@ -91,3 +81,106 @@ def doctor(
     code = run_preflight(options, report)
     if code:
         raise typer.Exit(code)
+
+
+_LOOK = {
+    "ok": ("✓", "green"),
+    "note": ("–", "blue"),
+    "warning": ("!", "yellow"),
+    "error": ("✗", "red"),
+    "skipped": ("·", "dim"),
+}
+_WORTH_ADVICE = ("error", "warning", "note")
+
+
+def render_checkup(results: Sequence["CheckResult"], seconds: float, console: Console) -> None:
+    """Print all results, what to do about those that are not well, and the verdict.
+
+    Args:
+        results: In the order in which they were made.
+        seconds: How long the preflight took.
+        console: Where to print.
+    """
+    console.print()
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=1)
+    grid.add_column(no_wrap=console.width >= 72)
+    grid.add_column()
+    for result in results:
+        sign, colour = _LOOK[result.status]
+        dim = "dim" if result.status == "skipped" else ""
+        grid.add_row(
+            Text(sign, style=f"bold {colour}"),
+            plain(result.title, dim),
+            plain(result.found, dim),
+        )
+    show(console, grid)
+    troubled = [
+        result
+        for status in _WORTH_ADVICE
+        for result in results
+        if result.status == status and result.advice
+    ]
+    if troubled:
+        console.print()
+        show(console, Text("What to do", style="bold underline"))
+    for result in troubled:
+        sign, colour = _LOOK[result.status]
+        show(
+            console,
+            Text.assemble(
+                (f"{sign} ", f"bold {colour}"),
+                plain(f"{result.title}: ", "bold"),
+                plain(result.advice),
+            ),
+        )
+    console.print()
+    show(console, _verdict(results, seconds))
+    console.print()
+
+
+def to_document(results: Sequence["CheckResult"], seconds: float) -> dict[str, Any]:
+    """Return the preflight as one JSON document."""
+    from rankscope.doctor import worst
+
+    status = worst(results)
+    document: dict[str, Any] = to_plain(
+        {
+            "kind": "doctor",
+            "status": str(status),
+            "verdict": verdict_in_words(results),
+            "seconds": seconds,
+            "checks": [result.to_json() for result in results],
+        }
+    )
+    return document
+
+
+def verdict_in_words(results: Sequence["CheckResult"]) -> str:
+    """Return the verdict in a sentence."""
+    from rankscope.doctor import worst
+
+    status = worst(results)
+    titles = [result.title for result in results if result.status == status]
+    listed = ", ".join(title[0].lower() + title[1:] for title in titles)
+    if status == "error":
+        return f"Not ready: {count(len(titles), 'check')} failed ({listed})."
+    if status == "warning":
+        return f"Can start, but look at {count(len(titles), 'warning')} first ({listed})."
+    done = sum(result.status != "skipped" for result in results)
+    notes = sum(result.status == "note" for result in results)
+    noted = f", with {count(notes, 'note')}" if notes else ""
+    left = len(results) - done
+    skipped = f"; {left} skipped" if left else ""
+    return f"Ready: {count(done, 'check')} made, nothing wrong{noted}{skipped}."
+
+
+def _verdict(results: Sequence["CheckResult"], seconds: float) -> Text:
+    from rankscope.doctor import worst
+
+    sign, colour = _LOOK[worst(results)]
+    return Text.assemble(
+        (f"{sign} ", f"bold {colour}"),
+        plain(verdict_in_words(results), "bold"),
+        (f"\nChecked in {seconds:.1f} s", "dim"),
+    )

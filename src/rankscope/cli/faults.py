@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import plain, terminal
+from rankscope.cli.output import JsonOption, plain, print_json, terminal
 from rankscope.errors import RunError, UsageError
 from rankscope.record.files import DAMAGES, parse, read_file, replace
 
@@ -36,16 +36,14 @@ DEFAULT_SEED = 0
 
 @faults.command("list")
 def list_faults(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the catalogue as JSON instead of a table.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List every fault and healthy look-alike, and what a finding is expected to say of it."""
     from rankscope.faults.catalogue import catalogue
 
     known = list(catalogue().values())
     if as_json:
-        print(json.dumps([_row_of(fault) for fault in known], indent=2))
+        print_json([_row_of(fault) for fault in known])
         return
     grid = Grid("id", "class", "what goes wrong", "expected", box=None, pad_edge=False)
     for fault in known:

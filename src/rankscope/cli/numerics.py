@@ -1,7 +1,7 @@
 """``rankscope numerics``: what the order of a sum does to gradients, and to a training."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,13 +12,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import plain, show, terminal
+from rankscope.cli.output import JsonOption, plain, print_json, show, table, terminal
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.numerics.gradients import Kind, LocalGradients, read, save, synthetic
-from rankscope.numerics.spread import SumOptions, measure
+from rankscope.numerics.spread import USUAL_WORKERS, SumOptions, measure
+from rankscope.numerics.spread import types as types_in_words
 from rankscope.numerics.summation import TYPES
-from rankscope.numerics.words import USUAL_WORKERS
-from rankscope.numerics.words import types as types_in_words
 from rankscope.record.files import replace
 from rankscope.web import write_numerics_page
 
@@ -31,7 +30,7 @@ RESULT_FILE = "numerics.json"
 MAX_LAYERS = 12
 """Layers that are shown; those with the largest errors."""
 
-Values = Mapping[str, Any]
+Values = dict[str, Any]
 Tell = Callable[[str, int, int], None]
 
 
@@ -93,9 +92,7 @@ def numerics(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON instead of tables.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure how much sums of gradients depend on order, type and world size.
 
@@ -119,7 +116,7 @@ def numerics(
             local = _record(options, at_step, tell)
         if save_file is not None:
             save(local, save_file)
-        sums = measure(local, options, tell).to_json()
+        sums = measure(local, options, tell)
         growth = _grow(steps, seed, tell) if steps else None
     grown = None if growth is None else growth.to_json()
     result = {"sums": sums, "growth": grown}
@@ -130,7 +127,7 @@ def numerics(
             lines = _write(output, text, sums, grown)
     finally:  # what was measured is shown, too, when it cannot be written
         if as_json:
-            print(json.dumps(result, indent=2, allow_nan=False))  # in signs that any terminal has
+            print_json(result)
         else:
             render_sums(sums, [] if growth is None else growth.sentences(), terminal())
     for line in lines:
@@ -138,7 +135,7 @@ def numerics(
 
 
 def _record(options: SumOptions, at_step: int, tell: Tell) -> LocalGradients:
-    from rankscope.study.local_gradients import record_gradients
+    from rankscope.study.rounding import record_gradients
 
     return record_gradients(options.workers[-1], step=at_step, seed=options.seed, progress=tell)
 
@@ -276,13 +273,6 @@ def _led(sentence: str) -> Text:
     return Text.assemble(plain(lead + colon, "bold"), plain(rest)) if colon else plain(sentence)
 
 
-def _grid(*heads: str) -> Grid:
-    grid = Grid(box=None, pad_edge=False, header_style="dim")
-    for index, head in enumerate(heads):
-        grid.add_column(head, justify="left" if index == 0 else "right")
-    return grid
-
-
 def _head(cell: Values) -> str:
     return types_in_words(cell).replace(" added in ", "\nin ")
 
@@ -295,7 +285,8 @@ def _by_world(sums: Values, column: str | None) -> Grid:
     """Return one row for each world size and one column for each combination of types."""
     cells = _ring(sums["cells"])
     numbers = [world["workers"] for world in sums["worlds"]]
-    grid = _grid("workers", *[_head(c) for c in cells if c["workers"] == numbers[0]])
+    heads = [_head(cell) for cell in cells if cell["workers"] == numbers[0]]
+    grid = table("workers", *heads, right=heads)
     for workers in numbers:
         own = [cell for cell in cells if cell["workers"] == workers]
         shown = [_error(cell) if column is None else _relative(cell[column]) for cell in own]
@@ -304,8 +295,7 @@ def _by_world(sums: Values, column: str | None) -> Grid:
 
 
 def _by_scheme(sums: Values, workers: int, inputs: str) -> Grid:
-    grid = _grid(
-        "algorithm",
+    heads = (
         "orders",
         "different\nresults",
         "elements\nthat differ",
@@ -314,6 +304,7 @@ def _by_scheme(sums: Values, workers: int, inputs: str) -> Grid:
         "error",
         "at worst",
     )
+    grid = table("algorithm", *heads, right=heads)
     for cell in sums["cells"]:
         if cell["workers"] == workers and cell["inputs"] == cell["sums"] == inputs:
             grid.add_row(
@@ -335,7 +326,7 @@ def _by_layer(sums: Values) -> Grid:
         rows.setdefault(row["layer"], []).append(row)
     worst = sorted(rows, key=lambda name: -(rows[name][0]["error_relative"] or 0.0))[:MAX_LAYERS]
     heads = [_head(row) for row in next(iter(rows.values()))]
-    grid = _grid("layer", *heads)
+    grid = table("layer", *heads, right=heads)
     for name in rows:
         if name in worst:
             grid.add_row(plain(name), *[_relative(row["error_relative"]) for row in rows[name]])

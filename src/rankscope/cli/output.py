@@ -7,19 +7,30 @@ All commands print with a margin, in lines of readable length, and records as pl
 """
 
 import codecs
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import typer
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.table import Table as Grid
 from rich.text import Text
 
 Tell = Callable[[str], None]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+"""The option that all commands have which print a result."""
+
+
+def function_option(words: str) -> Any:
+    """Return an option that names a function of the user's."""
+    return typer.Option(metavar="MODULE:FUNCTION", help=words, show_default=False)
+
 
 LEAST_COLUMNS = 20
 """Columns that a terminal has at least, whatever ``COLUMNS`` says: fewer hold no table."""
@@ -185,6 +196,36 @@ def readable_lines(console: Console, content: RenderableType) -> list[list[Segme
     """Return a content in the lines that :func:`show` prints."""
     options = console.options.update(width=min(console.width, LONGEST) - MARGIN)
     return console.render_lines(content, options, pad=False)
+
+
+def print_json(result: Any) -> None:
+    """Print plain JSON values as one document."""
+    print(json.dumps(result, indent=2, allow_nan=False))
+
+
+def table(*heads: str, right: Collection[str] = (), fold: bool = False) -> Grid:
+    """Return a table without lines.
+
+    Args:
+        heads: Of its columns.
+        right: Those whose cells are numbers: at the right, each in one line.
+        fold: Whether long words go on in the next line; else they are cut.
+    """
+    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for head in heads:
+        side: Literal["left", "right"] = "right" if head in right else "left"
+        grid.add_column(
+            head, justify=side, no_wrap=head in right, overflow="fold" if fold else "ellipsis"
+        )
+    return grid
+
+
+def labels(rows: Iterable[tuple[str, str]]) -> Grid:
+    """Return words with a label before each."""
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    for label, words in rows:
+        grid.add_row(plain(label, "dim"), plain(words))
+    return grid
 
 
 def heading(console: Console, words: str, *, space: bool = True) -> None:

@@ -1,15 +1,22 @@
 """``rankscope replay``: the batches of a finding, run again on every rank."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import plain, show, terminal
+from rankscope.cli.output import (
+    JsonOption,
+    function_option,
+    labels,
+    plain,
+    print_json,
+    show,
+    table,
+    terminal,
+)
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.rules import count, name_ranks
@@ -33,9 +40,8 @@ def replay(
     ],
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="A function without arguments that returns the model to run the batches on.",
+        function_option(
+            "A function without arguments that returns the model to run the batches on."
         ),
     ] = None,
     checkpoint: Annotated[
@@ -44,9 +50,7 @@ def replay(
             metavar="FILE", help="The model's state dict: safetensors, or a file of torch.save."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON instead of tables.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the batches that a finding has saved, or run them again on every rank.
 
@@ -124,7 +128,7 @@ def verdict_in_words(verdict: CanaryVerdict, suspect: int, num_workers: int) -> 
 
 def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVerdict | None:
     if as_json:
-        _print_json(_described(path, bundle))
+        print_json(_described(path, bundle))
         return bundle.verdict
     console = terminal()
     _head(console, path, bundle)
@@ -151,7 +155,7 @@ def _show_replayed(
             "peer_median_loss": to_plain(replayed.peer_median),
             "note": replayed.note,
         }
-        _print_json(_described(path, bundle) | {"replayed": here})
+        print_json(_described(path, bundle) | {"replayed": here})
         return
     console = terminal()
     _head(console, path, bundle)
@@ -174,10 +178,7 @@ def _head(console: Console, path: Path, bundle: ReplayBundle) -> None:
         ("Autocast", bundle.autocast or "none"),
         ("Versions", ", ".join(f"{k} {v}" for k, v in sorted(bundle.versions.items()))),
     ]
-    grid = Grid.grid(padding=(0, 2))
-    for label, words in rows:
-        grid.add_row(Text(label, style="dim"), plain(words))
-    show(console, grid)
+    show(console, labels(rows))
     console.print()
 
 
@@ -214,16 +215,15 @@ def _line(console: Console, words: str) -> None:
 def _table(console: Console, title: str, results: CanaryResults) -> None:
     console.print()
     show(console, Text(title, style="bold underline"))
-    table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("On\nrank", justify="right")
+    numbers = ["On\nrank"]
+    heads = [*numbers]
     for rank in (results.suspect, results.peer):
-        table.add_column(f"Rank {rank}'s batch\nloss", justify="right")
-        table.add_column("\ngradient norm", justify="right")
-        table.add_column("\nbits")
-    table.add_column("Repeats\nitself")
+        numbers += [f"Rank {rank}'s batch\nloss", f"Rank {rank}'s\ngradient norm"]
+        heads += [*numbers[-2:], "\nbits"]
+    grid = table(*heads, "Repeats\nitself", right=numbers)
     for rank, digest in enumerate(results.digests_W):
         missing = digest == MISSING_INT
-        table.add_row(
+        grid.add_row(
             str(rank),
             f"{results.losses_W[rank]:.6g}",
             f"{results.norms_W[rank]:.6g}",
@@ -233,7 +233,7 @@ def _table(console: Console, title: str, results: CanaryResults) -> None:
             _bits(results.peer_digests_W, rank),
             "no result" if missing else "yes" if digest == results.again_W[rank] else "no",
         )
-    show(console, table)
+    show(console, grid)
 
 
 def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> None:
@@ -245,12 +245,11 @@ def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> No
     console.print()
     title = f"Rank {bundle.suspect}'s samples with the largest loss, each alone, in evaluation mode"
     show(console, Text(title, style="bold underline"))
-    table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("Place in the batch", "Loss", "Digest"):
-        table.add_column(name, justify="right")
+    heads = ("Place in the batch", "Loss", "Digest")
+    grid = table(*heads, right=heads)
     for sample in replayed.worst:
-        table.add_row(str(sample.index), f"{sample.loss:.4g}", str(sample.digest))
-    show(console, table)
+        grid.add_row(str(sample.index), f"{sample.loss:.4g}", str(sample.digest))
+    show(console, grid)
     _line(console, f"Median of rank {bundle.peer}'s samples: {replayed.peer_median:.4g}")
 
 
@@ -290,7 +289,3 @@ def _described(path: Path, bundle: ReplayBundle) -> dict[str, Any]:
         "results": None if bundle.results is None else results_to_json(bundle.results),
         "verdict": None if bundle.verdict is None else verdict_to_json(bundle.verdict),
     }
-
-
-def _print_json(result: dict[str, Any]) -> None:
-    print(json.dumps(result, indent=2, allow_nan=False))

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from rankscope.capture.canary.replay import (
 from rankscope.core.batches import PlainBatch
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict, judge
 from rankscope.core.step import MISSING_INT
+from rankscope.doctor.functions import find_function
 from rankscope.errors import RunError, UsageError
 from rankscope.record.bundle import ReplayBundle
 from rankscope.record.files import open_file
@@ -78,17 +78,10 @@ def load_model(name: str, checkpoint: Path | None) -> nn.Module:
         UsageError: There is no such function, or it returns no model.
         RunError: The checkpoint cannot be used.
     """
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise UsageError(f"--model expects MODULE:FUNCTION, got {name!r}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
     try:
-        make = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--model {name} cannot be found ({error})") from error
-    try:
-        model = make()
+        model = find_function("--model", name)()
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(
             f"--model expects a function without arguments that returns the model, and {name} "

@@ -1,7 +1,6 @@
 """The files that ``rankscope report`` writes: which formats, and where each goes."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,11 @@ from rankscope.cli.output import plain, terminal
 from rankscope.diagnose.assessment import Assessment
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.record import Run
-from rankscope.record.files import is_directory
+from rankscope.record.files import is_directory, to_plain
 from rankscope.web import write_figures, write_report, write_run_figures, write_study_report
 from rankscope.web.markdown import run_markdown, study_markdown
 from rankscope.web.study_words import Study
-from rankscope.web.words import missing, writable
+from rankscope.web.words import writable
 
 
 class Format(StrEnum):
@@ -155,7 +154,7 @@ def say_where(written: Mapping[Format, Sequence[Path]]) -> None:
 
 def json_text(result: Mapping[str, Any]) -> str:
     """Return a result as JSON; undefined numbers become null."""
-    return json.dumps(_jsonable(result), indent=2, allow_nan=False) + "\n"
+    return json.dumps(to_plain(result), indent=2, allow_nan=False) + "\n"
 
 
 def _seen(markdown: Path, pictures: Sequence[Path]) -> list[str]:
@@ -184,16 +183,3 @@ def _put(path: Path, text: str) -> Path:
             "make the directory writable or name another file"
         ) from error
     return path
-
-
-def _jsonable(value: Any) -> Any:
-    """Return a value with plain JSON types; undefined numbers become null."""
-    if isinstance(value, Mapping):
-        return {str(name): _jsonable(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, bool | str) or value is None:
-        return value
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if missing(value) or value in (math.inf, -math.inf) else value

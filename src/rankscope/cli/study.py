@@ -1,6 +1,5 @@
 """``rankscope study``: the paper's experiment."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from rankscope.cli.output import plain, terminal
+from rankscope.cli.output import JsonOption, plain, print_json, terminal
 from rankscope.cli.verdict import render_study
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.study.config import Precision, Reading, Setting, StudyConfig
@@ -89,9 +88,7 @@ def study(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove a study that is there.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print summary.json instead of the verdict.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Fine-tune under the paper's seed settings and show what every worker did.
 
@@ -130,7 +127,7 @@ def study(
         line = _write_report(output)
     finally:  # the verdict is shown, too, when the report cannot be written
         if as_json:
-            print(json.dumps(entries, indent=2))
+            print_json(entries)
         else:
             render_study(output, terminal())
     terminal(stderr=as_json).print(line, soft_wrap=True)

@@ -4,6 +4,9 @@ Text from records is printed as it is: never read as markup, and without control
 could move the cursor.
 """
 
+import re
+import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,24 +15,41 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.cli.output import heading, plain, points, show
+from rankscope.cli.output import LONGEST, heading, plain, points, readable_lines, show, table
+from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
+from rankscope.diagnose.causes import section_of
+from rankscope.diagnose.rules import count, explanations, listed, ranked
 from rankscope.record import Run
 from rankscope.web.study_words import (
     Entry,
     Study,
     alike,
+    cells_of,
     headline_of,
     open_study,
     why_heading,
     why_they_differ,
 )
-from rankscope.web.words import SIGNS, number, verdict_of, whole
+from rankscope.web.words import (
+    SIGNS,
+    ranks_in_words,
+    steps_in_words,
+    tiles,
+    title_of,
+    title_of_finding,
+    verdict_of,
+)
 
 NARROW = 76
 """Columns below which notes go on lines of their own."""
-WIDE = 104
-"""Columns from which the study's table shows everything."""
+_LEAST_WIDTHS = {
+    "Norm std": NARROW,
+    "Averaged loss": 104,
+    "× sampling": 104,
+    "Different per step": LONGEST + 1,
+}
+"""Width of the lines from which the study's table has a column; the others it always has."""
 
 
 _COLOURS = {
@@ -152,38 +172,13 @@ def numbers_grid(tiles: Sequence[Mapping[str, str]], *, narrow: bool) -> Rendera
 
 
 def _study_table(study: Study, width: int) -> RenderableType:
-    table = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    columns = _columns(width)
-    for name in columns:
-        left = name in {"Setting", "Verdict"}
-        table.add_column(name, justify="left" if left else "right", no_wrap=not left)
-    for entry in study.entries:
-        cells = _cells(entry)
-        table.add_row(*(cells[name] for name in columns))
-    return table
-
-
-def _columns(width: int) -> list[str]:
-    columns = ["Setting", "Verdict", "Loss std", "Norm std", "Cosine", "Different", "Drawn"]
-    if width < NARROW:
-        return [name for name in columns if name not in {"Norm std", "Drawn"}]
-    return [*columns, "Loss std/expected", "Loss"] if width >= WIDE else columns
-
-
-def _cells(entry: Entry) -> dict[str, Text]:
-    sign, colour = LOOK[entry.severity]
-    first, last = entry.number("loss_first"), entry.number("loss_last")
-    return {
-        "Setting": plain(entry.name),
-        "Verdict": Text(f"{sign} {entry.severity}", style=colour),
-        "Loss std": Text(number(entry.number("loss_std"))),
-        "Loss std/expected": Text(number(entry.number("dispersion_ratio"), 2)),
-        "Norm std": Text(number(entry.number("grad_norm_std"))),
-        "Cosine": Text(number(entry.number("cosine_mean"))),
-        "Different": Text(whole(entry.number("distinct_samples"))),
-        "Drawn": Text(whole(entry.number("samples_drawn"))),
-        "Loss": Text(f"{number(first, 2)} → {number(last, 2)}"),
-    }
+    rows = [cells_of(entry) for entry in study.entries]
+    columns = [name for name in rows[0] if min(width, LONGEST) >= _LEAST_WIDTHS.get(name, 0)]
+    grid = table(*columns, right=columns[2:])
+    for entry, cells in zip(study.entries, rows, strict=True):
+        colours = {"Verdict": LOOK[entry.severity][1]}
+        grid.add_row(*(plain(cells[name], colours.get(name, "")) for name in columns))
+    return grid
 
 
 def _entry(entries: Sequence[Entry]) -> Text:
@@ -209,3 +204,109 @@ def show_command(command: str, console: Console) -> None:
 def labelled(label: str, words: str) -> Text:
     """Return words with a label before them."""
     return Text.assemble((f"{label}: ", "bold"), plain(words))
+
+
+SUMMARY_LINES = 12
+"""Lines on a terminal of 80 columns at most, with the two that say where there is more."""
+
+_ACTION = "What to do"
+_SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+
+
+def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
+    """Print a run's verdict in :data:`SUMMARY_LINES` lines; on a narrow terminal, in a few more.
+
+    Raises:
+        RunError: The findings cannot be read.
+    """
+    found = ranked(run.findings())
+    causes = explanations(found)
+    heads = [finding for finding in found if causes[finding.id] is None]
+    followers = len(found) - len(heads)
+    sheet = _Sheet(console, SUMMARY_LINES - 2 - bool(assessment.command))
+    title = title_of(run.info, run.path)
+    sheet.add(verdict_lines(assessment.word, assessment.headline, title))
+    kept_free = min(len(heads), 2) + (len(heads) > 2 or followers > 0)
+    sheet.add(_action(assessment.recommendation, sheet, kept_free))
+    shown = 0
+    for finding in heads:
+        line = _line(finding, run.num_workers)
+        is_last = finding is heads[-1] and not followers
+        if shown and not sheet.fits(line, kept_free=0 if is_last else 1):
+            break
+        sheet.add(line)
+        shown += 1
+    if rest := _rest(heads[shown:], followers):
+        sheet.add(plain(rest, "dim"))
+    if not found:
+        numbers, narrow = tiles(assessment.values), console.width < NARROW
+        while numbers and not sheet.fits(numbers_grid(numbers, narrow=narrow)):
+            numbers.pop()
+        sheet.add(numbers_grid(numbers, narrow=narrow))
+    sheet.show()
+    show_command(assessment.command, console)
+    more = labelled("  More", f"rankscope report {shlex.quote(str(run.path))} --full")
+    console.print(more, soft_wrap=True)  # in one piece, to be pasted
+
+
+class _Sheet:
+    """Parts that are printed one below the other, of which few lines are left.
+
+    Attributes:
+        room: Lines that are left.
+    """
+
+    def __init__(self, console: Console, room: int) -> None:
+        self._console, self.room = console, room
+        self._parts: list[RenderableType] = []
+
+    def fits(self, part: RenderableType, *, kept_free: int = 0) -> bool:
+        """Return whether a part fits, with some lines kept free."""
+        return len(readable_lines(self._console, part)) + kept_free <= self.room
+
+    def add(self, part: RenderableType) -> None:
+        """Add a part."""
+        self._parts.append(part)
+        self.room -= len(readable_lines(self._console, part))
+
+    def show(self) -> None:
+        """Print all parts, apart from each other as far as lines are left."""
+        for place, part in enumerate(self._parts):
+            if place in (1, 2) and self.room > 0:
+                self._console.print()
+                self.room -= 1
+            show(self._console, part)
+
+
+def _action(words: str, sheet: _Sheet, kept_free: int) -> Text:
+    """Return as many sentences of what to do as fit, but the first at least."""
+    whole = labelled(_ACTION, words)
+    if sheet.fits(whole, kept_free=kept_free):
+        return whole
+    sentences = _SENTENCE.split(words)
+    begun = [labelled(_ACTION, " ".join([*sentences[:n], "…"])) for n in range(1, len(sentences))]
+    fitting = [text for text in begun if sheet.fits(text, kept_free=kept_free)]
+    return [*begun[:1], *fitting, whole][len(fitting) if begun else 0]
+
+
+def _line(finding: Finding, num_workers: int) -> Text:
+    """Return a finding in a line: what it is, of whom, when, and its name in the documentation."""
+    sign, colour = LOOK[str(finding.severity)]
+    where = f"{ranks_in_words(finding.ranks, num_workers)} · {steps_in_words(finding)}"
+    return Text.assemble(
+        (f"{sign} ", f"bold {colour}"),
+        plain(title_of_finding(finding), "bold"),
+        "  ",
+        plain(where, colour),
+        "  ",
+        plain(section_of(finding.id, finding.cause), "dim"),
+    )
+
+
+def _rest(findings: Sequence[Finding], followers: int) -> str:
+    """Return how many findings have no line of their own; empty for none."""
+    severities = Counter(str(finding.severity) for finding in findings)
+    words = [count(number, severity) for severity, number in severities.items()]
+    if followers:
+        words.append(f"{count(followers, 'consequence')} of the above")
+    return f"Also {listed(words)}." if words else ""

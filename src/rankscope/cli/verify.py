@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.output import plain, show, terminal
+from rankscope.cli.output import JsonOption, plain, show, terminal
 from rankscope.cli.verdict import LOOK
 from rankscope.core.finding import Finding
 from rankscope.core.verification import Answer
@@ -23,7 +23,7 @@ def verify(
     path: Annotated[
         Path, typer.Argument(metavar="DIR", help="The run's directory.", show_default=False)
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say whether the optimizer was given the gradient that one process would compute.
 

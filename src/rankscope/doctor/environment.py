@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.capture.state.environment import environment_facts, source_revision
-from rankscope.core.environment import DECIDES_BITS, HARMLESS, is_compared
-from rankscope.core.replicas import odd_ranks
-from rankscope.diagnose.rules import count, name_ranks
-from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
+from rankscope.core.environment import is_compared
+from rankscope.diagnose.environment import compare_facts
+from rankscope.diagnose.rules import count
+from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
 
 NAME = "environment"
-
-_DECIDES_BITS = DECIDES_BITS | {"CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED"}
-"""Variables that change what is computed, from run to run too, not only how fast."""
 
 
 def look(bench: Bench) -> Facts:
@@ -25,52 +22,26 @@ def look(bench: Bench) -> Facts:
 
 
 def judge(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Name what differs between ranks, the gravest first."""
-    names = sorted(filter(is_compared, {name for fact in facts for name in fact}))
-    different = {
-        name: [fact.get(name) for fact in facts]
-        for name in names
-        if len({repr(fact.get(name)) for fact in facts}) > 1
-    }
-    numbers = {"compared": len(names), "different": different}
-    if not different:
-        found = f"{count(len(names), 'fact')} alike: {_versions(facts[0])}"
-        return [CheckResult(NAME, Status.OK, found, numbers=numbers)]
-    ordered = sorted(different, key=lambda name: (-_status(name).level, name))
-    told = [_in_words(name, different[name]) for name in ordered]
-    odd = {r for name in ordered for r in odd_ranks([repr(v) for v in different[name]])}
-    found = listed(told, 5, between="; ")
-    advice = _advice(ordered)
-    return [CheckResult(NAME, _status(ordered[0]), found, advice, numbers, tuple(sorted(odd)))]
+    """Name what differs between ranks, the gravest first, as a run's detector does."""
+    odd, words, severity = compare_facts(facts)
+    compared = sum(map(is_compared, {name for fact in facts for name in fact}))
+    numbers = {"compared": compared, "different": list(words)}
+    if odd:
+        status = Status[severity.name]
+        found = listed(words, 5, between="; ")
+        return [CheckResult(NAME, status, found, _ADVICE[status], numbers, odd)]
+    versions = (f"{name} {facts[0][name]}" for name in _VERSIONS if name in facts[0])
+    found = f"{count(compared, 'fact')} alike: {', '.join(versions)}"
+    return [CheckResult(NAME, Status.OK, found, numbers=numbers)]
 
 
-def _status(name: str) -> Status:
-    if name in HARMLESS or (name.isupper() and name not in _DECIDES_BITS):
-        return Status.NOTE
-    return Status.WARNING
-
-
-def _advice(names: Sequence[str]) -> str:
-    if _status(names[0]) is Status.NOTE:
-        return "Usually harmless; make these settings equal if runs must repeat."
-    if "revision" in names or "revision_changed" in names:
-        return "Bring all hosts to the same commit of the training code, and the rest in line."
-    return (
-        "Ranks that compute with other software, flags or devices have other gradients: install "
-        "the same on all hosts and set flags on all ranks alike."
-    )
-
-
-def _in_words(name: str, values: Sequence[Any]) -> str:
-    groups = ranks_by(["not set" if value is None else str(value)[:40] for value in values])
-    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
-    return f"{name}: {', '.join(f'{name_ranks(ranks)} {value}' for value, ranks in ordered[:3])}"
-
-
-def _versions(fact: Facts) -> str:
-    return ", ".join(
-        f"{name} {fact[name]}" for name in ("python", "torch", "numpy") if name in fact
-    )
+_VERSIONS = ("python", "torch", "numpy")
+_ADVICE = {
+    Status.NOTE: "Usually harmless; make these settings equal if runs must repeat.",
+    Status.WARNING: "Ranks that compute with other software, sources, flags or devices have other "
+    "gradients: bring all hosts to the same commit, install the same on them, and set flags on all "
+    "ranks alike.",
+}
 
 
 STAGE = Stage(NAME, look, judge, needs_group=False)

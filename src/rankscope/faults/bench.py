@@ -30,6 +30,8 @@ _SECONDS_TO_START, _SECONDS_OF_A_STEP = 90.0, 1.0  # a trial that takes longer c
 SHIFT_SIGNALS = ("loss", "grad_norm", "cosine_rest")
 _FEWEST_OTHERS = 2
 
+_PLAIN = ("detected", "delay", "rank_named", "cause_rank", "severe_enough", "shift", "problem")
+"""Attributes of a score that are plain JSON values."""
 FULL_WORKERS = (4, 8)
 FULL_SEEDS = (0, 1, 2)
 FULL_HEALTHY_STEPS = 2000
@@ -98,15 +100,9 @@ class Score:
             "seed": self.seed,
             "steps": self.num_steps,
             "as_expected": self.as_expected,
-            "detected": self.detected,
-            "delay": self.delay,
-            "rank_named": self.rank_named,
-            "cause_rank": self.cause_rank,
-            "severe_enough": self.severe_enough,
+            **{name: getattr(self, name) for name in _PLAIN},
             "expected_causes": list(self.fault.causes),
             "false_alarms": list(self.false_alarms),
-            "shift": self.shift,
-            "problem": self.problem,
             "seconds": round(self.seconds, 2),
             "findings": [finding.to_json() for finding in self.findings],
         }
@@ -127,15 +123,9 @@ class Score:
             num_workers=int(values["workers"]),
             seed=int(values["seed"]),
             num_steps=int(values["steps"]),
-            detected=bool(values["detected"]),
-            delay=values["delay"],
-            rank_named=bool(values["rank_named"]),
-            cause_rank=values["cause_rank"],
-            severe_enough=bool(values["severe_enough"]),
+            **{name: values[name] for name in _PLAIN},
             false_alarms=tuple(values["false_alarms"]),
             findings=tuple(Finding.from_json(finding) for finding in values["findings"]),
-            shift=values["shift"],
-            problem=str(values["problem"]),
             seconds=float(values["seconds"]),
         )
 

@@ -100,10 +100,7 @@ class FlagAroundBackward(Accumulating):
 
 @injects("Y7")
 class ParameterFallsOutOfUse(Job):
-    def build_model(self) -> nn.Module:
-        model = BenchCausalLM(self.dropout)
-        model.between = Adapter()
-        return model
+    between = Adapter
 
     def before_step(self) -> None:
         if self.active:
@@ -264,10 +261,7 @@ class BatchNormNotSynchronised(Job):
     from_the_start = True
     ddp_options: ClassVar[Mapping[str, Any]] = {"broadcast_buffers": False}
 
-    def build_model(self) -> nn.Module:
-        model = BenchCausalLM(self.dropout)
-        model.between = TokenNorm()
-        return model
+    between = TokenNorm
 
 
 class MovingMean(nn.Module):
@@ -289,10 +283,7 @@ class MovingMean(nn.Module):
 class BufferReassigned(Job):
     from_the_start = True
 
-    def build_model(self) -> nn.Module:
-        model = BenchCausalLM(self.dropout)
-        model.between = MovingMean()
-        return model
+    between = MovingMean
 
 
 @injects("T15")

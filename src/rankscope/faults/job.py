@@ -58,6 +58,7 @@ class Job:
         batch_size: Samples of a micro-batch on one worker.
         accumulation: Micro-batches of a step.
         dropout: Dropout probability.
+        between: Makes what sits between the model's embedding and its blocks.
         ragged: Whether the samples' lengths differ; they are padded then.
         peak_rate: The learning rate, before any schedule.
         ddp_options: Options of DDP.
@@ -70,6 +71,7 @@ class Job:
     batch_size: int = 4
     accumulation: int = 1
     dropout: float = 0.0
+    between: ClassVar[type[nn.Module]] = nn.Identity
     ragged: bool = False
     peak_rate: float = 1e-3
     ddp_options: ClassVar[Mapping[str, Any]] = {}
@@ -153,7 +155,9 @@ class Job:
 
     def build_model(self) -> nn.Module:
         """Return the bare model; it is seeded alike on all ranks."""
-        return BenchCausalLM(self.dropout)
+        model = BenchCausalLM(self.dropout)
+        model.between = self.between()
+        return model
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the data-parallel model."""

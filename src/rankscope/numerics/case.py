@@ -87,74 +87,8 @@ class SumOptions:
                 yield Arithmetic(inputs, sums, self.divide)
 
 
-@dataclass(frozen=True, slots=True)
-class Ulps:
-    """Distances over elements, in units in the last place; 99 % have at most ``p99``."""
-
-    median: float
-    p99: float
-    largest: float
-
-
-@dataclass(frozen=True, slots=True)
-class PerElement:
-    """Different values of one element, over elements."""
-
-    mean: float
-    largest: int
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """The gradients of one world size; the text of ``numerics.spread`` says what each number is."""
-
-    workers: int
-    made_up: int
-    cosine: float
-    cancellation: float
-    noise_relative: float
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One world size, type and algorithm; ``numerics.spread`` says what each number is."""
-
-    workers: int
-    inputs: str
-    sums: str
-    result: str
-    algorithm: str
-    num_orders: int
-    all_orders: bool
-    distinct_results: int
-    distinct_per_element: PerElement
-    share_differing: float
-    share_not_finite: float
-    spread_ulp: Ulps
-    spread_relative: float
-    difference_relative: float
-    error_relative: float
-    error_ulp: Ulps
-    predicted_relative: float
-    bound_relative: float
-
-
-@dataclass(frozen=True, slots=True)
-class LayerError:
-    """One layer, type and algorithm; the text of ``numerics.spread`` says what each number is."""
-
-    layer: str
-    num_elements: int
-    workers: int
-    inputs: str
-    sums: str
-    result: str
-    algorithm: str
-    error_relative: float
-    error_ulp: Ulps
-    predicted_relative: float
-    bound_relative: float
-    cosine: float
+Values = dict[str, Any]
+"""A part of the JSON form of measured sums; the text of ``numerics.spread`` says what is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +166,7 @@ class Case:
         self._sizes_N = np.abs(values_WN).mean(axis=0, dtype=np.float64)
         self._results: dict[Scheme, NDArray[np.float32]] = {}
 
-    def cell(self, scheme: Scheme) -> Cell:
+    def cell(self, scheme: Scheme) -> Values:
         """Measure one scheme over all elements."""
         orders, everything = self._orders(scheme)
         results_KN = np.stack([self._reduce(scheme, order) for order in orders])
@@ -248,12 +182,12 @@ class Case:
         variance_N = kept_KN.var(axis=0, ddof=1)
         error_N = ((kept_KN - self._truth_N[finite_N]) ** 2).mean(axis=0)
         every = np.arange(len(finite_N))
-        return Cell(
+        return dict(
             **self._kind(scheme),
             num_orders=len(orders),
             all_orders=everything,
             distinct_results=len({(row + np.float32(0)).tobytes() for row in results_KN}),
-            distinct_per_element=PerElement(float(distinct_N.mean()), int(distinct_N.max())),
+            distinct_per_element={"mean": distinct_N.mean(), "largest": distinct_N.max()},
             share_differing=self._mean(differs_N, every),
             share_not_finite=self._mean(~finite_N, every),
             spread_ulp=_ulps(spread_N[finite_N]),
@@ -263,12 +197,12 @@ class Case:
             **self._errors(scheme, every),
         )
 
-    def layers(self, scheme: Scheme) -> Iterator[LayerError]:
+    def layers(self, scheme: Scheme) -> Iterator[Values]:
         """Measure one scheme by layer, in the first order; :meth:`cell` must have run."""
         for name, size, own in self._sample.layers:
             finite = own[np.isfinite(self._results[scheme][own])]
             error = (self._results[scheme][finite].astype(np.float64) - self._truth_N[finite]) ** 2
-            yield LayerError(
+            yield dict(
                 layer=name,
                 num_elements=size,
                 **self._kind(scheme),
@@ -277,7 +211,7 @@ class Case:
                 cosine=_cosine(self._values_WN[:, own], self._sample.weights_N[own]),
             )
 
-    def _kind(self, scheme: Scheme) -> dict[str, Any]:
+    def _kind(self, scheme: Scheme) -> Values:
         kind = self._arithmetic
         return {
             "workers": self._num_workers,
@@ -287,7 +221,7 @@ class Case:
             "algorithm": str(scheme),
         }
 
-    def _errors(self, scheme: Scheme, own: NDArray[np.int64]) -> dict[str, Any]:
+    def _errors(self, scheme: Scheme, own: NDArray[np.int64]) -> Values:
         """Return the error in units in the last place, and what it was to be."""
         kind, W = self._arithmetic, self._num_workers
         bound = worst_factor(W, scheme, kind) * self._sizes_N[own] + worst_underflow(W, kind)
@@ -345,7 +279,7 @@ class Case:
         return math.sqrt(total / size) if size > 0 else (0.0 if total == 0 else math.inf)
 
 
-def describe_world(values_WN: NDArray[np.float32], made_up: int, sample: Sample) -> World:
+def describe_world(values_WN: NDArray[np.float32], made_up: int, sample: Sample) -> Values:
     """Say what the gradients of a world size have in common."""
     num_workers = len(values_WN)
     wide_WN = values_WN.astype(np.float64)
@@ -355,13 +289,13 @@ def describe_world(values_WN: NDArray[np.float32], made_up: int, sample: Sample)
     known = cancellation[~np.isnan(cancellation)]
     variance = (sample.weights_N * wide_WN.var(axis=0, ddof=1)).sum() / num_workers
     size = (sample.weights_N * mean_N**2).sum()
-    return World(
-        workers=num_workers,
-        made_up=made_up,
-        cosine=_cosine(values_WN, sample.weights_N),
-        cancellation=float(np.median(known)) if len(known) else math.nan,
-        noise_relative=float(np.sqrt(variance / size)) if size > 0 else math.inf,
-    )
+    return {
+        "workers": num_workers,
+        "made_up": made_up,
+        "cosine": _cosine(values_WN, sample.weights_N),
+        "cancellation": float(np.median(known)) if len(known) else math.nan,
+        "noise_relative": float(np.sqrt(variance / size)) if size > 0 else math.inf,
+    }
 
 
 def _cosine(values_WN: NDArray[np.float32], weights_N: NDArray[np.float64]) -> float:
@@ -373,8 +307,6 @@ def _cosine(values_WN: NDArray[np.float32], weights_N: NDArray[np.float64]) -> f
     return float((total - own) / ((num_workers - 1) * own)) if own > 0 else math.nan
 
 
-def _ulps(distances: NDArray[np.float64]) -> Ulps:
-    if not len(distances):
-        return Ulps(math.nan, math.nan, math.nan)
-    median, most, largest = np.quantile(distances, [0.5, 0.99, 1.0])
-    return Ulps(float(median), float(most), float(largest))
+def _ulps(distances: NDArray[np.float64]) -> Values:
+    found = np.quantile(distances, [0.5, 0.99, 1.0]) if len(distances) else [math.nan] * 3
+    return dict(zip(("median", "p99", "largest"), found, strict=True))

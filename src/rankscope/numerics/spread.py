@@ -1,8 +1,8 @@
 """How much sums of gradients differ between orders, types and world sizes, and from the truth.
 
-:func:`measure` takes the local gradients of W workers and returns :class:`Sums`. Its JSON form,
-which the figures and the command read (numbers that are undefined or not finite are ``null``;
-W workers, "relative" always in Euclidean norm over all elements)::
+:func:`measure` takes the local gradients of W workers and returns plain JSON values, which the
+figures and the command read (numbers that are undefined or not finite are None; W workers,
+"relative" always in Euclidean norm over all elements)::
 
     {
       "kind": "sums",
@@ -72,69 +72,35 @@ tree each of them has); for ``arrival`` it is one permutation for each bucket.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from rankscope.numerics.case import (
     Case,
-    Cell,
-    LayerError,
     Sample,
     SumOptions,
-    World,
+    Values,
     describe_world,
     draw_sample,
 )
 from rankscope.numerics.gradients import LocalGradients, for_workers
-from rankscope.numerics.summation import Reference, Scheme, check_reference
-from rankscope.numerics.words import sentences
+from rankscope.numerics.summation import Scheme, check_reference
 from rankscope.record.files import to_plain
 
-__all__ = ["Cell", "LayerError", "SumOptions", "Sums", "World", "measure"]
+__all__ = ["SumOptions", "measure"]
 
 
 FAR_BEYOND = 3
 """An error so many times what rounding predicts has another reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """What was measured; the module's text says what each number is."""
-
-    source: dict[str, Any]
-    options: SumOptions
-    notes: tuple[str, ...]
-    reference: Reference
-    worlds: tuple[World, ...]
-    cells: tuple[Cell, ...]
-    layers: tuple[LayerError, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON form that the module's text describes."""
-        options = asdict(self.options)
-        del options["max_elements"]
-        values = {
-            "kind": "sums",
-            "source": self.source,
-            "options": options,
-            "notes": list(self.notes),
-            "reference": asdict(self.reference),
-            "worlds": [asdict(world) for world in self.worlds],
-            "cells": [asdict(cell) for cell in self.cells],
-            "layers": [asdict(layer) for layer in self.layers],
-        }
-        plain: dict[str, Any] = to_plain(values)
-        plain["sentences"] = sentences(plain)
-        return plain
-
-
 def measure(
     gradients: LocalGradients,
     options: SumOptions | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> Sums:
+) -> dict[str, Any]:
     """Add the gradients up in many ways, and say how much the results differ.
 
     Args:
@@ -144,9 +110,9 @@ def measure(
     """
     options = options or SumOptions()
     sample = draw_sample(gradients, options)
-    worlds: list[World] = []
-    cells: list[Cell] = []
-    layers: list[LayerError] = []
+    worlds: list[Values] = []
+    cells: list[Values] = []
+    layers: list[Values] = []
     arithmetics = list(options.arithmetics)
     todo = [(W, kind) for W in options.workers for kind in arithmetics]
     for done, (num_workers, arithmetic) in enumerate(todo):
@@ -164,28 +130,34 @@ def measure(
                 layers += case.layers(scheme)
     if progress:
         progress("sums", len(todo), len(todo))
-    return Sums(
-        source={
-            "kind": gradients.kind,
-            "name": gradients.name,
-            "num_gradients": gradients.num_workers,
-            "num_elements": gradients.num_elements,
-            "num_measured": sample.values_WN.shape[1],
-        },
-        options=options,
-        notes=(*_notes(gradients, sample, worlds), *_limits_of_float16(cells, layers)),
-        reference=check_reference(values_WN),
-        worlds=tuple(worlds),
-        cells=tuple(cells),
-        layers=tuple(layers),
+    chosen = asdict(options)
+    del chosen["max_elements"]
+    sums: dict[str, Any] = to_plain(
+        {
+            "kind": "sums",
+            "source": {
+                "kind": gradients.kind,
+                "name": gradients.name,
+                "num_gradients": gradients.num_workers,
+                "num_elements": gradients.num_elements,
+                "num_measured": sample.values_WN.shape[1],
+            },
+            "options": chosen,
+            "notes": [*_notes(gradients, sample, worlds), *_limits_of_float16(cells, layers)],
+            "reference": check_reference(values_WN),
+            "worlds": worlds,
+            "cells": cells,
+            "layers": layers,
+        }
     )
+    return {**sums, "sentences": sentences(sums)}
 
 
-def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[World]) -> Iterator[str]:
+def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[Values]) -> Iterator[str]:
     count, total = sample.values_WN.shape[1], sample.num_total
     if count < total:
         yield f"{count:,} of {total:,} elements were measured, sampled evenly within each layer."
-    made_up = [str(world.workers) for world in worlds if world.made_up]
+    made_up = [str(world["workers"]) for world in worlds if world["made_up"]]
     if made_up:
         yield (
             f"There are gradients of {gradients.num_workers} workers; for {', '.join(made_up)} "
@@ -195,13 +167,13 @@ def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[World]) -
         )
 
 
-def _limits_of_float16(cells: Sequence[Cell], layers: Sequence[LayerError]) -> Iterator[str]:
+def _limits_of_float16(cells: Sequence[Values], layers: Sequence[Values]) -> Iterator[str]:
     """Say where float16 has too few small or large numbers."""
     lost = {
-        layer.layer: layer.error_relative
+        layer["layer"]: layer["error_relative"]
         for layer in layers
-        if layer.inputs == "float16"
-        and layer.error_relative > FAR_BEYOND * layer.predicted_relative
+        if layer["inputs"] == "float16"
+        and layer["error_relative"] > FAR_BEYOND * layer["predicted_relative"]
     }
     if lost:
         shown = ", ".join(list(lost)[:3]) + (", …" if len(lost) > 3 else "")
@@ -210,9 +182,99 @@ def _limits_of_float16(cells: Sequence[Cell], layers: Sequence[LayerError]) -> I
             f"{max(lost.values()):.0e}, more than {FAR_BEYOND} times that of rounding, because its "
             "smallest positive number is 6e-08; scale the loss, or use bfloat16."
         )
-    if any(cell.share_not_finite for cell in cells):
-        share = max(cell.share_not_finite for cell in cells)
+    if any(cell["share_not_finite"] for cell in cells):
+        share = max(cell["share_not_finite"] for cell in cells)
         yield (
             f"Up to {100 * share:.2g} % of the sums overflowed in float16, whose largest number is "
             "65,504; they are left out of its errors."
         )
+
+
+USUAL_WORKERS = 8
+"""World size that is spoken of, when it was measured."""
+
+
+def sentences(sums: Values) -> list[str]:
+    """Say why two runs differ, whether it matters, and what to do.
+
+    Args:
+        sums: The JSON form of measured sums, without its sentences.
+    """
+    numbers = [world["workers"] for world in sums["worlds"]]
+    workers = USUAL_WORKERS if USUAL_WORKERS in numbers else numbers[-1]
+    [world] = [world for world in sums["worlds"] if world["workers"] == workers]
+    cells = [c for c in sums["cells"] if c["workers"] == workers and c["algorithm"] == "ring"]
+    return [_why(cells), _whether(cells, world), _what(cells)]
+
+
+def size(value: float | None) -> str:
+    """Return a relative size in a few characters: ``2e-08``, ``0.4 %`` or ``61 %``."""
+    if value is None:
+        return "?"
+    if value == 0:
+        return "0"
+    if value < 1e-3:
+        return f"{value:.0e}"
+    percent = 100 * value
+    return f"{percent:.0f} %" if percent >= 9.5 else f"{percent:.1g} %"
+
+
+def types(cell: Values) -> str:
+    """Return the types of a reduction in words: ``bfloat16 added in float32``."""
+    inputs, sums = str(cell["inputs"]), str(cell["sums"])
+    return inputs if inputs == sums else f"{inputs} added in {sums}"
+
+
+def _why(cells: Sequence[Values]) -> str:
+    cell = next((cell for cell in cells if cell["distinct_results"] > 1), cells[0])
+    orders = f"{'all ' if cell['all_orders'] else ''}{cell['num_orders']} orders"
+    if cell["distinct_results"] == 1:
+        return (
+            f"Why two runs differ: not because of the order of these sums; the same "
+            f"{cell['workers']} gradients gave the same bits in {orders}."
+        )
+    return (
+        f"Why two runs differ: the same {cell['workers']} gradients, added up around a ring in "
+        f"{orders} ({types(cell)}), came back as {cell['distinct_results']} different results, "
+        f"and {100 * cell['share_differing']:.1f} % of the elements depend on the order."
+    )
+
+
+def _whether(cells: Sequence[Values], world: Values) -> str:
+    differing = [cell for cell in cells if cell["difference_relative"]]
+    same = [types(cell) for cell in cells if cell["difference_relative"] == 0]
+    parts = [f"by {size(cell['difference_relative'])} in {types(cell)}" for cell in differing]
+    if same:
+        parts.append(f"not at all in {' and '.join(same)}")
+    text = f"Does it matter: two orders differ {', '.join(parts)} (of the gradient's length)"
+    noise = world["noise_relative"]
+    largest = max((cell["difference_relative"] for cell in differing), default=0.0)
+    if not noise or not differing:
+        return f"{text}."
+    verdict = (
+        f"other samples of the same data would move it by {size(noise)}, so no step is worse for "
+        "it, but the weights part from the first differing bit on"
+        if largest < noise / 10
+        else f"other samples of the same data would move it by {size(noise)}, so the coarsest of "
+        "these sums adds a noise that is not small beside that of the data"
+    )
+    return f"{text}; {verdict}."
+
+
+def _what(cells: Sequence[Values]) -> str:
+    text = (
+        "What to do: fix the order of the sum (rankscope.fixed_order) or make the sum independent "
+        "of it (rankscope.order_free) where the same bits are needed, and let rankscope diff tell "
+        "rounding from a bug where they are not"
+    )
+    for cell in cells:
+        wide = [c for c in cells if c["inputs"] == cell["inputs"] and c["sums"] == "float32"]
+        if cell["sums"] == "float32" or not wide:
+            continue
+        coarse, fine = cell["error_relative"], wide[0]["error_relative"]
+        if coarse is not None and fine is not None and coarse > 1.2 * fine:
+            return (
+                f"{text}; with {cell['inputs']} gradients keep partial sums in float32, which "
+                f"brings the error from {size(coarse)} down to {size(fine)}."
+            )
+    return f"{text}."

@@ -212,21 +212,6 @@ def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
     return 2 * (least_in + divided + least_in)
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """How far float64 is from correctly rounded sums.
-
-    Attributes:
-        num_exact: Elements that were summed exactly.
-        relative: Error of float64 in Euclidean norm over these elements, relative to the sums.
-        ulp: Its largest error in units in the last place of float64.
-    """
-
-    num_exact: int
-    relative: float
-    ulp: float
-
-
 def sums_in_float64(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the sums over workers ``[N]``, added one after the other in float64."""
     return np.asarray(gradients_WN.sum(axis=0, dtype=np.float64))
@@ -242,12 +227,19 @@ def exact_sums(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.array([math.fsum(column) for column in columns], dtype=np.float64)
 
 
-def check_reference(gradients_WN: NDArray[np.float32], max_exact: int = MAX_EXACT) -> Reference:
+def check_reference(
+    gradients_WN: NDArray[np.float32], max_exact: int = MAX_EXACT
+) -> dict[str, float]:
     """Compare float64 with exact sums on elements spread evenly over the buffer.
 
     Args:
         gradients_WN: Finite gradients.
         max_exact: Elements to sum exactly, at most.
+
+    Returns:
+        ``num_exact``, the elements that were summed exactly; ``relative``, the error of float64 in
+        Euclidean norm over them, relative to the sums; ``ulp``, its largest error in units in the
+        last place of float64.
     """
     num_elements = gradients_WN.shape[1]
     chosen = np.unique(np.linspace(0, num_elements - 1, min(max_exact, num_elements)).astype(int))
@@ -255,11 +247,11 @@ def check_reference(gradients_WN: NDArray[np.float32], max_exact: int = MAX_EXAC
     exact, approximate = exact_sums(sample), sums_in_float64(sample)
     size = float(np.linalg.norm(exact))
     error = float(np.linalg.norm(approximate - exact))
-    return Reference(
-        num_exact=len(chosen),
-        relative=error / size if size else (0.0 if error == 0 else math.inf),
-        ulp=float(ulp_distance(exact, approximate, "float64").max(initial=0.0)),
-    )
+    return {
+        "num_exact": len(chosen),
+        "relative": error / size if size else (0.0 if error == 0 else math.inf),
+        "ulp": float(ulp_distance(exact, approximate, "float64").max(initial=0.0)),
+    }
 
 
 def _power_of_two(number: int) -> bool:

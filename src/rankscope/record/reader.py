@@ -52,6 +52,9 @@ MAX_STEPS = 2**21
 class Run:
     """A run directory. Open it with :meth:`open`; every call reads the files as they are then.
 
+    It raises a RunError where a file cannot be read, a UsageError where there is no such table,
+    and a KeyError where a table has no such column.
+
     Attributes:
         path: The directory.
         info: What ``run.json`` said when the run was opened.
@@ -129,30 +132,18 @@ class Run:
         return max((pc.max(rows["rank"]).as_py() + 1 for rows in pieces if len(rows)), default=0)
 
     def num_rows(self, table: Table) -> int:
-        """Return the number of a table's rows, without reading them.
-
-        Raises:
-            RunError: A file cannot be read.
-        """
+        """Return the number of a table's rows, without reading them."""
         return num_rows(self._files(table))
 
     @property
     def num_samples(self) -> int:
-        """About how many identities of samples are recorded, from the first rows of each file.
-
-        Raises:
-            RunError: A file cannot be read.
-        """
+        """About how many identities of samples are recorded, from the first rows of each file."""
         return num_values(self._files(Table.SAMPLES), "samples")
 
     def table(self, table: Table | str) -> pa.Table:
         """Return one table, sorted by step, rank and micro-batch.
 
         A table without files is empty; columns that the files lack are null.
-
-        Raises:
-            UsageError: There is no such table.
-            RunError: A file cannot be read.
         """
         table = _table(table)
         return self._rows(table, _names(table))
@@ -162,11 +153,6 @@ class Run:
 
         A null is NaN in a float column, ``MISSING_INT`` in an integer one and False in a boolean
         one. A column of lists is an object array of numpy arrays.
-
-        Raises:
-            KeyError: There is no such column.
-            UsageError: There is no such table.
-            RunError: A file cannot be read.
         """
         table = _table(table)
         names = names or _names(table)
@@ -176,10 +162,6 @@ class Run:
         """Return columns of the steps table, as :meth:`columns` does.
 
         Of more than two million steps, every n-th.
-
-        Raises:
-            KeyError: There is no such column.
-            RunError: A file cannot be read.
         """
         if self.num_rows(Table.STEPS) <= MAX_STEPS:
             return self.columns(Table.STEPS, *names)
@@ -193,10 +175,6 @@ class Run:
         Returns:
             The steps ``[T]`` that have rows, and the values ``[T, W]``: NaN where a worker has no
             row or no value.
-
-        Raises:
-            KeyError: There is no such column.
-            RunError: A file cannot be read.
         """
         signal(Table.WORKERS, name)
         rows = self._rows(Table.WORKERS, ("step", "rank", name))
@@ -215,10 +193,6 @@ class Run:
         Args:
             name: The column, of numbers.
             max_bins: Bins at most; a run of so few steps has a bin for each.
-
-        Raises:
-            KeyError: There is no such column.
-            RunError: A file cannot be read.
         """
         return self.overviews(name, max_bins=max_bins)[name]
 
@@ -226,10 +200,6 @@ class Run:
         """Return several columns as :meth:`overview` does, reading each file once.
 
         What was returned is kept until there are new steps: its arrays are shared.
-
-        Raises:
-            KeyError: There is no such column.
-            RunError: A file cannot be read.
         """
         for name in names:
             signal(Table.WORKERS, name)
@@ -248,11 +218,6 @@ class Run:
             table: The table.
             names: The columns; at least one.
             max_rows: About how many rows at most; all rows when there are no more.
-
-        Raises:
-            KeyError: There is no such column.
-            UsageError: There is no such table.
-            RunError: A file cannot be read.
         """
         table = _table(table)
         schema = schema_with(table, ("step", *names))
@@ -268,11 +233,6 @@ class Run:
             table: The table.
             names: The columns; all without.
             max_rows: Rows at most, but for the last flush, which is always there.
-
-        Raises:
-            KeyError: There is no such column.
-            UsageError: There is no such table.
-            RunError: A file cannot be read.
         """
         table = _table(table)
         names = names or _names(table)
@@ -289,9 +249,6 @@ class Run:
         Returns:
             The observed steps ``[T]``, and symmetric matrices ``[T, W, W]`` whose diagonal is 1,
             or NaN for a worker that has no cosine with any other in that step.
-
-        Raises:
-            RunError: A file cannot be read.
         """
         names = ("step", "cosines")
         if max_frames is None:
@@ -311,18 +268,11 @@ class Run:
         """Return how many different samples were drawn over the run, from its roll-ups.
 
         None without them: in a run of few steps, or one whose samples are unknown.
-
-        Raises:
-            RunError: A file cannot be read.
         """
         return read_coverage(self.path)
 
     def count_samples(self) -> Coverage:
-        """Return the same from the samples themselves, in pieces: for many, without roll-ups.
-
-        Raises:
-            RunError: A file cannot be read.
-        """
+        """Return the same from the samples themselves, in pieces: for many, without roll-ups."""
         counted, schema = DistinctSamples(), schema_with(Table.SAMPLES, ["step", "samples"])
         moments = []
         for file in self._files(Table.SAMPLES):
@@ -334,11 +284,7 @@ class Run:
         return Coverage(step_B, drawn_B, distinct_B, counted.is_exact)
 
     def sample_ids(self) -> Ints:
-        """Return all samples that were drawn, in any order: ids, or digests of their content.
-
-        Raises:
-            RunError: A file cannot be read.
-        """
+        """Return all samples that were drawn, in any order: ids, or digests of their content."""
         schema = schema_with(Table.SAMPLES, ["samples"])
         rows = read_rows(self.path / Table.SAMPLES, schema)
         cells = [chunk.flatten() for chunk in rows["samples"].chunks]

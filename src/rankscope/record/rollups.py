@@ -6,6 +6,8 @@ in the flush in which they become whole; of the steps behind the last one the wo
 So a reader goes from wide bins to narrow ones to single steps, and meets each step once: it sees
 a quantity over a whole run in few bins of steps, at any length of the run.
 
+Functions that read raise a RunError where a file cannot be read.
+
 ``rollups/samples`` says every 64 steps how many samples were drawn so far, and how many different
 ones.
 """
@@ -75,26 +77,8 @@ class Coverage:
     is_exact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """One signal of the workers table over the whole run, in B bins of steps; W workers.
-
-    A bin is some neighbouring steps, a single one in a short run. Values that are not finite
-    count as missing.
-
-    Attributes:
-        first_B: First step of each bin.
-        last_B: Last step of each bin.
-        mean_BW: Mean over the bin's steps of each worker, NaN where none has a value.
-        low_BW: The smallest of them.
-        high_BW: The largest.
-    """
-
-    first_B: Ints
-    last_B: Ints
-    mean_BW: Floats
-    low_BW: Floats
-    high_BW: Floats
+Overview = Bins
+"""One signal of the workers table over the whole run, in B bins of steps: single ones if short."""
 
 
 class RollupRows:
@@ -159,11 +143,7 @@ class RollupRows:
 
 
 def read_coverage(run: Path) -> Coverage | None:
-    """Return what the roll-ups say of samples, None without them.
-
-    Raises:
-        RunError: A file cannot be read.
-    """
+    """Return what the roll-ups say of samples, None without them."""
     if not parts_in(folder_of(run, SAMPLES)):
         return None
     rows = read_rows(folder_of(run, SAMPLES), schema_of(coverage_signals()))
@@ -206,9 +186,6 @@ def read_level(
     Returns:
         The bins of each quantity in order; None when there are no such roll-ups, or when they
         lack one of the quantities.
-
-    Raises:
-        RunError: A file cannot be read.
     """
     columns = [f"{name}_{end}" for name in names for end in _ENDS]
     known = [s for s in rollup_signals() if s.name in {"step", "last_step", "rank", *columns}]
@@ -309,13 +286,10 @@ def read_overviews(
         names: Columns of the workers table, of numbers.
         num_workers: W.
         max_bins: Bins at most; a run of so few steps has a bin for each.
-
-    Raises:
-        RunError: A file cannot be read.
     """
     found = step_range(run, Table.WORKERS)
     if found is None:
-        return {name: _overview(_nothing(num_workers)) for name in names}
+        return {name: _nothing(num_workers) for name in names}
     first, last = found
     num_steps = last - first + 1
     schema = schema_with(Table.WORKERS, ("step", "rank", *names))
@@ -326,7 +300,7 @@ def read_overviews(
     if few and width < LEVELS[0]:
         if num_rows(files) <= MAX_ROWS:
             bins = bins_of(read_rows(run / Table.WORKERS, schema), names, num_workers)
-            return {name: _overview(_thinned(bins[name], max_bins)) for name in names}
+            return {name: thinned(bins[name], max_bins) for name in names}
     else:
         width = max(width, LEVELS[0])
         parts = _rolled(run, names, num_workers, width)
@@ -335,7 +309,7 @@ def read_overviews(
         tail = bins_of(rows.filter(pc.field("step") > after), names, num_workers)
         parts.append({name: bins.merged(width) for name, bins in tail.items()})
     whole = {name: joined([part[name] for part in parts]).merged(width) for name in names}
-    return {name: _overview(_thinned(whole[name], max_bins)) for name in names}
+    return {name: thinned(whole[name], max_bins) for name in names}
 
 
 def bins_of(rows: pa.Table, names: Sequence[str], num_workers: int) -> dict[str, Bins]:
@@ -364,7 +338,8 @@ def _rolled(run: Path, names: Sequence[str], num_workers: int, width: int) -> li
     return parts
 
 
-def _thinned(bins: Bins, max_bins: int) -> Bins:
+def thinned(bins: Bins, max_bins: int) -> Bins:
+    """Return bins with neighbours merged, so that at most ``max_bins`` are left."""
     if len(bins.first_B) <= max_bins:
         return bins
     return bins.merged(bin_width(int(bins.first_B[0]), int(bins.first_B[-1]), max_bins))
@@ -372,7 +347,3 @@ def _thinned(bins: Bins, max_bins: int) -> Bins:
 
 def _nothing(num_workers: int) -> Bins:
     return bins_of_steps(np.empty(0, np.int64), np.empty((0, num_workers)))
-
-
-def _overview(bins: Bins) -> Overview:
-    return Overview(bins.first_B, bins.last_B, bins.mean_BW, bins.low_BW, bins.high_BW)

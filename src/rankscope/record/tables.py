@@ -3,6 +3,8 @@
 Whole row groups are read, and no others; a row group holds whole steps, since a flush writes whole
 steps. So a bounded part of a table can be read whatever its length: an even choice of rows, or the
 latest. Other programs may write a table as one row group, of any size: that is read in pieces.
+
+Every function that reads raises a RunError where a file cannot be read.
 """
 
 import os
@@ -100,9 +102,6 @@ def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa
         file: A Parquet file.
         schema: The columns to return; those that the file lacks are null.
         choose: The row groups to read; all if omitted.
-
-    Raises:
-        RunError: The file cannot be read.
     """
     with _opened(file) as parquet:
         groups, present = _wanted(parquet, schema, choose)
@@ -110,11 +109,7 @@ def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa
 
 
 def read_pieces(file: Path, schema: pa.Schema, choose: Choice | None = None) -> Iterator[pa.Table]:
-    """Yield what :func:`read_part` returns, some rows at a time, however large a row group is.
-
-    Raises:
-        RunError: The file cannot be read.
-    """
+    """Yield what :func:`read_part` returns, some rows at a time, however large a row group is."""
     with _opened(file, _BUFFER_BYTES) as parquet:
         groups, present = _wanted(parquet, schema, choose)
         size = max(1, int(PIECE_VALUES / _values_of_a_row(parquet, groups, present)))
@@ -172,30 +167,18 @@ def _check(table: pa.Table) -> None:
 
 
 def read_rows(folder: Path, schema: pa.Schema) -> pa.Table:
-    """Return all rows of a directory's files in order; none when it does not exist.
-
-    Raises:
-        RunError: A file cannot be read.
-    """
+    """Return all rows of a directory's files in order; none when it does not exist."""
     parts = [read_part(file, schema) for file in parts_in(folder)]
     return pa.concat_tables([schema.empty_table(), *parts])
 
 
 def num_rows(files: Sequence[Path]) -> int:
-    """Return the rows of a table, from the footers of its files.
-
-    Raises:
-        RunError: A file cannot be read.
-    """
+    """Return the rows of a table, from the footers of its files."""
     return sum(map(_num_rows, files))
 
 
 def num_values(files: Sequence[Path], name: str) -> int:
-    """Return about how many values a column's lists hold, from the first rows of each file.
-
-    Raises:
-        RunError: A file cannot be read.
-    """
+    """Return about how many values a column's lists hold, from the first rows of each file."""
     total = 0.0
     for file in files:
         with _opened(file, _BUFFER_BYTES) as parquet:
@@ -268,9 +251,6 @@ def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iter
     """Yield in pieces what files in the order of their steps hold from a step on, and earlier rows.
 
     Only files and row groups that may have rows of this step or later ones are read.
-
-    Raises:
-        RunError: A file cannot be read.
     """
     wanted: list[Path] = []
     for file in reversed(files):
@@ -284,11 +264,7 @@ def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iter
 
 
 def step_range_of(file: Path) -> tuple[int, int] | None:
-    """Return the first and the last step in a file, None when its footer does not tell.
-
-    Raises:
-        RunError: The file cannot be read.
-    """
+    """Return the first and the last step in a file, None when its footer does not tell."""
     with _opened(file) as parquet:
         groups = _step_ranges(parquet.metadata)
     known = [group for group in groups if group is not None]
@@ -298,11 +274,7 @@ def step_range_of(file: Path) -> tuple[int, int] | None:
 
 
 def step_range(run: Path, table: Table) -> tuple[int, int] | None:
-    """Return the first and the last step of a table, None without rows.
-
-    Raises:
-        RunError: A file cannot be read.
-    """
+    """Return the first and the last step of a table, None without rows."""
     files = parts_in(run / table)
     ends = [step_range_of(file) or _range_in(file, table) for file in {*files[:1], *files[-1:]}]
     ranges = [found for found in ends if found is not None]
@@ -335,9 +307,6 @@ def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Tab
         schema: The columns to return.
         max_rows: About how many rows at most; at least a row group of each file that is opened, or
             an even choice of its steps where it is large.
-
-    Raises:
-        RunError: A file cannot be read.
     """
     chosen = _evenly(len(files), MAX_FILES)
     share = max_rows // max(len(chosen), 1)
@@ -361,11 +330,7 @@ def _even_part(file: Path, schema: pa.Schema, choose: Choice, share: int) -> pa.
 
 
 def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return the last rows of a table, in whole row groups: at least one, unless it is large.
-
-    Raises:
-        RunError: A file cannot be read.
-    """
+    """Return the last rows of a table, in whole row groups: at least one, unless it is large."""
     parts: list[pa.Table] = []
     left, whole = max_rows, True
 
@@ -404,9 +369,6 @@ def even_single_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) ->
     """Return so many rows, evenly chosen, the first and the last among them.
 
     Only the row groups that hold them are read: for tables of one large row per step.
-
-    Raises:
-        RunError: A file cannot be read.
     """
     ends = np.cumsum([0, *map(_num_rows, files)])
     wanted = _evenly(int(ends[-1]), max_rows)

@@ -13,6 +13,7 @@ C columns of the workers table that are shown, W workers, R ranks whose own valu
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -289,6 +290,48 @@ class Changes:
         if not told:
             return Change.OPENED
         return Change.WORSE if before is not None and finding.severity > before else None
+
+
+class NewsSink(ABC):
+    """A sink that tells what is new about findings; a subclass that takes steps says so.
+
+    Args:
+        severity: Findings that never were this bad are not told.
+    """
+
+    takes_steps = False
+
+    def __init__(self, severity: Severity = Severity.NOTE) -> None:
+        self._severity = severity
+        self._changes = Changes((), severity)
+        self._info: RunInfo | None = None
+
+    def open(self, run: RunInfo) -> None:
+        """Remember the run, and what is no news."""
+        self._info = run
+        self._changes = Changes(run.findings, self._severity)
+
+    @property
+    def run(self) -> RunInfo:
+        """What the sink was told first."""
+        assert self._info is not None, "open comes first"
+        return self._info
+
+    def step(self, step: StepValues) -> None:  # noqa: B027 - as most of them do
+        """Take nothing of a step."""
+
+    def finding(self, finding: Finding) -> None:
+        """Tell of a finding that opened, got worse or closed."""
+        change = self._changes.of(finding)
+        if change is not None:
+            self.tell(finding, change)
+
+    @abstractmethod
+    def tell(self, finding: Finding, change: Change) -> None:
+        """Tell what is new about a finding."""
+
+    def close(self) -> None:  # noqa: B027 - not all hold something
+        """End."""
 
 
 def sentence(finding: Finding, change: Change | None = None) -> str:

@@ -9,18 +9,17 @@ import signal
 import subprocess
 import tempfile
 import weakref
-from pathlib import Path
 from typing import IO
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.sinks.base import Change, Changes, RunInfo, StepValues, plain_finding
+from rankscope.sinks.base import Change, NewsSink, plain_finding
 
 _log = logging.getLogger("rankscope")
 
 SECONDS = 30.0
 
 
-class CommandSink:
+class CommandSink(NewsSink):
     """Runs a command with the finding as JSON on its standard input.
 
     The same is in its environment, for commands of one line: ``RANKSCOPE_EVENT`` (``opened``,
@@ -34,34 +33,19 @@ class CommandSink:
         seconds: A command that takes longer is killed, with all that it started.
     """
 
-    takes_steps = False
-
     def __init__(
         self, command: str, *, severity: Severity = Severity.NOTE, seconds: float = SECONDS
     ) -> None:
+        super().__init__(severity)
         self._command = command
-        self._severity = severity
         self._seconds = seconds
-        self._changes = Changes((), severity)
-        self._run_dir = Path()
         self._running: subprocess.Popen[bytes] | None = None
         self._told = False
         # Registered before the scope's own exit handler, and so called after it.
         atexit.register(_kill_at_exit, weakref.ref(self), os.getpid())
 
-    def open(self, run: RunInfo) -> None:
-        """Remember the run, and what is no news."""
-        self._run_dir = run.run_dir
-        self._changes = Changes(run.findings, self._severity)
-
-    def step(self, step: StepValues) -> None:
-        """Take nothing of a step."""
-
-    def finding(self, finding: Finding) -> None:
+    def tell(self, finding: Finding, change: Change) -> None:
         """Run the command for a finding that opened, got worse or closed."""
-        change = self._changes.of(finding)
-        if change is None:
-            return
         # A file, not a pipe: a process that is forked meanwhile would keep the pipe from ending.
         with _new_file() as told:
             told.write(json.dumps(plain_finding(finding)).encode())
@@ -83,9 +67,6 @@ class CommandSink:
         if self._running.returncode:
             self._tell(f"ended with exit code {self._running.returncode}")
 
-    def close(self) -> None:
-        """End; nothing is held."""
-
     def kill(self) -> None:
         """Kill the command that runs now, if one does, with all that it started."""
         if self._running is not None and self._running.returncode is None:
@@ -104,7 +85,7 @@ class CommandSink:
     def _variables(self, finding: Finding, change: Change) -> dict[str, str]:
         variables = {
             "EVENT": change,
-            "RUN_DIR": self._run_dir,
+            "RUN_DIR": self.run.run_dir,
             "ID": finding.id,
             "CAUSE": finding.cause,
             "SEVERITY": finding.severity,

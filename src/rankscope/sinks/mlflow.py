@@ -11,7 +11,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
 from rankscope.core.finding import Finding
-from rankscope.sinks.base import Changes, RunInfo, SinkError, StepValues, sentence
+from rankscope.sinks.base import Change, NewsSink, RunInfo, SinkError, StepValues, sentence
 
 BATCH = 900
 """Values that are sent at once; MLflow takes 1,000."""
@@ -22,7 +22,7 @@ SECONDS = 5.0
 MAX_TAG = 4000
 
 
-class MlflowSink:
+class MlflowSink(NewsSink):
     """Logs to the run that the training has open when its first step is there, else to a new one.
 
     Args:
@@ -30,24 +30,20 @@ class MlflowSink:
         clock: Seconds that only go forward.
     """
 
+    takes_steps = True
+
     def __init__(
         self, experiment: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__()
         self._experiment = experiment
         self._clock = clock
-        self._info: RunInfo | None = None
         self._client: Any = None
         self._run_id = ""
         self._owns = False
         self._waiting: list[Any] = []
         self._sent = clock()
-        self._changes = Changes()
         self._found = mlflow.active_run()  # active runs belong to threads: this is the caller's
-
-    def open(self, run: RunInfo) -> None:
-        """Remember the run; MLflow's is looked for when the first step comes."""
-        self._info = run
-        self._changes = Changes(run.findings)
 
     def step(self, step: StepValues) -> None:
         """Keep a step, and send what has been kept once it is much or old."""
@@ -57,13 +53,11 @@ class MlflowSink:
         if len(self._waiting) >= BATCH or self._clock() - self._sent >= SECONDS:
             self._send()
 
-    def finding(self, finding: Finding) -> None:
+    def tell(self, finding: Finding, change: Change) -> None:
         """Keep a finding that opened, got worse or closed as a tag of the run."""
-        change = self._changes.of(finding)
-        if change is not None:
-            self._attach()
-            text = sentence(finding, change)[:MAX_TAG]
-            self._client.set_tag(self._run_id, f"rankscope.finding.{finding.id}", text)
+        self._attach()
+        text = sentence(finding, change)[:MAX_TAG]
+        self._client.set_tag(self._run_id, f"rankscope.finding.{finding.id}", text)
 
     def close(self) -> None:
         """Send the rest, and end a run of our own."""
@@ -82,9 +76,8 @@ class MlflowSink:
     def _attach(self) -> None:
         if self._client is not None:
             return
-        assert self._info is not None, "open comes first"
         try:
-            self._client = self._open_run(self._info)
+            self._client = self._open_run(self.run)
         except MlflowException as error:
             raise SinkError(f"MLflow cannot open a run: {error}") from error
 

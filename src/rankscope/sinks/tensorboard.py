@@ -10,26 +10,28 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rankscope.core.finding import Finding
-from rankscope.sinks.base import Changes, RunInfo, StepValues, sentence
+from rankscope.sinks.base import Change, NewsSink, RunInfo, StepValues, sentence
 
 FLUSH_SECONDS = 10
 
 
-class TensorBoardSink:
+class TensorBoardSink(NewsSink):
     """Writes every number as a scalar, and what is new about findings as text.
 
     Args:
         log_dir: Directory of the event file; ``tensorboard`` in the run's directory, if None.
     """
 
+    takes_steps = True
+
     def __init__(self, log_dir: str | Path | None = None) -> None:
+        super().__init__()
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._writer: Any = None
-        self._changes = Changes()
 
     def open(self, run: RunInfo) -> None:
         """Create the event file."""
-        self._changes = Changes(run.findings)
+        super().open(run)
         log_dir = self._log_dir or run.run_dir / "tensorboard"
         self._writer = EventFileWriter(str(log_dir), flush_secs=FLUSH_SECONDS)
 
@@ -39,13 +41,10 @@ class TensorBoardSink:
         event = Event(wall_time=step.time, step=step.step, summary=Summary(value=values))
         self._writer.add_event(event)
 
-    def finding(self, finding: Finding) -> None:
+    def tell(self, finding: Finding, change: Change) -> None:
         """Write a finding that opened, got worse or closed."""
-        change = self._changes.of(finding)
-        if change is not None:
-            text = text_pb("rankscope/findings", sentence(finding, change))
-            event = Event(wall_time=time.time(), step=finding.step, summary=text)
-            self._writer.add_event(event)
+        text = text_pb("rankscope/findings", sentence(finding, change))
+        self._writer.add_event(Event(wall_time=time.time(), step=finding.step, summary=text))
 
     def close(self) -> None:
         """Write the rest and close the event file."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.sinks.base import Change, Changes, RunInfo, SinkError, StepValues, plain, sentence
+from rankscope.sinks.base import Change, NewsSink, RunInfo, SinkError, StepValues, plain, sentence
 
 _log = logging.getLogger("rankscope")
 
@@ -23,7 +23,7 @@ EXIT_SECONDS = 10.0
 _LEVELS = {Severity.NOTE: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERROR"}
 
 
-class WandbSink:
+class WandbSink(NewsSink):
     """Logs to the run that the training has open when its first step is there, else to a new one.
 
     The rows of a run that is the training's own remain the training's own: numbers are added to
@@ -35,34 +35,28 @@ class WandbSink:
             project of the environment.
     """
 
+    takes_steps = True
+
     def __init__(self, project: str | None = None) -> None:
+        super().__init__()
         self._project = project
-        self._info: RunInfo | None = None
         self._run: _TheirRun | _OwnRun | None = None
-        self._changes = Changes()
         # Registered before the scope's own exit handler, and so called after it.
         atexit.register(_end_at_exit, weakref.ref(self), os.getpid())
-
-    def open(self, run: RunInfo) -> None:
-        """Remember the run; W&B comes in with the first step, when the training's run is open."""
-        self._info = run
-        self._changes = Changes(run.findings)
 
     def step(self, step: StepValues) -> None:
         """Log a step."""
         self._attached().log({"rankscope/step": step.step, **step.flat()})
 
-    def finding(self, finding: Finding) -> None:
+    def tell(self, finding: Finding, change: Change) -> None:
         """Send an alert for a finding that opened or got worse, and keep it in the summary."""
-        change = self._changes.of(finding)
-        if change is not None:
-            message = {
-                "id": finding.id,
-                "text": sentence(finding, change),
-                "title": f"rankscope: {finding.cause}"[:63],
-                "level": None if change is Change.CLOSED else _LEVELS[finding.severity],
-            }
-            self._attached().tell(message)
+        message = {
+            "id": finding.id,
+            "text": sentence(finding, change),
+            "title": f"rankscope: {finding.cause}"[:63],
+            "level": None if change is Change.CLOSED else _LEVELS[finding.severity],
+        }
+        self._attached().tell(message)
 
     def close(self) -> None:
         """Finish a run of our own; one that is the training's is left open."""
@@ -71,12 +65,11 @@ class WandbSink:
 
     def _attached(self) -> "_TheirRun | _OwnRun":
         if self._run is None:
-            assert self._info is not None, "open comes first"
             active = getattr(sys.modules.get("wandb"), "run", None)
             if active is not None and self._project in (None, active.project):
                 self._run = _TheirRun(active)
             else:
-                self._run = _OwnRun(self._info, self._project)
+                self._run = _OwnRun(self.run, self._project)
                 self._run.wait_until_open()
         return self._run
 

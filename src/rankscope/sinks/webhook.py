@@ -7,12 +7,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.sinks.base import Changes, RunInfo, SinkError, StepValues, plain_finding, sentence
+from rankscope.sinks.base import Change, NewsSink, SinkError, plain_finding, sentence
 
 _log = logging.getLogger("rankscope")
 
@@ -55,7 +54,7 @@ class _SameHostRedirects(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_SameHostRedirects)
 
 
-class WebhookSink:
+class WebhookSink(NewsSink):
     """Posts JSON with ``text`` (one paragraph), ``event``, ``run`` and ``finding``.
 
     A request that fails for now is tried again, after longer and longer pauses; the next finding
@@ -67,8 +66,6 @@ class WebhookSink:
         sleep: Waits some seconds.
     """
 
-    takes_steps = False
-
     def __init__(
         self,
         url: str,
@@ -76,34 +73,21 @@ class WebhookSink:
         severity: Severity = Severity.NOTE,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        super().__init__(severity)
         self._url = url
-        self._severity = severity
         self._sleep = sleep
-        self._changes = Changes((), severity)
-        self._run_dir = Path()
         self._told = False
 
-    def open(self, run: RunInfo) -> None:
-        """Remember the run, and what is no news."""
-        self._run_dir = run.run_dir
-        self._changes = Changes(run.findings, self._severity)
-
-    def step(self, step: StepValues) -> None:
-        """Take nothing of a step."""
-
-    def finding(self, finding: Finding) -> None:
+    def tell(self, finding: Finding, change: Change) -> None:
         """Post a finding that opened, got worse or closed.
 
         Raises:
             SinkError: The server will not take it, now or later, or the URL is none.
         """
-        change = self._changes.of(finding)
-        if change is None:
-            return
         body = {
-            "text": f"{self._run_dir.name}: {sentence(finding, change)}",
+            "text": f"{self.run.run_dir.name}: {sentence(finding, change)}",
             "event": str(change),
-            "run": str(self._run_dir),
+            "run": str(self.run.run_dir),
             "finding": plain_finding(finding),
         }
         problem = self._post(json.dumps(body).encode())
@@ -116,9 +100,6 @@ class WebhookSink:
                 1 + len(PAUSES),
                 problem,
             )
-
-    def close(self) -> None:
-        """End; nothing is held."""
 
     def _post(self, body: bytes) -> str:
         """Send until it is taken; return the last problem, or nothing."""

@@ -6,7 +6,7 @@ built-in base model is trained on beforehand; they never take part in the study 
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -251,26 +251,11 @@ def _text(row: dict[str, object], key: str, where: str) -> str:
         raise DataError(
             f"{where}: {key!r} must be a string, got a JSON {_json_type(value)}: correct it"
         )
-    if not value.isascii() and not _encodes(value):
+    if any("\ud800" <= sign <= "\udfff" for sign in value):
         raise DataError(f"{where}: {key!r} holds half of a surrogate pair: correct it")
     return value
 
 
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _json_type(value: object) -> str:
-    names: Sequence[tuple[type, str]] = (
-        (bool, "boolean"),
-        (str, "string"),
-        (list, "list"),
-        (dict, "object"),
-        (int, "number"),
-        (float, "number"),
-    )
-    return next((name for kind, name in names if isinstance(value, kind)), "null")
+    names = {bool: "boolean", str: "string", list: "list", dict: "object", type(None): "null"}
+    return names.get(type(value), "number")

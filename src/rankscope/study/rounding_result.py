@@ -5,13 +5,14 @@ Kept are series, fits, and plain words.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import UsageError
+from rankscope.record.files import to_plain
 from rankscope.study.config import StudyConfig
 
 MIN_POINTS = 4
@@ -236,23 +237,16 @@ class PairResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; numbers that are not finite become None."""
-        series = {
-            name: [_known(value) for value in getattr(self, name)]
-            for name in (
-                "distance", "gradient_distance", "max_ulp", "median_ulp", "differing",
-                "loss_difference", "evaluation",
-            )
-        }  # fmt: skip
-        return {
-            "name": self.name,
-            "title": TITLES[self.name],
-            "identical": self.identical,
-            "first_step": self.first_step,
-            "skipped": self.skipped,
-            "growth": self.growth.to_json() if self.growth else None,
-            "layers": [{**layer, "distance": _known(layer["distance"])} for layer in self.layers],
-            **series,
-        }
+        values: dict[str, Any] = to_plain(
+            {
+                **asdict(self),
+                "title": TITLES[self.name],
+                "identical": self.identical,
+                "first_step": self.first_step,
+                "growth": self.growth and self.growth.to_json(),
+            }
+        )
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,16 +275,15 @@ class GrowthResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON values, sentences and summary included."""
-        return {
-            "options": dict(self.options),
-            "facts": dict(self.facts),
-            "evaluated": self.evaluated,
-            "loss": [_known(value) for value in self.loss],
-            "evaluation": [_known(value) for value in self.evaluation],
-            "pairs": [pair.to_json() for pair in self.pairs],
-            "sentences": self.sentences(),
-            "summary": self.summary(),
-        }
+        values: dict[str, Any] = to_plain(
+            {
+                **asdict(replace(self, pairs=())),
+                "pairs": [pair.to_json() for pair in self.pairs],
+                "sentences": self.sentences(),
+                "summary": self.summary(),
+            }
+        )
+        return values
 
     def sentences(self) -> list[str]:
         """Return what was seen, in plain words, from the measured numbers."""
@@ -356,7 +349,3 @@ def _skips_in_words(skipped: int) -> str:
         return ""
     steps = "1 step" if skipped == 1 else f"{skipped} steps"
     return f" The scaler left out {steps} that overflowed, until its scale fitted."
-
-
-def _known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

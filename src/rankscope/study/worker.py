@@ -38,8 +38,7 @@ from rankscope.errors import RankscopeError
 from rankscope.study.config import Combination, Precision, StudyConfig
 from rankscope.study.encoding import IGNORED, EncodedSet, draw_batches
 from rankscope.study.launch import heed_signals, ignore_signals, is_echo
-from rankscope.study.models import LoadedModel
-from rankscope.study.prepare import Prepared, load
+from rankscope.study.models import LoadedModel, Prepared, load
 from rankscope.study.quiet import quiet_transformers, save_checkpoint
 
 _ECHO_SECONDS = 1.0

@@ -1,6 +1,8 @@
 """Pages and figures over records: one self-contained HTML file per run or study, PNG figures.
 
-They need the extra ``web``; importing this package does not.
+They need the extra ``web``; importing this package does not. Functions of this package raise a
+MissingExtraError where it is not installed, and a RunError where a run cannot be read or a file
+cannot be written.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,36 +29,21 @@ __all__ = [
 
 
 def write_report(run: Run, path: Path | None = None) -> Path:
-    """Write a run's page, by default ``report.html`` in its directory, and return its path.
-
-    Raises:
-        MissingExtraError: The extra ``web`` is not installed.
-        RunError: A table cannot be read, or the file cannot be written.
-    """
+    """Write a run's page, by default ``report.html`` in its directory, and return its path."""
     with needs_extra("report.html", "web"):
         from rankscope.web.page import write_run_page
     return write_run_page(run, path)
 
 
 def write_comparison(run_a: Run, run_b: Run, path: Path) -> Path:
-    """Write a page that shows two runs side by side, and return its path.
-
-    Raises:
-        MissingExtraError: The extra ``web`` is not installed.
-        RunError: A run cannot be read, or the file cannot be written.
-    """
+    """Write a page that shows two runs side by side, and return its path."""
     with needs_extra(path.name, "web"):
         from rankscope.web.compare import write_compare_page
     return write_compare_page(run_a, run_b, path)
 
 
 def write_study_report(study_dir: Path, path: Path | None = None) -> Path:
-    """Write a study's page, by default ``report.html`` in its directory, and return its path.
-
-    Raises:
-        MissingExtraError: The extra ``web`` is not installed.
-        RunError: The study or a run of it cannot be read, or the file cannot be written.
-    """
+    """Write a study's page, by default ``report.html`` in its directory, and return its path."""
     with needs_extra("report.html", "web"):
         from rankscope.web.study_page import write_study_page
     return write_study_page(Path(study_dir), path)
@@ -66,10 +53,6 @@ def write_figures(study_dir: Path, folder: Path | None = None) -> list[Path]:
     """Write a study's PNG files, by default into its directory ``figures``; return their paths.
 
     They are ``averaged-loss.png``, ``metrics.png`` and ``cosine-heatmap.png``.
-
-    Raises:
-        MissingExtraError: The extra ``web`` is not installed.
-        RunError: The study or a run of it cannot be read, or a file cannot be written.
     """
     with needs_extra("a study's figures", "web"):
         from rankscope.web.study_page import write_study_figures
@@ -80,10 +63,6 @@ def write_run_figures(run: Run, folder: Path | None = None) -> list[Path]:
     """Write a run's PNG files, by default into its directory ``figures``, and return their paths.
 
     They are ``overview.png``, ``workers.png`` and ``model.png``; those without data are left out.
-
-    Raises:
-        MissingExtraError: The extra ``web`` is not installed.
-        RunError: A table cannot be read, or a file cannot be written.
     """
     with needs_extra("a run's figures", "web"):
         from rankscope.diagnose.assessment import assess
@@ -100,10 +79,6 @@ def write_numerics_page(
         directory: Made if need be.
         sums: The JSON form of measured sums (see ``rankscope.numerics.spread``).
         growth: The JSON form of pairs of trainings; None when none was run.
-
-    Raises:
-        MissingExtraError: The extra ``web`` is not installed.
-        RunError: A file cannot be written.
     """
     with needs_extra("numerics.html", "web"):
         from rankscope.web.numerics_page import write_page

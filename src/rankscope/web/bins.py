@@ -11,13 +11,14 @@ Shapes: B bins, W workers, R rows of a map, G groups.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.signals import Table
 from rankscope.record import Columns, Overview, Run
+from rankscope.record.rollups import thinned
 from rankscope.web.series import (
     MAX_LINES,
     MAX_POINTS,
@@ -50,30 +51,7 @@ _ROUNDING = 1e-6
 def known_bins(view: Overview) -> Overview:
     """Return an overview without the bins in which no worker has a finite value."""
     kept = np.isfinite(view.mean_BW).any(axis=1)
-    return Overview(
-        first_B=view.first_B[kept],
-        last_B=view.last_B[kept],
-        mean_BW=view.mean_BW[kept],
-        low_BW=view.low_BW[kept],
-        high_BW=view.high_BW[kept],
-    )
-
-
-def coarser(view: Overview, max_bins: int) -> Overview:
-    """Return an overview with neighbouring bins merged, so that at most ``max_bins`` are left."""
-    length = len(view.first_B)
-    if length <= max_bins:
-        return view
-    starts = (np.arange(max_bins) * length) // max_bins
-    counts = np.add.reduceat(np.isfinite(view.mean_BW).astype(np.int64), starts)
-    sums = np.add.reduceat(np.where(np.isfinite(view.mean_BW), view.mean_BW, 0.0), starts)
-    return Overview(
-        first_B=view.first_B[starts],
-        last_B=view.last_B[[*(starts[1:] - 1), length - 1]],
-        mean_BW=np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0),
-        low_BW=np.fmin.reduceat(view.low_BW, starts),
-        high_BW=np.fmax.reduceat(view.high_BW, starts),
-    )
+    return Overview(*(getattr(view, field.name)[kept] for field in fields(view)))
 
 
 def band(view: Overview) -> list[Row]:
@@ -119,7 +97,7 @@ def chosen(view: Overview, named: Iterable[int] = ()) -> list[int]:
 def lines(view: Overview, ranks: Sequence[int]) -> list[Row]:
     """Return rows ``{step, rank, value}`` of the given workers: lowest and highest of each bin."""
     most = max(MIN_LINE_BINS, MAX_POINTS // (2 * max(len(ranks), 1)))
-    view = coarser(view, most)
+    view = thinned(view, most)
     steps = list(zip(view.first_B.tolist(), view.last_B.tolist(), strict=True))
     points: list[tuple[int, int, float]] = []
     for rank in ranks:
@@ -291,11 +269,7 @@ class Groups:
 
 
 def last_groups(run: Run) -> Groups | None:
-    """Return the groups' means over the last observed steps, None if there are no groups.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Return the groups' means over the last observed steps, None if there are no groups."""
     columns = _last_rows(run)
     if columns is None:
         return None

@@ -1,15 +1,18 @@
-"""Two runs side by side: their verdicts, key numbers, and curves over each other.
+"""Runs over each other: their verdicts, their key numbers, and their curves in one figure each.
 
-A and B differ in colour and in their dashes, and each curve carries its letter: they can be told
-apart in grey too.
+A run has a letter, which its curves carry, and dashes: the runs can be told apart in grey too. Two
+runs are compared more closely: their losses lie over the bands of their workers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_uppercase
 
 from rankscope.core.signals import Table
 from rankscope.diagnose.assessment import assess
+from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.tables import step_range
 from rankscope.web import bins, series
@@ -33,45 +36,66 @@ from rankscope.web.parts import (
 from rankscope.web.series import Row
 from rankscope.web.words import METRICS, Verdict, titles_of, verdict_of
 
-LETTERS = ("A", "B")
-_DASHES = dict(zip(LETTERS, ((1, 0), (6, 3)), strict=True))
+MOST_RUNS = len(ascii_uppercase)
+NUM_COLOURS = 4
+_DASHES = ((1, 0), (6, 3), (2, 2), (8, 2, 2, 2), (12, 4), (1, 4), (4, 1, 1, 1))
+"""One for each time that the colours begin again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two compared runs.
+    """One of the runs.
 
     Attributes:
-        letter: ``A`` or ``B``: its curves carry it.
-        verdict: What is said of the run.
+        letter: Its curves carry it.
+        run_id: Names it in addresses; empty without any.
+        verdict: What is said of it.
+        dashes: Those of its curves.
+        curves: Rows ``{step, value}`` of the averaged loss and of the three metrics, by name.
     """
 
     letter: str
+    run_id: str
     verdict: Verdict
+    dashes: tuple[int, ...]
+    curves: Mapping[str, Sequence[Row]]
+
+    @property
+    def colour(self) -> int:
+        """Number of its colour."""
+        return ascii_uppercase.index(self.letter) % NUM_COLOURS
+
+    @property
+    def dash(self) -> str:
+        """Its dashes, as SVG writes them."""
+        return " ".join(map(str, self.dashes))
 
 
 @dataclass(frozen=True, slots=True)
 class CompareView:
-    """All that a template shows of two runs compared (macro ``comparison`` of ``_parts.html``).
+    """All that a template shows of runs over each other.
 
     Attributes:
-        key: Prefix of the names of its figures.
-        sides: A and B.
+        sides: The runs.
         figures: Specifications by name, without the prefix: ``compare-loss`` and
             ``compare-`` plus the name of each of the three metrics.
         notes: What the reader should know of the curves, one sentence each.
+        key: Prefix of the names of its figures.
     """
 
-    key: str
-    sides: tuple[Side, Side]
+    sides: Sequence[Side]
     figures: Mapping[str, Spec]
-    notes: Sequence[str]
+    notes: Sequence[str] = ()
+    key: str = ""
 
     @property
     def titles(self) -> Mapping[str, tuple[str, str]]:
         """Title and unit of each figure, by name."""
         known = [side.verdict.assessment.values.get("loss_per_token") for side in self.sides]
-        return titles_of({"loss_per_token": all(known)})
+        titles = titles_of({"loss_per_token": all(known)})
+        if len(self.sides) == 2:
+            return titles
+        return {**titles, "compare-loss": ("Averaged loss", titles["compare-loss"][1])}
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -79,10 +103,9 @@ class CompareView:
         return {f"{self.key}{name}": spec for name, spec in self.figures.items()}
 
     @property
-    def numbers(self) -> list[tuple[str, Mapping[str, str], Mapping[str, str]]]:
-        """The key numbers of both: the label, and the tiles of A and of B."""
-        pairs = zip(*(side.verdict.tiles for side in self.sides), strict=True)
-        return [(one["label"], one, other) for one, other in pairs]
+    def numbers(self) -> list[tuple[Mapping[str, str], ...]]:
+        """The key numbers: the tiles of all runs, one number after the other."""
+        return list(zip(*(side.verdict.tiles for side in self.sides), strict=True))
 
 
 def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> CompareView:
@@ -93,37 +116,53 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
         run_a: A run.
         run_b: Another one; its number of workers and of steps may differ.
         key: Prefix of the names of the figures.
-
-    Raises:
-        RunError: A file of a run cannot be read.
     """
     runs = (run_a, run_b)
-    specs: dict[str, Spec] = {}
-    losses = [_loss(run) for run in runs]
-    if any(mean for mean, _ in losses):
-        specs["compare-loss"] = _compared_losses(tables, losses)
-    for name in METRICS:
-        curves = [curve_of(run, name) for run in runs]
-        if any(value is not None for rows in curves for value in column(rows, "value")):
-            specs[f"compare-{name}"] = _compared_curves(tables, curves)
-    side_a, side_b = (
-        Side(letter, verdict_of(run, assess(run)))
-        for run, letter in zip(runs, LETTERS, strict=True)
-    )
-    return CompareView(key, (side_a, side_b), specs, _notes(run_a, run_b))
+    sides = [_side(at, run, dashes=_DASHES[at]) for at, run in enumerate(runs)]
+    behind = [] if not any(side.curves["loss"] for side in sides) else [_bands(tables, runs)]
+    return CompareView(sides, _figures(tables, sides, behind), _notes(run_a, run_b), key)
+
+
+def overlay_view(tables: Tables, runs: Mapping[str, Run]) -> CompareView:
+    """Collect what a page shows of runs over each other; one that cannot be read is left out.
+
+    Args:
+        tables: Keeps the figures' data.
+        runs: By id, 26 at most.
+
+    Raises:
+        RunError: None of them can be read.
+    """
+    sides: list[Side] = []
+    for run_id, run in runs.items():
+        with contextlib.suppress(RunError):
+            own = _DASHES[len(sides) // NUM_COLOURS]
+            sides.append(_side(len(sides), run, run_id, dashes=own))
+    if not sides:
+        raise RunError("none of these runs can be read: choose others")
+    return CompareView(sides, _figures(tables, sides))
 
 
 def write_compare_page(run_a: Run, run_b: Run, path: Path) -> Path:
-    """Write a page of two runs compared.
-
-    Raises:
-        RunError: A file of a run cannot be read, or the page cannot be written.
-    """
+    """Write a page of two runs compared."""
     tables = Tables()
     view = compare_view(tables, run_a, run_b)
     title = " and ".join(side.verdict.title for side in view.sides)
     page = render("compare.html", {"view": view, "title": title}, view.specs, tables)
     return write_text(path, page)
+
+
+def _side(at: int, run: Run, run_id: str = "", *, dashes: tuple[int, ...]) -> Side:
+    columns = {"loss": "loss_mean", **dict(zip(METRICS, METRICS, strict=True))}
+    curves = {name: _curve(run, column) for name, column in columns.items()}
+    return Side(ascii_uppercase[at], run_id, verdict_of(run, assess(run)), dashes, curves)
+
+
+def _curve(run: Run, name: str) -> list[Row]:
+    """Return a column of the steps as rows ``{step, value}``, those that are known."""
+    columns = run.steps("step", name)
+    rows = series.curve(columns["step"], columns[name])
+    return [row for row in rows if row["value"] is not None]
 
 
 def _notes(run_a: Run, run_b: Run) -> list[str]:
@@ -140,62 +179,53 @@ def _notes(run_a: Run, run_b: Run) -> list[str]:
     return notes
 
 
-def _loss(run: Run) -> tuple[list[Row], list[Row]]:
-    return curve_of(run, "loss_mean"), bins.band(bins.known_bins(run.overview("loss")))
+def _figures(tables: Tables, sides: Sequence[Side], behind: Sequence[Spec] = ()) -> dict[str, Spec]:
+    """Return the figures that any run has something for; ``behind`` lies behind the losses."""
+    large, small = (250, 170) if len(sides) == 2 else (320, 190)
+    specs = {}
+    for name in ("loss", *METRICS):
+        curves = {side.letter: side.curves[name] for side in sides}
+        if not any(curves.values()):
+            continue
+        if name == "loss":
+            specs[f"compare-{name}"] = _lines(tables, sides, curves, _LOSSES, large, behind)
+        else:
+            values = (column(rows, "value") for rows in curves.values())
+            scale = {"domain": rate_domain(*values, floor=0.01)}
+            specs[f"compare-{name}"] = _lines(tables, sides, curves, scale, small)
+    return specs
 
 
-def curve_of(run: Run, name: str) -> list[Row]:
-    """Return a column of the steps as rows ``{step, value}``, those that are known."""
-    columns = run.steps("step", name)
-    rows = series.curve(columns["step"], columns[name])
-    return [row for row in rows if row["value"] is not None]
+_LOSSES = {"zero": False, "nice": True}
 
 
-def _compared_losses(tables: Tables, losses: Sequence[tuple[Sequence[Row], Sequence[Row]]]) -> Spec:
-    """Return the averaged losses of two runs, each over the band of its workers.
-
-    Args:
-        tables: Keeps the data.
-        losses: For A and B: rows ``{step, value}`` of the mean and ``{step, low, high}`` of the
-            band.
-    """
-    scale = {"zero": False, "nice": True}
+def _bands(tables: Tables, runs: Sequence[Run]) -> Spec:
+    """Return the ranges of the workers' losses, one for each run."""
     encoding = {
         "x": step_axis(),
-        "y": channel("low:Q", axis={"title": None}, scale=scale),
+        "y": channel("low:Q", axis={"title": None}, scale=_LOSSES),
         "y2": {"field": "high"},
-        "color": colours("run", LETTERS),
+        "color": colours("run", list(ascii_uppercase[: len(runs)])),
     }
-    source = tables.add(_lettered(_by_letter([ranges for _, ranges in losses])))
-    bands = layer("area", source, encoding, opacity=0.16, strokeWidth=0)
-    means = _by_letter([mean for mean, _ in losses])
-    return lettered_lines(tables, means, _DASHES, scale, 250, bands)
+    ranges = [bins.band(bins.known_bins(run.overview("loss"))) for run in runs]
+    source = tables.add(_lettered(dict(zip(ascii_uppercase, ranges, strict=False))))
+    return layer("area", source, encoding, opacity=0.16, strokeWidth=0)
 
 
-def _compared_curves(tables: Tables, curves: Sequence[Sequence[Row]]) -> Spec:
-    """Return one curve of two runs, rows ``{step, value}``, over each other."""
-    return lettered_lines(tables, _by_letter(curves), _DASHES, rate_scale(curves), 170)
-
-
-def rate_scale(curves: Iterable[Sequence[Row]]) -> Spec:
-    """Return the scale of a metric that all curves share."""
-    return {"domain": rate_domain(*(column(rows, "value") for rows in curves), floor=0.01)}
-
-
-def lettered_lines(
+def _lines(
     tables: Tables,
+    sides: Sequence[Side],
     curves: Mapping[str, Sequence[Row]],
-    patterns: Mapping[str, Sequence[int]],
     scale: Spec,
     height: int,
-    *behind: Spec,
+    behind: Sequence[Spec] = (),
 ) -> Spec:
     """Return curves over each other, their letters at their ends, and what the pointer tells.
 
     Args:
         tables: Keeps the data.
+        sides: The runs.
         curves: Rows ``{step, value}`` by letter.
-        patterns: Dashes by letter.
         scale: Of the values.
         height: Of the figure, in pixels.
         behind: Layers that lie behind the curves.
@@ -212,7 +242,7 @@ def lettered_lines(
         layer("text", tables.add(ends[first::2]), named, align="left", dx=dx, fontWeight=700)
         for first, dx in enumerate((5, 16))  # two that end together are both read
     ]
-    line = {**place, "strokeDash": dashes("run", patterns)}
+    line = {**place, "strokeDash": dashes("run", {side.letter: side.dashes for side in sides})}
     shown = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
     tips = [channel("run:N", title="run"), step_tip(), tip("value", "value")]
     dots = layer(
@@ -226,10 +256,6 @@ def lettered_lines(
     ]
     figure = layered(layers, height, [pointed("near", dots, ["step", "run"]), zoomable(dots)])
     return {**figure, "padding": {"left": 2, "right": 28, "top": 6, "bottom": 2}}  # for letters
-
-
-def _by_letter(curves: Sequence[Sequence[Row]]) -> dict[str, Sequence[Row]]:
-    return dict(zip(LETTERS, curves, strict=True))
 
 
 def _lettered(curves: Mapping[str, Sequence[Row]]) -> list[Row]:

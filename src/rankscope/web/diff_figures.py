@@ -13,8 +13,11 @@ from rankscope.web.parts import (
     Spec,
     Tables,
     channel,
+    column,
     layer,
     layered,
+    log_axis,
+    log_domain,
     sized,
     step_axis,
     step_tip,
@@ -33,11 +36,7 @@ _CURVES = ("loss", "gradient", "parameters")
 
 
 def write_diff_page(comparison: Comparison, path: Path) -> Path:
-    """Write a comparison as one HTML file that opens offline.
-
-    Raises:
-        RunError: The file cannot be written.
-    """
+    """Write a comparison as one HTML file that opens offline."""
     tables = Tables()
     figures = {}
     if not comparison.identical and _rows(comparison):
@@ -57,11 +56,7 @@ def write_diff_page(comparison: Comparison, path: Path) -> Path:
 
 
 def write_diff_figure(comparison: Comparison, path: Path) -> Path:
-    """Write the distances over the steps as a PNG file.
-
-    Raises:
-        RunError: The file cannot be written.
-    """
+    """Write the distances over the steps as a PNG file."""
     tables = Tables()
     chart = sized(distances(tables, comparison), 760, 320)
     words = str(comparison.kind).capitalize(), comparison.headline
@@ -81,7 +76,7 @@ def distances(tables: Tables, comparison: Comparison) -> Spec:
     steps = comparison.alignment.steps_a
     place = {
         "x": step_axis(domain=[int(steps[0]), int(steps[-1])]),
-        "y": _logarithmic(rows),
+        "y": log_axis("value", log_domain(column(rows, "value")), "relative distance"),
         "color": channel("curve:N", scale=scale, legend={"title": None, "orient": "top"}),
     }
     tips = [step_tip(), channel("curve:N", title="of"), tip("value", "relative distance")]
@@ -113,22 +108,12 @@ def tensor_bars(tables: Tables, comparison: Comparison) -> Spec:
     rows: list[Row] = [{"tensor": name, "value": float(f"{v:.4g}")} for name, v in known]
     order = [str(row["tensor"]) for row in rows]
     encoding = {
-        "x": _logarithmic(rows),
+        "x": log_axis("value", log_domain(column(rows, "value")), "relative distance"),
         "y": channel("tensor:N", sort=order, axis={"title": None, "labelLimit": 280}),
         "tooltip": [channel("tensor:N", title="tensor"), tip("value", "relative distance")],
     }
     dots = layer("point", tables.add(rows), encoding, style="dot", filled=True, size=60)
     return layered([dots], max(60, 18 * len(rows)))
-
-
-def _logarithmic(rows: Sequence[Row]) -> Spec:
-    """Return an axis with a line at each power of ten, or at some where there are many."""
-    logs = np.log10([row["value"] for row in rows] or [1.0])
-    low, high = int(np.floor(logs.min())), int(np.ceil(logs.max()))
-    every = max(1, (high - low) // 8)
-    values = [float(f"1e{power}") for power in range(low, high + 1, every)]
-    axis = {"title": "relative distance", "format": ".0e", "values": values}
-    return channel("value:Q", scale={"type": "log", "nice": True}, axis=axis)
 
 
 def _rows(comparison: Comparison) -> list[Row]:

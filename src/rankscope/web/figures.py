@@ -1,10 +1,9 @@
 """The curves of one run, each defined once, for the page and for PNG files alike.
 
-A figure holds data and roles; colours come from the configuration in ``theme``. On the page, the
+A figure holds data and roles; colours come from the configuration in ``document``. On the page, the
 script shares a parameter ``pinned`` (a rank) among all figures that have one.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,8 @@ from rankscope.web.parts import (
     column,
     layer,
     layered,
+    log_axis,
+    log_domain,
     pointed,
     rank_axis,
     rate_domain,
@@ -134,7 +135,7 @@ def residual(tables: Tables, rows: Sequence[Row]) -> Spec:
         rows: Rows ``{step, value}``; values above 0 are drawn.
     """
     source, positive = tables.add(rows), {"filter": "datum.value > 0"}
-    encoding = {"x": step_axis(), "y": _logarithmic(rows, ".0e")}
+    encoding = {"x": step_axis(), "y": log_axis("value", log_domain(column(rows, "value")))}
     dots = {**encoding, "tooltip": [step_tip(), tip("value", "residual")]}
     dot = {"style": "dot", "filled": True, "size": 26, "opacity": 0.9}
     layers = [
@@ -152,7 +153,10 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
         step: Rows ``{step, value}``: the slowest worker's time of each step, in milliseconds.
         monitor: Rows ``{step, value}``: the time that the monitor took of it.
     """
-    encoding = {"x": step_axis(), "y": _logarithmic([*step, *monitor], ",~g")}
+    encoding = {
+        "x": step_axis(),
+        "y": log_axis("value", log_domain(column([*step, *monitor], "value")), form=",~g"),
+    }
     layers: list[Spec] = []
     for rows, style, words, label in (
         (step, "mean", "step", "ink-label"),
@@ -188,25 +192,6 @@ def interval(tables: Tables, rows: Sequence[Row]) -> Spec:
 
 def _positive(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if (row["value"] or 0) > 0]
-
-
-def _logarithmic(rows: Sequence[Row], form: str) -> Spec:
-    """Return a logarithmic axis with a few lines: at powers of ten, or at 1, 2 and 5 times them."""
-    known = [row["value"] for row in _positive(rows)] or [1.0]
-    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
-    wide = high - low > 2
-    values = [
-        float(f"{digit}e{power}")
-        for power in range(low, high + 1)
-        for digit in ((1,) if wide else (1, 2, 5))
-    ]
-    below = [v for v in values if v <= min(known)]
-    above = [v for v in values if v >= max(known)]
-    domain = [max(below, default=min(known)), min(above, default=max(known))]
-    if domain[0] == domain[1]:
-        domain[1] *= 10
-    axis = {"title": None, "format": form, "values": values}
-    return channel("value:Q", axis=axis, scale={"type": "log", "domain": domain, "nice": False})
 
 
 def worker_lines(

@@ -11,8 +11,16 @@ from typing import Any
 
 from rankscope.diagnose.assessment import Assessment
 from rankscope.record import Run
-from rankscope.web.study_words import Entry, Study, alike, headline_of, why_heading, why_they_differ
-from rankscope.web.words import SIGNS, UNKNOWN, number, verdict_of, whole
+from rankscope.web.study_words import (
+    Entry,
+    Study,
+    alike,
+    cells_of,
+    headline_of,
+    why_heading,
+    why_they_differ,
+)
+from rankscope.web.words import SIGNS, verdict_of
 
 _SPECIAL = frozenset("\\`*_[]|~#$")
 _ALT = {
@@ -44,9 +52,6 @@ def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ())
         run: The run.
         assessment: Its assessment.
         pictures: Paths of PNG files to show, as seen from the Markdown file.
-
-    Raises:
-        RunError: The findings cannot be read.
     """
     verdict = verdict_of(run, assessment)
     tiles = [[escaped(tile[part]) for part in ("label", "value", "note")] for tile in verdict.tiles]
@@ -74,10 +79,11 @@ def study_markdown(study: Study, pictures: Sequence[str] = ()) -> str:
         pictures: Paths of PNG files to show, as seen from the Markdown file.
     """
     severity, headline = headline_of(study.entries)
+    cells = [cells_of(entry) for entry in study.entries]
     parts = [
         _heading(severity, headline),
         f"**{escaped(study.name)}** · {escaped(study.caption)}",
-        _table(_STUDY_COLUMNS, [_entry_row(entry) for entry in study.entries]),
+        _table(list(cells[0]), [[escaped(cell) for cell in row.values()] for row in cells]),
         "### Configuration assessment",
         *(_entry(entries) for entries in alike(study.entries)),
         f"### {why_heading(study.entries)}",
@@ -108,29 +114,6 @@ def _finding(finding: Mapping[str, Any]) -> str:
     return (
         f"**{escaped(finding['title'])}.** {escaped(finding['explanation'])} "
         f"*Check next:* {escaped(finding['next_check'])}"
-    )
-
-
-_STUDY_COLUMNS = (
-    "Setting", "Verdict", "Loss std", "× sampling", "Norm std", "Cosine", "Different samples",
-    "Different per step", "Averaged loss",
-)  # fmt: skip
-
-
-def _entry_row(entry: Entry) -> tuple[str, ...]:
-    first, last = entry.number("loss_first"), entry.number("loss_last")
-    batch = f" of {whole(entry.batch)}" if entry.batch else ""
-    drawn = entry.number("samples_drawn")
-    return (
-        escaped(entry.name),
-        f"{SIGNS[entry.severity]} {entry.severity}",
-        number(entry.number("loss_std")),
-        number(entry.number("dispersion_ratio"), 2),
-        number(entry.number("grad_norm_std")),
-        number(entry.number("cosine_mean")),
-        f"{whole(entry.number('distinct_samples'))} of {whole(drawn)}" if drawn else UNKNOWN,
-        f"{number(entry.number('effective_batch'), 1)}{batch}",
-        f"{number(first, 2)} → {number(last, 2)}",
     )
 
 

@@ -18,6 +18,8 @@ from rankscope.web.parts import (
     dashes,
     layer,
     layered,
+    log_axis,
+    log_domain,
     step_tip,
     tip,
 )
@@ -74,22 +76,6 @@ def types_of(sums: Values) -> list[str]:
     return [name for name in TYPES if name in measured]
 
 
-def log_domain(values: Sequence[float | None], room: float = 1.6) -> list[float]:
-    """Return a domain of a logarithmic axis that holds all positive values."""
-    known = [value for value in values if value and value > 0]
-    return [min(known, default=1e-9) / room, max(known, default=1.0) * room]
-
-
-def _log_axis(field: str, domain: Sequence[float], title: str | None = None) -> Spec:
-    """Return a logarithmic axis with one label per power of ten, or of 100."""
-    low, high = math.ceil(math.log10(domain[0])), math.floor(math.log10(domain[1]))
-    every = max(1, math.ceil((high - low + 1) / 7))
-    values = [float(f"1e{power}") for power in range(low, high + 1, every)]
-    axis = {"title": title, "format": ".0e", "values": values}
-    scale = {"type": "log", "domain": list(domain), "nice": False}
-    return channel(f"{field}:Q", axis=axis, scale=scale)
-
-
 def _workers_axis(numbers: Sequence[int]) -> Spec:
     axis = {"title": "workers", "values": sorted(set(numbers)), "format": ",d", "grid": False}
     ends = [min(numbers) / 1.25, max(numbers) * 1.25]
@@ -141,7 +127,7 @@ def errors(tables: Tables, sums: Values, dtype: str) -> Spec:
         tip("predicted", "expected"),
         tip("bound", "at most"),
     ]
-    y = {name: _log_axis(name, domain) for name in ("bound", "predicted", "error")}
+    y = {name: log_axis(name, domain) for name in ("bound", "predicted", "error")}
     bound, predicted = {**place, "y": y["bound"]}, {**place, "y": y["predicted"]}
     points = {**place, "y": y["error"], "tooltip": tips}
     layers = [
@@ -184,8 +170,8 @@ def algorithms(tables: Tables, sums: Values) -> Spec:
         "y": _name_axis("algorithm", order, 190),
         "color": colours("type", types_of(sums), "circle"),
     }
-    ticks = {**place, "x": _log_axis("bound", domain, title)}
-    points = {**place, "x": _log_axis("error", domain, title), "tooltip": tips}
+    ticks = {**place, "x": log_axis("bound", domain, title)}
+    points = {**place, "x": log_axis("error", domain, title), "tooltip": tips}
     own, other = _split_by("sums", "own type")
     layers = [
         layer("tick", source, ticks, own, thickness=1.6, size=16, opacity=0.75),
@@ -239,8 +225,8 @@ def layer_errors(tables: Tables, sums: Values, *, height: int = 210) -> Spec:
         "y": _name_axis("layer", names),
         "color": colours("type", types_of(sums), "circle"),
     }
-    ticks = {**place, "x": _log_axis("predicted", domain, title)}
-    points = {**place, "x": _log_axis("error", domain, title), "tooltip": tips}
+    ticks = {**place, "x": log_axis("predicted", domain, title)}
+    points = {**place, "x": log_axis("error", domain, title), "tooltip": tips}
     layers = [
         layer("tick", source, ticks, thickness=1.6, size=13),
         layer("point", source, points, size=46, **DOT),
@@ -356,7 +342,7 @@ def curves(
     axis = {"title": "step", "format": ",d", "values": _ticks(last)}
     place = {
         "x": channel("step:Q", axis=axis, scale={"domain": [0, last * room], "nice": False}),
-        "y": _log_axis("value", ends),
+        "y": log_axis("value", ends),
         "color": colours("family", FAMILIES),
     }
     dashed = {**place, "strokeDash": dashes("dashed", {False: (1, 0), True: (5, 3)})}
@@ -395,7 +381,7 @@ def layer_distances(tables: Tables, growth: Values) -> Spec:
     rows = [item for item in rows if item["layer"] in names]
     title = f"relative distance after {len(growth['loss'])} steps"
     points = {
-        "x": _log_axis("value", log_domain(column(rows, "value")), title),
+        "x": log_axis("value", log_domain(column(rows, "value")), title),
         "y": _name_axis("layer", names),
         "color": colours("family", FAMILIES),
         "tooltip": [

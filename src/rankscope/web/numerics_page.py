@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.numerics.words import size
+from rankscope.numerics.spread import size
 from rankscope.web import numerics_figures as figures
 from rankscope.web.document import png_of, render, write_bytes, write_text
 from rankscope.web.numerics_figures import Values
-from rankscope.web.parts import Spec, Tables, column, headed, sized, titled
+from rankscope.web.parts import Spec, Tables, headed, sized, titled
 
 PAGE = "numerics.html"
 
@@ -23,9 +23,6 @@ def write_page(directory: Path, sums: Values, growth: Values | None = None) -> P
 
     Returns:
         The page's path.
-
-    Raises:
-        RunError: A file cannot be written.
     """
     tables = Tables()
     specs = _sum_specs(tables, sums)
@@ -47,50 +44,19 @@ def write_page(directory: Path, sums: Values, growth: Values | None = None) -> P
         "facts": list(_facts(sums, growth)),
     }
     page = write_text(Path(directory) / PAGE, render("numerics.html", context, specs, tables))
-    write_figures(Path(directory), sums, growth)
-    return page
-
-
-def write_figures(directory: Path, sums: Values, growth: Values | None = None) -> list[Path]:
-    """Write ``numerics-error.png``, ``-spread``, ``-layers`` and, of trainings, ``-growth``.
-
-    Raises:
-        RunError: A file cannot be written.
-    """
-    tables = Tables()
-    drawn = {
+    sheets = {
         "error": _error_sheet(tables, sums),
         "spread": _spread_sheet(tables, sums),
         "layers": _layer_sheet(tables, sums),
     }
     if growth is not None:
-        drawn["growth"] = _growth_sheet(tables, growth)
-    return _write(directory, drawn, tables)
+        sheets["growth"] = growth_sheet(tables, growth)
+    write_sheets(Path(directory), sheets, tables)
+    return page
 
 
-def write_growth_figures(
-    directory: Path, growth: Values, others: Sequence[Values], settings: Mapping[str, Values]
-) -> list[Path]:
-    """Write what longer experiments show: ``numerics-growth.png`` and ``numerics-settings.png``.
-
-    Args:
-        directory: Made if need be.
-        growth: Pairs of trainings.
-        others: The same with other seeds, drawn faintly behind.
-        settings: Pairs of trainings by the name of the optimizer's setting.
-
-    Raises:
-        RunError: A file cannot be written.
-    """
-    tables = Tables()
-    drawn = {
-        "growth": _growth_sheet(tables, growth, others),
-        "settings": _settings_sheet(tables, settings),
-    }
-    return _write(directory, drawn, tables)
-
-
-def _write(directory: Path, drawn: Mapping[str, Spec], tables: Tables) -> list[Path]:
+def write_sheets(directory: Path, drawn: Mapping[str, Spec], tables: Tables) -> list[Path]:
+    """Write figures as ``numerics-*.png``."""
     return [
         write_bytes(directory / f"numerics-{name}.png", png_of(sheet, tables))
         for name, sheet in drawn.items()
@@ -141,8 +107,14 @@ def _layer_sheet(tables: Tables, sums: Values) -> Spec:
     )
 
 
-def _growth_sheet(tables: Tables, growth: Values, others: Sequence[Values] = ()) -> Spec:
-    """Return how parameters part, and what it does to the held-out loss."""
+def growth_sheet(tables: Tables, growth: Values, others: Sequence[Values] = ()) -> Spec:
+    """Return how parameters part, and what it does to the held-out loss.
+
+    Args:
+        tables: Keeps the data.
+        growth: Pairs of trainings.
+        others: The same with other seeds, drawn faintly behind.
+    """
     words = (
         ("distance", "Parameters", "relative distance from the first training", 330),
         ("evaluation", "Held-out loss", "difference from the first training, nats per token", 240),
@@ -156,22 +128,6 @@ def _growth_sheet(tables: Tables, growth: Values, others: Sequence[Values] = ())
         "Trainings that differ in the reduction alone, beside one on other data",
         "The same model, data and seed in all but the last, which sees the samples in another "
         "order.",
-    )
-
-
-def _settings_sheet(tables: Tables, settings: Mapping[str, Values]) -> Spec:
-    """Return how parameters part under several settings of the optimizer, on one scale."""
-    rows = [row for each in settings.values() for row in figures.growth_rows(each, "distance")]
-    domain = figures.log_domain(column(rows, "value"), room=1.9)
-    panels = []
-    for name, growth in settings.items():
-        curves = figures.curves(tables, growth, "distance", height=330, room=1.5, domain=domain)
-        panel = sized(curves, 1040 // len(settings) - 40)
-        panels.append(titled(panel, name, "relative distance of the parameters"))
-    return headed(
-        {"hconcat": panels, "spacing": 34},
-        "How fast rounding grows depends on how the model is trained",
-        "Each training differs from the first of its panel in one thing.",
     )
 
 

@@ -37,7 +37,7 @@ SHEETS: Mapping[str, Sequence[Sequence[str]]] = {
 _GAP = 64
 _NAMED_ROW = 42
 """Pixels of a finding's row with its name above it."""
-_OWN_COLOURS = {"scale": {"color": "independent", "strokeDash": "independent"}}
+OWN_COLOURS = {"scale": {"color": "independent", "strokeDash": "independent"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +76,13 @@ class RunView:
 
 
 def assessed(run: Run) -> Assessment:
-    """Return a run's assessment, reading together what it and the run's figures need.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Return a run's assessment, reading together what it and the run's figures need."""
     run.overviews(*(name for name, _ in MAP_FIGURES))
     return assess(run)
 
 
 def write_run_page(run: Run, path: Path | None = None) -> Path:
-    """Write the page of a run, by default as ``report.html`` in its directory.
-
-    Raises:
-        RunError: The file cannot be written.
-    """
+    """Write the page of a run, by default as ``report.html`` in its directory."""
     tables = Tables()
     view = run_view(tables, run, assessed(run))
     page = render("run.html", {"view": view, "title": view.verdict.title}, view.specs, tables)
@@ -105,9 +97,6 @@ def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") ->
         run: The run.
         assessment: Its assessment.
         key: Prefix of the names of its figures and of the ids of its findings.
-
-    Raises:
-        RunError: A file of the run cannot be read.
     """
     verdict = verdict_of(run, assessment, key)
     named = sorted({rank for finding in verdict.findings for rank in finding["named"]})
@@ -143,9 +132,6 @@ def write_run_pictures(run: Run, assessment: Assessment, folder: Path) -> list[P
         run: The run.
         assessment: Its headline stands above each sheet.
         folder: Made if need be.
-
-    Raises:
-        RunError: A file of the run cannot be read, or a file cannot be written.
     """
     tables = Tables()
     view = run_view(tables, run, assessment)
@@ -164,14 +150,14 @@ def write_run_pictures(run: Run, assessment: Assessment, folder: Path) -> list[P
 def _sheet(view: RunView, specs: Mapping[str, Spec], rows: Sequence[Sequence[str]]) -> Spec:
     """Return the figures of a sheet as one specification."""
     titles = view.titles
-    panels = [[_panel(specs[name], titles[name], name, len(row)) for name in row] for row in rows]
+    panels = [[panel(specs[name], titles[name], name, len(row)) for name in row] for row in rows]
     parameters = [one for row in panels for panel in row for one in panel.pop("params", ())]
     facts = [f"{view.verdict.severity.capitalize()} · {view.verdict.title}", *_counts(view)]
     return {
         "params": parameters,
-        "vconcat": [{"hconcat": row, "spacing": 40, "resolve": _OWN_COLOURS} for row in panels],
+        "vconcat": [{"hconcat": row, "spacing": 40, "resolve": OWN_COLOURS} for row in panels],
         "spacing": 34,
-        "resolve": _OWN_COLOURS,
+        "resolve": OWN_COLOURS,
         "title": {
             "text": textwrap.wrap(view.verdict.assessment.headline, 92),
             "subtitle": " · ".join(facts),
@@ -184,25 +170,11 @@ def _sheet(view: RunView, specs: Mapping[str, Spec], rows: Sequence[Sequence[str
     }
 
 
-def panels_in_a_row(view: RunView, names: Sequence[str], height: int) -> Spec:
-    """Return some figures of a run side by side, each of that height in pixels.
-
-    Args:
-        view: The run's figures.
-        names: Those to show.
-        height: Of each, in pixels.
-    """
-    panels = [_panel(view.figures[name], view.titles[name], name, len(names)) for name in names]
-    parameters = [one for panel in panels for one in panel.pop("params", ())]
-    row = [{**panel, "height": height} for panel in panels]
-    return {"params": parameters, "hconcat": row, "spacing": 40, "resolve": _OWN_COLOURS}
-
-
 def _counts(view: RunView) -> list[str]:
     return [f"{view.num_workers:,} workers", f"{view.num_steps:,} steps"]
 
 
-def _panel(spec: Spec, words_of: tuple[str, str], name: str, in_row: int) -> Spec:
+def panel(spec: Spec, words_of: tuple[str, str], name: str, in_row: int) -> Spec:
     """Return a figure as part of a sheet: with a width, its title, and parameters of its own."""
     title, unit = words_of
     own = _with_own_names(spec, name)

@@ -5,7 +5,8 @@ Figures are written as Vega-Lite takes them: as wide as the column of the page, 
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -146,6 +147,26 @@ def rank_axis(num_workers: int, ticks: int = 8) -> Spec:
     steps = (size * 10**power for power in count() for size in (1, 2, 5))
     every = next(step for step in steps if step * ticks >= num_workers)
     return {"title": "rank", "format": ",d", "values": list(range(0, num_workers, every))}
+
+
+def log_domain(values: Iterable[float | None], room: float = 1.6) -> list[float]:
+    """Return a domain of a logarithmic axis that holds all positive values."""
+    known = [value for value in values if value and value > 0]
+    return [min(known, default=1e-9) / room, max(known, default=1.0) * room]
+
+
+def log_axis(
+    field: str, domain: Sequence[float], title: str | None = None, form: str = ".0e"
+) -> Spec:
+    """Return a logarithmic axis with a few lines: at powers of ten, or at 1, 2 and 5 times them."""
+    low, high = math.ceil(math.log10(domain[0])), math.floor(math.log10(domain[1]))
+    every = max(1, math.ceil((high - low + 1) / 7))
+    digits = (1,) if high - low > 1 else (1, 2, 5)
+    first = low if len(digits) == 1 else low - 1
+    values = [float(f"{n}e{power}") for power in range(first, high + 1, every) for n in digits]
+    axis = {"title": title, "format": form, "values": values}
+    scale = {"type": "log", "domain": list(domain), "nice": False}
+    return channel(f"{field}:Q", axis=axis, scale=scale)
 
 
 def tip(name: str, title: str) -> Spec:

@@ -73,11 +73,7 @@ class Source:
 
 
 def read_source(tables: Tables, run: Run, named: Sequence[int]) -> Source:
-    """Read what the figures of a run need.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Read what the figures of a run need."""
     overviews = run.overviews(*(name for name, _ in MAP_FIGURES))
     drawn = bins.chosen(bins.known_bins(overviews["loss"]), named)
     shown = [rank for rank in named if rank in drawn]

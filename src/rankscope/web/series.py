@@ -106,17 +106,6 @@ def deviations(values_TW: Floats) -> list[Row]:
     return _rows(rank=ranks, value=middle_W, low=middle_W - error_W, high=middle_W + error_W)
 
 
-def lines(steps_T: Ints, values_TW: Floats, ranks: Sequence[int]) -> list[Row]:
-    """Return rows ``{step, rank, value}`` of the given workers, each thinned on its own."""
-    num_bins = max(20, min(MAX_BINS, MAX_POINTS // (2 * max(len(ranks), 1))))
-    rows: list[Row] = []
-    for rank in ranks:
-        kept = extremes(values_TW[:, rank], num_bins)
-        points = _rows(step=steps_T[kept], value=values_TW[kept, rank])
-        rows.extend({"step": p["step"], "rank": rank, "value": p["value"]} for p in points)
-    return rows
-
-
 def frames(steps_T: Ints, cosines_TWW: Floats) -> tuple[list[str], list[Row]]:
     """Return a heatmap's frames: the mean over the run first, then single steps.
 

@@ -11,7 +11,7 @@ from rankscope.diagnose.verdicts import TOO_EARLY
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.files import is_directory, is_file, parse, read_file, unreadable
-from rankscope.web.words import missing, number, writable
+from rankscope.web.words import SIGNS, UNKNOWN, missing, number, whole, writable
 
 _ORDER = ("sharded", "replicated")
 
@@ -181,6 +181,26 @@ def headline_of(entries: Sequence[Entry]) -> tuple[str, str]:
     total = count(len(entries), "configuration")
     verb = "needs" if len(bad) == 1 else "need"
     return worst, f"{len(bad)} of {total} {verb} attention."
+
+
+def cells_of(entry: Entry) -> dict[str, str]:
+    """Return what a table of configurations says of one, by the heading of the column."""
+    first, last = entry.number("loss_first"), entry.number("loss_last")
+    batch = f" of {whole(entry.batch)}" if entry.batch else ""
+    drawn = entry.number("samples_drawn")
+    return {
+        "Setting": entry.name,
+        "Verdict": f"{SIGNS[entry.severity]} {entry.severity}",
+        "Loss std": number(entry.number("loss_std")),
+        "× sampling": number(entry.number("dispersion_ratio"), 2),
+        "Norm std": number(entry.number("grad_norm_std")),
+        "Cosine": number(entry.number("cosine_mean")),
+        "Different samples": f"{whole(entry.number('distinct_samples'))} of {whole(drawn)}"
+        if drawn
+        else UNKNOWN,
+        "Different per step": f"{number(entry.number('effective_batch'), 1)}{batch}",
+        "Averaged loss": f"{number(first, 2)} → {number(last, 2)}",
+    }
 
 
 def alike(entries: Sequence[Entry]) -> list[list[Entry]]:

@@ -56,11 +56,8 @@ TITLES: dict[str, tuple[str, str]] = {
     "residual": ("Reduction residual", "relative, logarithmic"),
     "time": ("Time per step", "ms, slowest worker, logarithmic"),
     "interval": ("Steps between measurements", "chosen to stay in the budget"),
-    "compare-loss": ("Averaged loss over the range of the workers", TOKENS),
-    "compare-loss_std": ("Loss dispersion", f"std over workers, {TOKENS}"),
-    "compare-grad_norm_std": ("Gradient-norm dispersion", "std over workers"),
-    "compare-cosine_mean": ("Gradient-direction consistency", "mean cosine over pairs"),
 }
+TITLES |= {f"compare-{name}": TITLES[name] for name in ("loss", *METRICS)}
 """Title and unit by the figure's name."""
 
 _TITLES_WITHOUT_TOKENS = {
@@ -307,11 +304,7 @@ class Verdict:
 
 
 def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
-    """Return a run's verdict; ``key`` begins the ids of its findings.
-
-    Raises:
-        RunError: The findings cannot be read.
-    """
+    """Return a run's verdict; ``key`` begins the ids of its findings."""
     found = ranked(run.findings())
     causes = explanations(found)
     return Verdict(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rankscope.diagnose.rules import name_ranks
 from rankscope.numerics.diff.classes import Case, Judgement
 from rankscope.numerics.diff.reading import dealt_otherwise
 from rankscope.numerics.diff.result import Change, DiffClass, Growth, Moment, Parting
@@ -230,12 +231,5 @@ def _order_of_samples(pair: Pair, case: Case) -> list[str]:
 
 
 def workers_in_words(ranks: Sequence[int]) -> str:
-    """Return ``worker 2``, ``workers 0–3``, or ``workers 0, 2, 5``."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"worker {ordered[0]}"
-    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
-        return f"workers {ordered[0]}–{ordered[-1]}"
-    shown = ", ".join(str(rank) for rank in ordered[:MAX_NAMED])
-    more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
-    return f"workers {shown}{more}"
+    """Return ``worker 2``, ``workers 0–3``, or ``workers 0, 2 and 5``."""
+    return name_ranks(ranks, limit=MAX_NAMED).replace("rank", "worker", 1)

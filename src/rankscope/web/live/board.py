@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rankscope.errors import RunError
 from rankscope.record import Run
+from rankscope.web.compare import MOST_RUNS
 from rankscope.web.live.catalog import (
     MAX_DIRECTORIES,
     Glance,
@@ -25,7 +26,6 @@ from rankscope.web.live.catalog import (
     unreadable,
 )
 from rankscope.web.live.sheets import (
-    RunContent,
     Sheet,
     compared_content,
     compared_sheet,
@@ -35,7 +35,6 @@ from rankscope.web.live.sheets import (
     runs_sheet,
     words_sheet,
 )
-from rankscope.web.overlay import MOST_RUNS
 
 REFRESH_SECONDS = 3.0
 """Seconds between two readings of a changed run, at least."""
@@ -71,7 +70,7 @@ def overlay_topic(run_ids: Iterable[str]) -> str:
 @dataclass(frozen=True, slots=True)
 class _Kept:
     token: str
-    content: RunContent
+    content: Sheet
     made: float
     cost: float
 
@@ -227,18 +226,13 @@ class Board:
         if not chosen:
             return words_sheet("None of these runs is here", "Choose runs from the list of all.")
         try:
-            content = self._content(
-                topic,
-                " ".join(tokens),
-                lambda: overlaid_content(_opened(chosen)),
-            )
+            return self._content(topic, " ".join(tokens), lambda: overlaid_content(_opened(chosen)))
         except RunError as error:
             return words_sheet("These runs cannot be shown over each other", self._words(error))
-        return Sheet.of(content.title, content.main, content.figures)
 
     # What pages are made from -----------------------------------------------------------------
 
-    def _content(self, topic: str, token: str, make: Callable[[], RunContent]) -> RunContent:
+    def _content(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
         """Return a page's content, made again if its run has changed.
 
         Raises:
@@ -263,7 +257,7 @@ class Board:
                     self._contents.popitem(last=False)
             return content
 
-    def _made(self, topic: str, token: str, make: Callable[[], RunContent]) -> RunContent:
+    def _made(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
         """Return content made now, or what was made before while it cannot be.
 
         Raises:

@@ -14,9 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rankscope.errors import UsageError
 from rankscope.record.files import is_directory
-from rankscope.web.live.app import POLL_SECONDS, Hub, make_app
+from rankscope.web.live.app import POLL_SECONDS, Hub, is_loopback, make_app
 from rankscope.web.live.board import REFRESH_SECONDS, Board
-from rankscope.web.live.guard import is_loopback
 from rankscope.web.live.sheets import addresses, asset
 
 _LAST_SECONDS = 1

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from rankscope.diagnose.rules import count
 from rankscope.record import Run
-from rankscope.web.compare import compare_view
+from rankscope.web.compare import MOST_RUNS, CompareView, compare_view, overlay_view
 from rankscope.web.document import (
     VEGALITE,
     columns,
@@ -29,8 +29,7 @@ from rankscope.web.document import (
     vega_script,
 )
 from rankscope.web.live.catalog import ORDER, UNREADABLE, Glance, Place, settings_that_differ
-from rankscope.web.overlay import MOST_RUNS, overlay_view
-from rankscope.web.page import assessed, run_view
+from rankscope.web.page import RunView, assessed, run_view
 from rankscope.web.parts import Spec, Tables
 
 GZIP_LEVEL = 5
@@ -96,29 +95,15 @@ class Sheet:
         return cls(title, main, figures, _digest("\0".join(parts)))
 
 
-@dataclass(frozen=True, slots=True)
-class RunContent:
-    """What is costly to make of a run: its view rendered, and its figures."""
-
-    title: str
-    main: Markup
-    figures: Figures
-
-
-def run_content(run: Run) -> RunContent:
-    """Read a run and make its page's content.
-
-    Raises:
-        RunError: A file of it cannot be read.
-    """
+def run_content(run: Run) -> Sheet:
+    """Read a run and make its page's content."""
     tables = Tables()
     view = run_view(tables, run, assessed(run))
-    main = fill("run.html", layout="fragment.html", view=view, title=view.verdict.title)
-    return RunContent(view.verdict.title, Markup(main), Figures.of(view.specs, tables))
+    return _content("run.html", view, view.verdict.title, tables)
 
 
 def run_sheet(
-    glance: Glance, content: RunContent, now: float, others: Sequence[Place], gone: float | None
+    glance: Glance, content: Sheet, now: float, others: Sequence[Place], gone: float | None
 ) -> Sheet:
     """Return a run's page: how it is going, then what is known of it.
 
@@ -131,26 +116,26 @@ def run_sheet(
     """
     state = "gone" if gone else glance.state(now)
     main = fill(
-        "live_run.html", glance=glance, state=state, content=content.main, others=others, gone=gone
+        "live_run.html",
+        glance=glance,
+        state=state,
+        content=Markup(content.main),
+        others=others,
+        gone=gone,
     )
     return Sheet.of(content.title, main, content.figures)
 
 
-def compared_content(first: Run, second: Run) -> RunContent:
-    """Read two runs and make the content of the page that compares them.
-
-    Raises:
-        RunError: A file of them cannot be read.
-    """
+def compared_content(first: Run, second: Run) -> Sheet:
+    """Read two runs and make the content of the page that compares them."""
     tables = Tables()
     view = compare_view(tables, first, second)
-    title = f"{view.sides[0].verdict.title} and {view.sides[1].verdict.title}"
-    main = fill("compare.html", layout="fragment.html", view=view, title=title)
-    return RunContent(title, Markup(main), Figures.of(view.specs, tables))
+    title = " and ".join(side.verdict.title for side in view.sides)
+    return _content("compare.html", view, title, tables)
 
 
 def compared_sheet(
-    content: RunContent | None, runs: Sequence[Place], chosen: tuple[str, str], words: str = ""
+    content: Sheet | None, runs: Sequence[Place], chosen: tuple[str, str], words: str = ""
 ) -> Sheet:
     """Return the page that compares two runs, or that lets two be chosen."""
     main = fill("live_compare.html", content=content, runs=runs, chosen=chosen, words=words)
@@ -159,20 +144,23 @@ def compared_sheet(
     return Sheet.of(content.title, main, content.figures)
 
 
-def overlaid_content(runs: Mapping[str, Run]) -> RunContent:
+def overlaid_content(runs: Mapping[str, Run]) -> Sheet:
     """Read runs and make the content of the page that lays them over each other.
 
     Args:
         runs: By id.
-
-    Raises:
-        RunError: A file of them cannot be read.
     """
     tables = Tables()
     view = overlay_view(tables, runs)
-    title = f"{count(len(view.runs), 'run')} over each other"
-    main = fill("overlay.html", layout="fragment.html", view=view, title=title, most=MOST_RUNS)
-    return RunContent(title, Markup(main), Figures.of(view.figures, tables))
+    title = f"{count(len(view.sides), 'run')} over each other"
+    return _content("overlay.html", view, title, tables, most=MOST_RUNS)
+
+
+def _content(
+    template: str, view: RunView | CompareView, title: str, tables: Tables, **more: Any
+) -> Sheet:
+    main = fill(template, layout="fragment.html", view=view, title=title, **more)
+    return Sheet.of(title, main, Figures.of(view.specs, tables))
 
 
 def runs_sheet(
