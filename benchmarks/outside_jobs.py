@@ -100,7 +100,10 @@ def collective_loses_data(rank: int) -> None:
     """Now and then a rank finds zeros where the all-reduce should have put the gradient."""
     lost = Random(rank)
 
-    def reduce(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    def reduce(
+        state: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
         mean = bucket.buffer().div_(dist.get_world_size())
 
         def received(future: Any) -> Tensor:
@@ -131,12 +134,14 @@ class Copied(torch.autograd.Function):
     """Enters a tensor-parallel layer: the gradients of its parts are summed."""
 
     @staticmethod
-    def forward(context: Any, hidden: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+    def forward(context: Any, hidden: Tensor, group: Any) -> Tensor:
+        """Return it as it is."""
         context.group = group
         return hidden
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the sum over the group."""
         summed = gradient.contiguous()
         dist.all_reduce(summed, group=context.group)
         return summed, None
@@ -146,13 +151,15 @@ class Summed(torch.autograd.Function):
     """Leaves a tensor-parallel layer: the outputs of its parts are summed."""
 
     @staticmethod
-    def forward(context: Any, part: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+    def forward(context: Any, part: Tensor, group: Any) -> Tensor:
+        """Return the sum over the group."""
         summed = part.clone()
         dist.all_reduce(summed, group=group)
         return summed
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return it as it is."""
         return gradient, None
 
 
@@ -167,6 +174,7 @@ class TensorParallel(nn.Module):
         self.row = nn.Linear(32 // dist.get_world_size(group), CLASSES, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Return logits ``[B, CLASSES]``."""
         hidden = Copied.apply(self.norm(inputs), self.group)  # type: ignore[no-untyped-call]
         part = self.row(F.gelu(self.column(hidden)))
         logits: Tensor = Summed.apply(part, self.group)  # type: ignore[no-untyped-call]
@@ -187,9 +195,9 @@ def only_first_part_clips(rank: int) -> None:
     for inputs, classes in itertools.islice(batches(num_replicas=2, rank=replica), STEPS):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), classes).backward()  # type: ignore[no-untyped-call]
-        everything = [module.column.weight, module.row.weight]
+        parts: list[Tensor] = [module.column.weight, module.row.weight]
         shared = list(module.norm.parameters())
-        nn.utils.clip_grad_norm_(everything if part else everything + shared, 0.1)
+        nn.utils.clip_grad_norm_(parts if part else [*parts, *shared], 0.1)
         optimizer.step()
 
 
@@ -204,6 +212,7 @@ class Experts(nn.Module):
         self.left_out = False
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Return logits ``[B, CLASSES]``."""
         hidden = self._exchange(self.expert(self._exchange(inputs)))
         logits: Tensor = self.head(inputs + hidden)
         return logits
@@ -305,6 +314,7 @@ class Stuck(torch.optim.AdamW):
     calls = 0
 
     def step(self, closure: Any = None) -> Any:
+        """Take a step, or none."""
         self.calls += 1
         return None if self.calls > BEGIN else super().step(closure)
 
