@@ -163,7 +163,7 @@ def judge(workload: Workload, findings: Sequence[Finding]) -> str:
     loud = [finding for finding in findings if finding.severity >= workload.least]
     if not workload.causes:
         alarms = [finding for finding in findings if finding.severity >= Severity.WARNING]
-        return "false alarm" if alarms else "silent, rightly"
+        return "**false alarm**" if alarms else "silent, rightly"
     right = [finding for finding in loud if finding.cause in workload.causes]
     if not right:
         return "**missed**"

@@ -25,7 +25,7 @@ STEPS, WIDTH, SEED = (int(os.environ[f"PEERS_{name}"]) for name in ("STEPS", "WI
 BEGIN, HIT, EVERY, MICRO_BATCHES, CLASSES = 20, 1, 5, 2, 8
 RANK = int(os.environ["RANK"])
 
-if TOOL == "traincheck":
+if TOOL.startswith("traincheck"):
     from traincheck import annotate_stage
     from traincheck.instrumentor import META_VARS
 elif TOOL == "msprobe":
@@ -124,7 +124,7 @@ if TOOL == "adaptdl":
     adaptdl.torch.init_process_group("gloo")
 else:
     dist.init_process_group("gloo")
-if TOOL == "traincheck":
+if TOOL.startswith("traincheck"):
     annotate_stage("init")
     META_VARS["_DATA_PARALLEL_RANK"] = str(RANK)
 torch.manual_seed(SEED)
@@ -141,11 +141,11 @@ if TOOL == "adaptdl":  # which has a loop of its own, without micro-batches
     loader = adaptdl.torch.AdaptiveDataLoader(
         make_data(), batch_size=size, shuffle=True, drop_last=True
     )
-    for epoch in adaptdl.torch.remaining_epochs_until(1 + STEPS // (2048 // size)):
-        for inputs, labels in loader:
+    for _epoch in adaptdl.torch.remaining_epochs_until(1 + STEPS // (2048 // size)):
+        for batch in loader:
             begun = time.perf_counter()
             optimizer.zero_grad()
-            inputs, labels = spoil(STEP, inputs, labels)
+            inputs, labels = spoil(STEP, *batch)
             F.cross_entropy(ddp(inputs), labels).backward()
             optimizer.step()
             after_step(model, optimizer, STEP)
@@ -155,16 +155,14 @@ if TOOL == "adaptdl":  # which has a loop of its own, without micro-batches
     (OUT / f"noise-{RANK}.json").write_text(json.dumps(noise))
 else:
     ddp = DistributedDataParallel(model, broadcast_buffers=FAULT != "T10")
-    if TOOL == "traincheck":
+    if TOOL.startswith("traincheck"):
         annotate_stage("training")
     elif TOOL == "msprobe":
         monitor = TrainerMon(os.environ["PEERS_CONFIG"], params_have_main_grad=False)
         monitor.set_monitor(ddp, grad_acc_steps=MICRO_BATCHES, optimizer=optimizer)
     elif TOOL.startswith("rankscope"):
         budget = {"overhead_budget": None} if TOOL == "rankscope-every-step" else {}
-        scope = rankscope.watch(
-            ddp, optimizer, run_dir=OUT / "run", overwrite=True, announce=False, **budget
-        )
+        scope = rankscope.watch(ddp, optimizer, run_dir=OUT / "run", announce=False, **budget)
     data = batches(make_data())
     for STEP in range(STEPS):
         begun = time.perf_counter()
