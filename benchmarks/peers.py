@@ -454,7 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", default=",".join(TOOLS), help="which tools, by commas")
     parser.add_argument("--parts", default=",".join(PARTS), help="faults, cost or both")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv" / "peers")
-    parser.add_argument("--folder", type=Path, help="keep the runs here, and go on from what is here")
+    parser.add_argument("--folder", type=Path, help="keep the runs, and go on from there")
     options = parser.parse_args(arguments)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     with tempfile.TemporaryDirectory() as temporary:

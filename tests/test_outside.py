@@ -41,7 +41,8 @@ def test_what_a_peer_says_of_healthy_runs_does_not_count(tmp_path):
     monitor = peers.Msprobe("msprobe", tmp_path)
     tag = "alarm 0:module.head.bias/rank1/grad_reduced"
     verdict = monitor.judge("T2", {tag, "record param_updated"}, set())
-    assert verdict["found"] and verdict["named"]
+    assert verdict["found"]
+    assert verdict["named"]
     assert "param_updated" in verdict["words"]
     assert not monitor.judge("T2", {"record param_updated"}, set())["found"]
     ours = peers.Rankscope("rankscope", tmp_path)
