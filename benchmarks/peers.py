@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -180,9 +180,9 @@ class Plain(Tool):
 
 
 class Rankscope(Tool):
-    """rankscope, with its budget of 1 % of the step time."""
+    """rankscope as it comes, with the loss handed over."""
 
-    title = "rankscope, budget 1 %"
+    title = "rankscope"
 
     def names(self, fault: str, out: Path) -> set[str]:
         """Return cause and ranks of each warning or error."""
@@ -191,18 +191,14 @@ class Rankscope(Tool):
         return {f"{one.cause} {','.join(map(str, one.ranks))}" for one in loud}
 
     def judge(self, fault: str, said: set[str], healthy: set[str]) -> Verdict:
-        """Hold the causes and the workers against the catalogue."""
-        causes = catalogue()[fault].causes
-        right = [one.split(" ") for one in said - healthy if one.split(" ")[0] in causes]
-        named = any(ranks == str(HIT) for _, ranks in right)
-        words = ", ".join(sorted({cause for cause, _ in right})) or "nothing"
-        return {"found": bool(right), "named": named, "words": words}
-
-
-class RankscopeEveryStep(Rankscope):
-    """rankscope without a budget, as in the fault bench."""
-
-    title = "rankscope, every step"
+        """Tell causes and workers, and whether the catalogue expects such a cause."""
+        new = [one.split(" ") for one in sorted(said - healthy)]
+        causes = list(dict.fromkeys(cause for cause, _ in new))
+        named = any(ranks == str(HIT) for _, ranks in new)
+        words = ", ".join(f"`{cause}`" for cause in causes) or "nothing"
+        if causes and not set(causes) & set(catalogue()[fault].causes):
+            words += " (another cause)"
+        return {"found": bool(new), "named": named, "words": words}
 
 
 class TrainCheck(Tool):
@@ -236,6 +232,7 @@ class TrainCheck(Tool):
     def names(self, fault: str, out: Path) -> set[str]:
         """Return the invariants that a run violates."""
         check = [self.bin / "traincheck-check", "-f", out / "trace", "-i", self.invariants]
+        check += ["--num-workers", "2"]
         call([*check, "--output-dir", out / "checked", "--no-html-report"], cwd=out)
         (summary,) = (out / "checked").glob("*/violations_summary.json")
         return {one["display_name"] for one in json.loads(summary.read_text())["violations"]}
@@ -289,7 +286,7 @@ class Msprobe(Tool):
         for kind in ("grad_reduced", "param_updated"):
             norms: dict[tuple[str, str], set[str]] = {}
             for file in (out / "monitor").glob(f"*/{kind}_*.csv"):
-                for row in csv.DictReader(file.open()):
+                for row in csv.DictReader(file.read_text().splitlines()):
                     norms.setdefault((row["name"], row["step"]), set()).add(row["norm"])
             if any(len(values) > 1 for values in norms.values()):
                 differing.add(kind)
@@ -322,7 +319,6 @@ class AdaptDL(Tool):
 
 TOOLS: dict[str, type[Tool]] = {
     "rankscope": Rankscope,
-    "rankscope-every-step": RankscopeEveryStep,
     "traincheck": TrainCheck,
     "traincheck-full": TrainCheckFull,
     "msprobe": Msprobe,
@@ -345,8 +341,8 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def bench_faults(tool: Tool, folder: Path) -> dict[str, Any]:
-    """Run a tool on two healthy runs and on each fault."""
+def bench_faults(tool: Tool, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run a tool on two healthy runs and on each fault; yield what is known so far."""
     tool.prepare(folder)
 
     def said(fault: str, seed: int) -> set[str]:
@@ -366,11 +362,11 @@ def bench_faults(tool: Tool, folder: Path) -> dict[str, Any]:
         else:
             rows[fault] = {"found": None, "named": False, "words": reason}
         print(tool.name, fault, rows[fault], flush=True)
-    return rows
+        yield rows
 
 
-def bench_cost(tool: Tool, folder: Path) -> dict[str, Any]:
-    """Time a step on two ranks, plain and watched in turns."""
+def bench_cost(tool: Tool, folder: Path) -> Iterator[dict[str, Any]]:
+    """Time a step on two ranks, plain and watched in turns; yield what is known so far."""
     tool.prepare(folder)
     ratios, plain_ms = [], []
     plain = Plain(tool)
@@ -385,13 +381,23 @@ def bench_cost(tool: Tool, folder: Path) -> dict[str, Any]:
         ratios.append(seconds[True] / seconds[False])
         plain_ms.append(1e3 * seconds[False])
         print(tool.name, "step-time ratio", ratios[-1], flush=True)
-    return {"ratios": ratios, "plain_milliseconds": plain_ms}
+        yield {"ratios": ratios, "plain_milliseconds": plain_ms}
 
 
-PARTS: dict[str, Callable[[Tool, Path], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Tool, Path], Iterator[dict[str, Any]]]] = {
     "faults": bench_faults,
     "cost": bench_cost,
 }
+
+
+def measured(tool: Tool, part: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what is known of a part so far; of a tool that fails, the error."""
+    try:
+        tool.make_environment()
+        yield from PARTS[part](tool, folder)
+    except Exception as error:  # is what the table tells of that tool
+        print(tool.name, part, error, file=sys.stderr, flush=True)
+        yield {"error": str(error)}
 
 
 # The page ------------------------------------------------------------------------------------
@@ -426,18 +432,18 @@ def _summary(name: str, result: dict[str, Any]) -> str:
         return f"| {TOOLS[name].title} | {ratio} | – | – | – |"
     if "error" in faults:
         return f"| {TOOLS[name].title} | {ratio} | did not run | did not run | did not run |"
-    found = [faults[fault]["found"] for fault in FAULTS]
+    found = [faults[fault]["found"] for fault in FAULTS if fault in faults]
     if not any(one is not None for one in found):
         return f"| {TOOLS[name].title} | {ratio} | logs only | – | – |"
-    named = sum(faults[fault]["named"] for fault in FAULTS if hits_one(fault))
+    named = sum(faults[fault]["named"] for fault in FAULTS if fault in faults and hits_one(fault))
     alarms = [sum(not one.startswith("record") for one in names) for names in faults["healthy"]]
     told = f"{sum(map(bool, alarms))} ({', '.join(map(str, alarms))} alarms)"
     return f"| {TOOLS[name].title} | {ratio} | {sum(map(bool, found))} | {named} | {told} |"
 
 
 def _cell(faults: dict[str, Any], fault: str) -> str:
-    if "error" in faults:
-        return "did not run"
+    if fault not in faults:
+        return "did not run" if "error" in faults else "not run"
     verdict = faults[fault]
     mark = {True: "found", False: "–", None: ""}[verdict["found"]]
     named = ", worker named" if verdict["named"] and hits_one(fault) else ""
@@ -464,15 +470,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for part in options.parts.split(","):
                 if name == "traincheck-full" and part == "faults":
                     continue  # the same traces, only more of them
-                try:
-                    tool.make_environment()
-                    found = PARTS[part](tool, folder / name.removesuffix("-full"))
-                except Exception as error:  # is what the table tells of that tool
-                    found = {"error": str(error)}
-                    print(name, part, error, file=sys.stderr, flush=True)
-                results.setdefault(name, {})[part] = found
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    fill_table(PAGE, "python benchmarks/peers.py", render(results))
+                for found in measured(tool, part, folder / name.removesuffix("-full")):
+                    results.setdefault(name, {})[part] = found
+                    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+                    fill_table(PAGE, "python benchmarks/peers.py", render(results))
     return 0
 
 

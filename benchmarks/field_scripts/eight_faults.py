@@ -30,7 +30,7 @@ if TOOL.startswith("traincheck"):
     from traincheck.instrumentor import META_VARS
 elif TOOL == "msprobe":
     from msprobe.pytorch import TrainerMon
-elif TOOL.startswith("rankscope"):
+elif TOOL == "rankscope":
     import rankscope
 elif TOOL == "adaptdl":
     os.environ["ADAPTDL_REPLICA_RANK"] = os.environ["RANK"]
@@ -160,9 +160,8 @@ else:
     elif TOOL == "msprobe":
         monitor = TrainerMon(os.environ["PEERS_CONFIG"], params_have_main_grad=False)
         monitor.set_monitor(ddp, grad_acc_steps=MICRO_BATCHES, optimizer=optimizer)
-    elif TOOL.startswith("rankscope"):
-        budget = {"overhead_budget": None} if TOOL == "rankscope-every-step" else {}
-        scope = rankscope.watch(ddp, optimizer, run_dir=OUT / "run", announce=False, **budget)
+    elif TOOL == "rankscope":
+        scope = rankscope.watch(ddp, optimizer, run_dir=OUT / "run", announce=False)
     data = batches(make_data())
     for STEP in range(STEPS):
         begun = time.perf_counter()
@@ -170,12 +169,14 @@ else:
         for micro in range(MICRO_BATCHES):
             inputs, labels = spoil(STEP, *next(data))
             with context(ddp, STEP, micro):
-                loss = F.cross_entropy(ddp(inputs), labels) / MICRO_BATCHES
-                loss.backward()
+                losses = F.cross_entropy(ddp(inputs), labels, reduction="none")
+                if TOOL == "rankscope":
+                    scope.loss(losses)
+                (losses.mean() / MICRO_BATCHES).backward()
         optimizer.step()
         after_step(model, optimizer, STEP)
         seconds.append(time.perf_counter() - begun)
-    if TOOL.startswith("rankscope"):
+    if TOOL == "rankscope":
         scope.close()
 (OUT / f"seconds-{RANK}.json").write_text(json.dumps(seconds))
 dist.barrier()
