@@ -341,7 +341,7 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def bench_faults(tool: Tool, folder: Path) -> Iterator[dict[str, Any]]:
+def bench_faults(tool: Tool, folder: Path, faults: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Run a tool on two healthy runs and on each fault; yield what is known so far."""
     tool.prepare(folder)
 
@@ -355,7 +355,7 @@ def bench_faults(tool: Tool, folder: Path) -> Iterator[dict[str, Any]]:
     healthy = [said("none", seed) for seed in (SEED, OTHER_SEED)]
     rows: dict[str, Any] = {"healthy": [sorted(names) for names in healthy]}
     print(tool.name, "healthy", [len(names) for names in healthy], flush=True)
-    for fault in FAULTS:
+    for fault in faults:
         reason = NOT_FOR.get(tool.name, {}).get(fault)
         if reason is None:
             rows[fault] = tool.judge(fault, said(fault, SEED), healthy[0] | healthy[1])
@@ -365,7 +365,7 @@ def bench_faults(tool: Tool, folder: Path) -> Iterator[dict[str, Any]]:
         yield rows
 
 
-def bench_cost(tool: Tool, folder: Path) -> Iterator[dict[str, Any]]:
+def bench_cost(tool: Tool, folder: Path, faults: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Time a step on two ranks, plain and watched in turns; yield what is known so far."""
     tool.prepare(folder)
     ratios, plain_ms = [], []
@@ -384,17 +384,19 @@ def bench_cost(tool: Tool, folder: Path) -> Iterator[dict[str, Any]]:
         yield {"ratios": ratios, "plain_milliseconds": plain_ms}
 
 
-PARTS: dict[str, Callable[[Tool, Path], Iterator[dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[Tool, Path, Sequence[str]], Iterator[dict[str, Any]]]] = {
     "faults": bench_faults,
     "cost": bench_cost,
 }
 
 
-def measured(tool: Tool, part: str, folder: Path) -> Iterator[dict[str, Any]]:
+def measured(
+    tool: Tool, part: str, folder: Path, faults: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """Yield what is known of a part so far; of a tool that fails, the error."""
     try:
         tool.make_environment()
-        yield from PARTS[part](tool, folder)
+        yield from PARTS[part](tool, folder, faults)
     except Exception as error:  # is what the table tells of that tool
         print(tool.name, part, error, file=sys.stderr, flush=True)
         yield {"error": str(error)}
@@ -459,6 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", default=",".join(TOOLS), help="which tools, by commas")
     parser.add_argument("--parts", default=",".join(PARTS), help="faults, cost or both")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="which faults, by commas")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv" / "peers")
     parser.add_argument("--folder", type=Path, help="keep the runs, and go on from there")
     options = parser.parse_args(arguments)
@@ -470,8 +473,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for part in options.parts.split(","):
                 if name == "traincheck-full" and part == "faults":
                     continue  # the same traces, only more of them
-                for found in measured(tool, part, folder / name.removesuffix("-full")):
-                    results.setdefault(name, {})[part] = found
+                own = folder / name.removesuffix("-full")
+                known = results.setdefault(name, {}).setdefault(part, {})
+                for found in measured(tool, part, own, options.faults.split(",")):
+                    known.pop("error", None)
+                    known.update(found)
                     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
                     fill_table(PAGE, "python benchmarks/peers.py", render(results))
     return 0
