@@ -422,7 +422,7 @@ def render(results: dict[str, Any]) -> str:
 
 def _summary(name: str, result: dict[str, Any]) -> str:
     cost, faults = result.get("cost"), result.get("faults")
-    ratio = "did not run"
+    ratio = "did not run" if cost else "not measured"
     if cost and "error" not in cost:
         low, middle, high = (
             min(cost["ratios"]),
@@ -445,7 +445,7 @@ def _summary(name: str, result: dict[str, Any]) -> str:
 
 def _cell(faults: dict[str, Any], fault: str) -> str:
     if fault not in faults:
-        return "did not run" if "error" in faults else "not run"
+        return "did not run" if "error" in faults else "not measured"
     verdict = faults[fault]
     mark = {True: "found", False: "–", None: ""}[verdict["found"]]
     named = ", worker named" if verdict["named"] and hits_one(fault) else ""
