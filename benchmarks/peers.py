@@ -429,7 +429,7 @@ def _summary(name: str, result: dict[str, Any]) -> str:
             statistics.median(cost["ratios"]),
             max(cost["ratios"]),
         )
-        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f}, {len(cost['ratios'])} pairs)"
+        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f}, pairs: {len(cost['ratios'])})"
     if faults is None:
         return f"| {TOOLS[name].title} | {ratio} | – | – | – |"
     if "error" in faults:
