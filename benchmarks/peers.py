@@ -120,7 +120,7 @@ class Tool:
 
     Attributes:
         packages: What its environment holds besides torch; empty for this environment.
-        command: What the table calls it.
+        title: What the table calls it.
     """
 
     packages: tuple[str, ...] = ()
