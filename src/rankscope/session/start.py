@@ -61,7 +61,7 @@ def watch(
 
     Args:
         model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, either of
-            them compiled or not, or a DeepSpeed engine.
+            them compiled or not, a DeepSpeed engine, or Megatron-core's DDP.
         optimizer: Its optimizer, for the learning rate and the count of optimizer steps. An
             engine brings its own.
         run_dir: Directory that rank 0 writes, or its address in an object store, such as

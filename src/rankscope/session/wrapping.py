@@ -22,6 +22,13 @@ from rankscope.capture.taps.fsdp2_model import (
     fsdp2_replica,
     is_fsdp2,
 )
+from rankscope.capture.taps.megatron import MegatronTap
+from rankscope.capture.taps.megatron_model import (
+    is_megatron,
+    megatron_parameters,
+    megatron_process_group,
+    plain_megatron_optimizer,
+)
 from rankscope.capture.taps.tap import GradientObserver, Guarded
 from rankscope.errors import UnsupportedError
 
@@ -33,7 +40,7 @@ class Wrapped:
     """A data-parallel model as it was found.
 
     Attributes:
-        kind: ``"DDP"``, ``"replicate"``, ``"FSDP2"`` or ``"DeepSpeed"``.
+        kind: ``"DDP"``, ``"replicate"``, ``"FSDP2"``, ``"DeepSpeed"`` or ``"Megatron-core"``.
         wrapper: The module that reduces gradients; under ``replicate``, the DDP that hooks of the
             model call.
         parameters: The parameters that require a gradient, by canonical name.
@@ -122,6 +129,8 @@ class Wrapped:
             )
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
+        if is_megatron(wrapper):
+            return MegatronTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
         return FSDP2Tap(wrapper, parameters, sketcher, guarded, reduced=reduced, observer=observer)
 
 
@@ -129,8 +138,8 @@ def find_wrapper(model: nn.Module) -> Wrapped:
     """Return how a model is wrapped.
 
     Args:
-        model: What the training calls: a DDP or FSDP2 model, compiled or not, or a DeepSpeed
-            engine.
+        model: What the training calls: a DDP or FSDP2 model, compiled or not, a DeepSpeed engine,
+            or Megatron-core's DDP.
 
     Raises:
         UnsupportedError: It goes data parallel in a way that cannot be watched, or not at all.
@@ -155,6 +164,8 @@ def find_wrapper(model: nn.Module) -> Wrapped:
         parameters, group = fsdp2_parameters(inner), fsdp2_process_group(inner)
         device, replica = fsdp2_device(inner), fsdp2_replica(inner)
         return Wrapped("FSDP2", inner, parameters, group, device, replica=replica)
+    if is_megatron(inner):
+        return _find_megatron(inner)
     raise UnsupportedError(
         "watch() expected a model under DistributedDataParallel, replicate or fully_shard, or a "
         f"DeepSpeed engine, got {type(inner).__name__}; pass what the training calls, after "
@@ -178,7 +189,8 @@ def in_training_mode(model: nn.Module) -> bool:
         model: What the training calls: its own flag counts only if it wraps nothing.
     """
     wrapper = model._modules.get("_orig_mod") or model
-    wraps = isinstance(wrapper, DistributedDataParallel) or is_deepspeed(wrapper)
+    wraps = isinstance(wrapper, DistributedDataParallel)
+    wraps = wraps or is_deepspeed(wrapper) or is_megatron(wrapper)
     inner: Any = wrapper.module if wraps else wrapper
     return any(module.training for module in inner.modules())
 
@@ -209,9 +221,10 @@ def tell_if_wrapped_anew(module: nn.Module, wrapper: nn.Module) -> bool:
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     """Return the optimizer that does the steps, out of wrappers that only pass calls on.
 
-    Accelerate's wrapper is an ``Optimizer`` that was never made one: it takes no hooks. None when
-    it wraps something else, such as DeepSpeed's.
+    Accelerate's wrapper is an ``Optimizer`` that was never made one: it takes no hooks, and
+    Megatron-core's is none. None when it wraps something else, such as DeepSpeed's.
     """
+    optimizer = plain_megatron_optimizer(optimizer)
     while isinstance(optimizer, torch.optim.Optimizer):
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             return optimizer
@@ -268,6 +281,13 @@ def _find_deepspeed(engine: Any) -> Wrapped:
     optimizer = engine.basic_optimizer
     replica = 0 if engine.zero_optimization_stage() < 3 else None
     return Wrapped("DeepSpeed", engine, parameters, group, engine.device, optimizer, replica)
+
+
+def _find_megatron(ddp: Any) -> Wrapped:
+    group = megatron_process_group(ddp)
+    parameters = megatron_parameters(ddp)
+    device = ddp.buffers[0].grad_data.device
+    return Wrapped("Megatron-core", ddp, parameters, group, device)
 
 
 def _check_ddp(ddp: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
