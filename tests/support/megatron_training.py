@@ -34,6 +34,7 @@ class Mode:
         no_sync: Whether all micro-batches but the last are run inside ``no_sync``, as Megatron's
             schedules do with ``overlapped``.
         summed: Whether the loss is a sum over tokens, and divided by their number afterwards.
+        tier: How much of the gradient is compared.
     """
 
     name: str
@@ -43,6 +44,15 @@ class Mode:
     no_sync: bool = False
     summed: bool = False
     dtype: torch.dtype = torch.float32
+    tier: str = "sketch"
+
+    @property
+    def factor(self) -> float:
+        """What losses are multiplied by, in the median over workers; undone in what is recorded.
+
+        It counts once for each micro-batch.
+        """
+        return 9.0 if self.summed else 1 / self.accumulate  # of 12, 9 and 6 label tokens
 
 
 MODES = [
@@ -53,6 +63,7 @@ MODES = [
     Mode("sharded", accumulate=2, sharded=True),
     Mode("sharded, overlapped", accumulate=2, overlapped=True, sharded=True, no_sync=True),
     Mode("summed", summed=True),
+    Mode("scalars", accumulate=2, sharded=True, tier="scalars"),
     Mode("bf16", accumulate=2, no_sync=True, dtype=torch.bfloat16),
 ]
 
