@@ -195,7 +195,8 @@ USES = (
         "torch.Tensor",
         "_version",
         "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.canary.tensors"
-        " capture.canary.reference capture.taps.accumulator reduce.order_free",
+        " capture.canary.reference capture.taps.accumulator capture.taps.megatron"
+        " reduce.order_free",
         "whether a gradient was written since it was read",
         _SWITCHES_OFF,
     ),

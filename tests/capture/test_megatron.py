@@ -34,6 +34,7 @@ from support.megatron_training import (
     import_megatron,
     make_ddp,
 )
+from support.models import make_batch
 from support.ranks import run_ranks
 
 pytestmark = [
@@ -88,6 +89,14 @@ def forget_to_reduce(rank: int, folder: str) -> None:
 
 def reduce_twice(rank: int, folder: str) -> None:
     _train_wrongly(rank, folder, "twice", 3, before_sync=lambda ddp: ddp.finish_grad_sync())
+
+
+def ask_for_gradients(rank: int, folder: str) -> None:
+    def ask(ddp: Any) -> None:
+        loss = ddp(**make_batch(rank, 99))["loss"]
+        torch.autograd.grad(loss, list(ddp.module.parameters()))
+
+    _train_wrongly(rank, folder, "asked", 6, before_sync=ask)
 
 
 def leave_gradients(rank: int, folder: str) -> None:
@@ -172,7 +181,7 @@ def do_all(rank: int, folder: str) -> dict[str, Any]:
     seen: dict[str, Any] = {mode.name: train(rank, mode, folder) for mode in MODES}
     for fault in (
         make_gradient_longer, share_batches, forget_to_reduce, reduce_twice, leave_gradients,
-        corrupt_the_reduction,
+        corrupt_the_reduction, ask_for_gradients,
     ):  # fmt: skip
         fault(rank, folder)
     ddp = make_ddp(nn.Linear(2, 2), PLAIN)
@@ -269,7 +278,7 @@ def test_a_healthy_training_is_clean(run):
         ("longer", "compute.worker_outlier", Severity.WARNING, (1,)),
         ("shared", "data.duplicate_batches", Severity.ERROR, (0, 1, 2)),
         ("forgotten", "sync.not_reduced", Severity.ERROR, (0, 1, 2)),
-        ("corrupted", "numerics.reduction_error", Severity.ERROR, ()),
+        ("corrupted", "numerics.reduction_error", Severity.WARNING, (0, 1, 2)),
     ],
 )
 def test_faults_are_found(trained, name, cause, severity, ranks):
@@ -281,6 +290,12 @@ def test_faults_are_found(trained, name, cause, severity, ranks):
 def test_a_gradient_that_is_reduced_twice_is_not_taken_for_a_local_one(trained):
     _, norms_TW = Run.open(trained[1] / "twice").per_worker("grad_norm")
     assert np.isnan(norms_TW).all()
+
+
+def test_a_pass_that_accumulates_nothing_is_no_micro_batch(trained):
+    run = Run.open(trained[1] / "asked")
+    assert run.per_worker("micro_batches")[1].tolist() == [[1] * NUM_RANKS] * 6
+    assert [f.explanation for f in run.findings() if f.severity > Severity.NOTE] == []
 
 
 def test_a_buffer_that_is_not_zeroed_is_told(trained):

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from rankscope.capture.passes import BackwardEnd
-from rankscope.capture.sketch import Measured, Sketcher
+from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.calls import Relay
 from rankscope.capture.taps.megatron_model import (
     factor_of_mean,
@@ -33,6 +33,7 @@ from rankscope.capture.taps.megatron_model import (
 )
 from rankscope.capture.taps.parts import MicroBatches
 from rankscope.capture.taps.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
+from rankscope.capture.totals import GradientTotals
 
 
 class MegatronTap(GradientTap):
@@ -63,12 +64,16 @@ class MegatronTap(GradientTap):
         self._sketcher, self._guarded, self._read_reduced = sketcher, guarded, reduced
         self._totals, self._reduced = sketcher.new_totals(), sketcher.new_totals()
         self._grown, self._micro = sketcher.new_totals(), MicroBatches()
-        self._backward = BackwardEnd(self._reached_none, self._end_backward, guarded)
-        self._reached: list[Callable[[], None]] = []  # to be called when the pass that runs ends
+        self._backward = BackwardEnd(self._begin_backward, self._end_backward, guarded)
+        self._reached: list[Callable[[], None]] = []  # to be called if the pass that runs trains
+        self._buffers = [buffer.grad_data for buffer in ddp.buffers]
+        self._versions: list[int] = []  # of the buffers, when the pass began
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._groups = [_Group(group, names, self._read_group) for group in ddp.bucket_groups]
-        held = [own_shards(group, names) for group in ddp.bucket_groups] if self._sharded else []
-        self._held = [part for parts in held for part in parts] if self._sharded else self._all()
+        self._all = [part for group in self._groups for part in group.gradients]
+        self._held = self._all
+        if self._sharded:
+            self._held = [p for group in ddp.bucket_groups for p in own_shards(group, names)]
         self._stop = Relay(ddp, "finish_grad_sync").tell(after=self._finish)
         self._measure = self._unreduced = self._complete = self._begun = False
         self._carried_over: Tensor | None = None
@@ -97,7 +102,7 @@ class MegatronTap(GradientTap):
         """
         if self._measure and measure and self._num_new and self._sketcher.sketches:
             self._grown.reset()
-            self._sketcher.measure_many(self._all(), self._grown)
+            self._sketcher.measure_many(self._all, self._grown)
             self._add_micro_batch(self._grown, last=False)
         self._backward.begin()
         self._measure = measure
@@ -105,8 +110,7 @@ class MegatronTap(GradientTap):
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Say, from inside it, that a backward pass has reached what the model returned."""
         if self._measure and not self._begun:
-            held = [gradient for _, gradient, _ in self._all()]
-            self._carried_over = self._sketcher.holds_any(held)
+            self._carried_over = self._sketcher.holds_any([g for _, g, _ in self._all])
         self._begun = True
         self._backward.notice()
         self._reached.append(trained)
@@ -147,19 +151,22 @@ class MegatronTap(GradientTap):
         for group in self._groups:
             group.reads = 0
 
-    def _all(self) -> list[Measured]:
-        return [part for group in self._groups for part in group.gradients]
-
-    def _reached_none(self) -> None:
+    def _begin_backward(self) -> None:
         self._reached.clear()
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        return [buffer._version for buffer in self._buffers]
 
     def _end_backward(self) -> None:
+        if self._versions == self._now():
+            return  # the training asked for gradients, and accumulated none
         for trained in self._reached:
             trained()
         self._num_new += 1
         self._unreduced = True
 
-    def _add_micro_batch(self, totals: Any, *, last: bool) -> None:
+    def _add_micro_batch(self, totals: GradientTotals, *, last: bool) -> None:
         self._one_each &= self._num_new == 1
         self._num_new = 0
         self._micro.add(totals, last=last)
