@@ -40,7 +40,7 @@ from support.ranks import run_ranks
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.slow,
-    pytest.mark.skipif(MISSING, reason="megatron-core is not installed: make test installs it"),
+    pytest.mark.skipif(MISSING, reason="megatron-core is not installed"),
 ]
 
 NUM_RANKS, STEPS, MANY = 3, 3, 60
