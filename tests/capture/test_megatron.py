@@ -55,8 +55,8 @@ def train(rank: int, mode: Mode, folder: str) -> dict[str, Any]:
     loop = MegatronLoop(rank, mode, f"{folder}/{mode.name}", **options)
     truths = []
     for step in range(STEPS):
-        local, micro_norms = loop.truth(step)
-        truths.append((flat(local), micro_norms))
+        local, micro_norms, losses = loop.truth(step)
+        truths.append((flat(local), micro_norms, losses))
         loop.step(step)
     loop.scope.close()
     alone = MegatronLoop(rank, mode, None)
@@ -217,7 +217,7 @@ def run(trained, mode) -> Run:
 @pytest.fixture
 def truths(trained, mode) -> np.ndarray:
     """The local gradients ``[T, W, N]``, of the loss as it was before it was scaled."""
-    by_rank = [[local for local, _ in seen[mode.name]["truths"]] for seen in trained[0]]
+    by_rank = [[local for local, *_ in seen[mode.name]["truths"]] for seen in trained[0]]
     return np.array(by_rank).swapaxes(0, 1) / (mode.factor * mode.accumulate)
 
 
@@ -257,7 +257,7 @@ def test_the_reduced_norm_is_that_of_the_mean(run, truths):
 def test_micro_batches_are_told_apart(trained, run, mode):
     told = run.columns(Table.MICRO, "grad_norm", "rank", "step")
     for rank, seen in enumerate(trained[0]):
-        for step, (_, expected) in enumerate(seen[mode.name]["truths"]):
+        for step, (_, expected, _) in enumerate(seen[mode.name]["truths"]):
             norms = told["grad_norm"][(told["rank"] == rank) & (told["step"] == step)]
             norms = norms * mode.factor
             if mode.tier == "scalars":
@@ -265,6 +265,13 @@ def test_micro_batches_are_told_apart(trained, run, mode):
             elif mode.accumulate > 1:
                 np.testing.assert_allclose(norms, expected, rtol=0.1)
                 np.testing.assert_allclose(norms[0], expected[0], rtol=ROUNDING)
+
+
+def test_losses_are_told_as_means_over_tokens(trained, run, mode):
+    _, losses_TW = run.per_worker("loss")
+    by_rank = [[np.mean(losses) for *_, losses in s[mode.name]["truths"]] for s in trained[0]]
+    tolerance = 1e-2 if mode.dtype is torch.bfloat16 else ROUNDING
+    np.testing.assert_allclose(losses_TW, np.array(by_rank).T, rtol=tolerance)
 
 
 def test_a_healthy_training_is_clean(run):

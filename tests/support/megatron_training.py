@@ -34,6 +34,7 @@ class Mode:
         no_sync: Whether all micro-batches but the last are run inside ``no_sync``, as Megatron's
             schedules do with ``overlapped``.
         summed: Whether the loss is a sum over tokens, and divided by their number afterwards.
+        schedule: Whether Megatron's own schedule runs the micro-batches.
         tier: How much of the gradient is compared.
     """
 
@@ -43,6 +44,7 @@ class Mode:
     sharded: bool = False
     no_sync: bool = False
     summed: bool = False
+    schedule: bool = False
     dtype: torch.dtype = torch.float32
     tier: str = "sketch"
 
@@ -63,6 +65,8 @@ MODES = [
     Mode("sharded", accumulate=2, sharded=True),
     Mode("sharded, overlapped", accumulate=2, overlapped=True, sharded=True, no_sync=True),
     Mode("summed", summed=True),
+    Mode("schedule", accumulate=2, schedule=True),
+    Mode("schedule, summed", overlapped=True, summed=True, schedule=True),
     Mode("scalars", accumulate=2, sharded=True, tier="scalars"),
     Mode("bf16", accumulate=2, no_sync=True, dtype=torch.bfloat16),
 ]
@@ -81,6 +85,7 @@ def import_megatron() -> Any:
         import megatron.core.distributed
         import megatron.core.optimizer.optimizer
         import megatron.core.parallel_state
+        import megatron.core.pipeline_parallel.schedules
         import megatron.core.transformer
     return megatron.core
 
@@ -121,6 +126,8 @@ class MegatronLoop:
         self.warnings = collect_warnings()
         self.model = make_model().to(mode.dtype)
         self.ddp = make_ddp(self.model, mode)
+        if mode.schedule:
+            self._prepare_for_the_schedule()
         self.held = list(_shards(self.ddp)) if mode.sharded else self._all()
         self.optimizer = torch.optim.SGD([p for p, _ in self.held], lr=0.05, momentum=0.9)
         torch.manual_seed(100 + rank)
@@ -139,6 +146,25 @@ class MegatronLoop:
     ) -> None:
         """Do a step, as Megatron's training loop and schedule do."""
         self.ddp.zero_grad_buffer()
+        if self.mode.schedule:
+            self._run_schedule(step)
+        else:
+            self._run(step, data_rank, before_sync, synchronise=synchronise)
+        for parameter, gradient in self.held:
+            parameter.grad = gradient.to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.mode.sharded:
+            self.ddp.start_param_sync()
+
+    def _run(
+        self,
+        step: int,
+        data_rank: int | None,
+        before_sync: Callable[[Any], None],
+        *,
+        synchronise: bool,
+    ) -> None:
         for micro in range(self.mode.accumulate):
             silent = self.mode.no_sync and micro < self.mode.accumulate - 1
             with self.ddp.no_sync() if silent else contextlib.nullcontext():
@@ -148,15 +174,46 @@ class MegatronLoop:
             self.ddp.finish_grad_sync()
         if self.mode.summed:
             self.ddp.scale_gradients(1 / self._tokens(step))
-        for parameter, gradient in self.held:
-            parameter.grad = gradient.to(parameter.dtype)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.mode.sharded:
-            self.ddp.start_param_sync()
 
-    def truth(self, step: int) -> tuple[dict[str, Tensor], list[float]]:
-        """Return the local gradient of a step that is about to come, and its micro-batches' norms.
+    def _prepare_for_the_schedule(self) -> None:
+        core, config = import_megatron(), self.ddp.config
+        config.finalize_model_grads_func = core.distributed.finalize_model_grads
+        config.no_sync_func = self.ddp.no_sync if self.mode.no_sync else None
+        model: Any = self.model
+        model.set_input_tensor = lambda tensors: None
+        model.model_type = core.enums.ModelType.encoder_or_decoder
+
+    def _run_schedule(self, step: int) -> None:
+        """Run the micro-batches as Megatron does; it counts their tokens on a CUDA device."""
+        zeros = torch.zeros
+
+        def zeros_on_the_host(*size: Any, device: Any = None, **options: Any) -> Tensor:
+            return zeros(*size, **options)
+
+        with mock.patch.object(torch, "zeros", zeros_on_the_host):
+            import_megatron().pipeline_parallel.schedules.forward_backward_no_pipelining(
+                forward_step_func=self._forward_step,
+                data_iterator=iter(self._batch(step, m, None) for m in range(self.mode.accumulate)),
+                model=[self.ddp],
+                num_microbatches=self.mode.accumulate,
+                seq_length=5,
+                micro_batch_size=3,
+            )
+
+    def _forward_step(self, batches: Iterator[dict[str, Tensor]], model: nn.Module) -> Any:
+        batch = next(batches)
+        num_tokens = (batch["labels"] != -100).sum()
+
+        def loss_func(loss: Tensor) -> Any:
+            total = loss * num_tokens
+            if self.scope is not None:
+                self.scope.loss(total, num_tokens, factor=num_tokens)
+            return total, num_tokens.int(), {}
+
+        return model(**batch)["loss"], loss_func
+
+    def truth(self, step: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
+        """Return the next step's local gradient, its micro-batches' norms, and their mean losses.
 
         Computed on a copy without Megatron-core, with the random numbers that the training will
         draw. In float32, by parameter.
@@ -167,18 +224,23 @@ class MegatronLoop:
         alone.load_state_dict(self.model.state_dict())
         named = dict(alone.named_parameters())
         total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in named.items()}
-        norms = []
+        norms, losses = [], []
         with torch.random.fork_rng(devices=[]):
             for micro in range(self.mode.accumulate):
                 alone.zero_grad()
-                self._loss(alone, step, micro, None).backward()
+                loss = self._loss(alone, step, micro, None)
+                loss.backward()
+                tokens = int((self._batch(step, micro, None)["labels"] != -100).sum())
+                losses.append(
+                    loss.item() / (tokens if self.mode.summed else 1 / self.mode.accumulate)
+                )
                 norms.append(
                     norm({name: p.grad for name, p in named.items() if p.grad is not None})
                 )
                 for name, parameter in named.items():
                     if parameter.grad is not None:
                         total[name] += parameter.grad.float()
-        return total, norms
+        return total, norms, losses
 
     def bits(self) -> dict[str, bytes]:
         """Return every bit of the training's state on this rank."""

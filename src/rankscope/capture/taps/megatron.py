@@ -174,7 +174,7 @@ class MegatronTap(GradientTap):
     @guarded
     def _read_group(self, group: "_Group") -> None:
         """Read the local gradient of buckets whose reduction is about to begin."""
-        if not self._measure:
+        if not self._measure or group.begun:  # then the call does nothing
             return
         if not any(each.reads for each in self._groups):
             self._totals.reset()
@@ -222,8 +222,10 @@ class _Group:
         self._group, self._starts = group, starts
         self.stop = Relay(group, "start_grad_sync").tell(before=self._see_start)
 
+    @property
+    def begun(self) -> bool:
+        """Whether their reduction has begun and has not ended."""
+        return self._group.grad_reduce_handle is not None
+
     def _see_start(self, *args: Any, **kwargs: Any) -> None:
-        if (
-            self._group.grad_reduce_handle is None
-        ):  # else it has begun already, and the call is void
-            self._starts(self)
+        self._starts(self)

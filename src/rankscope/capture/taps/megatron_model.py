@@ -18,6 +18,8 @@ _NEEDED = (
     "config", "ddp_config", "buffers", "bucket_groups", "expert_parallel_buffers", "dp_group",
     "dp_cp_group", "tp_group", "pp_group", "finish_grad_sync",
 )  # fmt: skip
+_NEEDED_OF_GROUPS = "buckets", "start_grad_sync", "grad_reduce_handle"
+_NEEDED_OF_BUCKETS = "params_list", "grad_data", "gradient_scaling_factor"
 
 
 def is_megatron(model: object) -> bool:
@@ -114,7 +116,7 @@ def own_shards(group: Any, names: Mapping[int, str]) -> list[Measured]:
 
 
 def _obstacles(ddp: Any) -> Iterator[tuple[str, bool]]:
-    missing = [name for name in _NEEDED if not hasattr(ddp, name)]
+    missing = _missing(ddp)
     yield f"{type(ddp).__name__} without {', '.join(missing)}", bool(missing)
     config, settings = ddp.config, ddp.ddp_config
     yield "mixture-of-experts layers", bool(ddp.expert_parallel_buffers)
@@ -128,6 +130,15 @@ def _obstacles(ddp: Any) -> Iterator[tuple[str, bool]]:
         yield name, bool(getattr(settings, name, False))
     instances = getattr(settings, "num_distributed_optimizer_instances", 1)
     yield "num_distributed_optimizer_instances above 1", instances > 1
+
+
+def _missing(ddp: Any) -> list[str]:
+    missing = [name for name in _NEEDED if not hasattr(ddp, name)]
+    for group in () if missing else ddp.bucket_groups:
+        missing += [name for name in _NEEDED_OF_GROUPS if not hasattr(group, name)]
+        for bucket in getattr(group, "buckets", ()):
+            missing += [name for name in _NEEDED_OF_BUCKETS if not hasattr(bucket, name)]
+    return list(dict.fromkeys(missing))
 
 
 def _size(group: Any) -> int:
