@@ -1,7 +1,7 @@
 """Megatron-core's DistributedDataParallel, watched on real ranks on the CPU.
 
-Its own code trains there once one function of torch's is patched; its optimizers do not. Nothing
-here was tried on an accelerator.
+Its own code trains there once it is told where to make its tensors, but for the distributed
+optimizer. Nothing here was tried on an accelerator.
 """
 
 import sys
@@ -161,7 +161,7 @@ def _refusal(model: nn.Module) -> str:
 
 
 def unwrap_optimizers() -> list[bool]:
-    """Megatron-core's optimizers cannot be made on the CPU: these hold nothing but another."""
+    """Optimizers that hold nothing but another are enough here."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
     inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
@@ -265,6 +265,20 @@ def test_micro_batches_are_told_apart(trained, run, mode):
             elif mode.accumulate > 1:
                 np.testing.assert_allclose(norms, expected, rtol=0.1)
                 np.testing.assert_allclose(norms[0], expected[0], rtol=ROUNDING)
+
+
+def test_the_optimizer_inside_megatrons_own_is_watched(run):
+    told = run.per_worker("optimizer_steps")[1]
+    assert told.tolist() == [[1] * NUM_RANKS] * STEPS
+    np.testing.assert_array_equal(run.per_worker("lr")[1], np.full((STEPS, NUM_RANKS), 0.05))
+
+
+def test_what_is_compared_of_the_state(run, mode):
+    """Bits of shards, and of their gradients, belong to one worker."""
+    by_parameter = not mode.sharded
+    for kind, known in {"param": True, "optimizer": by_parameter, "applied": by_parameter}.items():
+        told = run.table(Table.WORKERS).column(f"{kind}_digest").to_pylist()
+        assert any(told) == known, (kind, told)
 
 
 def test_losses_are_told_as_means_over_tokens(trained, run, mode):

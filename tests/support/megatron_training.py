@@ -1,7 +1,8 @@
 """Megatron-core's DistributedDataParallel in a plain loop, on the CPU, and what it should measure.
 
-It asks for the current CUDA device, and its optimizers for CUDA itself. So one function of torch's
-is patched here, and torch's optimizers update the parameters: all of them, or a worker's shards.
+It asks for the current CUDA device, so one function of torch's is patched here. Its schedule and
+its optimizer for float32 put one tensor each on a CUDA device, which is made on the host instead.
+Its distributed optimizer is not run: torch's updates a worker's shards.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ class Mode:
         no_sync: Whether all micro-batches but the last are run inside ``no_sync``, as Megatron's
             schedules do with ``overlapped``.
         summed: Whether the loss is a sum over tokens, and divided by their number afterwards.
-        schedule: Whether Megatron's own schedule runs the micro-batches.
+        schedule: Whether Megatron's own schedule and optimizer do a step.
         tier: How much of the gradient is compared.
     """
 
@@ -126,15 +127,15 @@ class MegatronLoop:
         self.warnings = collect_warnings()
         self.model = make_model().to(mode.dtype)
         self.ddp = make_ddp(self.model, mode)
-        if mode.schedule:
-            self._prepare_for_the_schedule()
         self.held = list(_shards(self.ddp)) if mode.sharded else self._all()
         self.optimizer = torch.optim.SGD([p for p, _ in self.held], lr=0.05, momentum=0.9)
+        self.outer = self._prepare_for_the_schedule() if mode.schedule else None
         torch.manual_seed(100 + rank)
         self.scope: Any = None
         if run_dir is not None:
             options = {"overhead_budget": None, "plan": PLAN, "announce": False, **options}
-            self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
+            known = self.outer or self.optimizer
+            self.scope = rankscope.watch(self.ddp, known, run_dir=run_dir, **options)
 
     def step(
         self,
@@ -146,10 +147,12 @@ class MegatronLoop:
     ) -> None:
         """Do a step, as Megatron's training loop and schedule do."""
         self.ddp.zero_grad_buffer()
-        if self.mode.schedule:
+        if self.outer is not None:
+            self.outer.zero_grad()
             self._run_schedule(step)
-        else:
-            self._run(step, data_rank, before_sync, synchronise=synchronise)
+            self.outer.step()
+            return
+        self._run(step, data_rank, before_sync, synchronise=synchronise)
         for parameter, gradient in self.held:
             parameter.grad = gradient.to(parameter.dtype)
         self.optimizer.step()
@@ -175,22 +178,20 @@ class MegatronLoop:
         if self.mode.summed:
             self.ddp.scale_gradients(1 / self._tokens(step))
 
-    def _prepare_for_the_schedule(self) -> None:
+    def _prepare_for_the_schedule(self) -> Any:
         core, config = import_megatron(), self.ddp.config
         config.finalize_model_grads_func = core.distributed.finalize_model_grads
         config.no_sync_func = self.ddp.no_sync if self.mode.no_sync else None
         model: Any = self.model
         model.set_input_tensor = lambda tensors: None
         model.model_type = core.enums.ModelType.encoder_or_decoder
+        optimizers = core.optimizer.optimizer
+        settings = optimizers.OptimizerConfig(clip_grad=0.0)
+        with on_the_host("tensor"):
+            return optimizers.FP32Optimizer(self.optimizer, settings, lambda optimizer: None)
 
     def _run_schedule(self, step: int) -> None:
-        """Run the micro-batches as Megatron does; it counts their tokens on a CUDA device."""
-        zeros = torch.zeros
-
-        def zeros_on_the_host(*size: Any, device: Any = None, **options: Any) -> Tensor:
-            return zeros(*size, **options)
-
-        with mock.patch.object(torch, "zeros", zeros_on_the_host):
+        with on_the_host("zeros"):
             import_megatron().pipeline_parallel.schedules.forward_backward_no_pipelining(
                 forward_step_func=self._forward_step,
                 data_iterator=iter(self._batch(step, m, None) for m in range(self.mode.accumulate)),
@@ -276,6 +277,19 @@ class MegatronLoop:
         """Return the number of label tokens of all workers in a step."""
         batches = [make_batch(rank, step) for rank in range(dist.get_world_size())]
         return float(sum((batch["labels"] != -100).sum() for batch in batches))
+
+
+@contextlib.contextmanager
+def on_the_host(name: str) -> Iterator[None]:
+    """Let a function of torch's make its tensors on the host, wherever it is told to."""
+    make = getattr(torch, name)
+
+    def make_on_the_host(*args: Any, device: Any = None, **options: Any) -> Tensor:
+        made: Tensor = make(*args, **options)
+        return made
+
+    with mock.patch.object(torch, name, make_on_the_host):
+        yield
 
 
 def _shards(ddp: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
