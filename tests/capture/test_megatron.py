@@ -134,6 +134,17 @@ def _train_wrongly(
     loop.scope.close()
 
 
+def break_measuring(rank: int, folder: str) -> tuple[dict[str, bytes], list[str]]:
+    """Train with a monitor that fails in the first reduction, in the midst of a backward pass."""
+    mode = next(mode for mode in MODES if mode.name == "overlapped")
+    loop = MegatronLoop(rank, mode, f"{folder}/broken")
+    loop.scope._collector._tap._sketcher.measure_many = None
+    for step in range(STEPS):
+        loop.step(step)
+    loop.scope.close()
+    return loop.bits(), loop.warnings
+
+
 def refuse() -> dict[str, str]:
     """Return what is said of wrappers that pretend to be what no CPU can make."""
     two = SimpleNamespace(size=lambda: 2)
@@ -184,6 +195,7 @@ def do_all(rank: int, folder: str) -> dict[str, Any]:
         corrupt_the_reduction, ask_for_gradients,
     ):  # fmt: skip
         fault(rank, folder)
+    seen["broken"] = break_measuring(rank, folder)
     ddp = make_ddp(nn.Linear(2, 2), PLAIN)
     seen["recognised"] = [is_megatron(ddp), is_megatron(ddp.module)]
     seen["refused"], seen["optimizers"] = refuse(), unwrap_optimizers()
@@ -226,6 +238,13 @@ def test_every_bit_is_the_same_as_unwatched(trained, mode):
         watched, alone = seen[mode.name]["bits"]
         assert watched == alone
         assert seen[mode.name]["warnings"] == []
+
+
+def test_a_fault_in_the_monitor_leaves_the_training_as_it_is_and_is_told_once(trained):
+    for seen in trained[0]:
+        bits, warnings = seen["broken"]
+        assert bits == seen["overlapped"]["bits"][1]
+        assert ["TypeError" in line for line in warnings] == [True]
 
 
 def test_nothing_is_left_behind(trained, mode):
