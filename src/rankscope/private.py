@@ -204,6 +204,7 @@ USES = (
         "_version",
         "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.taps.loop"
         " capture.canary.tensors capture.canary.reference capture.taps.accumulator"
+        " capture.taps.megatron"
         " reduce.order_free",
         "whether a gradient was written since it was read",
         _SWITCHES_OFF,

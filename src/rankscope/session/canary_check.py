@@ -45,6 +45,8 @@ def _why_not(wrapped: Wrapped) -> str:
     num_workers = wrapped.group.size()
     if wrapped.kind == "replicate":
         return "replicate() reduces in hooks of the model itself, so no worker can run it alone"
+    if wrapped.kind == "Megatron-core":
+        return "a canary's backward pass would add to the gradients in Megatron-core's buffers"
     if wrapped.kind not in ("DDP", LOOP):
         return (
             f"a canary runs the whole model on each worker alone, which under {wrapped.kind} no "

@@ -150,7 +150,7 @@ def choose_instruments(
             return NoEvidence()
         state = StateMeter(
             wrapped.module,
-            None if wrapped.kind == "DeepSpeed" else optimizer,  # its state is sharded, or flat
+            optimizer if _keeps_state_alike(wrapped, optimizer) else None,
             replicated=wrapped.replica is not None,
             reduces=wrapped.reduces(),
             broadcasts=wrapped.broadcasts(),
@@ -217,6 +217,16 @@ def _updates_all(wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> b
         return False
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return all(id(parameter) in held for parameter in wrapped.parameters.values())
+
+
+def _keeps_state_alike(wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Return whether an optimizer's state can be told by parameter, and is the same on replicas.
+
+    DeepSpeed's is sharded, or flat; Megatron-core's, where it updates copies of the parameters.
+    """
+    if wrapped.kind == "Megatron-core":
+        return _updates_all(wrapped, optimizer)
+    return wrapped.kind != "DeepSpeed"
 
 
 def _elements(parameter: torch.Tensor) -> int:

@@ -64,7 +64,7 @@ def watch(
     Args:
         model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, or one
             without wrapper whose loop or optimizer reduces gradients, each of them compiled or
-            not, or a DeepSpeed engine.
+            not, a DeepSpeed engine, or Megatron-core's DDP.
         optimizer: Its optimizer, or a list of several, for the learning rate and the count of
             optimizer steps. An engine brings its own; a model without wrapper needs it, for its
             call ends a step.

@@ -251,6 +251,8 @@ def _why_not(wrapped: Wrapped) -> str:
     """Return why no gradient of a model can be computed again; empty if it can."""
     if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
         return "Lightning runs training_step in place of the forward pass, with all that it logs"
+    if wrapped.kind == "Megatron-core":
+        return "its backward pass would add to the gradients in Megatron-core's buffers"
     if any(map(is_compiled, wrapped.wrapper.modules())):
         return "the model is compiled, and would run by other operations"
     if wrapped.group.size() > MAX_PAIRED_WORKERS:

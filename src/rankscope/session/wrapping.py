@@ -29,6 +29,13 @@ from rankscope.capture.taps.fsdp2_model import (
     is_fsdp2,
 )
 from rankscope.capture.taps.loop import LoopTap
+from rankscope.capture.taps.megatron import MegatronTap
+from rankscope.capture.taps.megatron_model import (
+    is_megatron,
+    megatron_parameters,
+    megatron_process_group,
+    plain_megatron_optimizer,
+)
 from rankscope.capture.taps.tap import GradientObserver, Guarded
 from rankscope.errors import UnsupportedError
 
@@ -43,7 +50,8 @@ class Wrapped:
     """A data-parallel model as it was found.
 
     Attributes:
-        kind: ``"DDP"``, ``"replicate"``, ``"FSDP2"``, ``"DeepSpeed"`` or ``"loop"``.
+        kind: ``"DDP"``, ``"replicate"``, ``"FSDP2"``, ``"DeepSpeed"``, ``"Megatron-core"`` or
+            ``"loop"``.
         wrapper: The module that reduces gradients; under ``replicate``, the DDP that hooks of the
             model call; the model itself where nothing wraps it.
         parameters: The parameters that require a gradient, by canonical name.
@@ -137,6 +145,8 @@ class Wrapped:
             return LoopTap(parameters, size, sketcher, guarded, reduced=reduced, observer=observer)
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
+        if is_megatron(wrapper):
+            return MegatronTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
         return FSDP2Tap(wrapper, parameters, sketcher, guarded, reduced=reduced, observer=observer)
 
 
@@ -145,7 +155,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
 
     Args:
         model: What the training calls: a DDP or FSDP2 model, or one without wrapper, compiled or
-            not, or a DeepSpeed engine.
+            not, a DeepSpeed engine, or Megatron-core's DDP.
         process_group: The workers of a model without wrapper; None for all ranks.
 
     Raises:
@@ -172,6 +182,8 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         device, replica = fsdp2_device(inner), fsdp2_replica(inner)
         mesh = _find_mesh(inner)
         return Wrapped("FSDP2", inner, parameters, group, device, replica=replica, mesh=mesh)
+    if is_megatron(inner):
+        return _find_megatron(inner)
     _check_bare(inner)
     return _find_loop(inner, process_group or dist.group.WORLD)
 
@@ -239,7 +251,8 @@ def in_training_mode(model: nn.Module) -> bool:
         model: What the training calls: its own flag counts only if it wraps nothing.
     """
     wrapper = model._modules.get("_orig_mod") or model
-    wraps = isinstance(wrapper, DistributedDataParallel) or is_deepspeed(wrapper)
+    wraps = isinstance(wrapper, DistributedDataParallel)
+    wraps = wraps or is_deepspeed(wrapper) or is_megatron(wrapper)
     inner: Any = wrapper.module if wraps else wrapper
     return any(module.training for module in inner.modules())
 
@@ -277,9 +290,10 @@ def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     """Return the optimizer that does the steps, out of wrappers that only pass calls on.
 
-    Accelerate's wrapper is an ``Optimizer`` that was never made one: it takes no hooks. None when
-    it wraps something else, such as DeepSpeed's.
+    Accelerate's wrapper is an ``Optimizer`` that was never made one: it takes no hooks, and
+    Megatron-core's is none. None when it wraps something else, such as DeepSpeed's.
     """
+    optimizer = plain_megatron_optimizer(optimizer)
     while isinstance(optimizer, torch.optim.Optimizer):
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             return optimizer
@@ -344,6 +358,13 @@ def _find_deepspeed(engine: Any) -> Wrapped:
     optimizer = engine.basic_optimizer
     replica = 0 if engine.zero_optimization_stage() < 3 else None
     return Wrapped("DeepSpeed", engine, parameters, group, engine.device, optimizer, replica)
+
+
+def _find_megatron(ddp: Any) -> Wrapped:
+    group = megatron_process_group(ddp)
+    parameters = megatron_parameters(ddp)
+    device = ddp.buffers[0].grad_data.device
+    return Wrapped("Megatron-core", ddp, parameters, group, device)
 
 
 def _check_ddp(ddp: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:

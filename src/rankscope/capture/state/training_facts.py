@@ -27,6 +27,10 @@ Facts = dict[str, Any]
 
 _UNSAID = frozenset({"params", "param_names"})
 _DDP_SETTINGS = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+_MEGATRON_SETTINGS = (
+    "grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer",
+    "average_in_collective", "bucket_size",
+)  # fmt: skip
 _SAMPLER_SETTINGS = ("shuffle", "seed", "drop_last", "replacement")
 _LOADER_SETTINGS = ("batch_size", "num_workers", "drop_last", "prefetch_factor", "pin_memory")
 _MAX_GROUPS = 64  # parameter groups that are written out
@@ -100,6 +104,8 @@ def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
         facts |= _fsdp2(wrapper)
     elif hasattr(wrapper, "zero_optimization_stage"):
         facts |= _deepspeed(wrapper)
+    elif hasattr(wrapper, "ddp_config"):
+        facts |= {name: _plain(getattr(wrapper.ddp_config, name)) for name in _MEGATRON_SETTINGS}
     return facts
 
 

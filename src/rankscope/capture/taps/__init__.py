@@ -1,1 +1,1 @@
-"""Where each way of going data parallel shows its gradients: DDP, FSDP2, DeepSpeed."""
+"""Where DDP, FSDP2, DeepSpeed and Megatron-core show their gradients."""

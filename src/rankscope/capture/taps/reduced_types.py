@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from rankscope.capture.taps.deepspeed import is_deepspeed
 from rankscope.capture.taps.fsdp2_model import is_fsdp2, managed_parameters
+from rankscope.capture.taps.megatron_model import is_megatron
 from rankscope.core.groups import Groups
 
 
@@ -17,8 +18,8 @@ def reduced_types(
 
     That is the coarsest of the type in which it is added up and the one in which the result is
     kept: under DDP the parameters', under FSDP2 also its ``MixedPrecisionPolicy``'s, of a DeepSpeed
-    engine also its ``communication_data_type``. A communication hook does not count: what it does
-    to the gradient is what an audit should tell.
+    engine also its ``communication_data_type``; under Megatron-core it is the buffers'. A
+    communication hook does not count: what it does to the gradient is what an audit should tell.
 
     Args:
         wrapper: The module that reduces gradients.
@@ -35,10 +36,12 @@ def reduced_types(
         sums = {p.name: p.summed_in for p in managed_parameters(wrapper)}
     else:
         sums = {}
+    buffered = is_megatron(wrapper)
     coarsest: dict[str, torch.dtype] = {}
     for name, parameter in parameters.items():
         group = groups.names[groups.index_of[name]]
-        kept = _real(parameter.dtype)
+        held = getattr(parameter, "main_grad", parameter) if buffered else parameter
+        kept = _real(held.dtype)
         for dtype in (kept, _real(sums.get(name, kept))):
             coarsest[group] = max(coarsest.get(group, dtype), dtype, key=_coarseness)
     return {group: str(dtype).removeprefix("torch.") for group, dtype in coarsest.items()}

@@ -1,0 +1,311 @@
+"""Megatron-core's DistributedDataParallel in a plain loop, on the CPU, and what it should measure.
+
+It asks for the current CUDA device, so one function of torch's is patched here. Its schedule and
+its optimizer for float32 put one tensor each on a CUDA device, which is made on the host instead.
+Its distributed optimizer is not run: torch's updates a worker's shards.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import rankscope
+from support.loops import PLAN, collect_warnings
+from support.models import make_batch, make_model
+
+MISSING = importlib.util.find_spec("megatron") is None
+BUCKET_SIZE = 2000  # elements: two buckets
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way of training.
+
+    Attributes:
+        sharded: Whether the reduction is a reduce-scatter, as for the distributed optimizer.
+        no_sync: Whether all micro-batches but the last are run inside ``no_sync``, as Megatron's
+            schedules do with ``overlapped``.
+        summed: Whether the loss is a sum over tokens, and divided by their number afterwards.
+        schedule: Whether Megatron's own schedule and optimizer do a step.
+        tier: How much of the gradient is compared.
+    """
+
+    name: str
+    accumulate: int = 1
+    overlapped: bool = False
+    sharded: bool = False
+    no_sync: bool = False
+    summed: bool = False
+    schedule: bool = False
+    dtype: torch.dtype = torch.float32
+    tier: str = "sketch"
+
+    @property
+    def factor(self) -> float:
+        """What losses are multiplied by, in the median over workers; undone in what is recorded.
+
+        It counts once for each micro-batch.
+        """
+        return 9.0 if self.summed else 1 / self.accumulate  # of 12, 9 and 6 label tokens
+
+
+MODES = [
+    Mode("plain"),
+    Mode("accumulated", accumulate=2),
+    Mode("overlapped", overlapped=True),
+    Mode("overlapped, accumulated", accumulate=3, overlapped=True, no_sync=True),
+    Mode("sharded", accumulate=2, sharded=True),
+    Mode("sharded, overlapped", accumulate=2, overlapped=True, sharded=True, no_sync=True),
+    Mode("summed", summed=True),
+    Mode("schedule", accumulate=2, schedule=True),
+    Mode("schedule, summed", overlapped=True, summed=True, schedule=True),
+    Mode("scalars", accumulate=2, sharded=True, tier="scalars"),
+    Mode("bf16", accumulate=2, no_sync=True, dtype=torch.bfloat16),
+]
+
+
+@functools.cache
+def import_megatron() -> Any:
+    """Import Megatron-core so that it works on the CPU; without a compiler, which takes seconds."""
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+
+    def leave(function: Any = None, **options: Any) -> Any:
+        return leave if function is None else function
+
+    with warnings.catch_warnings(), mock.patch.object(torch, "compile", leave):
+        warnings.simplefilter("ignore")
+        import megatron.core.distributed
+        import megatron.core.optimizer.optimizer
+        import megatron.core.parallel_state
+        import megatron.core.pipeline_parallel.schedules
+        import megatron.core.transformer
+    return megatron.core
+
+
+def make_ddp(module: nn.Module, mode: Mode) -> Any:
+    core = import_megatron()
+    if not core.parallel_state.model_parallel_is_initialized():
+        core.parallel_state.initialize_model_parallel()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = core.transformer.TransformerConfig(
+            num_layers=1,
+            hidden_size=24,
+            num_attention_heads=1,
+            calculate_per_token_loss=mode.summed,
+        )
+    settings = core.distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=mode.overlapped,
+        use_distributed_optimizer=mode.sharded,
+        bucket_size=BUCKET_SIZE,
+    )
+    return core.distributed.DistributedDataParallel(config, settings, module)
+
+
+class MegatronLoop:
+    """A small training on one rank, watched if ``run_dir`` is given.
+
+    Args:
+        rank: The rank.
+        mode: How it trains.
+        run_dir: Of the run.
+        options: Further options of ``watch``.
+    """
+
+    def __init__(self, rank: int, mode: Mode, run_dir: str | None, **options: Any) -> None:
+        self.rank, self.mode = rank, mode
+        self.warnings = collect_warnings()
+        self.model = make_model().to(mode.dtype)
+        self.ddp = make_ddp(self.model, mode)
+        self.held = list(_shards(self.ddp)) if mode.sharded else self._all()
+        self.optimizer = torch.optim.SGD([p for p, _ in self.held], lr=0.05, momentum=0.9)
+        self.outer = self._prepare_for_the_schedule() if mode.schedule else None
+        torch.manual_seed(100 + rank)
+        self.scope: Any = None
+        if run_dir is not None:
+            options = {"overhead_budget": None, "plan": PLAN, "announce": False, **options}
+            known = self.outer or self.optimizer
+            self.scope = rankscope.watch(self.ddp, known, run_dir=run_dir, **options)
+
+    def step(
+        self,
+        step: int,
+        *,
+        data_rank: int | None = None,
+        before_sync: Callable[[Any], None] = lambda ddp: None,
+        synchronise: bool = True,
+    ) -> None:
+        """Do a step, as Megatron's training loop and schedule do."""
+        self.ddp.zero_grad_buffer()
+        if self.outer is not None:
+            self.outer.zero_grad()
+            self._run_schedule(step)
+            self.outer.step()
+            return
+        self._run(step, data_rank, before_sync, synchronise=synchronise)
+        for parameter, gradient in self.held:
+            parameter.grad = gradient.to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.mode.sharded:
+            self.ddp.start_param_sync()
+
+    def _run(
+        self,
+        step: int,
+        data_rank: int | None,
+        before_sync: Callable[[Any], None],
+        *,
+        synchronise: bool,
+    ) -> None:
+        for micro in range(self.mode.accumulate):
+            silent = self.mode.no_sync and micro < self.mode.accumulate - 1
+            with self.ddp.no_sync() if silent else contextlib.nullcontext():
+                self._loss(self.ddp, step, micro, data_rank).backward()
+        before_sync(self.ddp)
+        if synchronise:
+            self.ddp.finish_grad_sync()
+        if self.mode.summed:
+            self.ddp.scale_gradients(1 / self._tokens(step))
+
+    def _prepare_for_the_schedule(self) -> Any:
+        core, config = import_megatron(), self.ddp.config
+        config.finalize_model_grads_func = core.distributed.finalize_model_grads
+        config.no_sync_func = self.ddp.no_sync if self.mode.no_sync else None
+        model: Any = self.model
+        model.set_input_tensor = lambda tensors: None
+        model.model_type = core.enums.ModelType.encoder_or_decoder
+        optimizers = core.optimizer.optimizer
+        settings = optimizers.OptimizerConfig(clip_grad=0.0)
+        with on_the_host("tensor"):
+            return optimizers.FP32Optimizer(self.optimizer, settings, lambda optimizer: None)
+
+    def _run_schedule(self, step: int) -> None:
+        with on_the_host("zeros"):
+            import_megatron().pipeline_parallel.schedules.forward_backward_no_pipelining(
+                forward_step_func=self._forward_step,
+                data_iterator=iter(self._batch(step, m, None) for m in range(self.mode.accumulate)),
+                model=[self.ddp],
+                num_microbatches=self.mode.accumulate,
+                seq_length=5,
+                micro_batch_size=3,
+            )
+
+    def _forward_step(self, batches: Iterator[dict[str, Tensor]], model: nn.Module) -> Any:
+        batch = next(batches)
+        num_tokens = (batch["labels"] != -100).sum()
+
+        def loss_func(loss: Tensor) -> Any:
+            total = loss * num_tokens
+            if self.scope is not None:
+                self.scope.loss(total, num_tokens, factor=num_tokens)
+            return total, num_tokens.int(), {}
+
+        return model(**batch)["loss"], loss_func
+
+    def truth(self, step: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
+        """Return the next step's local gradient, its micro-batches' norms, and their mean losses.
+
+        Computed on a copy without Megatron-core, with the random numbers that the training will
+        draw. In float32, by parameter.
+        """
+        state = torch.get_rng_state()
+        alone = make_model().to(self.mode.dtype)
+        torch.set_rng_state(state)
+        alone.load_state_dict(self.model.state_dict())
+        named = dict(alone.named_parameters())
+        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in named.items()}
+        norms, losses = [], []
+        with torch.random.fork_rng(devices=[]):
+            for micro in range(self.mode.accumulate):
+                alone.zero_grad()
+                loss = self._loss(alone, step, micro, None)
+                loss.backward()
+                tokens = int((self._batch(step, micro, None)["labels"] != -100).sum())
+                losses.append(
+                    loss.item() / (tokens if self.mode.summed else 1 / self.mode.accumulate)
+                )
+                norms.append(
+                    norm({name: p.grad for name, p in named.items() if p.grad is not None})
+                )
+                for name, parameter in named.items():
+                    if parameter.grad is not None:
+                        total[name] += parameter.grad.float()
+        return total, norms, losses
+
+    def bits(self) -> dict[str, bytes]:
+        """Return every bit of the training's state on this rank."""
+        state = {name: value.detach() for name, value in self.model.state_dict().items()}
+        for index, (parameter, _) in enumerate(self.held):
+            state[f"momentum {index}"] = self.optimizer.state[parameter]["momentum_buffer"]
+        state["rng"] = torch.get_rng_state()
+        return {
+            n: v.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            for n, v in state.items()
+        }
+
+    def left(self) -> int:
+        """Return how many functions of the wrapper and its buckets are replaced."""
+        groups = sum("start_grad_sync" in vars(group) for group in self.ddp.bucket_groups)
+        return groups + ("finish_grad_sync" in vars(self.ddp))
+
+    def _all(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(p, p.main_grad) for p in self.model.parameters()]
+
+    def _batch(self, step: int, micro: int, data_rank: int | None) -> dict[str, Tensor]:
+        rank = self.rank if data_rank is None else data_rank
+        return make_batch(rank, self.mode.accumulate * step + micro)
+
+    def _loss(self, model: nn.Module, step: int, micro: int, data_rank: int | None) -> Tensor:
+        batch = self._batch(step, micro, data_rank)
+        loss: Tensor = model(**batch)["loss"]
+        if self.mode.summed:
+            return loss * (batch["labels"] != -100).sum()
+        return loss / self.mode.accumulate
+
+    def _tokens(self, step: int) -> float:
+        """Return the number of label tokens of all workers in a step."""
+        batches = [make_batch(rank, step) for rank in range(dist.get_world_size())]
+        return float(sum((batch["labels"] != -100).sum() for batch in batches))
+
+
+@contextlib.contextmanager
+def on_the_host(name: str) -> Iterator[None]:
+    """Let a function of torch's make its tensors on the host, wherever it is told to."""
+    make = getattr(torch, name)
+
+    def make_on_the_host(*args: Any, device: Any = None, **options: Any) -> Tensor:
+        made: Tensor = make(*args, **options)
+        return made
+
+    with mock.patch.object(torch, name, make_on_the_host):
+        yield
+
+
+def _shards(ddp: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield this worker's shard of the parameters and of their gradient, of each bucket."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for group in ddp.bucket_groups:
+        for bucket in group.buckets:
+            values, gradients = bucket.param_data.chunk(size), bucket.grad_data.chunk(size)
+            yield nn.Parameter(values[rank]), gradients[rank]
+
+
+def norm(gradients: dict[str, Tensor]) -> float:
+    """Return the norm of a gradient, in float64."""
+    return torch.cat([g.double().flatten() for g in gradients.values()]).norm().item()
+
+
+def flat(gradients: dict[str, Tensor]) -> Any:
+    """Return a gradient as a float64 array ``[N]``."""
+    return torch.cat([g.double().flatten() for g in gradients.values()]).numpy()
