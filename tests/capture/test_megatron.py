@@ -292,6 +292,14 @@ def test_the_optimizer_inside_megatrons_own_is_watched(run):
     np.testing.assert_array_equal(run.per_worker("lr")[1], np.full((STEPS, NUM_RANKS), 0.05))
 
 
+def test_how_it_reduces_is_stored(run, mode):
+    facts = run.info["training"]["reduction"]
+    assert facts["overlap_grad_reduce"] == mode.overlapped
+    assert facts["use_distributed_optimizer"] == mode.sharded
+    if mode.tier == "sketch":  # then the reduction is audited
+        assert set(run.info["options"]["reduced_in"].values()) == {"float32"}  # also of bf16
+
+
 def test_what_is_compared_of_the_state(run, mode):
     """Bits of shards, and of their gradients, belong to one worker."""
     by_parameter = not mode.sharded
