@@ -108,14 +108,12 @@ ALL = (
         "the optimizer's step does nothing from some step on (one device)",
         ("state.not_updated",),
         Severity.WARNING,
-        why="a parameter that rests is told only while others change",
     ),
     Workload(
         "pytorch-forum-84911",
         "the optimizer holds only frozen layers (one device)",
         ("state.not_updated",),
         Severity.WARNING,
-        why="a parameter that rests is told only while others change",
     ),
     Workload("ddp-multigpu", "nothing: of their false-alarm study", ()),
 )

@@ -91,13 +91,14 @@ class Training:
     def __init__(self, *, kinds=FREE):
         self.stillness, self.kinds, self.found = Stillness(), kinds, []
 
-    def turn(self, step, *, own, other, gradient):
+    def turn(self, step, *, own, other, gradient, updates=False):
         kinds = (*HELD, *self.kinds)
         digests = dict.fromkeys(self.kinds, 0)
         digests |= {StateKind.PARAMETER: other, StateKind.REDUCED: gradient}
         values = [own, 7, 1000 + step, *digests.values()]
         names = ["own"] * len(HELD) + ["other"] * len(self.kinds)
-        self.found += [(step, *one) for one in self.stillness.see(step, kinds, names, values)]
+        found = self.stillness.see(step, kinds, names, values, updates=updates)
+        self.found += [(step, *one) for one in found]
 
 
 def test_a_parameter_that_no_optimizer_holds_is_told_after_two_turns_and_then_rarely():
@@ -133,6 +134,23 @@ def test_nothing_is_told_where_rest_is_no_fault(values):
     for step in range(40):
         training.turn(step, **{name: value(step) for name, value in values.items()})
     assert training.found == []
+
+
+@pytest.mark.parametrize("kinds", [HELD, FREE], ids=["held", "not held"])
+def test_nothing_that_changes_is_told_after_32_updates(kinds):
+    training = Training(kinds=kinds)
+    for step in range(3):  # a warm-up from 0
+        training.turn(step, own=0, other=1, gradient=500 + step)
+    for step in range(3, 40):
+        training.turn(step, own=0, other=1, gradient=500 + step, updates=True)
+    told = [(step, name, rests) for step, name, _, rests in training.found]
+    assert told == [(34, "own", True), (34, "other", True)]
+    assert all(role & Role.ALL_REST for *_, role, _ in training.found)
+    training.turn(40, own=0, other=2, gradient=1, updates=True)
+    assert training.found[-1][::3] == (40, False)
+    for step in range(41, 80):
+        training.turn(step, own=0, other=2, gradient=500 + step, updates=True)
+    assert training.found[-1][:2] == (72, "other")
 
 
 def test_one_that_the_optimizer_holds_is_told_later_and_as_such():

@@ -12,7 +12,7 @@ from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.roles import LOOK_EVERY, Role, role_word
 from rankscope.core.step import StepReport
 from rankscope.diagnose.evidence import Observation
-from rankscope.diagnose.learning import ALONE, HELD, TWICE, NotUpdated, role_words
+from rankscope.diagnose.learning import ALONE, HELD, NOTHING, TWICE, NotUpdated, role_words
 from rankscope.diagnose.unequal import UnequalState
 
 W = 4
@@ -50,6 +50,15 @@ def test_what_rests_is_named_until_it_moves():
 def test_what_the_optimizer_holds_is_a_note():
     [found] = tell(NotUpdated(), {4: [resting("scale", owned=True)]})
     assert (found.key, found.cause, found.severity) == (HELD, ALONE, Severity.NOTE)
+
+
+def test_that_nothing_changes_is_a_warning():
+    word = int(Role.TRAINED | Role.OWNED | Role.ALL_REST)
+    found = difference(StateKind.RESTING, "scale", [word] * W, unchanged=True)
+    still, over = tell(NotUpdated(), {40: [found], 60: [resting("scale", owned=True, rests=False)]})
+    assert (still.key, still.cause, still.severity) == (NOTHING, ALONE, Severity.WARNING)
+    assert "there are gradients (scale)" in words(still)
+    assert (over.key, over.status) == (NOTHING, "closed")
 
 
 def test_a_parameter_that_moves_and_was_never_told_is_none():

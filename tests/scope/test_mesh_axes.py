@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import rankscope
 from rankscope import Run
 from rankscope.faults.mesh_faults import SequenceParallelNorm, sum_parts
-from rankscope.session import mesh_axes, opening
+from rankscope.session import mesh_axes, opening, start
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
@@ -105,7 +105,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     for name, case in CASES.items():
         with pytest.MonkeyPatch.context() as patch:
             if case.get("hosts"):
-                for module in (opening, mesh_axes):
+                for module in (opening, start):
                     patch.setattr(module, "host_name", lambda: f"host {rank // 4}")
             if case.get("alone"):
                 patch.setattr(mesh_axes, "PATIENCE_SECONDS", 0.5)

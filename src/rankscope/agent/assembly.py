@@ -152,7 +152,7 @@ class Assembly:
             ),
             differences=(
                 *self._differences(messages_W, workers["replica"]),
-                *self._resting(messages_W),
+                *self._resting(messages_W, workers),
                 *_told_by_name(messages_W),
             ),
             interval=interval,
@@ -221,13 +221,17 @@ class Assembly:
             replicas_W,
         )
 
-    def _resting(self, messages_W: Sequence[StepMessage]) -> tuple[StateDifference, ...]:
+    def _resting(
+        self, messages_W: Sequence[StepMessage], workers: Mapping[str, NDArray[Any]]
+    ) -> tuple[StateDifference, ...]:
         """Return the parameters of the first worker that do not change, as far as it tells."""
         first = messages_W[0]
         kinds, names = self._names.get(first.items, ((), ()))
         if len(kinds) != len(first.digests_D):
             return ()
-        found = self._stillness.see(first.step, kinds, names, first.digests_D.tolist())
+        updates = bool(workers["optimizer_steps"][0] > 0 and workers["lr"][0] > 0)
+        digests = first.digests_D.tolist()
+        found = self._stillness.see(first.step, kinds, names, digests, updates=updates)
         return resting(found, len(messages_W))
 
     def _trace(self, message: StepMessage) -> Trace | None:

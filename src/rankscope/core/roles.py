@@ -41,6 +41,8 @@ class Role(IntFlag):
     """It is in the parameter groups more than once."""
     LEFT_OUT = 8
     """The wrapper was told not to reduce its gradient."""
+    ALL_REST = 16
+    """No parameter has changed since this one did, though updates were asked for."""
 
 
 def is_looked_at(step: int, first: int) -> bool:
@@ -152,22 +154,39 @@ class Stillness:
     it rests if its bits are those of two turns before or more (four, if the optimizer is known to
     hold it: its learning rate may be 0 on purpose), if its reduced gradient has had other bits in
     between, so that it is not zero, and if a parameter that the optimizer holds has changed since.
-    So nothing is said where nothing is updated, as in a warm-up from 0, nor of experts that see no
+    Or if no parameter at all has changed since, in 32 steps in which the optimizer was called with
+    a learning rate above 0. So nothing is said in a warm-up from 0, nor of experts that see no
     token. It tells at twice as many turns each time, and once more when it moves again.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, _Parameter] = {}
         self._moved_since = -1  # the last step in which what has changed since was as before
+        self._any_moved_since = -1  # the same of parameters that the optimizer does not hold, too
+        self._updates = 0  # steps so far in which the optimizer was to change something
 
     def see(
-        self, step: int, kinds: Sequence[StateKind], names: Sequence[str], digests: Sequence[int]
+        self,
+        step: int,
+        kinds: Sequence[StateKind],
+        names: Sequence[str],
+        digests: Sequence[int],
+        *,
+        updates: bool = False,
     ) -> list[tuple[str, Role, bool]]:
         """Take a step's digests.
+
+        Args:
+            step: The step.
+            kinds: Of the digests.
+            names: What they are of.
+            digests: The digests.
+            updates: Whether the optimizer was called with a learning rate above 0.
 
         Returns:
             For each parameter that is to be told: its name, its role, and whether it rests.
         """
+        self._updates += updates
         turn: dict[str, dict[StateKind, int]] = {}
         for kind, name, digest in zip(kinds, names, digests, strict=True):
             turn.setdefault(name, {})[kind] = digest
@@ -177,11 +196,12 @@ class Stillness:
             known = self._known.get(name)
             if known is None or known.digest != of[_PARAMETER]:
                 if known is not None:
+                    self._any_moved_since = max(self._any_moved_since, known.last)
                     if StateKind.OPTIMIZER in of:
                         self._moved_since = max(self._moved_since, known.last)
                     if known.told:
                         told.append((name, _role(of), False))
-                known = self._known[name] = _Parameter(of[_PARAMETER], step)
+                known = self._known[name] = _Parameter(of[_PARAMETER], step, self._updates)
             else:
                 known.turns += 1
             known.last = step
@@ -191,18 +211,25 @@ class Stillness:
             known = self._known[name]
             if self._rests(known, owned=StateKind.OPTIMIZER in of):
                 known.told = known.turns
-                told.append((name, _role(of), True))
+                others_rest = self._any_moved_since < known.first
+                told.append((name, _role(of) | (Role.ALL_REST if others_rest else Role(0)), True))
         return told[:MOST_NAMED]
 
     def _rests(self, known: "_Parameter", *, owned: bool) -> bool:
         due = max(_TURNS * (1 + owned), 2 * known.told)
         has_gradient = len(known.gradients) == _DIFFERENT
-        return known.turns >= due and has_gradient and self._moved_since >= known.first
+        if known.turns < due or not has_gradient:
+            return False
+        asked_for = self._updates - known.updates >= _UPDATES
+        return self._moved_since >= known.first or (
+            asked_for and self._any_moved_since < known.first
+        )
 
 
 _PARAMETER, _REDUCED = StateKind.PARAMETER, StateKind.REDUCED
 _TURNS = 2
 _DIFFERENT = 2  # gradients
+_UPDATES = 32  # steps: rounding may lose a few updates of a small rate
 
 
 def _role(of: Mapping[StateKind, int]) -> Role:
@@ -213,6 +240,7 @@ def _role(of: Mapping[StateKind, int]) -> Role:
 class _Parameter:
     digest: int
     first: int  # step with this digest
+    updates: int  # before that step
     last: int = -1
     turns: int = 0  # with the digest of the turn before
     told: int = 0

@@ -19,6 +19,7 @@ from rankscope.diagnose.rules import count, listed, name_ranks
 
 ALONE = "state.not_updated"
 HELD = "not-updated-though-held"
+NOTHING = "nothing-updated"
 TWICE = "state.updated_twice"
 
 _ROLE_WORDS = (
@@ -34,8 +35,8 @@ class NotUpdated(Detector):
     """Parameters that have a gradient and keep their bits, while the optimizer changes others.
 
     A warning where the optimizer that ``watch`` knows does not hold them; a note where it does: a
-    learning rate of 0, or an update that rounding loses, explains it. A warning also for parameters
-    that the optimizer holds more than once.
+    learning rate of 0, or an update that rounding loses, explains it. A warning where no parameter
+    changes at all, and for parameters that the optimizer holds more than once.
     """
 
     def __init__(self) -> None:
@@ -48,9 +49,9 @@ class NotUpdated(Detector):
         for found in step.gathered.differences:
             if found.kind is StateKind.RESTING:
                 so = bool(found.unchanged_W[0])
-                keys: tuple[str, ...] = (ALONE, HELD)
+                keys: tuple[str, ...] = (ALONE, HELD, NOTHING)
                 if so:  # when it moves again, the optimizer may hold it by now
-                    keys = (HELD if int(found.digests_W[0]) & Role.OWNED else ALONE,)
+                    keys = (_key_of(int(found.digests_W[0])),)
             elif found.kind is StateKind.ROLE and np.all(found.digests_W & Role.TWICE):
                 so, keys = True, (TWICE,)
             else:
@@ -80,9 +81,15 @@ class NotUpdated(Detector):
         shown, rest = names[:_NAMED], len(names) - _NAMED
         words = listed([*shown, count(rest, "other")] if rest > 0 else shown)
         fields = {"names": words, "over": over}
-        cause = ALONE if key == HELD else key
+        cause = key if key == TWICE else ALONE
         severity = Severity.NOTE if key == HELD else Severity.WARNING
         return span.evidence(cause, severity, (), fields, {"names": names}, key=key)
+
+
+def _key_of(word: int) -> str:
+    if word & Role.ALL_REST:
+        return NOTHING
+    return HELD if word & Role.OWNED else ALONE
 
 
 def role_words(differ: Sequence[StateDifference]) -> str:

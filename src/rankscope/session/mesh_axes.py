@@ -21,7 +21,6 @@ from rankscope.agent.link import Link
 from rankscope.capture.state.replicas import PendingPart, ReplicaMeter
 from rankscope.capture.taps.fsdp2_mesh import MeshPlace
 from rankscope.errors import RankscopeError
-from rankscope.session.opening import Opened, host_name
 from rankscope.session.rendezvous import LateError, Rendezvous
 from rankscope.session.wrapping import Wrapped
 
@@ -115,7 +114,13 @@ class LiveReplicas:
 
 
 def join_mesh(
-    wrapped: Wrapped, group: dist.ProcessGroup, opened: Opened, *, spacing: int
+    wrapped: Wrapped,
+    group: dist.ProcessGroup,
+    *,
+    host: str,
+    address: str,
+    secret: str,
+    spacing: int,
 ) -> Callable[[Send], LiveReplicas] | None:
     """Meet all ranks of a mesh, and return what makes a rank's replicas known; None without.
 
@@ -124,29 +129,31 @@ def join_mesh(
     Args:
         wrapped: The model.
         group: The ranks of this run.
-        opened: This rank's run, which has begun.
+        host: This rank's host.
+        address: Where the agent of this rank's run is reached on it.
+        secret: What that agent asks for.
         spacing: Steps from turn to turn.
     """
     place = wrapped.mesh
-    if place is None or opened.problem:
+    if place is None:
         return None
     own = dist.get_process_group_ranks(group)[0]
-    said = {"run": own, "host": host_name(), "address": opened.address}
+    said = {"run": own, "host": host, "address": address, "secret": secret}
     try:
-        answer = _meet(place, {**said, "secret": opened.hello["secret"]})
+        answer = _meet(place, said)
     except LateError as error:
         _log.info("replicas over other axes of the mesh are not compared: %s", error)
         return None
     guest = None
     if answer["run"] != own:
-        address = answer["hosts"].get(said["host"])
-        if address is None:
+        found = answer["hosts"].get(host)
+        if found is None:
             _log.info("replicas of this host's ranks over other axes of the mesh are not compared")
             return None
         number = GUESTS + place.rank
         hello = {"rank": number, "secret": answer["secret"]}
         frame = pack(Kind.HELLO, json.dumps(hello).encode(), rank=number)
-        guest = Link(partial(launch.connect, address), frame)
+        guest = Link(partial(launch.connect, found), frame)
     return partial(LiveReplicas, place, guest, spacing=spacing)
 
 

@@ -32,7 +32,7 @@ from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import STATE_SPACING, choose_instruments
 from rankscope.session.mesh_axes import join_mesh
-from rankscope.session.opening import Intent, Opened, open_run
+from rankscope.session.opening import Intent, Opened, host_name, open_run
 from rankscope.session.options import WatchOptions, choice
 from rankscope.session.scope import Scope
 from rankscope.session.verification import LiveVerification
@@ -161,9 +161,15 @@ def watch(
     if opened.rank != 0:
         instruments = dataclasses.replace(instruments, make_trace_meter=None)
     make_replicas = None
-    if options.evidence and not local_steps:
-        spacing = 1 if options.overhead_budget is None else STATE_SPACING
-        make_replicas = join_mesh(wrapped, group, opened, spacing=spacing)
+    if options.evidence and not local_steps and not opened.problem:
+        make_replicas = join_mesh(
+            wrapped,
+            group,
+            host=host_name(),
+            address=opened.address,
+            secret=opened.hello["secret"],
+            spacing=1 if options.overhead_budget is None else STATE_SPACING,
+        )
     first = first_by_default(opened.first_step) if options.canary_every is None else None
     return Scope(
         model,
