@@ -75,7 +75,6 @@ ALL = (
         Severity.WARNING,
         ranks=(2,),
         watches=True,
-        why="it names the three that wait; the fourth is ahead of them",
     ),
     Workload(
         "mmpretrain-702",

@@ -195,3 +195,32 @@ def test_all_in_the_backward_pass_by_their_stacks_is_no_pause():
 def test_stacks_do_not_overrule_places():
     behind = judge((7, BACKWARD), (7, FORWARD), (7, BACKWARD))
     assert judge_stacks(behind, {0: IN_LOCK, 1: IN_BACKWARD}) == behind
+
+
+def test_the_rank_that_went_on_without_a_collective_is_named():
+    behind = judge((7, FORWARD), (7, FORWARD), (7, BACKWARD), (7, FORWARD))
+    assert behind.ranks == (0, 1, 3)
+    report = judge_stacks(behind, dict.fromkeys((0, 1, 3), IN_GATHERING) | {2: IN_BACKWARD})
+    assert fates(report) == {2: Fate.AHEAD}
+    assert (report.waiting, report.phase) == ((0, 1, 3), "")
+    assert "rank 2 is alive and ahead, without the collective" in str(report)
+    assert judge_stacks(report, {2: IN_BACKWARD}) == report
+
+
+@pytest.mark.parametrize(
+    "stacks",
+    [
+        {0: IN_GATHERING, 1: IN_BARRIER, 3: IN_GATHERING},
+        {0: IN_LOCK, 1: IN_LOCK, 3: IN_LOCK},
+        {0: IN_GATHERING, 1: IN_GATHERING},
+    ],
+    ids=["two collectives", "no collective", "one stack is unknown"],
+)
+def test_who_is_ahead_is_not_accused_otherwise(stacks):
+    behind = judge((7, FORWARD), (7, FORWARD), (7, BACKWARD), (7, FORWARD))
+    assert judge_stacks(behind, stacks | {2: IN_BACKWARD}) == behind
+
+
+def test_one_rank_in_a_collective_of_its_own_is_behind():
+    behind = judge((7, BACKWARD), (7, FORWARD), (7, BACKWARD))
+    assert judge_stacks(behind, {0: IN_BACKWARD, 1: IN_GATHERING, 2: IN_BACKWARD}) == behind

@@ -36,6 +36,8 @@ class Fate(StrEnum):
     """It never said anything."""
     STUCK = "stuck"
     """Its process is alive, and it is behind the others."""
+    AHEAD = "ahead"
+    """It went on without a collective in which most others wait."""
     SILENT = "silent"
     """It is behind, and nobody can say how its process is: its host is out of reach."""
 
@@ -168,6 +170,7 @@ def words_of(one: Standing, *, over: bool = False) -> str:
         Fate.LEFT: "is not watched any more",
         Fate.MISSING: "had said nothing" if over else "never said anything",
         Fate.STUCK: f"{is_} alive and behind",
+        Fate.AHEAD: f"{is_} alive and ahead, without the collective in which most others wait",
         Fate.SILENT: f"{is_} behind and out of reach",
     }[one.fate]
     return words if one.place is None else f"{words}, {one.place}"
@@ -217,13 +220,17 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
     If some ranks wait in a backward pass, or in a collective of the wrapper's (DDP rebuilds its
     buckets and sends buffers as a forward pass begins, FSDP2 gathers parameters), all the ranks
     that do something else hold them up. Where nobody does, it may be a planned pause, say for a
-    checkpoint, and the report stays as it is; so it does where somebody is suspected already.
+    checkpoint, and the report stays as it is. So it does where somebody is suspected already,
+    unless all that are behind wait in one collective: then the fewer ranks ahead have left it out.
 
     Args:
         report: What places tell.
         stacks: Stacks by rank; ranks without one are neither accused nor acquitted.
     """
     known = {rank: stack for rank, stack in stacks.items() if stack["frames"]}
+    if not report.recovered and (ahead := _ahead(report, known)):
+        waiting = tuple(one.rank for one in report.suspects)
+        return replace(report, suspects=ahead, waiting=waiting, phase="")
     phases = {rank: phase for rank, stack in known.items() if (phase := _waits_in_step(stack))}
     if report.recovered or not report.is_pause or not phases:
         return report
@@ -235,6 +242,20 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
         waiting = tuple(rank for rank in report.waiting if rank not in busy)
         return replace(report, suspects=suspects, waiting=waiting, phase=phase)
     return replace(report, phase=phase) if phases.keys() >= set(report.waiting) else report
+
+
+def _ahead(report: HangReport, known: Mapping[int, Stack]) -> tuple[Standing, ...]:
+    """Return the ranks that have gone on without the collective in which all suspects wait."""
+    behind = [one.rank for one in report.suspects]
+    alive = all(one.fate is Fate.STUCK for one in report.suspects)
+    places = {known[rank]["frames"][0] for rank in behind if rank in known}
+    together = len(places) == 1 and all(rank in known for rank in behind)
+    if not (alive and together and 0 < len(report.waiting) < len(behind)):
+        return ()
+    (place,) = places
+    if not any(collective in place for collective in _COLLECTIVES):
+        return ()
+    return tuple(Standing(rank, Fate.AHEAD, Place(report.step)) for rank in report.waiting)
 
 
 def _exact(there: Mapping[int, Place], states: Mapping[int, ProcessState]) -> list[Standing]:
