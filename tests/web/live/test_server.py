@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import rankscope.web.live.server as server_module
 from rankscope import Run
 from rankscope.errors import UsageError
 from rankscope.web.live import board, live_server
@@ -441,7 +442,7 @@ def test_viewers_who_never_read_an_answer_are_left(tmp_path: Path):
 
 
 def test_of_too_many_viewers_the_first_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rankscope.web.live.server.MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
     with serving(tmp_path) as server, contextlib.ExitStack() as stack:
         viewers = []
         for _ in range(20):
