@@ -80,7 +80,7 @@ UNRELATED = (
     r"ready .* later than the typical worker's",
     r"is multiplied by",
     r"what the optimizer gets is|were multiplied by|was divided",
-    r"errs as a sum in",
+    r"of its norm, in [\d,]+ audited steps",
     r"departs from the plan",
     r"draw the batches of the steps from",
     r"resemble each other",
