@@ -66,7 +66,7 @@ ALL = (
         "deepspeed-1801",
         "one of two tensor-parallel ranks does not clip the norm that both hold",
         ("state.parameters_differ",),
-        why="only workers with the same parameters are compared, not the ranks of one worker",
+        why="along other axes than the data-parallel ones, only replicas under FSDP2 are compared",
     ),
     Workload(
         "deepspeed-5794",
