@@ -38,6 +38,7 @@ _MODULES = {
     "steps": "gpu_steps",
     "fsdp2": "gpu_steps",
     "bits": "gpu_training",
+    "answers": "gpu_answers",
     "study": "gpu_training",
 }
 

@@ -30,6 +30,28 @@ LAUNCHES = (
     "by the probe's own clock, {:,} tensors",
     "CPU time, {:,} tensors",
 )
+ANSWERS = {
+    # what is trained: how, by how many ranks, and what is to be found
+    "a healthy training, one rank": ("healthy", 1, "verify.agrees"),
+    "a healthy training, 2 ranks over gloo": ("healthy", 2, "verify.agrees"),
+    "a healthy training, FSDP2": ("sharded", 1, "verify.agrees"),
+    "a loss divided by the workers, 2 ranks over gloo": ("divided", 2, "loss.scale, verify.scale"),
+    "gradients lost between micro-batches, one rank": (
+        "lost",
+        1,
+        "verify.micro_batches",
+    ),
+    "a sampler forgotten, 2 ranks over gloo": (
+        "sampler",
+        2,
+        "data.duplicate_batches, rng.identical, verify.agrees",
+    ),
+    "one weight changed on rank 1, 2 ranks over gloo": (
+        "weights",
+        2,
+        "state.parameters_differ, verify.agrees",
+    ),
+}
 RATIO = "{}: step, watched / unwatched"
 PLAIN = "{}: unwatched step"
 OWN = "{}: by the probe's own clock, a step"
@@ -127,6 +149,7 @@ PARTS: dict[str, Part] = {
             "2 ranks over gloo: parameters with the same bits, watched and unwatched": "",
         },
     ),
+    "answers": Part("What it finds", WATCHING, dict.fromkeys(ANSWERS, "")),
     "study": Part(
         "The study's pangu-1b",
         (*WATCHING, "rich", "transformers", "tokenizers"),
