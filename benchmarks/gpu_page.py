@@ -176,8 +176,8 @@ def render(results: Mapping[str, list[Row]]) -> str:
     parts = [
         HEADING,
         "`make gpu` measures all; `make gpu GPU_FLAGS='--parts kernels'` one part. Medians, with "
-        "95 % intervals in brackets. Bandwidths count the bytes of the gradient; a copy counts "
-        "bytes read and written.",
+        "95 % intervals in brackets. Bandwidths are the device's alone, and count the bytes of the "
+        "gradient; a copy counts bytes read and written.",
     ]
     for name, part in PARTS.items():
         parts += [f"### {part.title}", _table(part, results.get(PREFIX + name, []))]

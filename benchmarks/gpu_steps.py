@@ -77,7 +77,7 @@ def _count(setup: Setup, tensors: int) -> tuple[float, float, float]:
     Returns:
         Launches and copies; milliseconds by the probe's own clock, and of the CPU.
     """
-    steps = setup.pick(16, 2)
+    steps = setup.pick(8, 2)
     with scratch() as folder, ExitStack() as stack:
         works = {}
         for name in ("plain", "watched"):
@@ -93,7 +93,7 @@ def _count(setup: Setup, tensors: int) -> tuple[float, float, float]:
             for _ in range(setup.pick(TURNS + 6, 3)):
                 step()
         counts = {name: _events(setup, step, steps) for name, step in works.items()}
-        cpu = {name: _cpu_of(setup, step, setup.pick(100, 3)) for name, step in works.items()}
+        cpu = {name: _cpu_of(setup, step, setup.pick(40, 3)) for name, step in works.items()}
         stack.close()
         (own,) = recorded(Path(folder) / "run", "overhead_seconds")
     launches = (counts["watched"] - counts["plain"]) / steps

@@ -6,6 +6,7 @@ import itertools
 import torch
 from torch import nn
 
+from rankscope.capture import samples
 from rankscope.capture.kernels import many
 from rankscope.capture.state import readings
 from rankscope.capture.state.digest import digest_bits
@@ -102,3 +103,28 @@ def launches_of_a_step(num_tensors: int) -> list[int]:
     finally:
         host.HostCopy = original
     return counts
+
+
+def batches_that_differ() -> list[str]:
+    """Return the batches whose samples have other digests by the kernel than by torch."""
+    generator = torch.Generator().manual_seed(1)
+    samples.check_launched(CPU)
+    tried: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    for dtype, (rows, length) in itertools.product(
+        (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.bfloat16),
+        ((1, 1), (4, 300), (2, samples.MAX_WORDS + 7)),
+    ):
+        batch = torch.randint(0, 200, (rows, length), generator=generator).to(dtype)
+        kept = torch.rand(rows, length, generator=generator) > 0.3
+        tried += [(batch, None), (batch, kept), (batch, kept.long())]
+    numbers = torch.randint(-99, 99, (6, 40), generator=generator)
+    images = torch.randn(4, 3, 8, 8, generator=generator)
+    tried += [(numbers.t(), None), (numbers[::2], numbers[::2] > 3), (images, None)]
+    tried += [(images.to(memory_format=torch.channels_last), None), (images[:, 0, 0, 0], None)]
+    return [
+        f"{batch.dtype} {tuple(batch.shape)} {mask is not None}"
+        for batch, mask in tried
+        if not torch.equal(
+            samples.launch_digests(batch, mask), samples._digests_in_torch(batch, mask)
+        )
+    ]

@@ -131,7 +131,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from rankscope.capture.kernels import triton as reading, triton_handover
-from rankscope.capture.kernels import triton_digest
+from rankscope.capture.kernels import triton_digest, triton_inputs
 
 pointers = dict(segments="i64", jobs="i64", addresses="i64", row_signs="fp32", period="i8",
                 sketches="fp32", norms="fp64", tops="fp32", nonfinites="i64", jobs_of="i64",
@@ -145,9 +145,10 @@ kinds = {
     "gather": dict(WIDE=4093, REDUCED=True),
     "digest_chunks": dict(SQUARES=True),
     "digest_chunks alone": dict(SQUARES=False),
+    "digest_rows": dict(MASKED=True),
 }
 modules = {"measure_tiles": reading, "combine": reading, "gather": triton_handover,
-           "digest_chunks": triton_digest}
+           "digest_chunks": triton_digest, "digest_rows": triton_inputs}
 pointers |= dict(table="i64", local="fp32", reduced="fp32", signs="fp32", squares="fp64",
                  reduced_squares="fp64", numbers="fp64")
 integers = ("num_sketches", "num_rows", "largest_at", "length", "row", "step", "rows", "first")
@@ -158,11 +159,16 @@ def compile(dtype, capability, kind):
     if name == "measure_tiles":
         constants["TYPE"], constants["SIZE"] = types[dtype]
     kernel, pointed = getattr(modules[name], name), dict(pointers)
+    if name == "digest_rows":
+        pointed = dict(words="i64", mask="i8", weights="i64", digests="i64")
     if name == "digest_chunks":
         pointed = {n: "i64" for n in kernel.arg_names if n not in (*integers, "SQUARES")}
         pointed |= dict(squares="fp64")
     signature = {n: "*" + pointed[n] if n in pointed else "constexpr" for n in kernel.arg_names}
     signature |= {n: "i32" for n in integers if n in signature}
+    if name == "digest_rows":
+        signature |= {n: "i32" for n in ("row_step", "word_step", "mask_step", "places")}
+        signature |= {"mix": "i64"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in pointed}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", int(capability), 32)
@@ -175,7 +181,10 @@ print(json.dumps([compile(*wanted) for wanted in json.loads(sys.argv[1])]))
 
 
 LOADS = {("fp32", "80"): ".v4.b32", ("bf16", "90"): ".v2.b32"}
-OTHERS = ["combine", "combine fresh", "gather", "digest_chunks", "digest_chunks alone"]
+OTHERS = [
+    *("combine", "combine fresh", "gather"),
+    *("digest_chunks", "digest_chunks alone", "digest_rows"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,11 @@ def test_the_kernel_yields_sums_of_squares(process):
 
 
 @needs_triton
+def test_samples_have_the_same_digests_by_the_kernel(process):
+    assert process.submit(interpreted_digest.batches_that_differ).result() == []
+
+
+@needs_triton
 def test_launches_do_not_grow_with_the_number_of_tensors(process):
     counts = [
         process.submit(interpreted_digest.launches_of_a_step, number).result()

@@ -118,6 +118,43 @@ class Share:
         return self._shared.begin().numpy()[self._first : self._first + self._words]
 
 
+class FewNumbers:
+    """A few numbers on their way to the host, copied with all else that a step measures there.
+
+    It stands where a :class:`HostCopy` may.
+
+    Args:
+        tensor: Real, on an accelerator; its present content is what :meth:`numpy` returns.
+        dtype: Of what is returned: float64 or int64.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        self._share, self._shape = Share(tensor.device), tuple(tensor.shape)
+        self._kind = np.float64 if dtype is torch.float64 else np.int64
+        self._share.take(tensor.numel()).view(dtype).view(self._shape).copy_(tensor.detach())
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._share.ready
+
+    def numpy(self) -> NDArray[np.generic]:
+        """Wait for the copy and return the numbers."""
+        return self._share.numpy().view(self._kind).reshape(self._shape)
+
+
+def copy_numbers(tensor: Tensor, dtype: torch.dtype) -> "HostCopy | FewNumbers":
+    """Begin to copy a few numbers to the host.
+
+    Args:
+        tensor: Real; its present content counts.
+        dtype: Of what arrives: float64 or int64.
+    """
+    if tensor.is_cuda and type(tensor) is Tensor and tensor.layout is torch.strided:
+        return FewNumbers(tensor, dtype)
+    return HostCopy(tensor.to(dtype))
+
+
 class _Shared:
     """Memory on a device, and its copy.
 
@@ -181,4 +218,4 @@ _lock = threading.RLock()
 _open: dict[torch.device, _Shared] = {}
 _rooms: dict[torch.device, int] = {}
 
-Numbers = HostCopy | OnHost
+Numbers = HostCopy | FewNumbers | OnHost

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rankscope.capture.batches import is_dense
-from rankscope.capture.host import HostCopy
+from rankscope.capture.host import Numbers, copy_numbers
 from rankscope.capture.kernels.inputs import count_labels
 
 
@@ -15,7 +15,7 @@ class _Seen(NamedTuple):
     forward: int
     samples: int
     tokens: int
-    present: HostCopy | int | None  # tokens that the mask keeps; None without a mask
+    present: Numbers | int | None  # tokens that the mask keeps; None without a mask
 
 
 class Lengths:
@@ -31,7 +31,9 @@ class Lengths:
     @property
     def ready(self) -> bool:
         """Whether it can be read without waiting."""
-        return all(not isinstance(s.present, HostCopy) or s.present.ready for s in self._seen)
+        return all(
+            s.present is None or isinstance(s.present, int) or s.present.ready for s in self._seen
+        )
 
     def read(self) -> dict[str, float]:
         """Wait for the device; return ``sequence_length`` and ``padding``, as far as known."""
@@ -88,10 +90,10 @@ def _are_ids(value: Any) -> bool:
     return value.dtype in (torch.int64, torch.int32)
 
 
-def _count(mask: Any) -> HostCopy | int:
+def _count(mask: Any) -> Numbers | int:
     count = count_labels(mask, 0, first=0)
-    return HostCopy((mask != 0).sum(), own=True) if count is None else count
+    return copy_numbers((mask != 0).sum(), torch.int64) if count is None else count
 
 
-def _number(present: HostCopy | int) -> float:
-    return float(present.numpy()) if isinstance(present, HostCopy) else present
+def _number(present: Numbers | int) -> float:
+    return present if isinstance(present, int) else float(present.numpy())

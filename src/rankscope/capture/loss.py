@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankscope.capture.host import HostCopy, Numbers, OnHost
+from rankscope.capture.host import Numbers, OnHost, copy_numbers
 from rankscope.capture.kernels.inputs import count_labels
 from rankscope.capture.labels import (
     IGNORED_LABEL,
@@ -174,9 +174,9 @@ class LossMeter:
                     f"loss() expected one weight per loss, got {weights.numel()} weights for "
                     f"{values.numel()} losses"
                 )
-        copy = None if weights is None else HostCopy(weights)
-        whole = None if summed is None else TokenSum(*(HostCopy(_in_double(n)) for n in summed))
-        taken = MicroBatchLoss(HostCopy(values), copy, multiplier, forward, constant, whole)
+        copy = None if weights is None else _copy(weights)
+        whole = None if summed is None else TokenSum(*(_copy(_in_double(n)) for n in summed))
+        taken = MicroBatchLoss(_copy(values), copy, multiplier, forward, constant, whole)
         (self._spare if spare else self._given).append(taken)
 
     def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
@@ -198,16 +198,16 @@ class LossMeter:
             self._decline()
             return
         weights = count_label_tokens(kwargs, shifted=self._shifted)
-        values = _in_double(loss).reshape(1)
+        values = own(loss).reshape(1)
         unit = _unit(kwargs.get("num_items_in_batch"), weights)
         constant = None if unit is not None else _constant_of(loss)
         if unit is not None and self._is_own_mean(loss, weights, kwargs["num_items_in_batch"]):
             unit = None
         if unit is not None:
             values = _taken_out(unit, values)
-        copy = None if weights is None else HostCopy(weights)
+        copy = None if weights is None else _copy(weights)
         multiplier = _multiplier(loss, unit)
-        self._seen.append(MicroBatchLoss(HostCopy(values), copy, multiplier, forward, constant))
+        self._seen.append(MicroBatchLoss(_copy(values), copy, multiplier, forward, constant))
 
     def _see_on_host(self, loss: Tensor, kwargs: Mapping[str, Any], forward: int) -> None:
         """Take a loss that can be read at once."""
@@ -218,7 +218,7 @@ class LossMeter:
             weights = OnHost(np.array([count], np.float64))
         else:
             counted = count_label_tokens(kwargs, shifted=self._shifted)
-            weights = None if counted is None else HostCopy(counted, own=True)
+            weights = None if counted is None else _copy(counted)
         values, multiplier = OnHost(np.array([loss.item()])), _multiplier(loss)
         constant = _constant_of(loss)
         self._seen.append(MicroBatchLoss(values, weights, multiplier, forward, constant))
@@ -346,6 +346,10 @@ def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
     return _Multiplier(loss, None if unit is None else unit.sum()) if watched else None
 
 
+def _copy(numbers: Tensor) -> Numbers:
+    return copy_numbers(numbers, torch.float64)
+
+
 def _in_double(value: Any) -> Tensor:
     """Return a tensor in float64 where it lives, and any other number on the host."""
     if isinstance(value, Tensor):
@@ -368,7 +372,7 @@ def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
 
 def _taken_out(unit: Tensor, values: Tensor) -> Tensor:
     """Return values over their unit; those without a token stay what they are, which is 0."""
-    unit = _moved(unit, values.device)
+    unit, values = _moved(unit, values.device), values.to(torch.float64)
     return torch.where(unit == 0, values, values / unit)
 
 
@@ -384,5 +388,7 @@ def _multipliers(collected: Sequence[MicroBatchLoss]) -> Numbers | None:
     if not tensors:
         return OnHost(np.array(factors))
     device = tensors[0].device
+    if len(factors) == 1:
+        return _copy(tensors[0].reshape(1))
     together = [_moved(_in_double(factor).reshape(()), device) for factor in factors]
-    return HostCopy(torch.stack(together), own=True)
+    return _copy(torch.stack(together))

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankscope.capture.batches import digests_of_texts, find_batch, ids_of, is_dense, items_in
-from rankscope.capture.host import HostCopy
+from rankscope.capture.host import HostCopy, Numbers, copy_numbers
+from rankscope.capture.kernels.build import tell_plain
 from rankscope.capture.kernels.inputs import digest_samples
+from rankscope.capture.kernels.launch import launcher
 from rankscope.errors import UsageError
 
 _log = logging.getLogger("rankscope")
@@ -31,8 +33,8 @@ class SampleMeter:
     """Collects the samples of one step on one worker; ids that are given win over digests."""
 
     def __init__(self) -> None:
-        self._given: list[tuple[int, HostCopy | NDArray[np.int64]]] = []
-        self._seen: list[tuple[int, HostCopy | NDArray[np.int64]]] = []
+        self._given: list[tuple[int, Numbers | NDArray[np.int64]]] = []
+        self._seen: list[tuple[int, Numbers | NDArray[np.int64]]] = []
         self._declined = False
 
     def give(self, samples: object, forward: int = 0) -> None:
@@ -56,7 +58,7 @@ class SampleMeter:
         if digests is None:
             return
         on_host = isinstance(digests, np.ndarray)
-        self._seen.append((forward, digests if on_host else HostCopy(digests, own=True)))
+        self._seen.append((forward, digests if on_host else copy_numbers(digests, torch.int64)))
 
     def _unless_declined(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns; None, and a line in the log the first time, if it raises.
@@ -77,7 +79,7 @@ class SampleMeter:
         """Whether the training gave ids in this step."""
         return bool(self._given)
 
-    def collect(self, idle: Container[int] = ()) -> list[HostCopy | NDArray[np.int64]]:
+    def collect(self, idle: Container[int] = ()) -> list[Numbers | NDArray[np.int64]]:
         """Return what was collected since the last call, and start again.
 
         Args:
@@ -132,12 +134,85 @@ def _digests(batch: Tensor, mask: Tensor | None) -> Tensor:
         digests_B = digest_samples(batch, mask, _weights_at()[0], MAX_WORDS, _MIX)
         if digests_B is not None:
             return torch.frombuffer(digests_B, dtype=torch.int64)
+    on_device = _digests_on_device(batch, mask) if batch.is_cuda and _Launching.possible else None
+    if on_device is not None:
+        return on_device
+    return _digests_in_torch(batch, mask)
+
+
+def _digests_in_torch(batch: Tensor, mask: Tensor | None) -> Tensor:
     present = None if mask is None else mask != 0
-    words = _words(batch, whole=present is not None)
+    words = _words(batch, whole=present is not None).to(torch.int64)
     if _on_host(words):  # numpy does the same on the host, in a fraction of the time
         seen = None if present is None else present.numpy()
         return torch.from_numpy(_mixed(words.numpy(), seen, _weights_on_host()))
     digests: Tensor = _mixed(words, present, _weights(words.device))
+    return digests
+
+
+def _digests_on_device(batch: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return digests by one launch; None where no kernel works, or this mask is not for it."""
+    digests: Tensor | None = None
+    try:
+        if _kernel_agrees(batch.device):
+            digests = launch_digests(batch, mask)
+    except Exception as error:  # whatever it is, training goes on, a little slower
+        tell_plain("samples are digested", error, logging.INFO)
+        _Launching.possible = False
+    return digests
+
+
+class _Launching:
+    """Whether the kernel is not known to fail."""
+
+    possible = True
+
+
+@cache
+def _kernel_agrees(device: torch.device) -> bool:
+    if torch.version.hip is not None:
+        return False
+    check_launched(device)
+    return True
+
+
+def check_launched(device: torch.device) -> None:
+    """Compare the kernel with torch on a device.
+
+    Raises:
+        ArithmeticError: It errs.
+    """
+    words = torch.arange(3 * 2050, device=device).mul_(0x5DEECE66D).view(3, 2050)
+    mask = words % 3 > 0
+    waves = words[:, :1500].double().sin().float()
+    for batch, present in ((words, None), (words.int(), mask), (waves, None), (words, mask.long())):
+        launched = launch_digests(batch, present)
+        if launched is None or not torch.equal(launched, _digests_in_torch(batch, present)):
+            raise ArithmeticError("digests of samples on the accelerator err")
+
+
+def launch_digests(batch: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return digests ``[B]`` by one launch; None for a mask of an unusual form.
+
+    Args:
+        batch: ``[B, ...]``, on an accelerator.
+        mask: Of the same shape; None if all counts.
+    """
+    from rankscope.capture.kernels.triton_inputs import digest_rows
+
+    if mask is not None and (batch.dim() != 2 or mask.stride(1) != 1):
+        return None
+    words = _words(batch, whole=mask is not None)
+    counts = words if mask is None else mask.detach()
+    words, counts = (t.view(torch.uint8) if t.dtype is torch.bool else t for t in (words, counts))
+    digests = torch.empty(len(words), dtype=torch.int64, device=words.device)
+    if not words.numel():
+        return None
+    launcher(digest_rows)(
+        len(words), words, counts, _weights(words.device), digests, words.shape[1],
+        words.stride(0), words.stride(1), counts.stride(0), MAX_WORDS, _MIX,
+        MASKED=mask is not None,
+    )  # fmt: skip
     return digests
 
 
@@ -173,14 +248,14 @@ def _is_padded_at_end(present: Any) -> bool:
 
 
 def _words(batch: Tensor, *, whole: bool) -> Tensor:
-    """Return int64 ``[B, n]``: the bits of each sample's elements, of all or of every so many."""
+    """Return integers ``[B, n]``: the bits of all elements of each sample, or of some."""
     rows = batch if batch.dtype is torch.int64 and batch.dim() == 2 else _as_rows(batch)
     if rows.is_floating_point():
         integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         rows = rows.contiguous().view(integer[rows.element_size()])
     if not whole and rows.shape[1] > MAX_WORDS:
         rows = rows[:, :: -(-rows.shape[1] // MAX_WORDS)]
-    return rows.to(torch.int64)
+    return rows
 
 
 def _as_rows(batch: Tensor) -> Tensor:

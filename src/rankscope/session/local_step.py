@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rankscope.agent.frames import Content
 from rankscope.agent.message import pack_step, pack_values
-from rankscope.capture import GradientTransfer, HostCopy
+from rankscope.capture import GradientTransfer
 from rankscope.capture.canary.replay import PendingCanary
 from rankscope.capture.host import Numbers
 from rankscope.capture.lengths import Lengths
@@ -51,7 +51,7 @@ class LocalStep:
     gradient: GradientTransfer | None
     losses: Sequence[MicroBatchLoss]
     multipliers: Numbers | None
-    samples: Sequence[HostCopy | Ints]
+    samples: Sequence[Numbers | Ints]
     lengths: Lengths
     values: Mapping[str, float]
     state: PendingState

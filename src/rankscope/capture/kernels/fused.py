@@ -11,12 +11,19 @@ from rankscope.capture.kernels import triton as kernels
 from rankscope.capture.kernels import triton_handover as gathering
 from rankscope.capture.kernels.interface import PERIOD, Kernel, Piece, Prepared, extend
 from rankscope.capture.kernels.jobs import ALIGNED, Grid, Tables, share_out
+from rankscope.capture.kernels.launch import launcher
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.totals import GradientTotals
 from rankscope.core.measured import NUMBERS
 
-_ROWS = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}  # of a tile, read at once
-_WARPS = 4
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SHAPES = {(4, True): (4, 4), (4, False): (4, 4), (2, True): (8, 8), (2, False): (16, 8)}
+"""Rows that are read at once, and warps, by an element's bytes and whether it is sketched.
+
+The fastest on an H200 of those tried.
+"""
+
+_COMBINING = {"num_warps": 4, "enable_fp_fusion": True}
 _ROWS_COMBINED = 16
 _NORM_WIDTH = 4096  # a multiple of the tile: the norm alone needs no row of the sketch's width
 _MOST_ALONE = 1024
@@ -58,7 +65,7 @@ class TritonKernel(Kernel):
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
         """Prepare to measure several gradients with two launches for each type of element."""
-        if pieces[0].dtype not in _ROWS:
+        if pieces[0].dtype not in _TYPES:
             return self._plain.prepare(pieces, sketching=sketching)
         grid = self._sketch_grid if sketching else self._norm_grid
         if len(pieces) > 1:
@@ -101,7 +108,8 @@ class TritonPieces:
         self._types = []
         for dtype in dict.fromkeys(piece.dtype for piece in pieces):
             alike = [piece for piece in pieces if piece.dtype == dtype]
-            tables = share_out(alike, grid, _ROWS[dtype], sketching=self._sketching)
+            rows, _ = _SHAPES[dtype.itemsize, self._sketching]
+            tables = share_out(alike, grid, rows, sketching=self._sketching)
             self._types.append((dtype, tables.to(kernel.device)))
 
     def measure(
@@ -120,21 +128,23 @@ class TritonPieces:
         programs = tables.num_jobs * grid.tiles
         scratch = kernel.scratch(programs, grid.tile)
         period = kernel.period
-        kernels.measure_tiles[(programs,)](
+        rows, warps = _SHAPES[dtype.itemsize, sketching]
+        launcher(kernels.measure_tiles)(
+            programs,
             tables.segments, tables.jobs, self._addresses, tables.row_signs, period, *scratch,
-            WIDTH=grid.width, TILES=grid.tiles, TILE=grid.tile, ROWS=_ROWS[dtype],
+            WIDTH=grid.width, TILES=grid.tiles, TILE=grid.tile, ROWS=rows,
             STRIDE=period.shape[1], SKETCH=sketching,
-            TYPE=kernels.ELEMENTS[str(dtype)], SIZE=dtype.itemsize, num_warps=_WARPS,
-            enable_fp_fusion=True,
+            TYPE=kernels.ELEMENTS[str(dtype)], SIZE=dtype.itemsize,
+            options={"num_warps": warps, "enable_fp_fusion": True},
         )  # fmt: skip
         parts = -(-grid.width // kernels.COMBINED) * sketching + 1
         totals = into.tensors_to_fill
         num_rows, whole = totals[0].shape if into.fresh else (tables.num_rows, 0)
-        kernels.combine[(num_rows * parts,)](
+        launcher(kernels.combine)(
+            num_rows * parts,
             tables.jobs_of, tables.num_rows, *scratch, *totals,
             WIDTH=grid.width, TILES=grid.tiles, TILE=grid.tile, ROWS=_ROWS_COMBINED,
-            SKETCH=sketching, FRESH=into.fresh, WHOLE=whole,
-            num_warps=_WARPS, enable_fp_fusion=True,
+            SKETCH=sketching, FRESH=into.fresh, WHOLE=whole, options=_COMBINING,
         )  # fmt: skip
         into.fresh = False
 
@@ -194,7 +204,8 @@ def hand_over(
     device = memory.device
     table = _table(folding, device)
     with torch.cuda.device_of(memory):  # type: ignore[no-untyped-call]
-        gathering.gather[(len(table) + 1,)](
+        launcher(gathering.gather)(
+            len(table) + 1,
             table, totals.sketches, other.sketches, fold_signs(folding.wide, 0, device),
             memory[first:].view(torch.float32), totals.squared_norms, other.squared_norms,
             totals.largest, totals.nonfinite, memory, len(table), num_rows, firsts["largest"],

@@ -13,6 +13,7 @@ ALIGNED = 4  # elements in an aligned vector
 _TILE = 1024  # columns
 _PROGRAMS_PER_PROCESSOR = 8
 _FEWEST_ROWS = 16  # of a job, where there are more
+_FEWEST_UNITS = 4  # of rows that are read without a mask
 
 Segment = tuple[int, ...]
 """A row of the kernel's table: see ``measure_tiles``."""
@@ -81,14 +82,18 @@ def share_out(pieces: Sequence[Piece], grid: Grid, rows_at_once: int, *, sketchi
         sketching: Whether the sketch is wanted, or norms alone.
     """
     placed = [_Placed(piece, grid.width) for piece in pieces]
-    per_job = max(_FEWEST_ROWS, -(-sum(p.num_rows for p in placed) // grid.num_jobs))
     stride = ALIGNED if sketching else 1
+    unit = stride * rows_at_once
+    rows = sum(p.num_rows for p in placed)
+    per_job = max(_FEWEST_ROWS, -(-rows // grid.num_jobs))
+    if per_job < _FEWEST_UNITS * unit:  # half as many jobs, with twice as many rows
+        per_job = max(_FEWEST_ROWS, -(-rows // max(1, grid.num_jobs // 2)))
     segments: list[Segment] = []
     jobs, jobs_of, row_signs = [0], [0], []
     first_signs = _first_signs(placed)
     for row in range(1 + max(piece.row for piece in pieces)):
         here = [p for p in placed if p.piece.row == row]
-        for shares in _jobs(here, per_job):
+        for shares in _jobs(here, per_job, unit):
             for part, first, stop in shares:
                 many = stop - first >= stride * rows_at_once
                 lanes = stride if many else 1
@@ -144,10 +149,18 @@ def _first_signs(placed: Sequence[_Placed]) -> dict[int, int]:
     return firsts
 
 
-def _jobs(placed: Sequence[_Placed], most_rows: int) -> Iterator[list[tuple[_Placed, int, int]]]:
-    """Yield jobs of at most so many rows: pieces, with the first of their rows and the end."""
+def _jobs(
+    placed: Sequence[_Placed], most_rows: int, unit: int
+) -> Iterator[list[tuple[_Placed, int, int]]]:
+    """Yield jobs of about so many rows: pieces, with the first of their rows and the end.
+
+    Where there are many rows, those of a job are a multiple of the rows that are read without a
+    mask: the rest of a job's would be read one by one.
+    """
     rows = sum(part.num_rows for part in placed)
     size = -(-rows // max(1, -(-rows // most_rows)))
+    if 2 * size > unit:
+        size = -(-size // unit) * unit
     job, room = [], size
     for part in placed:
         first = 0

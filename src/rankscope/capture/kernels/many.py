@@ -14,6 +14,7 @@ from torch import Tensor
 from rankscope.capture.host import Share
 from rankscope.capture.kernels.bits import NUMBERS, ROW_BYTES, block_factor, plain_sum, tables_on
 from rankscope.capture.kernels.build import tell_plain
+from rankscope.capture.kernels.launch import launcher
 
 CHUNK_BYTES = 32 * ROW_BYTES
 """Bytes that one program reads; they divide what one block of multipliers is for."""
@@ -38,7 +39,7 @@ class DeviceReader:
         from rankscope.capture.kernels import triton_digest
 
         self.device = device
-        self._kernel: Any = triton_digest.digest_chunks
+        self._kernels: Any = triton_digest
         self._tables = tables_on(device)
         self._known: dict[tuple[int, ...], _Chunks] = {}
         self.launches = 0
@@ -67,7 +68,8 @@ class DeviceReader:
         results = share.take((1 + squares) * chunks.room)
         self.launches += 1
         with torch.cuda.device_of(results):  # type: ignore[no-untyped-call]
-            self._kernel[(number,)](
+            launcher(self._kernels.digest_chunks)(
+                number,
                 chunks.table, tables.first, tables.second, tables.multipliers,
                 results, results[squares * chunks.room :].view(torch.float64), SQUARES=squares,
             )  # fmt: skip
@@ -83,6 +85,8 @@ class _Chunks:
 
     Attributes:
         owners_C: Which part each chunk is of.
+        filled_F: The parts that have chunks.
+        firsts_F: The first chunk of each of them.
         factors_C: What its sum is multiplied by.
         room: C, rounded up so that what comes behind is aligned.
         table: What the kernel is told, on the device.
@@ -103,6 +107,8 @@ class _Chunks:
         table_C[:, 3] = np.gcd(np.gcd(address_N, bytes_N), 4)[self.owners_C]
         table_C[:, 4] = parts_N[self.owners_C, 2]
         blocks_C = (start_C // _BLOCK_BYTES).tolist()
+        self.filled_F = np.flatnonzero(counts_N)
+        self.firsts_F = np.cumsum(counts_N)[self.filled_F] - counts_N[self.filled_F]
         self.factors_C = np.array([block_factor(block) for block in blocks_C], np.uint64)
         host = torch.from_numpy(table_C)
         if device.type != "cpu":
@@ -181,15 +187,19 @@ class Launched:
         """Wait for the device and add digests and sums of squares to those of a reading."""
         if self._results is None or self._chunks is None:
             return
-        owners_C = self._chunks.owners_C
-        results = self._results.numpy().reshape(-1, self._chunks.room)[:, : len(owners_C)]
-        sums_N = np.zeros(len(self._numbers), np.uint64)
-        np.add.at(sums_N, owners_C, results[0].view(np.uint64) * self._chunks.factors_C)
+        chunks, count = self._chunks, len(self._numbers)
+        results = self._results.numpy().reshape(-1, chunks.room)[:, : len(chunks.owners_C)]
+        sums_N = np.zeros(count, np.uint64)
+        sums_N[chunks.filled_F] = np.add.reduceat(
+            results[0].view(np.uint64) * chunks.factors_C, chunks.firsts_F
+        )
         for number, digest in zip(self._numbers, sums_N.tolist(), strict=True):
             digests[number] = (digests[number] + digest) % _MODULUS
         if len(results) > 1:
-            squares_N = np.zeros(len(self._numbers))
-            np.add.at(squares_N, owners_C, results[1].view(np.float64))
+            squares_N = np.zeros(count)
+            squares_N[chunks.filled_F] = np.add.reduceat(
+                results[1].view(np.float64), chunks.firsts_F
+            )
             asked = zip(self._numbers, self._norms, squares_N.tolist(), strict=True)
             for number, _, square in (each for each in asked if each[1]):
                 squares[number] += square
