@@ -208,20 +208,31 @@ def _table(part: Part, rows: list[Row]) -> str:
     if not rows:
         return f"All {len(part.rows)} rows: {NOT_MEASURED}."
     found = {row["what"]: row for row in rows}
-    lines = ["| what | value | device | torch | measured on |", "|---|---|---|---|---|"]
+    where = list(dict.fromkeys(map(_where, rows)))
+    lines = [f"On {where[0]}.", ""] if len(where) == 1 else []
+    several = len(where) > 1
+    lines += ["| what | value |" + " where |" * several, "|---|---|" + "---|" * several]
     for what in part.rows:
         row = found.get(what)
-        if row is None:
-            lines.append(f"| {what} | {NOT_MEASURED} | – | – | – |")
-        else:
-            text = text_of(row).replace("|", "/")
-            lines.append(f"| {what} | {text} | {row['device']} | {row['torch']} | {row['date']} |")
+        text = NOT_MEASURED if row is None else text_of(row).replace("|", "/")
+        place = "–" if row is None else _where(row)
+        lines.append(f"| {what} | {text} |" + f" {place} |" * several)
     return "\n".join(lines)
+
+
+def _where(row: Row) -> str:
+    return f"{row['device']}, torch {row['torch']}, {row['date']}"
 
 
 def _number(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.3f}"
+        if 0 < abs(value) < 1e-3:
+            return f"{value:.1e}"
+        return f"{value:,.{0 if value.is_integer() else _decimals(abs(value))}f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _decimals(size: float) -> int:
+    return next((places for places, least in enumerate((1000, 100, 10)) if size >= least), 3)

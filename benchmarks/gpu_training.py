@@ -146,7 +146,7 @@ def _without_memory(setup: Setup, model: nn.Module, plain: PlainBatch) -> str:
         torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_allocated() / total)
         run_batch(model, plain, setup.device, seed=5).read()
     except CanaryDeclined as reason:
-        return f"declined: {reason}"
+        return f"declined: {str(reason).partition(' Tried')[0]}"
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     return "ran all the same"

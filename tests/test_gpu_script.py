@@ -84,20 +84,29 @@ def row(what, value, **more):
 def test_rows_are_written_and_the_others_stay(tmp_path):
     gpu = load_benchmark("gpu")
     target = tmp_path / "performance.md"
-    first, second, *_ = page.PARTS["launches"].rows
-    gpu._save(target, "launches", [row(second, 1.5, low=1.0, high=2.0)])
-    gpu._save(target, "launches", [row(first, 12), row(second, "not possible here: why")])
-    gpu._save(target, "launches", [row(second, 2.5)])
+    first, second, *_ = page.PARTS["study"].rows
+    gpu._save(target, "study", [row(second, 1.5, low=1.0, high=2.0)])
+    gpu._save(target, "study", [row(first, 12), row(second, "not possible here: why")])
+    gpu._save(target, "study", [row(second, 2.5)])
     results = json.loads(target.with_suffix(".json").read_text())
     known = json.loads(PAGE.with_suffix(".json").read_text())
     assert {name: results[name] for name in known} == known
-    assert [each["value"] for each in results["gpu launches"]] == [12, 2.5]
+    assert [each["value"] for each in results["gpu study"]] == [12, 2.5]
     text = target.read_text()
-    assert f"| {second} | 2.500 ms | a device | 2.13 | 2030-01-01 |" in text
-    rows = page.PARTS["launches"].rows
+    assert f"| {second} | 2.500 ms |" in text
+    assert "On a device, torch 2.13, 2030-01-01." in text
+    rows = page.PARTS["study"].rows
     assert f"All {len(rows)} rows: {page.NOT_MEASURED}." in PAGE.read_text()
     others = PAGE.read_text().count(page.NOT_MEASURED) - 1  # the line of this part
     assert text.count(page.NOT_MEASURED) == others + len(rows) - 2
+
+
+def test_rows_from_several_places_tell_where():
+    first, second, *_ = page.PARTS["study"].rows
+    rows = [row(first, 1), row(second, 2.0) | {"torch": "2.14"}]
+    text = page.render({"gpu study": rows})
+    assert f"| {first} | 1 ms | a device, torch 2.13, 2030-01-01 |" in text
+    assert f"| {second} | 2 ms | a device, torch 2.14, 2030-01-01 |" in text
 
 
 def test_the_section_is_replaced_and_nothing_else():

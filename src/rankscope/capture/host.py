@@ -143,16 +143,20 @@ class FewNumbers:
         return self._share.numpy().view(self._kind).reshape(self._shape)
 
 
-def copy_numbers(tensor: Tensor, dtype: torch.dtype) -> "HostCopy | FewNumbers":
+def copy_numbers(
+    tensor: Tensor, dtype: torch.dtype, *, own: bool = False
+) -> "HostCopy | FewNumbers":
     """Begin to copy a few numbers to the host.
 
     Args:
         tensor: Real; its present content counts.
         dtype: Of what arrives: float64 or int64.
+        own: Whether nobody else holds its memory: on the host it is then not copied.
     """
     if tensor.is_cuda and type(tensor) is Tensor and tensor.layout is torch.strided:
         return FewNumbers(tensor, dtype)
-    return HostCopy(tensor.to(dtype))
+    converted = tensor if tensor.dtype is dtype else tensor.to(dtype)
+    return HostCopy(converted, own=own or converted is not tensor)
 
 
 class _Shared:

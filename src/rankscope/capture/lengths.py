@@ -92,7 +92,7 @@ def _are_ids(value: Any) -> bool:
 
 def _count(mask: Any) -> Numbers | int:
     count = count_labels(mask, 0, first=0)
-    return copy_numbers((mask != 0).sum(), torch.int64) if count is None else count
+    return copy_numbers((mask != 0).sum(), torch.int64, own=True) if count is None else count
 
 
 def _number(present: Numbers | int) -> float:

@@ -57,8 +57,9 @@ class SampleMeter:
         digests = self._unless_declined(lambda: _recognised(args, kwargs))
         if digests is None:
             return
-        on_host = isinstance(digests, np.ndarray)
-        self._seen.append((forward, digests if on_host else copy_numbers(digests, torch.int64)))
+        if not isinstance(digests, np.ndarray):
+            digests = copy_numbers(digests, torch.int64, own=True)
+        self._seen.append((forward, digests))
 
     def _unless_declined(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns; None, and a line in the log the first time, if it raises.
