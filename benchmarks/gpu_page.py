@@ -177,7 +177,8 @@ def render(results: Mapping[str, list[Row]]) -> str:
         HEADING,
         "`make gpu` measures all; `make gpu GPU_FLAGS='--parts kernels'` one part. Medians, with "
         "95 % intervals in brackets. Bandwidths are the device's alone, and count the bytes of the "
-        "gradient; a copy counts bytes read and written.",
+        "gradient; a copy counts bytes read and written. The probe's own clock also counts waiting "
+        "for room in the device's queue, so that the budget is met with room to spare.",
     ]
     for name, part in PARTS.items():
         parts += [f"### {part.title}", _table(part, results.get(PREFIX + name, []))]
