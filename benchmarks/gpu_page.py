@@ -177,8 +177,9 @@ def render(results: Mapping[str, list[Row]]) -> str:
         HEADING,
         "`make gpu` measures all; `make gpu GPU_FLAGS='--parts kernels'` one part. Medians, with "
         "95 % intervals in brackets. Bandwidths are the device's alone, and count the bytes of the "
-        "gradient; a copy counts bytes read and written. The probe's own clock also counts waiting "
-        "for room in the device's queue, so that the budget is met with room to spare.",
+        "gradient; a copy counts bytes read and written. In these runs, the probe's own clock was "
+        "the host's, which counts waiting for room in the device's queue. Now it is the device's; "
+        "no run with it is measured yet.",
     ]
     for name, part in PARTS.items():
         parts += [f"### {part.title}", _table(part, results.get(PREFIX + name, []))]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rankscope.capture.device_clock import DeviceClock, FeltSeconds
 from rankscope.private import find
 
 
@@ -15,10 +16,14 @@ class Guard:
 
     Args:
         failed: Called with the first exception; after it nothing runs any more.
+        clock: Times it on an accelerator, too; None where the host does the work.
     """
 
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, failed: Callable[[Exception], None], clock: DeviceClock | None = None
+    ) -> None:
         self.open = True
+        self._clock = clock
         self._failed = failed
         self._seconds = 0.0
         self._depth = 0
@@ -29,6 +34,8 @@ class Guard:
         if not self.open:
             return
         start = time.perf_counter()
+        if self._clock is not None and self._depth == 0:
+            self._clock.begin()
         self._depth += 1
         try:
             work(*args)
@@ -41,11 +48,15 @@ class Guard:
         finally:
             self._depth -= 1
             if self._depth == 0:
+                if self._clock is not None:
+                    self._clock.end()
                 self._seconds += time.perf_counter() - start
 
     def leave_out(self, seconds: float) -> None:
         """Do not count part of the time, from inside of work: it is accounted for elsewhere."""
         self._seconds -= seconds
+        if seconds and self._clock is not None:
+            self._clock.spoil()
 
     def take_cut_short(self) -> bool:
         """Return whether Ctrl-C or the like has ended work halfway since the last call."""
@@ -56,6 +67,10 @@ class Guard:
         """Return the time that work has taken since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def take_felt(self, step: int, on_host: float, *, observed: bool) -> FeltSeconds | None:
+        """Return what a step lost on an accelerator, see :meth:`DeviceClock.take`."""
+        return None if self._clock is None else self._clock.take(step, on_host, observed=observed)
 
 
 _callback: Callable[[], object] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback") or (

@@ -208,7 +208,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("canary_seconds", _FLOAT, "s", _LOCAL, _NONE, "time that the canary took from this worker, which is no part of overhead_seconds"),
         ("step_seconds", _FLOAT, "s", _LOCAL, _HIGH, "wall time since the step before"),
         ("busy_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time from the end of the reduction before until this worker's last local gradient was ready, so before it began to wait for the others; DDP on the CPU"),
-        ("overhead_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time the monitor took from this worker's training thread"),
+        ("overhead_seconds", _FLOAT, "s", _LOCAL, _HIGH, "time the monitor took from this worker's training thread; on an accelerator, from its stream"),
         ("read_seconds", _FLOAT, "s", _LOCAL, _NONE, "the part of overhead_seconds in which gradients were read"),
     ),
     *_declare(

@@ -432,9 +432,11 @@ class StepCollector:
             self._replicas.end_step(self.step)
         state, compared = evidence.collect(self.step)
         trace, tracing_seconds = self._collect_trace(comparable=comparable)
+        gradient, on_host = self._collect_gradient(), self._guard.take_seconds()
         local = LocalStep(
             step=self.step,
-            gradient=self._collect_gradient(),
+            gradient=gradient,
+            felt=self._guard.take_felt(self.step, on_host, observed=gradient is not None),
             losses=losses,
             multipliers=multipliers,
             summed_workers=self._tap.summed_workers,
@@ -453,7 +455,7 @@ class StepCollector:
                 "grad_left_over": bool(self._left_over),
                 "step_seconds": now - self._last_time,
                 "busy_seconds": busy,
-                "overhead_seconds": self._guard.take_seconds(),
+                "overhead_seconds": on_host,
                 "read_seconds": self._take_read_seconds(),
             },
         )

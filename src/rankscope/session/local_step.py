@@ -15,6 +15,7 @@ from rankscope.agent.frames import Content
 from rankscope.agent.message import pack_step, pack_values
 from rankscope.capture import GradientTransfer
 from rankscope.capture.canary.replay import PendingCanary
+from rankscope.capture.device_clock import FeltSeconds
 from rankscope.capture.host import Numbers
 from rankscope.capture.lengths import Lengths
 from rankscope.capture.loss import MicroBatchLoss
@@ -44,6 +45,7 @@ class LocalStep:
         canary: What the step says of canaries; None if nothing.
         trace: Its tensors, where they are traced.
         time: Unix time at which it ended.
+        felt: What it lost to the monitor on an accelerator; None where the host does the work.
         summed_workers: How many workers' gradients the reduction adds up: 1 for their mean.
     """
 
@@ -58,6 +60,7 @@ class LocalStep:
     canary: PendingCanary | None = None
     trace: PendingTrace | None = None
     time: float = field(default_factory=time.time)
+    felt: FeltSeconds | None = None
     summed_workers: float = 1.0
 
     @property
@@ -66,7 +69,7 @@ class LocalStep:
         for part in (self.trace, self.gradient, self.canary, self.multipliers, self.state):
             if part is not None and not part.ready:
                 return False
-        if not self.lengths.ready:
+        if not self.lengths.ready or (self.felt is not None and not self.felt.ready):
             return False
         for samples in self.samples:
             if not (isinstance(samples, np.ndarray) or samples.ready):
@@ -85,6 +88,8 @@ class LocalStep:
         values = {**self.values, **known, **self.lengths.read()}
         if self.canary is not None:
             values |= self.canary.read()
+        if self.felt is not None:
+            values["overhead_seconds"] = self.felt.read()
         trace = None if self.trace is None else self.trace.read()
         items = state.items
         names: dict[str, Any] = {}

@@ -26,6 +26,7 @@ from torch import Tensor
 from rankscope.agent.frames import Kind
 from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.progress import ProgressMark
+from rankscope.capture.device_clock import clock_of
 from rankscope.capture.guard import ForeignHook, Guard
 from rankscope.capture.optimizer import all_of
 from rankscope.core.finding import Finding
@@ -92,7 +93,7 @@ class Scope:
         canary = None if make_canary is None else make_canary(self._send_batch)
         self._canary = canary
         self._verification = verification = make_verification(self._send_reference)
-        self._guard = Guard(self._fail)
+        self._guard = Guard(self._fail, clock_of(instruments.device))
         replicas = None if make_replicas is None else make_replicas(self._send_replicas)
         first, send = opened.first_step, self._send
         self._collector = StepCollector(

@@ -1,0 +1,143 @@
+"""What the monitor's work takes from a training on an accelerator, by the device's own clock.
+
+The host runs ahead of the device, so what a hook takes there need not slow the training down: it is
+hidden as long as the device has work left, and a hook that waits for room in the device's queue
+seems to take long. What the training loses is the time between the moments at which the device
+reaches the hook's beginning and its end: the hook's own kernels, and any wait for the host.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_log = logging.getLogger("rankscope")
+
+_TIMED_EVERY = 7
+"""Steps; marks cost some microseconds each. Intervals of observed steps are powers of two."""
+
+Marks = list[tuple[Any, Any]]
+
+
+class FeltSeconds:
+    """What one step lost to the monitor; known as soon as the device has passed its last mark.
+
+    Args:
+        clock: Which has set the marks.
+        marks: Events at beginning and end of each piece of work; None in a step that is not timed.
+        on_host: Seconds that the work took on the host.
+        observed: Whether gradients were measured in the step.
+    """
+
+    def __init__(
+        self, clock: "DeviceClock", marks: Marks | None, on_host: float, *, observed: bool
+    ) -> None:
+        self._clock, self._marks = clock, marks
+        self._on_host, self._observed = on_host, observed
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._marks is None or all(end.query() for _, end in self._marks)
+
+    def read(self) -> float:
+        """Return seconds; in a step that is not timed, those of the last one of its kind."""
+        return self._clock.read(self._marks, self._on_host, observed=self._observed)
+
+
+class DeviceClock:
+    """Marks on the current stream where the monitor's work begins and ends, in some steps.
+
+    It never raises: where events cannot be had or read, the host's clock stays.
+
+    Args:
+        make_event: Returns an event with a time.
+        is_capturing: Whether a graph is being captured, into which marks must not get.
+    """
+
+    def __init__(self, make_event: Callable[[], Any], is_capturing: Callable[[], bool]) -> None:
+        self._make_event, self._is_capturing = make_event, is_capturing
+        self._begun: Any = None
+        self._marks: Marks = []
+        self._free: list[Any] = []
+        self._works, self._marking, self._spoilt = True, False, True
+        self._typical: dict[bool, float] = {}
+
+    def begin(self) -> None:
+        """Take notice that work begins."""
+        if self._marking:
+            self._begun = self._mark()
+
+    def end(self) -> None:
+        """Take notice that it ends."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            ended = self._mark()
+            if ended is not None:
+                self._marks.append((begun, ended))
+
+    def spoil(self) -> None:
+        """Leave this step out: what it does now is accounted for elsewhere."""
+        self._spoilt = True
+
+    def take(self, step: int, on_host: float, *, observed: bool) -> FeltSeconds:
+        """Return what a step lost, and begin the next one.
+
+        Work that is under way counts to the next one, and so it was marked before.
+
+        Args:
+            step: The step's number.
+            on_host: Seconds that its work took on the host.
+            observed: Whether gradients were measured in it.
+        """
+        marks, self._marks = self._marks, []
+        timed = step % _TIMED_EVERY == 0 and self._works and not self._spoilt
+        if not timed:
+            self._give_back(marks)
+        self._spoilt = not self._marking
+        self._marking = self._works and any((step + later) % _TIMED_EVERY == 0 for later in (1, 2))
+        return FeltSeconds(self, marks if timed else None, on_host, observed=observed)
+
+    def read(self, marks: Marks | None, on_host: float, *, observed: bool) -> float:
+        """Return what a step lost; see :class:`FeltSeconds`."""
+        if marks is not None and self._works:
+            try:
+                felt = sum(begin.elapsed_time(end) for begin, end in marks) / 1e3
+            except Exception as error:
+                self._give_up(error)
+            else:
+                self._typical[observed] = felt
+                self._give_back(marks)
+        return self._typical.get(observed, on_host) if self._works else on_host
+
+    def _mark(self) -> Any:
+        try:
+            if self._is_capturing():
+                self._spoilt = True
+                return None
+            event = self._free.pop() if self._free else self._make_event()
+            event.record()
+        except Exception as error:
+            self._give_up(error)
+            return None
+        return event
+
+    def _give_back(self, marks: Marks) -> None:
+        for pair in marks:
+            self._free += pair
+
+    def _give_up(self, error: Exception) -> None:
+        if self._works:
+            _log.info("the monitor's cost is taken by the host's clock: %s", error)
+        self._works = self._marking = False
+
+
+def clock_of(device: torch.device) -> DeviceClock | None:
+    """Return the clock of an accelerator; None where the host does the work."""
+    if device.type != "cuda":
+        return None
+    return DeviceClock(
+        lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+        torch.cuda.is_current_stream_capturing,
+    )
