@@ -24,34 +24,19 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture.passes import BackwardEnd, in_backward
+from rankscope.capture.passes import in_backward
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.accumulator import AccumulatorAudit
 from rankscope.capture.taps.alone import PartsAlone, alone_gradients
-from rankscope.capture.taps.ddp_reading import LocalReading, measure_reduced
-from rankscope.capture.taps.ddp_step import (
-    BusyClock,
-    GradientHooks,
-    HookCalls,
-    ShadowSteps,
-    StepState,
-)
-from rankscope.capture.taps.parts import MicroBatches
+from rankscope.capture.taps.ddp_step import BusyClock, ShadowSteps, StepState
+from rankscope.capture.taps.hooked import HookedTap
 from rankscope.capture.taps.reduced_product import ReducedProduct, product_is_asked_for
-from rankscope.capture.taps.tap import (
-    GradientObserver,
-    GradientTap,
-    Guarded,
-    LocalGradient,
-    ReadReduced,
-)
+from rankscope.capture.taps.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
 from rankscope.capture.totals import GradientTotals
 
 
-class DDPTap(GradientTap):
+class DDPTap(HookedTap):
     """A :class:`~rankscope.capture.taps.tap.GradientTap` for DDP.
 
     Args:
@@ -76,34 +61,20 @@ class DDPTap(GradientTap):
         observer: GradientObserver,
         shadowed: Callable[[], None],
     ) -> None:
-        self._observer = observer
-        self._model = model
-        self._parameters, self._all = parameters, tuple(parameters)
-        self._sketcher = sketcher
-        self._guarded = guarded
-        self._backward = BackwardEnd(self._on_begin, self._on_end, guarded, self._on_ending)
         in_buckets = model.gradient_as_bucket_view
-        self._reading = LocalReading(parameters, sketcher, observer, in_buckets=in_buckets)
-        self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
+        super().__init__(
+            parameters, sketcher, guarded,
+            reduced=reduced, observer=observer, in_buckets=in_buckets,
+        )  # fmt: skip
+        self._model = model
         self._product: ReducedProduct | None = None
         if product_is_asked_for(model, sketcher, reduced):
             self._product = ReducedProduct(parameters, sketcher.device, guarded)
         self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
-        self._measure_reduced = partial(measure_reduced, parameters, sketcher, reduced)
-        self._micro = MicroBatches()
-        self._accumulator = AccumulatorAudit(parameters, sketcher)
-        self._calls = HookCalls()
-        self._counted: list[str] = []  # calls of hooks that only count, in this pass
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
-        self._first = True  # the next gradient is the first of its backward pass
-        self._fresh = False  # a forward pass waits for its backward pass
-        self._due = self._measure = self._bypassed = self._unreduced = False
-        self._announce: Callable[[], None] | None = None  # of the pass that runs
-        self._reached: list[Callable[[], None]] = []  # to be called if it trains
+        self._due = self._bypassed = self._unreduced = False
         self._alone: PartsAlone | None = None
-        self._hooks = GradientHooks(parameters, self._on_gradient)
-        self._noticed = False  # the backward pass, before its first gradient
         self._shadow = ShadowSteps(model, shadowed)
 
     @property
@@ -126,8 +97,7 @@ class DDPTap(GradientTap):
         self._bypassed = not self._step.through_ddp
         self._find_alone()
         self._choose_hooks()
-        self._backward.begin()
-        self._reading.forget()
+        self._begin_pass_anew()
         self._fresh = True
         self._step.synchronises = self._bypassed or self._model.require_backward_grad_sync
         # Norms do not add up over micro-batches, so without sketches the last one says it all.
@@ -135,35 +105,10 @@ class DDPTap(GradientTap):
         self._measure = measure and (self._step.synchronises or adds_up)
         self._due = measure
 
-    def notice_backward(self, trained: Callable[[], None]) -> None:
-        """Say, from inside it, that a backward pass has reached what the model returned."""
-        begun = self._backward.running and not self._first
-        self._backward.notice()
-        self._noticed = True
-        self._reached.append(trained)
-        if self._alone is None:
-            before, measure = self._reading.totals, self._measure
-            self._accumulator.begin_pass(before, measure=measure, begun=begun)
-
-    def notice_unannounced(self, announce: Callable[[], None]) -> None:
-        """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
-
-        Nothing comes of it when no parameter takes part, or one that was announced does as well.
-        """
-        if not self._fresh and not self._backward.running:
-            self._announce = announce
-            self._hooks.keep(self._all)
-            Variable._execution_engine.queue_callback(self._forget_unannounced)
-
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
         return self._step.synchronises and not self._fresh and not self._backward.running
-
-    @property
-    def aborted(self) -> bool:
-        """Whether a backward pass began since then and never ended: it raised."""
-        return self._backward.running
 
     @property
     def busy_seconds(self) -> float:
@@ -217,7 +162,7 @@ class DDPTap(GradientTap):
         """Take all hooks out of the model."""
         if self._alone is not None:
             self._alone.remove()
-        self._hooks.remove()
+        super().remove()
         self._shadow.remove()
         self._busy.remove()
 
@@ -230,41 +175,20 @@ class DDPTap(GradientTap):
         self._hooks.keep(self._reading.hooked(synchronises=reduces) if several else self._all)
         self._noticed = False
 
+    @property
+    def _accumulates(self) -> bool:
+        return self._alone is None
+
     def _start_again(self) -> None:
         self._busy.begin_step(reduced=self.complete)
-        self._backward.begin()
-        self._micro.reset()
-        self._accumulator.reset()
+        self._begin_step_anew()
         if self._alone is not None:
             self._alone.reset()
-        self._reading.forget()
-        self._calls.reset()
         self._step = StepState()
         self._bypassed = False
 
-    def _on_gradient(self, name: str, parameter: Tensor) -> None:
-        if name in self._reading.late:
-            self._counted.append(name)
-        elif self._alone is None:
-            self._guarded(partial(self._see, name, parameter.grad))
-
-    def _forget_unannounced(self) -> None:
-        self._announce = None
-
-    def _on_begin(self) -> None:
-        self._first = True
-        self._reached.clear()
-
-    def _see(self, name: str, gradient: Tensor | None) -> None:
-        announce, self._announce = self._announce, None
-        if announce is not None:
-            announce()
+    def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
         self._busy.see_gradient()
-        self._backward.notice()
-        if self._first:
-            self._first = False
-            self._begin_pass(name)
-        last = self._calls.last_of(name)
         if self._alone is None and last:
             self._reading.take(name, gradient)
         elif self._alone is not None and gradient is not None:
@@ -273,22 +197,18 @@ class DDPTap(GradientTap):
             if self._measure:
                 self._alone.parts.measure(name, gradient)
 
-    def _begin_pass(self, name: str) -> None:
-        """Begin a backward pass whose first gradient is that of ``name``."""
+    def _begin_pass(self, first: str) -> None:
         step = self._step
-        self._counted.clear()
-        self._calls.begin_pass()
         if step.settled:
             self._add_to_reduced()
         self._fresh = False
         step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
         if self._alone is None:
             synchronises = step.synchronises and not self._bypassed
-            self._reading.begin_pass(name, measure=self._measure, synchronises=synchronises)
+            self._reading.begin_pass(first, measure=self._measure, synchronises=synchronises)
         if self._due and not step.begun:
             step.begun = True
-            held = self._reading.begin_step(name)
-            step.carried_over = self._sketcher.holds_any(held, whole=self._reading.held_at_ends)
+            step.carried_over = self._carried_over(first)
 
     def _add_to_reduced(self) -> None:
         """Keep what this worker has added so far: the pass adds to a gradient that was reduced."""
@@ -308,22 +228,15 @@ class DDPTap(GradientTap):
         if self._first or self._alone is not None:
             return
         self._busy.see_gradient()
-        if self._hooks.all:
-            self._calls.add(self._counted)
-        else:
-            self._calls.see_without(self._reading.with_gradient())
-        self._reading.end_pass(self._calls.names)
+        self._read_pass()
         reduces = self._step.synchronises and not self._waits_by_hand
         if self._product is not None and self._measure and reduces:
             self._product.watch()
 
     def _on_end(self) -> None:
         """Close a backward pass, after the reduction if it has one."""
-        if self._first:  # no parameter took part: the training asked for other gradients
-            self._accumulator.drop_pass()
+        if not self._is_training():
             return
-        for trained in self._reached:
-            trained()
         step = self._step
         step.settled = step.synchronises
         self._unreduced = self._bypassed or not step.synchronises
