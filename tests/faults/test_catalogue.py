@@ -12,7 +12,7 @@ from rankscope.faults.catalogue import Fault, FaultClass, catalogue, select
 from rankscope.faults.injectors import INJECTORS
 
 FAULTS = {
-    "D": [1, 2, 4, 5, 6, 7, 8, 9, 11, 13, 14, 15, 16, 17, *range(19, 27)],
+    "D": [1, 2, 4, 5, 6, 7, 8, 9, 11, 13, 14, 15, 16, 17, *range(19, 28)],
     "S": [1, 2, 3, 4, 5, 6, 8],
     "Y": [1, 2, 3, 4, 5, 7, 10, 11, 12, 13],
     "T": [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 15, 17],
@@ -21,7 +21,7 @@ FAULTS = {
     "L": [1, 2, 3, 4],
     "M": [1, 2, 3, 4],
     "P": [1, 2, 3, 4, 5, 6],
-    "H": [*range(1, 17), 21, 22, 23, 31, 32],
+    "H": [*range(1, 17), 21, 22, 23, 31, 32, 33],
 }
 
 

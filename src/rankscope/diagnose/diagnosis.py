@@ -33,7 +33,7 @@ from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.overlap import OverlappingShards
 from rankscope.diagnose.random import EqualRandom
 from rankscope.diagnose.reduction import ReductionChecks
-from rankscope.diagnose.repeats import RepeatedBatches
+from rankscope.diagnose.repeats import FilledBatches, RepeatedBatches
 from rankscope.diagnose.resume import ResumeMismatch
 from rankscope.diagnose.rules import RULES, describe, go_back
 from rankscope.diagnose.sampling import Sampling
@@ -97,6 +97,7 @@ class Diagnosis:
             ),
             RepeatedOrder(num_workers, repeats=plan.repeats),
             RepeatedBatches(num_workers, repeats=plan.repeats),
+            FilledBatches(repeats=plan.repeats),
             ResumeMismatch(num_workers),
             MicroBatches(num_workers),
             TokenWeighting(num_workers, plan.loss_weighting),

@@ -1,4 +1,4 @@
-"""Batches that came before."""
+"""Batches that came before, and batches of one sample."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
-from rankscope.diagnose.lasting import Lasting
+from rankscope.diagnose.lasting import Lasting, Span
 from rankscope.diagnose.rules import count
 
 Bools = NDArray[np.bool_]
@@ -21,6 +21,9 @@ FEW = 16
 _OF_A_WORKER = 64
 _OF_ALL = 4096
 _STEPS_NEEDED = 24
+_SMALLEST = 4  # samples: fewer are soon the same by chance
+_ORDINARY = 9  # batches to one that is filled; where more are, the training's inputs are made so
+_MOST_FILLERS = 64
 
 
 class RecentBatches(Stateful):
@@ -151,3 +154,76 @@ class RepeatedBatches(Detector):
             {"batches": count(few, "batch", "batches")},
             {"steps": seen.count, "batches": few},
         )
+
+
+class FilledBatches(Detector):
+    """Batches of four samples or more, all of which are the same one, among ordinary batches.
+
+    That is what is left of data that were lost on their way: zeros, or a sample that stands for
+    those that could not be read. A batch of which no label counts keeps workers in step, and is
+    passed over. Where a step has several micro-batches, a batch is one of them.
+
+    Args:
+        repeats: Whether the training means to repeat its samples.
+    """
+
+    SETTINGS = ("_intended",)
+
+    def __init__(self, *, repeats: bool = False) -> None:
+        self._intended = repeats
+        self._ordinary = self._filled = self._size = 0
+        self._times: dict[int, int] = {}  # that a sample has filled a batch
+        self._ranks: set[int] = set()
+        self._span = Span()
+
+    def observe(self, step: Observation) -> Iterable[Evidence]:
+        """Take the samples of one step; speaks of batches that are filled with one of them."""
+        samples = step.gathered.samples
+        if step.stretch.samples.all_differ(step.index):
+            self._ordinary += sum(len(batch) >= _SMALLEST for batch in samples)
+            return ()
+        columns, found = step.gathered.workers, False
+        for rank, batch in enumerate(samples):
+            size = len(batch) // max(1, int(columns["micro_batches"][rank]))
+            if size < _SMALLEST or columns["loss_weight"][rank] == 0:
+                continue
+            filler = _filler(batch, size)
+            if filler is None:
+                self._ordinary += 1
+            else:
+                self._take(rank, filler, size)
+                found = True
+        if not found or self._filled * _ORDINARY > self._ordinary:
+            return ()
+        self._span.see(step.gathered.step)
+        return (self._evidence(),)
+
+    def _take(self, rank: int, filler: int, size: int) -> None:
+        self._filled += 1
+        self._size = size
+        self._ranks.add(rank)
+        if filler in self._times or len(self._times) < _MOST_FILLERS:
+            self._times[filler] = self._times.get(filler, 0) + 1
+
+    def _evidence(self) -> Evidence:
+        most = max(self._times.values())
+        sure = most > 1 and not self._intended
+        return self._span.evidence(
+            "data.filled_batches",
+            Severity.WARNING if sure else Severity.NOTE,
+            self._ranks,
+            {"batches": count(self._filled, "batch", "batches")},
+            {
+                "batches": self._filled,
+                "samples_of_a_batch": self._size,
+                "filled_by_one_sample": most,
+                "steps": self._span.count,
+            },
+        )
+
+
+def _filler(samples: Ints, size: int) -> int | None:
+    """Return the sample that is drawn at least ``size`` times; None if there is none."""
+    ordered = np.sort(samples)
+    again = ordered[size - 1 :] == ordered[: len(ordered) - size + 1]
+    return int(ordered[again.argmax()]) if again.any() else None

@@ -284,6 +284,14 @@ class FourBatchesForEver(SameBatches):
     num_batches = 4
 
 
+@injects("D27")
+class ZerosInsteadOfBatches(Job):
+    def collate(self, indices: list[int]) -> Batch:
+        batch = super().collate(indices)
+        lost = self.hit and self.step % 25 == 0
+        return Batch(torch.zeros_like(batch.input_ids), batch.labels) if lost else batch
+
+
 @injects("D25")
 class CutAtAnotherLength(Job):
     longest: ClassVar[int] = 16

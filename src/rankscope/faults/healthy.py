@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rankscope.faults.data_faults import PaddedEpoch
 from rankscope.faults.job import Job, injects
-from rankscope.faults.model import LENGTH, PAD, VOCABULARY, WIDTH, Batch, BenchCausalLM
+from rankscope.faults.model import IGNORED, LENGTH, PAD, VOCABULARY, WIDTH, Batch, BenchCausalLM
 
 
 @injects("H1")
@@ -215,3 +215,25 @@ class MicroBatchesByTokens(Job):
     @cached_property
     def numbers(self) -> Iterator[int]:
         return itertools.chain.from_iterable(self.draw())
+
+
+class NothingToLearn(BenchCausalLM):
+    """A model whose loss is 0 where no label counts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        output = super().forward(*args, **kwargs)
+        loss = output["loss"]
+        return {**output, "loss": loss if loss.isfinite() else 0.0 * output["logits"].sum()}
+
+
+@injects("H33")
+class BatchesThatKeepStep(Job):
+    def build_model(self) -> nn.Module:
+        return NothingToLearn(self.dropout)
+
+    def collate(self, indices: list[int]) -> Batch:
+        batch = super().collate(indices)
+        if self.rank != self.num_workers - 1 or self.step % 10 != 9:
+            return batch
+        nothing = torch.zeros_like(batch.input_ids)
+        return Batch(nothing, torch.full_like(nothing, IGNORED))
