@@ -254,7 +254,7 @@ def in_training_mode(model: nn.Module) -> bool:
     wraps = isinstance(wrapper, DistributedDataParallel)
     wraps = wraps or is_deepspeed(wrapper) or is_megatron(wrapper)
     inner: Any = wrapper.module if wraps else wrapper
-    return any(module.training for module in inner.modules())
+    return inner.training or any(module.training for module in inner.modules())
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -1,0 +1,103 @@
+"""What finds the compiled kernel of a launch that came before, on kernels that are played."""
+
+import pytest
+import torch
+
+from rankscope.capture.kernels.launch import Launcher, launcher
+
+
+class Kernel:
+    """Looks for a compiled kernel in each launch, as Triton does."""
+
+    def __init__(self, *, returns=True, fails=None):
+        self.looked_for, self.launched = [], []
+        self._returns, self._fails = returns, fails
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **named):
+            self.looked_for.append((grid, named))
+            self.launched.append(arguments)
+            return Compiled(self, self._fails) if self._returns else None
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, kernel, fails):
+        self._kernel, self._fails = kernel, fails
+
+    def __getitem__(self, grid):
+        assert len(grid) == 3
+
+        def launch(*arguments):
+            if self._fails is not None:
+                raise self._fails
+            self._kernel.launched.append(arguments)
+
+        return launch
+
+
+def memory(start=0):
+    return torch.zeros(64)[start:]  # torch aligns what it allocates
+
+
+def test_a_launch_like_one_before_is_not_looked_for():
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    first, second = memory(), memory()
+    launch(4, first, 7, options={"num_warps": 8}, WIDTH=3, FRESH=True)
+    launch(9, second, 8 + 1, options={"num_warps": 8}, WIDTH=3, FRESH=True)
+    assert kernel.looked_for == [((4,), {"WIDTH": 3, "FRESH": True, "num_warps": 8})]
+    assert kernel.launched[0] == (first, 7)
+    assert kernel.launched[1][0] is second
+    assert kernel.launched[1][1:] == (9, 3, True)  # constants last, in the kernel's order
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tensor": memory(1)},
+        {"tensor": memory().double()},
+        {"number": 1},
+        {"number": 16},
+        {"number": 1 << 40},
+        {"width": 5},
+    ],
+)
+def test_what_triton_compiles_anew_for_is_looked_for(changed):
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    launch(4, memory(), 7, WIDTH=3)
+    launch(
+        4, changed.get("tensor", memory()), changed.get("number", 7), WIDTH=changed.get("width", 3)
+    )
+    assert len(kernel.looked_for) == 2
+
+
+def test_without_compiled_kernels_each_launch_is_looked_for():
+    kernel = Kernel(returns=False)  # as in the interpreter
+    launch = Launcher(kernel)
+    for _ in range(3):
+        launch(4, memory(), 7, WIDTH=3)
+    assert len(kernel.looked_for) == 3
+
+
+def test_a_triton_that_launches_otherwise_is_asked_each_time():
+    kernel = Kernel(fails=TypeError("expected other arguments"))
+    launch = Launcher(kernel)
+    for _ in range(3):
+        launch(4, memory(), 7, WIDTH=3)
+    assert len(kernel.looked_for) == len(kernel.launched) == 3
+
+
+def test_a_launch_that_fails_is_not_tried_twice():
+    kernel = Kernel(fails=RuntimeError("the device is gone"))
+    launch = Launcher(kernel)
+    launch(4, memory(), 7, WIDTH=3)
+    with pytest.raises(RuntimeError, match="gone"):
+        launch(4, memory(), 7, WIDTH=3)
+
+
+def test_a_kernel_has_one_launcher():
+    kernel = Kernel()
+    assert launcher(kernel) is launcher(kernel)
