@@ -226,7 +226,7 @@ def _in_turns(setup: Setup, works: dict[str, Step]) -> dict[str, list[float]]:
     for _ in range(setup.pick(min(TURNS + 6, int(setup.seconds / 4 / pair)), 0)):
         for step in works.values():
             step()
-    block = setup.pick(max(1, min(BLOCK, int(setup.seconds / 6 / pair))), 2)
+    block = setup.pick(max(1, min(BLOCK, int(setup.seconds / 16 / pair))), 2)
     rounds = setup.pick(max(3, min(MOST_BLOCKS, int(setup.seconds / block / pair))), 1)
     order = Random(0)
     blocks: dict[str, list[float]] = {name: [] for name in works}
