@@ -2,7 +2,7 @@
 
 The record's schema, the payload that travels between workers, the detectors, the report and the
 exporters all read these declarations. To add a column, add a ``Signal`` here and give its value
-where the other values of the same source are given; nothing else lists columns.
+where the other values of the same source are given; no other code lists columns.
 """
 
 import functools

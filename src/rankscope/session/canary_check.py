@@ -47,11 +47,13 @@ def _why_not(wrapped: Wrapped) -> str:
         return "replicate() reduces in hooks of the model itself, so no worker can run it alone"
     if wrapped.kind == "Megatron-core":
         return "a canary's backward pass would add to the gradients in Megatron-core's buffers"
-    if wrapped.kind not in ("DDP", LOOP):
+    if wrapped.kind in ("FSDP2", "DeepSpeed"):
         return (
             f"a canary runs the whole model on each worker alone, which under {wrapped.kind} no "
             "worker holds"
         )
+    if wrapped.kind not in ("DDP", LOOP):
+        return f"nothing says how a worker runs a model alone under {wrapped.kind}"
     if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
         return (
             "Lightning runs training_step in place of the model's forward pass, with all that it "

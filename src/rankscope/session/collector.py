@@ -22,7 +22,7 @@ from rankscope.capture import GradientTransfer, LossMeter, OptimizerMeter, Sampl
 from rankscope.capture.accumulation import Accumulation
 from rankscope.capture.guard import Guard
 from rankscope.capture.host import begin_copies
-from rankscope.capture.lengths import LengthMeter
+from rankscope.capture.inputs import INPUT_METERS
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.state.exact_evidence import NoEvidence
 from rankscope.capture.state.trace import PendingTrace
@@ -79,7 +79,8 @@ class StepCollector:
         self._canary, self._module = canary, instruments.module
         self._verification, self._replicas = verification, replicas
         self._losses = self._new_losses()
-        self._samples, self._lengths = SampleMeter(), LengthMeter()
+        self._samples = SampleMeter()
+        self._inputs = tuple(make() for make in INPUT_METERS)
         self._optimizer = OptimizerMeter(optimizer)
         self._evidence = instruments.make_evidence_meter(optimizer)
         make_trace = instruments.make_trace_meter
@@ -173,7 +174,8 @@ class StepCollector:
 
     def _see_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._samples.see(args, kwargs, self._passes.current)
-        self._lengths.see(args, kwargs, self._passes.current)
+        for meter in self._inputs:
+            meter.see(args, kwargs, self._passes.current)
 
     def enter_module(self) -> None:
         """Take notice that a forward pass is about to enter the wrapped module."""
@@ -386,7 +388,8 @@ class StepCollector:
         self._passes.take_idle()
         self._losses.collect()
         self._samples.collect()
-        self._lengths.collect()
+        for meter in self._inputs:
+            meter.collect()
         self._updated = self._reduced = False
         self._left_over = None
 
@@ -441,7 +444,7 @@ class StepCollector:
             multipliers=multipliers,
             summed_workers=self._tap.summed_workers,
             samples=self._samples.collect(idle),
-            lengths=self._lengths.collect(idle),
+            inputs=[meter.collect(idle) for meter in self._inputs],
             state=state,
             canary=canary,
             trace=trace,

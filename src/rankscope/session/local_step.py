@@ -17,7 +17,7 @@ from rankscope.capture import GradientTransfer
 from rankscope.capture.canary.replay import PendingCanary
 from rankscope.capture.device_clock import FeltSeconds
 from rankscope.capture.host import Numbers
-from rankscope.capture.lengths import Lengths
+from rankscope.capture.inputs import PendingValues
 from rankscope.capture.loss import MicroBatchLoss
 from rankscope.capture.state.trace import PendingTrace
 from rankscope.capture.state.turn import PendingState
@@ -39,7 +39,7 @@ class LocalStep:
         losses: One entry per micro-batch.
         multipliers: What the losses were multiplied by before backward; None if unknown.
         samples: Ids or digests, in parts.
-        lengths: Of the token sequences.
+        inputs: What meters have found in the model's inputs.
         values: LOCAL signals that are known already.
         state: Digests of the training's state.
         canary: What the step says of canaries; None if nothing.
@@ -54,7 +54,7 @@ class LocalStep:
     losses: Sequence[MicroBatchLoss]
     multipliers: Numbers | None
     samples: Sequence[Numbers | Ints]
-    lengths: Lengths
+    inputs: Sequence[PendingValues]
     values: Mapping[str, float]
     state: PendingState
     canary: PendingCanary | None = None
@@ -69,7 +69,9 @@ class LocalStep:
         for part in (self.trace, self.gradient, self.canary, self.multipliers, self.state):
             if part is not None and not part.ready:
                 return False
-        if not self.lengths.ready or (self.felt is not None and not self.felt.ready):
+        if self.felt is not None and not self.felt.ready:
+            return False
+        if not all(each.ready for each in self.inputs):
             return False
         for samples in self.samples:
             if not (isinstance(samples, np.ndarray) or samples.ready):
@@ -85,7 +87,9 @@ class LocalStep:
             gradient: Whether there is room for the gradient.
         """
         state, known = self.state.read()
-        values = {**self.values, **known, **self.lengths.read()}
+        values = {**self.values, **known}
+        for each in self.inputs:
+            values |= each.read()
         if self.canary is not None:
             values |= self.canary.read()
         if self.felt is not None:

@@ -53,7 +53,7 @@ def _end_label(
     return layer("text", source, encoding, style=style, text=words, **place)
 
 
-def averaged_loss(tables: Tables, mean: Sequence[Row], ranges: Sequence[Row]) -> Spec:
+def mean_and_range(tables: Tables, mean: Sequence[Row], ranges: Sequence[Row]) -> Spec:
     """Return the averaged loss over the band from the lowest to the highest worker.
 
     Args:

@@ -16,7 +16,7 @@ from rankscope.record import Run
 from rankscope.web.document import png_of, render, write_bytes, write_text
 from rankscope.web.maps import FINDING_ROW
 from rankscope.web.parts import Spec, Tables
-from rankscope.web.run_figures import MAP_FIGURES, Source, read_source, run_figures
+from rankscope.web.run_figures import OVERVIEWS, Source, read_source, run_figures
 from rankscope.web.words import Verdict, facts, titles_of, verdict_of
 
 MAX_CHIPS = 64
@@ -77,7 +77,7 @@ class RunView:
 
 def assessed(run: Run) -> Assessment:
     """Return a run's assessment, reading together what it and the run's figures need."""
-    run.overviews(*(name for name, _ in MAP_FIGURES))
+    run.overviews(*OVERVIEWS)
     return assess(run)
 
 

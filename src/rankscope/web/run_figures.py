@@ -29,6 +29,9 @@ WORKER_FIGURES = (
 MAP_FIGURES = (*WORKER_FIGURES, ("step_seconds", "seconds"))
 """Signals that are drawn as a map of workers and steps."""
 
+OVERVIEWS = tuple(name for name, _ in MAP_FIGURES)
+"""Columns of the workers that figures are made from."""
+
 _GRADIENTS = ("grad_norm", "cosine_rest")
 """Those that are known of observed steps only."""
 
@@ -74,7 +77,7 @@ class Source:
 
 def read_source(tables: Tables, run: Run, named: Sequence[int]) -> Source:
     """Read what the figures of a run need."""
-    overviews = run.overviews(*(name for name, _ in MAP_FIGURES))
+    overviews = run.overviews(*OVERVIEWS)
     drawn = bins.chosen(bins.known_bins(overviews["loss"]), named)
     shown = [rank for rank in named if rank in drawn]
     return Source(
@@ -137,7 +140,7 @@ def _loss_figure(source: Source) -> dict[str, Spec]:
         {**point, "low": low, "high": high}
         for point, (low, high) in zip(points, ranges, strict=True)
     ]
-    return {"loss": figures.averaged_loss(source.tables, mean, bins.band(view))}
+    return {"loss": figures.mean_and_range(source.tables, mean, bins.band(view))}
 
 
 def _metric_figures(

@@ -1,0 +1,22 @@
+"""Every detector takes part in a diagnosis."""
+
+import importlib
+import inspect
+import pkgutil
+
+from rankscope import diagnose
+from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.diagnose.evidence import Detector
+
+
+def concrete(kind):
+    below = [each for one in kind.__subclasses__() for each in concrete(one)]
+    return below if inspect.isabstract(kind) else [kind, *below]
+
+
+def test_every_detector_is_asked():
+    for module in pkgutil.iter_modules(diagnose.__path__, f"{diagnose.__name__}."):
+        importlib.import_module(module.name)
+    asked = {type(detector) for detector in Diagnosis(4)._detectors}
+    known = {kind for kind in concrete(Detector) if kind.__module__.startswith("rankscope.")}
+    assert known == asked
