@@ -27,6 +27,7 @@ from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.evidence import Observation
 from rankscope.record.bundle import find_bundles, load_bundle
 from rankscope.session.canary import LiveCanary
+from rankscope.session.kinds import DDP
 from rankscope.session.wrapping import Wrapped
 from support.models import make_batch, make_model
 
@@ -58,7 +59,7 @@ class Worker:
         if send is not None:
             group: Any = None
             parameters = dict(self.model.named_parameters())
-            wrapped = Wrapped("DDP", Wrapper(self.model), parameters, group, CPU)
+            wrapped = Wrapped(DDP, Wrapper(self.model), parameters, group, CPU)
             self.canary = LiveCanary(wrapped, rank, send, first=first)
 
     def read(self, step: int) -> None:

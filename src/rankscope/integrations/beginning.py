@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from rankscope.errors import RunError
 from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.run_script import Job
+from rankscope.session.kinds import LOOP
 from rankscope.session.rendezvous import agree, default_store
 from rankscope.session.scope import Scope
 from rankscope.session.start import speak_on_stderr, watch
-from rankscope.session.wrapping import LOOP, find_wrapper, in_training_mode, is_compiled
+from rankscope.session.wrapping import find_wrapper, in_training_mode, is_compiled
 
 _log = logging.getLogger("rankscope")
 
@@ -74,7 +75,7 @@ def begin(model: nn.Module, job: Job) -> Watching | None:
     if problem:
         raise RunError(problem)
     optimizers = around.optimizers()
-    followed: Any = optimizers if wrapped.kind == LOOP else optimizers[:1]
+    followed: Any = optimizers if wrapped.kind is LOOP else optimizers[:1]
     with torch.autocast(wrapped.device.type, enabled=False):
         scope = watch(
             model,

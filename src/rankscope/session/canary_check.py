@@ -9,7 +9,7 @@ from rankscope.capture.canary.replay import check_module
 from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.private import lacking
-from rankscope.session.wrapping import LOOP, Wrapped
+from rankscope.session.wrapping import Wrapped
 
 _log = logging.getLogger("rankscope")
 
@@ -43,17 +43,8 @@ def check_canary(wrapped: Wrapped, *, wanted: bool, every: int | None) -> bool:
 
 def _why_not(wrapped: Wrapped) -> str:
     num_workers = wrapped.group.size()
-    if wrapped.kind == "replicate":
-        return "replicate() reduces in hooks of the model itself, so no worker can run it alone"
-    if wrapped.kind == "Megatron-core":
-        return "a canary's backward pass would add to the gradients in Megatron-core's buffers"
-    if wrapped.kind in ("FSDP2", "DeepSpeed"):
-        return (
-            f"a canary runs the whole model on each worker alone, which under {wrapped.kind} no "
-            "worker holds"
-        )
-    if wrapped.kind not in ("DDP", LOOP):
-        return f"nothing says how a worker runs a model alone under {wrapped.kind}"
+    if wrapped.kind.no_canary:
+        return wrapped.kind.no_canary
     if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
         return (
             "Lightning runs training_step in place of the model's forward pass, with all that it "

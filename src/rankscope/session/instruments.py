@@ -28,8 +28,9 @@ from rankscope.core.plan import Tier
 from rankscope.core.step import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.reduce.exact import ExactGram, check_exact
+from rankscope.session.kinds import FSDP2, LOOP, MEGATRON
 from rankscope.session.options import WatchOptions
-from rankscope.session.wrapping import LOOP, Wrapped
+from rankscope.session.wrapping import Wrapped
 
 GROUP_WIDTH = 251
 """Numbers in the sketch of a group: its cosines err by 0.06 at most."""
@@ -113,7 +114,7 @@ def choose_instruments(
     reduced = _reads(wrapped, options, tier)
     if tier is Tier.EXACT:
         check_exact(wrapped.wrapper)
-    if options.trace and wrapped.kind != "DDP":
+    if options.trace and not wrapped.kind.traces:
         raise UnsupportedError(
             "trace=True expected a model under DDP, where rank 0 holds whole parameters and "
             f"gradients, got {wrapped.kind}; leave it out"
@@ -137,7 +138,7 @@ def choose_instruments(
         section_counts=() if sections is None else sections.counts,
         audit_width=0 if sections is None else min(AUDIT_WIDTH, options.sketch_width),
         num_products=0 if sketches else 1,
-        by_loop=wrapped.kind == LOOP,
+        by_loop=wrapped.kind is LOOP,
     )
 
     def make_tap(
@@ -155,7 +156,7 @@ def choose_instruments(
             reduces=wrapped.reduces(),
             broadcasts=wrapped.broadcasts(),
             left_out=wrapped.left_out(),
-            lasting=LastingParameters(wrapped.wrapper) if wrapped.kind == "FSDP2" else None,
+            lasting=LastingParameters(wrapped.wrapper) if wrapped.kind is FSDP2 else None,
             device=wrapped.device,
             spacing=1 if options.overhead_budget is None else STATE_SPACING,
             local_steps=local_steps,
@@ -195,7 +196,7 @@ def _reads(wrapped: Wrapped, options: WatchOptions, tier: Tier) -> ReadReduced:
     """
     reduced = options.reads(tier)
     told = reduced is ReadReduced.SKETCH and wrapped.group.size() <= MAX_PAIRED
-    return ReadReduced.OFF if wrapped.kind == LOOP and not told else reduced
+    return ReadReduced.OFF if wrapped.kind is LOOP and not told else reduced
 
 
 def _reduced_in(wrapped: Wrapped, groups: Groups) -> dict[str, str]:
@@ -213,7 +214,7 @@ def _updates_all(wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> b
     Not where DeepSpeed gathers them afterwards, nor where the optimizer that is known holds a part
     of them: others update the rest, perhaps on other workers.
     """
-    if optimizer is None or wrapped.kind == "DeepSpeed":
+    if optimizer is None or not wrapped.kind.updates_at_once:
         return False
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return all(id(parameter) in held for parameter in wrapped.parameters.values())
@@ -224,9 +225,9 @@ def _keeps_state_alike(wrapped: Wrapped, optimizer: torch.optim.Optimizer | None
 
     DeepSpeed's is sharded, or flat; Megatron-core's, where it updates copies of the parameters.
     """
-    if wrapped.kind == "Megatron-core":
+    if wrapped.kind is MEGATRON:
         return _updates_all(wrapped, optimizer)
-    return wrapped.kind != "DeepSpeed"
+    return wrapped.kind.state_by_parameter
 
 
 def _elements(parameter: torch.Tensor) -> int:

@@ -31,12 +31,13 @@ from rankscope.session.canary import LiveCanary
 from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import STATE_SPACING, choose_instruments
+from rankscope.session.kinds import LOOP
 from rankscope.session.mesh_axes import join_mesh
 from rankscope.session.opening import Intent, Opened, host_name, open_run
 from rankscope.session.options import WatchOptions, choice
 from rankscope.session.scope import Scope
 from rankscope.session.verification import LiveVerification
-from rankscope.session.wrapping import LOOP, find_wrapper, plain_optimizers
+from rankscope.session.wrapping import find_wrapper, plain_optimizers
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 
 _log = logging.getLogger("rankscope")
@@ -115,7 +116,7 @@ def watch(
     local_steps = intended.local_steps or 0
     wrapped = find_wrapper(model, options.process_group)
     optimizer = _one_of(plain_optimizers(optimizer)) or wrapped.optimizer  # DeepSpeed's wraps, too
-    if wrapped.kind == LOOP and optimizer is None:
+    if wrapped.kind is LOOP and optimizer is None:
         raise UsageError(
             "watch() expected the optimizer, or all of them in a list, of a model without wrapper, "
             "whose call ends a step; got none of torch.optim.Optimizer: watch(model, optimizer, …)"
@@ -131,7 +132,7 @@ def watch(
         "reduced": instruments.reduced,
         "reduced_in": instruments.reduced_in,
         "local_steps": local_steps,
-        "parallel": wrapped.kind,
+        "parallel": wrapped.kind.name,
         "plan": intended.to_json(),
         "canary": canary,
         "verify_at": list(map(int, options.verify_at)),

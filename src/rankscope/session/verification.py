@@ -21,6 +21,7 @@ from rankscope.capture.taps.deepspeed import before_engine_step
 from rankscope.core.reference import Part
 from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.private import lacking
+from rankscope.session.kinds import DEEPSPEED, FSDP2, REPLICATE
 from rankscope.session.rendezvous import Rendezvous
 from rankscope.session.wrapping import Wrapped, is_compiled
 
@@ -60,11 +61,10 @@ class LiveVerification:
         self._asked, self._step, self._due = False, -1, -1
         self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
         self._module, self._device = wrapped.module, wrapped.device
-        shards = wrapped.kind == "FSDP2" or (
-            wrapped.kind == "DeepSpeed" and wrapped.replica is None
-        )
+        engine = wrapped.kind is DEEPSPEED
+        shards = wrapped.kind is FSDP2 or (engine and wrapped.replica is None)
         self._meeting = meeting if shards else None  # all gather whole parameters together
-        self._engine = wrapped.wrapper if wrapped.kind == "DeepSpeed" else None
+        self._engine = wrapped.wrapper if engine else None
         self._reference: ReferenceStep | None = None
         if not self._why_not:
             size = wrapped.group.size()
@@ -239,11 +239,11 @@ class LiveVerification:
 
 
 def _held(wrapped: Wrapped) -> Held:
-    if wrapped.kind == "FSDP2":
+    if wrapped.kind is FSDP2:
         return ShardedModel(wrapped.wrapper)
-    if wrapped.kind == "DeepSpeed":
+    if wrapped.kind is DEEPSPEED:
         return EngineModel(wrapped.wrapper, wrapped.group.size())
-    kind = ReplicatedModel if wrapped.kind == "replicate" else WholeModel
+    kind = ReplicatedModel if wrapped.kind is REPLICATE else WholeModel
     return kind(wrapped.module, wrapped.group.size())
 
 
@@ -251,8 +251,8 @@ def _why_not(wrapped: Wrapped) -> str:
     """Return why no gradient of a model can be computed again; empty if it can."""
     if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
         return "Lightning runs training_step in place of the forward pass, with all that it logs"
-    if wrapped.kind == "Megatron-core":
-        return "its backward pass would add to the gradients in Megatron-core's buffers"
+    if wrapped.kind.no_reference:
+        return wrapped.kind.no_reference
     if any(map(is_compiled, wrapped.wrapper.modules())):
         return "the model is compiled, and would run by other operations"
     if wrapped.group.size() > MAX_PAIRED_WORKERS:

@@ -38,11 +38,9 @@ from rankscope.capture.taps.megatron_model import (
 )
 from rankscope.capture.taps.tap import GradientObserver, Guarded
 from rankscope.errors import UnsupportedError
+from rankscope.session.kinds import DDP, DEEPSPEED, FSDP2, LOOP, MEGATRON, REPLICATE, Kind
 
 _log = logging.getLogger("rankscope")
-
-LOOP = "loop"
-"""What the training's own loop reduces, or its optimizer: a model without wrapper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Wrapped:
         mesh: This rank's place in a mesh that has other axes than the data-parallel ones.
     """
 
-    kind: str
+    kind: Kind
     wrapper: nn.Module
     parameters: dict[str, Tensor]
     group: dist.ProcessGroup
@@ -79,7 +77,7 @@ class Wrapped:
         """The model inside the wrapper; the same where a layer may be called so."""
         if self.replicated is not None:
             return self.replicated
-        if self.kind in ("FSDP2", LOOP):
+        if self.kind in (FSDP2, LOOP):
             return self.wrapper
         inner = getattr(self.wrapper, "module", None)
         return inner if isinstance(inner, nn.Module) else self.wrapper
@@ -140,7 +138,7 @@ class Wrapped:
                 observer=observer,
                 shadowed=shadowed,
             )
-        if self.kind == LOOP:
+        if self.kind is LOOP:
             size = self.group.size()
             return LoopTap(parameters, size, sketcher, guarded, reduced=reduced, observer=observer)
         if is_deepspeed(wrapper):
@@ -166,7 +164,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         parameters = _trained(inner)
         _check_ddp(inner, parameters)
         device = next(iter(parameters.values()), next(inner.parameters())).device
-        return Wrapped("DDP", inner, parameters, inner.process_group, device)
+        return Wrapped(DDP, inner, parameters, inner.process_group, device)
     ddp = composable_ddp(inner)
     if ddp is not None:
         return _find_replicated(inner, ddp)
@@ -181,7 +179,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         parameters, group = fsdp2_parameters(inner), fsdp2_process_group(inner)
         device, replica = fsdp2_device(inner), fsdp2_replica(inner)
         mesh = _find_mesh(inner)
-        return Wrapped("FSDP2", inner, parameters, group, device, replica=replica, mesh=mesh)
+        return Wrapped(FSDP2, inner, parameters, group, device, replica=replica, mesh=mesh)
     if is_megatron(inner):
         return _find_megatron(inner)
     _check_bare(inner)
@@ -345,7 +343,7 @@ def _find_replicated(model: nn.Module, ddp: DistributedDataParallel) -> Wrapped:
     }
     _check_ddp(ddp, parameters)
     device = next(ddp.parameters()).device
-    return Wrapped("replicate", ddp, parameters, ddp.process_group, device, replicated=model)
+    return Wrapped(REPLICATE, ddp, parameters, ddp.process_group, device, replicated=model)
 
 
 def _find_deepspeed(engine: Any) -> Wrapped:
@@ -357,14 +355,14 @@ def _find_deepspeed(engine: Any) -> Wrapped:
     group = deepspeed_process_group(engine)
     optimizer = engine.basic_optimizer
     replica = 0 if engine.zero_optimization_stage() < 3 else None
-    return Wrapped("DeepSpeed", engine, parameters, group, engine.device, optimizer, replica)
+    return Wrapped(DEEPSPEED, engine, parameters, group, engine.device, optimizer, replica)
 
 
 def _find_megatron(ddp: Any) -> Wrapped:
     group = megatron_process_group(ddp)
     parameters = megatron_parameters(ddp)
     device = ddp.buffers[0].grad_data.device
-    return Wrapped("Megatron-core", ddp, parameters, group, device)
+    return Wrapped(MEGATRON, ddp, parameters, group, device)
 
 
 def _check_ddp(ddp: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
