@@ -10,10 +10,11 @@ from rankscope.diagnose.mesh_axes import AxisVerdict
 WORKERS = {0: 0, 4: 1}
 
 
-def one(name, parameter=0.0, gradient=0.0, *, ranks=(0, 1), cuts=True, placed=False, odd=None):
-    return Replicated(
-        name, ranks, placed, cuts, parameter, gradient, ranks if odd is None else odd, 2.0**-12
-    )
+def one(
+    name, parameter=0.0, gradient=0.0, *, ranks=(0, 1), cuts=True, placed=False, odd=None, held=True
+):
+    odd = ranks if odd is None else odd
+    return Replicated(name, ranks, placed, cuts, parameter, gradient, odd, 2.0**-12, held)
 
 
 def observe(*steps, axis="tp", begun_at=0):
@@ -44,6 +45,17 @@ def test_what_differs_in_the_first_step_is_the_whole_cause():
     assert "ranks 0 and 1 of the job; they lie apart by 1.3 of their norm" in finding.explanation
     assert finding.ranks == (0,)
     assert "Start again with the fault repaired" in finding.next_check
+
+
+def test_ranks_with_an_empty_share_do_not_make_it_a_fault_of_single_workers():
+    """Where a small parameter is cut over more ranks than it has rows."""
+    others = {"ranks": (4, 5)}
+    empty = observe((0, [one("a", gradient=1.3)]), (0, [one("a", held=False, **others)]),
+                    (8, [one("a", gradient=1.3)]))  # fmt: skip
+    sound = observe((0, [one("a", gradient=1.3)]), (0, [one("a", **others)]),
+                    (8, [one("a", gradient=1.3)]))  # fmt: skip
+    assert [finding.ranks for finding in empty.values()] == [()]
+    assert [finding.ranks for finding in sound.values()] == [(0,)]
 
 
 def test_parts_that_begin_later_are_told_from_their_consequences():

@@ -125,6 +125,8 @@ class Replicated:
         gradient: The same of the gradient that the optimizer is given; NaN if it is unknown.
         odd: The ranks that differ from most; all where no majority agrees.
         tolerance: What rounding may explain.
+        held: Whether the ranks hold something of it: where the data-parallel axis cuts a small one,
+            some have an empty share.
     """
 
     name: str
@@ -135,6 +137,7 @@ class Replicated:
     gradient: float
     odd: tuple[int, ...]
     tolerance: float
+    held: bool = True
 
     @property
     def parameter_differs(self) -> bool:
@@ -187,11 +190,13 @@ def _compare(
 ) -> Replicated:
     apart: list[float] = []
     differing: tuple[int, ...] = ()
+    held = False
     for what in (0, 1):
         norms_T = np.array([part.norms_2N[what, number] for part in parts_T])
         digests_T = [int(part.digests_2N[what, number]) for part in parts_T]
         sketches_TK = np.array([part.sketches_2NK[what, number] for part in parts_T], np.float64)
         apart.append(_apart(digests_T, norms_T, sketches_TK))
+        held |= bool((norms_T != 0).any())
         differing = odd_ranks(digests_T) or differing  # of the gradient, where it differs
     tolerance = max(tolerance_of(part.types[number]) for part in parts_T)
     return Replicated(
@@ -203,6 +208,7 @@ def _compare(
         gradient=apart[1],
         odd=tuple(parts_T[at].rank for at in differing),
         tolerance=tolerance,
+        held=held,
     )
 
 

@@ -56,9 +56,14 @@ class _Fault:
         self.apart[one.name] = max(apart, self.apart.get(one.name, 0.0))
         self.lines[one.ranks] = one.odd
 
-    def news(self) -> bool:
-        """Return whether there is something to tell, as if it were told now."""
-        told = (self.severity, tuple(self.apart), dict(self.lines), self.count.bit_length())
+    def news(self, *, everywhere: bool) -> bool:
+        """Return whether there is something to tell, as if it were told now.
+
+        Args:
+            everywhere: Whether all ranks differ that hold something of its parameters.
+        """
+        counted = self.count.bit_length()
+        told = (self.severity, tuple(self.apart), dict(self.lines), counted, everywhere)
         fresh, self.told = told != self.told, told
         return fresh
 
@@ -86,6 +91,7 @@ class AxisVerdict:
         self._differ: _Fault | None = None
         self._drift: _Fault | None = None
         self._met: dict[_Line, set[str]] = defaultdict(set)
+        self._held: dict[str, set[_Line]] = defaultdict(set)  # by ranks along the axis
         self._own: set[_Line] = set()  # whose models may be meant to differ
 
     def observe(
@@ -108,6 +114,9 @@ class AxisVerdict:
         self._see_gradients(step, found, begins=not met)
         self._see_parameters(step, found, met)
         met |= {one.name for one in found}
+        for one in found:
+            if one.held:
+                self._held[one.name].add(one.ranks)
         return list(self._changed(step, workers))
 
     def _see_gradients(self, step: int, found: Sequence[Replicated], *, begins: bool) -> None:
@@ -136,10 +145,18 @@ class AxisVerdict:
         if self._partial is None and self._differ is None:
             found.append((DIFFER, self._drift))
         for cause, fault in found:
-            if fault is not None and fault.last == step and fault.news():
-                yield self._finding(cause, fault, workers)
+            if fault is None or fault.last != step:
+                continue
+            known = {rank for line in self._met for rank in line}
+            everywhere = workers.keys() <= known and all(
+                self._held[name] <= fault.lines.keys() for name in fault.apart
+            )
+            if fault.news(everywhere=everywhere):
+                yield self._finding(cause, fault, workers, everywhere=everywhere)
 
-    def _finding(self, cause: str, fault: _Fault, workers: Mapping[int, int]) -> Finding:
+    def _finding(
+        self, cause: str, fault: _Fault, workers: Mapping[int, int], *, everywhere: bool
+    ) -> Finding:
         concerned = {rank for line in fault.lines for rank in line}
         ranks = tuple(sorted(worker for rank, worker in workers.items() if rank in concerned))
         names, apart = list(fault.apart), max(fault.apart.values())
@@ -166,7 +183,7 @@ class AxisVerdict:
             id=f"{cause}:{self._axis}",
             cause=cause,
             severity=fault.severity,
-            ranks=() if len(ranks) == len(workers) else ranks,
+            ranks=() if everywhere or len(ranks) == len(workers) else ranks,
             first_step=fault.first,
             last_step=fault.last,
             explanation=explanation,
