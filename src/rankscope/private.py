@@ -155,8 +155,7 @@ USES = (
     Use(
         "torch.autograd.Variable",
         "_execution_engine",
-        "capture.passes capture.taps.ddp capture.taps.loop capture.taps.reduced_product "
-        "capture.canary.alone",
+        "capture.passes capture.taps.hooked capture.taps.reduced_product capture.canary.alone",
         "what is to run at the end of a backward pass; canaries must not accumulate gradients",
         _REFUSES,
         need="backward",
