@@ -44,7 +44,7 @@ class Event:
 def train(steps, *, host, kernels, own_host, own_kernels, capturing=lambda step: False, spoilt=()):
     """Train with one hook a step, which hands over the step before; return what each has lost."""
     device, step = Device(), 0
-    clock = DeviceClock(device.event, lambda: capturing(step))
+    clock = DeviceClock(device.event, Event.record, lambda: capturing(step))
     guard = Guard(pytest.fail, clock)
     taken, lost = [], []
 
@@ -100,7 +100,7 @@ def test_where_events_fail_the_clock_of_the_host_stays():
     def broken():
         raise RuntimeError("no events here")
 
-    clock = DeviceClock(broken, lambda: False)
+    clock = DeviceClock(broken, Event.record, lambda: False)
     guard = Guard(pytest.fail, clock)
     for step in range(20):
         guard(lambda: None)

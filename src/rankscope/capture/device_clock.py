@@ -53,11 +53,17 @@ class DeviceClock:
 
     Args:
         make_event: Returns an event with a time.
+        record: Marks by an event how far the device's current stream has come.
         is_capturing: Whether a graph is being captured, into which marks must not get.
     """
 
-    def __init__(self, make_event: Callable[[], Any], is_capturing: Callable[[], bool]) -> None:
-        self._make_event, self._is_capturing = make_event, is_capturing
+    def __init__(
+        self,
+        make_event: Callable[[], Any],
+        record: Callable[[Any], None],
+        is_capturing: Callable[[], bool],
+    ) -> None:
+        self._make_event, self._record, self._is_capturing = make_event, record, is_capturing
         self._begun: Any = None
         self._marks: Marks = []
         self._free: list[Any] = []
@@ -117,7 +123,7 @@ class DeviceClock:
                 self._spoilt = True
                 return None
             event = self._free.pop() if self._free else self._make_event()
-            event.record()
+            self._record(event)
         except Exception as error:
             self._give_up(error)
             return None
@@ -139,5 +145,6 @@ def clock_of(device: torch.device) -> DeviceClock | None:
         return None
     return DeviceClock(
         lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+        lambda event: event.record(torch.cuda.current_stream(device)),  # not every job sets its own
         torch.cuda.is_current_stream_capturing,
     )

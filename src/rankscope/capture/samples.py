@@ -209,11 +209,12 @@ def launch_digests(batch: Tensor, mask: Tensor | None) -> Tensor | None:
     digests = torch.empty(len(words), dtype=torch.int64, device=words.device)
     if not words.numel():
         return None
-    launcher(digest_rows)(
-        len(words), words, counts, _weights(words.device), digests, words.shape[1],
-        words.stride(0), words.stride(1), counts.stride(0), MAX_WORDS, _MIX,
-        MASKED=mask is not None,
-    )  # fmt: skip
+    with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
+        launcher(digest_rows)(
+            len(words), words, counts, _weights(words.device), digests, words.shape[1],
+            words.stride(0), words.stride(1), counts.stride(0), MAX_WORDS, _MIX,
+            MASKED=mask is not None,
+        )  # fmt: skip
     return digests
 
 
