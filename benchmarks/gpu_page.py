@@ -166,7 +166,10 @@ PARTS: dict[str, Part] = {
 
 
 def merge(results: Results, part: str, rows: list[Row]) -> None:
-    """Put the rows of a part in; what they lack stays as it was measured before."""
+    """Put the rows of a part in; what they lack stays as it was measured before.
+
+    A row may have a ``remark`` on how it was measured, which goes when it is measured again.
+    """
     found = {row["what"]: row for row in [*results.get(PREFIX + part, []), *rows]}
     results[PREFIX + part] = [found[what] for what in PARTS[part].rows if what in found]
 
@@ -177,9 +180,7 @@ def render(results: Mapping[str, list[Row]]) -> str:
         HEADING,
         "`make gpu` measures all; `make gpu GPU_FLAGS='--parts kernels'` one part. Medians, with "
         "95 % intervals in brackets. Bandwidths are the device's alone, and count the bytes of the "
-        "gradient; a copy counts bytes read and written. In these runs, the probe's own clock was "
-        "the host's, which counts waiting for room in the device's queue. Now it is the device's; "
-        "no run with it is measured yet.",
+        "gradient; a copy counts bytes read and written.",
     ]
     for name, part in PARTS.items():
         parts += [f"### {part.title}", _table(part, results.get(PREFIX + name, []))]
@@ -211,7 +212,9 @@ def _table(part: Part, rows: list[Row]) -> str:
         return f"All {len(part.rows)} rows: {NOT_MEASURED}."
     found = {row["what"]: row for row in rows}
     where = list(dict.fromkeys(map(_where, rows)))
-    lines = [f"On {where[0]}.", ""] if len(where) == 1 else []
+    said = [f"On {where[0]}."] if len(where) == 1 else []
+    said += dict.fromkeys(row["remark"] for row in rows if "remark" in row)
+    lines = [" ".join(said), ""] if said else []
     several = len(where) > 1
     lines += ["| what | value |" + " where |" * several, "|---|---|" + "---|" * several]
     for what in part.rows:

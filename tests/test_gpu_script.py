@@ -109,6 +109,14 @@ def test_rows_from_several_places_tell_where():
     assert f"| {second} | 2 ms | a device, torch 2.14, 2030-01-01 |" in text
 
 
+def test_a_remark_goes_when_its_row_is_measured_again():
+    first, second, *_ = page.PARTS["study"].rows
+    results = {"gpu study": [row(first, 1, remark="On a busy machine."), row(second, 2)]}
+    assert "2030-01-01. On a busy machine." in page.render(results)
+    page.merge(results, "study", [row(first, 3)])
+    assert "busy" not in page.render(results)
+
+
 def test_the_section_is_replaced_and_nothing_else():
     around = f"# A page\n\ntext\n\n{page.HEADING}\n\n### Old\n\nold\n\n## Behind\n\nmore\n"
     new = page.put_into(around, {})

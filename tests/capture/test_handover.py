@@ -276,7 +276,7 @@ def test_the_precision_of_the_gradient_does_not_change_what_arrives(dtype):
 def test_a_kernel_that_fails_is_replaced_by_plain_torch_and_told_of_once(monkeypatch, caplog):
     monkeypatch.setattr(transfer, "_is_compiled", lambda: False)
     monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)
-    monkeypatch.setattr(transfer._Launching, "possible", True)
+    monkeypatch.setattr(transfer._gathering, "possible", True)
     monkeypatch.setattr(transfer, "launch", None)  # to call it raises
     gradient = make_gradient()
     with caplog.at_level("INFO", logger="rankscope"):

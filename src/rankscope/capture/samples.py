@@ -16,12 +16,14 @@ from torch import Tensor
 
 from rankscope.capture.batches import digests_of_texts, find_batch, ids_of, is_dense, items_in
 from rankscope.capture.host import HostCopy, Numbers, copy_numbers
-from rankscope.capture.kernels.build import tell_plain
+from rankscope.capture.kernels.build import Launching
 from rankscope.capture.kernels.inputs import digest_samples
 from rankscope.capture.kernels.launch import launcher
 from rankscope.errors import UsageError
 
 _log = logging.getLogger("rankscope")
+
+_launching = Launching("samples are digested")
 
 MAX_WORDS = 16_384
 """Words of one sample that enter its digest; larger samples are read at a regular stride."""
@@ -135,7 +137,7 @@ def _digests(batch: Tensor, mask: Tensor | None) -> Tensor:
         digests_B = digest_samples(batch, mask, _weights_at()[0], MAX_WORDS, _MIX)
         if digests_B is not None:
             return torch.frombuffer(digests_B, dtype=torch.int64)
-    on_device = _digests_on_device(batch, mask) if batch.is_cuda and _Launching.possible else None
+    on_device = _digests_on_device(batch, mask) if batch.is_cuda and _launching.possible else None
     if on_device is not None:
         return on_device
     return _digests_in_torch(batch, mask)
@@ -157,16 +159,9 @@ def _digests_on_device(batch: Tensor, mask: Tensor | None) -> Tensor | None:
     try:
         if _kernel_agrees(batch.device):
             digests = launch_digests(batch, mask)
-    except Exception as error:  # whatever it is, training goes on, a little slower
-        tell_plain("samples are digested", error, logging.INFO)
-        _Launching.possible = False
+    except Exception as error:
+        _launching.give_up(error)
     return digests
-
-
-class _Launching:
-    """Whether the kernel is not known to fail."""
-
-    possible = True
 
 
 @cache

@@ -1,7 +1,6 @@
 """A measured gradient on its way from the device to the host."""
 
 import functools
-import logging
 import struct
 from array import array
 from collections.abc import Callable, Mapping
@@ -16,14 +15,13 @@ from torch import Tensor
 from rankscope.agent.frames import Content
 from rankscope.capture.fold import Folding, fold_plain, fold_signs
 from rankscope.capture.host import HostCopy, Share
-from rankscope.capture.kernels.build import BuildError
+from rankscope.capture.kernels.build import BuildError, Launching
 from rankscope.capture.kernels.native import load_functions
 from rankscope.capture.taps.tap import LocalGradient
 from rankscope.core.measured import NUMBERS, sizes_of
 
-_log = logging.getLogger("rankscope")
-
 _DOUBLE = struct.Struct("=d")
+_gathering = Launching("what is measured is gathered")
 
 
 class GradientTransfer:
@@ -220,15 +218,13 @@ def _form(
 
 def _copies(measured: LocalGradient, folding: Folding) -> list[HostCopy | Share]:
     """Start the copies from a device: of numbers and sketches together, or of each."""
-    if _Launching.possible and _launches_on(measured.totals.sketches):
+    if _gathering.possible and _launches_on(measured.totals.sketches):
         try:
             share = Share(measured.totals.sketches.device)
             launch(measured, folding, share.take)
             return [share]
-        except Exception as error:  # whatever it is, training goes on, a little slower
-            _Launching.possible = False
-            reason = str(error).strip().split("\n")[0]
-            _log.info("what is measured is gathered in plain torch: %s", reason)
+        except Exception as error:
+            _gathering.give_up(error)
     numbers = torch.cat(list(_numbers(measured).values()))
     sketches = fold_plain(measured.totals, measured.reduced, folding)
     return [HostCopy(numbers, own=True), HostCopy(sketches, own=True)]
@@ -237,12 +233,6 @@ def _copies(measured: LocalGradient, folding: Folding) -> list[HostCopy | Share]
 def _launches_on(tensor: Tensor) -> bool:
     """Return whether there is a kernel for a tensor's device."""
     return tensor.is_cuda and torch.version.hip is None
-
-
-class _Launching:
-    """Whether the kernel is known to work, or not known to fail."""
-
-    possible = True
 
 
 def launch(

@@ -41,6 +41,23 @@ def tell_plain(what: str, error: Exception, level: int = logging.DEBUG) -> None:
     _log.log(level, "%s in plain torch: %s", what, reason)
 
 
+class Launching:
+    """Whether a kernel is not known to fail; else plain torch does its work for good.
+
+    Args:
+        what: What it does, in the words of :func:`tell_plain`.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.possible = True
+        self._what = what
+
+    def give_up(self, error: Exception) -> None:
+        """Take notice that it has failed, whatever it is: training goes on, a little slower."""
+        self.possible = False
+        tell_plain(self._what, error, logging.INFO)
+
+
 def built_library(sources: Sequence[Path] = _SOURCES, headers: Sequence[Path] = _HEADERS) -> Path:
     """Return compiled kernels; compile them if no process of this user has done so yet.
 
