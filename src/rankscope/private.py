@@ -232,6 +232,14 @@ USES = (
         need="canary",
     ),
     Use(
+        "torch.Generator",
+        "_cdata",
+        "capture.canary.state",
+        "which generator an operation draws from",
+        "no canaries",
+        need="canary",
+    ),
+    Use(
         "torch._C._autograd",
         "_unsafe_set_version_counter",
         "capture.canary.tensors",

@@ -2,6 +2,8 @@
 
 import random
 import threading
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -363,30 +365,41 @@ GENERATORS = {
 }
 
 
-@pytest.mark.parametrize("held", ["attribute", "container"])
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_generators_of_a_module_are_seeded_alike_and_put_back(kind, held):
+HELD: dict[str, Callable[[Any, Any], tuple[Any, ...] | None]] = {
+    "attribute": lambda model, generator: setattr(model, "noise", generator),
+    "container": lambda model, generator: setattr(model, "noise", {"at": (generator,)}),
+    "global name": lambda model, generator: globals().update(A_GENERATOR=generator),
+    "elsewhere": lambda model, generator: (generator,),
+}
+"""Where a generator is held; what is returned is alive in the caller alone."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [*product(GENERATORS, list(HELD)[:3]), ("torch", "elsewhere")],
+)
+def test_generators_are_seeded_alike_and_put_back(monkeypatch, kind, held):
     make, draw = GENERATORS[kind]
+    monkeypatch.setitem(globals(), "A_GENERATOR", None)
 
-    def noise(model: Calls) -> Any:
-        return draw(model.noise if held == "attribute" else model.noise["at"][0])
-
-    def make_model(rank: int) -> Calls:
-        model = Calls(lambda model: setattr(model, "drawn", float(noise(model))))
+    def make_model(rank: int) -> tuple[Calls, Any]:
+        model = Calls(lambda model: setattr(model, "drawn", float(draw(generator))))
         model.layer.register_forward_hook(lambda layer, args, output: output + model.drawn)
         generator = make(rank)
-        model.noise = generator if held == "attribute" else {"at": (generator,)}
-        noise(model)
-        return model
+        HELD[held](model, generator)
+        draw(generator)
+        return model, generator
 
     x = torch.ones(4, 3)
-    models = [make_model(rank) for rank in (1, 2)]
-    results = [run(model, x) for model in models for _ in range(2)]
+    results, after = [], []
+    for rank in (1, 2):
+        model, generator = make_model(rank)
+        results += [run(model, x) for _ in range(2)]
+        assert run(model, x, seed=2) != results[0]
+        after.append(float(draw(generator)))
     assert len(set(results)) == 1
-    assert run(models[0], x, seed=2) != results[0]
-    alone = [float(noise(make_model(rank))) for rank in (1, 2)]
-    assert [float(noise(model)) for model in models] == alone
-    assert alone[0] != alone[1]
+    assert after == [float(draw(make_model(rank)[1])) for rank in (1, 2)]
+    assert after[0] != after[1]
 
 
 def test_a_generator_without_a_state_is_left_alone():

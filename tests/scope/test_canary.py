@@ -215,10 +215,10 @@ def differ(rank: int, run_dir: str, what: str) -> tuple[list[str], list[dict[str
 
 def _make_unsteady(model: nn.Module) -> None:
     """Scale by noise from a generator that nobody seeds or restores."""
-    noise = torch.Generator()
+    noise = np.random.default_rng()
 
     def shake(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * (1 + 0.1 * torch.rand((), generator=noise))
+        return output * (1 + 0.1 * noise.random())
 
     model.head.register_forward_hook(shake)
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,10 +53,20 @@ class Autocast:
         )
 
 
+class Notices(Protocol):
+    """What is told of the operations of a run, before each."""
+
+    @property
+    def before_write(self) -> Callable[[Tensor], None]:
+        """Takes each tensor that an operation is about to write into."""
+
+    @property
+    def before_draw(self) -> Callable[[torch.Generator], None]:
+        """Takes each generator that was handed to an operation, which may draw from it."""
+
+
 @contextmanager
-def alone(
-    device: torch.device, before_write: Callable[[Tensor], None], given: Autocast | None = None
-) -> Iterator[None]:
+def alone(device: torch.device, notices: Notices, given: Autocast | None = None) -> Iterator[None]:
     """Keep the autocast in force without its cache, run eagerly, and forbid what reaches out.
 
     cuDNN does not try which of its algorithms is fastest here: each worker would choose its own,
@@ -67,14 +77,14 @@ def alone(
 
     Args:
         device: The device of the parameters.
-        before_write: Called with each tensor that an operation is about to write into.
+        notices: What is told of writes and draws.
         given: The autocast to run in; None for the one in force. Its cache is left out inside
             another one, which would keep what it has cast.
     """
     outer = Autocast.in_force(device)
     cached = given is not None and given.cached and not outer.enabled
     autocast = (given or outer).again(device, cached=cached)
-    mode = _Alone(before_write)
+    mode = _Alone(notices)
     surroundings = ExitStack()
     try:
         try:
@@ -107,14 +117,14 @@ def _without_benchmark() -> Iterator[None]:
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that talk to other workers, which may not be there, and sees writes."""
+    """Refuses operations that talk to other workers, which may not be there; sees the others."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, before_write: Callable[[Tensor], None]) -> None:
+    def __init__(self, notices: Notices) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._before_write = before_write
-        self._written: dict[Any, list[tuple[int, str]]] = {}
+        self._notices = notices
+        self._touched: dict[Any, list[tuple[int, str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass an operation on, unless it communicates."""
@@ -124,24 +134,27 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "a canary runs on each worker alone, and the model's forward pass talks to the "
                 f"others ({func})"
             )
-        if func not in self._written:
-            self._written[func] = _written_arguments(func)
-        for place, name in self._written[func]:
+        if func not in self._touched:
+            self._touched[func] = _touched_arguments(func)
+        for place, name in self._touched[func]:
             value = args[place] if place < len(args) else kwargs.get(name)
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, Tensor):
-                    self._before_write(tensor)
+            for one in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(one, Tensor):
+                    self._notices.before_write(one)
+                elif isinstance(one, torch.Generator):
+                    self._notices.before_draw(one)
         return func(*args, **kwargs)
 
 
-def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    """Return place and name of the arguments that an operation writes into."""
+def _touched_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of what an operation writes into, and of its generator."""
     schema = getattr(func, "_schema", None)
     return [
         (sys.maxsize if argument.kwarg_only else place, argument.name)
         for place, argument in enumerate(() if schema is None else schema.arguments)
         if argument.name in _UNANNOUNCED
         or (argument.alias_info is not None and argument.alias_info.is_write)
+        or "Generator" in str(argument.type)
     ]
 
 

@@ -109,7 +109,7 @@ class MicroBatch:
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         with (
             kept(module, self._device, seed=None) as run,
-            alone(self._device, run.before_write, self._autocast),
+            alone(self._device, run, self._autocast),
         ):
             self._generators.put_back()
             self._fill_buffers(module)

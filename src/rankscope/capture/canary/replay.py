@@ -145,7 +145,7 @@ def run_batch(
         parameters = [p for p in module.parameters() if p.requires_grad]
         check_gradient_room(parameters, device)
         args, kwargs = restore_batch(batch, device)
-        with kept(module, device, seed=seed) as run, alone(device, run.before_write):
+        with kept(module, device, seed=seed) as run, alone(device, run):
             loss = loss_of(module(*args, **kwargs))
             check_graph(loss, run.nodes)
             if backward_seed is not None:
@@ -176,7 +176,7 @@ def loss_without_gradient(
         args, kwargs = restore_batch(batch, device)
         with (
             kept(module, device, seed=seed) as run,
-            alone(device, run.before_write),
+            alone(device, run),
             torch.no_grad(),
         ):
             return float(loss_of(module(*args, **kwargs)))

@@ -8,6 +8,7 @@ reach.
 """
 
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,11 +45,13 @@ class Kept:
     Attributes:
         seed: Seeds all random generators.
         before_write: Takes each tensor that an operation is about to write into.
+        before_draw: Takes each generator that an operation may draw from, wherever it is held.
         nodes: The nodes of the training's graphs that lead to tensors of the modules.
     """
 
     seed: Callable[[int], None]
     before_write: Callable[[Tensor], None]
+    before_draw: Callable[[torch.Generator], None]
     nodes: frozenset[Any]
 
 
@@ -84,7 +87,7 @@ def kept(module: nn.Module, device: torch.device, *, seed: int | None) -> Iterat
             tensors.set_gradients_aside()
             if seed is not None:
                 generators.seed(seed)
-            yield Kept(generators.seed, tensors.before_write, tensors.nodes)
+            yield Kept(generators.seed, tensors.before_write, generators.before_draw, tensors.nodes)
         finally:
             _take_all(steps_back)
     except Exception:
@@ -129,6 +132,7 @@ class _Found:
             if id(value) not in seen:
                 seen[id(value)] = value  # alive, so that no other gets its id
                 waiting += [part for part in self._open(value) if isinstance(part, _OPENED)]
+        self.generators += _global_generators(self.modules)
 
     def _open(self, value: Any) -> Iterable[Any]:
         """Note a value and return what is in it."""
@@ -146,6 +150,15 @@ class _Found:
             self.containers.append(value)
             return list(value.values()) if isinstance(value, dict) else list(value)
         return ()
+
+
+def _global_generators(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield the generators that are global names of the files in which modules are defined."""
+    names = {kind.__module__ for kind in {type(module) for module in modules}}
+    for name in names:
+        for value in list(vars(sys.modules.get(name, random)).values()):
+            if isinstance(value, KINDS):
+                yield value
 
 
 class _ModuleState:
@@ -207,8 +220,9 @@ def generators_of(module: nn.Module, device: torch.device) -> "RandomGenerators"
 class RandomGenerators:
     """The states of all random generators that a forward pass may draw from.
 
-    The global ones of Python, numpy, torch and the accelerator, and those that a module holds for
-    itself, which a training may well have seeded by rank.
+    The global ones of Python, numpy, torch and the accelerator; those that a module, or the file
+    of its class, holds for itself, which a training may well have seeded by rank; and torch's
+    others, as they are used.
 
     Args:
         device: The device of the model's parameters.
@@ -218,11 +232,12 @@ class RandomGenerators:
     def __init__(self, device: torch.device, own: Iterable[Any] = ()) -> None:
         self._device = device
         self._on_device: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._own = [
-            (_seeder(generator), _keeper(generator))
+        self._seed: int | None = None
+        self._own = {
+            _place(generator): (_seeder(generator), _keeper(generator))
             for generator in own
             if not isinstance(generator, random.SystemRandom)  # it has no state
-        ]
+        }
         self._python = random.getstate()
         self._numpy = np.random.get_state()  # noqa: NPY002 - the training's
         self._torch = torch.get_rng_state()
@@ -232,7 +247,8 @@ class RandomGenerators:
 
     def seed(self, seed: int) -> None:
         """Seed all of them."""
-        for seed_one, _ in self._own:
+        self._seed = seed
+        for seed_one, _ in self._own.values():
             seed_one(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -241,15 +257,30 @@ class RandomGenerators:
             with self._on_device.device(self._device):
                 self._on_device.manual_seed(seed)
 
+    def before_draw(self, generator: torch.Generator) -> None:
+        """Keep one that no module holds, and seed it like all others."""
+        place = _place(generator)
+        if place not in self._own:
+            seed_one, _ = self._own[place] = _seeder(generator), _keeper(generator)
+            if self._seed is not None:
+                seed_one(self._seed)
+
     def put_back(self) -> None:
-        """Put back all states."""
-        for _, put_back in self._own:
+        """Put back all states; the global ones last, which may also be among the others."""
+        for _, put_back in self._own.values():
             put_back()
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(self._torch)
         if self._on_device is not None:
             self._on_device.set_rng_state(self._accelerator, self._device)
+
+
+def _place(generator: Any) -> int:
+    """Return what tells generators apart: an operation is handed another object of the same one."""
+    if isinstance(generator, torch.Generator):
+        return int(generator._cdata)  # type: ignore[attr-defined]
+    return id(generator)
 
 
 def _seeder(generator: Any) -> Callable[[int], Any]:
