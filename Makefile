@@ -13,8 +13,9 @@ DEMO_OUTPUT ?= demo
 unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_FLAGS ?=
+MUTANTS_FLAGS ?=
 
-.PHONY: demo test check bench fuzz field chaos gpu docs packaging format clean
+.PHONY: demo test check bench mutants fuzz field chaos gpu docs packaging format clean
 
 demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minutes on 2 cores
 	$(BIN)/rankscope demo --output $(DEMO_OUTPUT)-two-runs --overwrite
@@ -31,6 +32,9 @@ check: $(VENV)/.dev ## format, lint, strict types, import contract
 
 bench: $(VENV)/.dev ## ratios measured side by side in one run
 	$(BIN)/python benchmarks/bench.py
+
+mutants: $(VENV)/.dev ## 400 small faults in rankscope's own code: which of them its tests notice
+	$(BIN)/python benchmarks/mutants.py $(MUTANTS_FLAGS)
 
 fuzz: $(VENV)/.dev ## 10,000 damaged runs, studies, bundles, data files and plans, read as commands do
 	PYTHONPATH=tests $(BIN)/python -m fuzz.readers $(FUZZ_FLAGS)

@@ -1,0 +1,282 @@
+"""How many small faults in rankscope's own code its tests notice: mutants, drawn at random.
+
+Each mutant changes one place of one file: a comparison, an operator, a number, a condition, a
+returned value, or a call that is left out. Tests that import the file run first, then those of its
+folder, then all; the first that fails kills the mutant. What survives is equivalent to the code
+as it is, or wants a test. Files are changed in copies of the repository alone.
+
+Run ``make mutants``, or ``python benchmarks/mutants.py --count 400 --json mutants.json``. A file of
+results is read first, so that a run goes on where another ended.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("core", "diagnose", "capture", "record")
+STAGES = ("near", "folder", "all")
+FOLDERS = {"capture": ("capture", "scope"), "core": ("core", "diagnose")}
+"""Which tests are of a room's folder, where that is not the one of its name."""
+
+LIMITS_S = {"near": 300, "folder": 900, "all": 3600}
+"""Tests that take longer than this hang, which kills a mutant as well."""
+
+_COMPARED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+_OPERATED = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr,
+    ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+}  # fmt: skip
+_SWAPPED = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_LEFT_ALONE = ("annotation", "returns", "decorator_list")
+_SILENT = re.compile(r"(_?log(ger)?|warnings)\.")
+"""Calls that only tell somebody something."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        path: Of the file, below the repository's root.
+        number: Which of the file's places is changed.
+        line: Where it is.
+        change: What the line's expression is, and what it becomes.
+    """
+
+    path: str
+    number: int
+    line: int
+    change: str
+
+
+class _Places(ast.NodeTransformer):
+    """Counts the places of a file that can be changed, and changes one.
+
+    Args:
+        number: Of the place to change; by default none.
+    """
+
+    def __init__(self, number: int = -1) -> None:
+        self._number, self.found = number, list[tuple[int, str]]()
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Visit what is neither an annotation nor a decorator."""
+        kept = {name: getattr(node, name) for name in _LEFT_ALONE if getattr(node, name, None)}
+        for name, held in kept.items():
+            setattr(node, name, [] if isinstance(held, list) else None)
+        changed = self._change(super().visit(node))
+        for name, held in kept.items():
+            setattr(node, name, held)
+        return changed
+
+    def _change(self, node: ast.AST) -> ast.AST:
+        other = _changed_expression(node) or _changed_statement(node)
+        if other is None:
+            return node
+        before, after = (getattr(one, "test", one) for one in (node, other))
+        change = f"{ast.unparse(before)} → {ast.unparse(after)}"
+        self.found.append((getattr(node, "lineno", 0), change))
+        return ast.copy_location(other, node) if len(self.found) - 1 == self._number else node
+
+
+def _changed_expression(node: ast.AST) -> ast.AST | None:
+    """Return another expression for one that can be changed."""
+    match node:
+        case ast.Compare(left, [op], right) if type(op) in _COMPARED:
+            return ast.Compare(left, [_COMPARED[type(op)]()], right)
+        case ast.BinOp(left, op, right) if type(op) in _OPERATED and not _is_text(left):
+            return ast.BinOp(left, _OPERATED[type(op)](), right)
+        case ast.BoolOp(op, values):
+            return ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values)
+        case ast.UnaryOp(ast.Not(), operand):
+            return operand
+        case ast.Constant(bool(value)):
+            return ast.Constant(not value)
+        case ast.Constant(int(value)):
+            return ast.Constant(value + 1)
+        case ast.Constant(float(value)):
+            return ast.Constant(2.0 * value or 1.0)
+        case ast.Call(ast.Name(name), args, keywords) if name in _SWAPPED:
+            return ast.Call(ast.Name(_SWAPPED[name], ast.Load()), args, keywords)
+        case ast.IfExp(test, body, orelse) if not isinstance(test, ast.Compare | ast.UnaryOp):
+            return ast.IfExp(ast.UnaryOp(ast.Not(), test), body, orelse)
+    return None
+
+
+def _changed_statement(node: ast.AST) -> ast.AST | None:
+    """Return another statement for one that can be changed."""
+    match node:
+        case ast.Return(ast.expr() as value) if not _is_none(value):
+            return ast.Return(ast.Constant(None))
+        case ast.If(test, body, orelse) if not isinstance(test, ast.Compare | ast.UnaryOp):
+            return ast.If(ast.UnaryOp(ast.Not(), test), body, orelse)
+        case ast.Expr(ast.Call() as call) if not _SILENT.match(ast.unparse(call)):
+            return ast.Pass()
+    return None
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr | ast.List | ast.Tuple) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def mutants_of(path: str) -> list[Mutant]:
+    """Return a file's mutants."""
+    places = _Places()
+    places.visit(ast.parse((ROOT / path).read_text()))
+    return [
+        Mutant(path, number, line, " ".join(change.split())[:160])
+        for number, (line, change) in enumerate(places.found)
+    ]
+
+
+def draw(count: int, seed: int, rooms: Sequence[str]) -> list[Mutant]:
+    """Return so many mutants, each as likely as any other; more are the same and further ones."""
+    files = sorted(
+        str(path.relative_to(ROOT))
+        for room in rooms
+        for path in (ROOT / "src/rankscope" / room).rglob("*.py")
+    )
+    every = [mutant for path in files for mutant in mutants_of(path)]
+    random.Random(seed).shuffle(every)
+    return every[:count]
+
+
+def tests_near(path: str) -> list[str]:
+    """Return the test files that name a module, those of its own name first."""
+    module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+    parent, _, stem = module.rpartition(".")
+    names = re.compile(
+        rf"{re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{re.escape(stem)}\b"
+    )
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    near = [test for test in tests if names.search(test.read_text())]
+    near.sort(key=lambda test: not test.stem.startswith(f"test_{stem}"))
+    return [str(test.relative_to(ROOT)) for test in near]
+
+
+def tests_of(stage: str, path: str) -> list[str]:
+    """Return the tests of a stage as pytest takes them."""
+    if stage == "near":
+        return tests_near(path)
+    room = Path(path).parts[2]
+    return (
+        [f"tests/{name}" for name in FOLDERS.get(room, (room,))] if stage == "folder" else ["tests"]
+    )
+
+
+def decide(mutant: Mutant, copied: Path, stages: Sequence[str]) -> str:
+    """Run tests until one fails; return the stage that killed the mutant, or "survived"."""
+    path = copied / mutant.path
+    whole = path.read_text()
+    places = _Places(mutant.number)
+    try:
+        path.write_text(ast.unparse(ast.fix_missing_locations(places.visit(ast.parse(whole)))))
+        for stage in stages:
+            tests = tests_of(stage, mutant.path)
+            if tests and not _pass(tests, copied, LIMITS_S[stage]):
+                return stage
+    finally:
+        path.write_text(whole)
+    return "survived"
+
+
+def _pass(tests: Sequence[str], copied: Path, limit_s: float) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=copied,
+            env={**os.environ, "PYTHONPATH": str(copied / "src")},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+@contextmanager
+def _copies(count: int) -> "Iterator[SimpleQueue[Path]]":
+    """Give so many copies of the repository, as it was committed last."""
+    free = SimpleQueue[Path]()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(count):
+            copied = Path(folder) / str(number)
+            subprocess.run(["git", "clone", "-q", str(ROOT), str(copied)], check=True)
+            free.put(copied)
+        yield free
+
+
+def render(results: Sequence[dict[str, object]]) -> Table:
+    """Return a row for each room."""
+    table = Table("room", "mutants", *(f"killed by: {stage}" for stage in STAGES), "survived")
+    for room in (*ROOMS, "together"):
+        ends = [r["end"] for r in results if room in ("together", Path(str(r["path"])).parts[2])]
+        counts = [ends.count(end) for end in (*STAGES, "survived")]
+        table.add_row(room, str(len(ends)), *map(str, counts))
+    return table
+
+
+def main() -> None:
+    """Draw, decide, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=400, help="how many are drawn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
+    parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", type=Path, default=Path("mutants.json"), metavar="FILE")
+    options = parser.parse_args()
+    results = json.loads(options.json.read_text()) if options.json.exists() else []
+    known = {(r["path"], r["number"], r["change"]) for r in results}
+    waiting = [
+        mutant
+        for mutant in draw(options.count, options.seed, options.rooms)
+        if (mutant.path, mutant.number, mutant.change) not in known
+    ]
+    console = Console(soft_wrap=True)
+    with _copies(options.processes) as free, ThreadPoolExecutor(options.processes) as pool:
+
+        def work(mutant: Mutant) -> None:
+            copied = free.get()
+            end = decide(mutant, copied, options.stages)
+            free.put(copied)
+            results.append({**asdict(mutant), "end": end})
+            options.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            console.print(f"{end:8}  {mutant.path}:{mutant.line}  {mutant.change}", markup=False)
+
+        for done in [pool.submit(work, mutant) for mutant in waiting]:
+            done.result()
+    console.print(render(results))
+
+
+if __name__ == "__main__":
+    main()

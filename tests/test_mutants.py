@@ -1,0 +1,69 @@
+"""What `make mutants` does to the code: one place of it, and never an annotation."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.benchmarks import load_benchmark
+
+mutants = load_benchmark("mutants")
+
+CODE = '''
+@dataclass(frozen=True)
+class Limits:
+    most: Literal[3] = 3
+
+def first(values: Sequence[int], start=0) -> Literal[1]:
+    """Return 5 of them."""
+    if values and not start:
+        log.info("2")
+        values.sort()
+    return min(values[start:], default=1.0 + start)
+'''
+
+
+def test_each_mutant_changes_one_place():
+    places = mutants._Places()
+    places.visit(ast.parse(CODE))
+    assert [change for _, change in places.found] == [
+        "3 → 4",
+        "0 → 1",
+        "not start → start",
+        "values and (not start) → values or not start",
+        "values.sort() → pass",
+        "values and (not start) → not (values and (not start))",
+        "1.0 → 2.0",
+        "1.0 + start → 1.0 - start",
+        "min(values[start:], default=1.0 + start) → max(values[start:], default=1.0 + start)",
+        "return min(values[start:], default=1.0 + start) → return None",
+    ]
+    plain = ast.unparse(ast.parse(CODE)).splitlines()
+    for number in range(len(places.found)):
+        tree = mutants._Places(number).visit(ast.parse(CODE))
+        changed = ast.unparse(ast.fix_missing_locations(tree)).splitlines()
+        assert len(changed) == len(plain)
+        assert sum(one != other for one, other in zip(plain, changed, strict=True)) == 1
+
+
+def test_more_mutants_are_the_same_and_further_ones():
+    few, many = (mutants.draw(count, 0, mutants.ROOMS) for count in (5, 20))
+    assert many[:5] == few
+    assert mutants.draw(5, 1, mutants.ROOMS) != few
+
+
+@pytest.mark.parametrize(
+    ("change", "end"), [("_is_secret(name) → not _is_secret(name)", "near"), (None, "survived")]
+)
+def test_a_mutant_is_decided_by_tests(tmp_path: Path, change, end):
+    copied = tmp_path / "copy"
+    subprocess.run(["git", "clone", "-q", str(mutants.ROOT), str(copied)], check=True)
+    path = "src/rankscope/core/secrets.py"
+    every = mutants.mutants_of(path)
+    mutant = next((one for one in every if one.change == change), None) or mutants.Mutant(
+        path, len(every), 0, "nothing"
+    )
+    before = (copied / path).read_text()
+    assert mutants.decide(mutant, copied, ("near",)) == end
+    assert (copied / path).read_text() == before
