@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_shared_batches.py"
 FOR_GOOD = float("inf")
 
 
-def train(tmp_path, steps, *, cut_seconds=None):
+def train(tmp_path, steps, *, cut_seconds):
     """Train 2 ranks on each host; the agents' link is cut when a third of the steps is done.
 
     Returns:
@@ -40,13 +40,12 @@ def train(tmp_path, steps, *, cut_seconds=None):
         }
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         jobs = hosts.torchrun(SCRIPT, str(run_dir), str(steps), str(mark), env=env, **pipe)
-        if cut_seconds is not None:
-            while not mark.exists() and jobs[0].poll() is None:
-                time.sleep(0.05)
-            hosts.cut()
-            if cut_seconds != FOR_GOOD:
-                time.sleep(cut_seconds)
-                hosts.mend()
+        while not mark.exists() and jobs[0].poll() is None:
+            time.sleep(0.05)
+        hosts.cut()
+        if cut_seconds != FOR_GOOD:
+            time.sleep(cut_seconds)
+            hosts.mend()
         said = [job.communicate(timeout=240)[0] for job in jobs]
         assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
         wait_until(lambda: Run.open(run_dir).status != "running")
@@ -55,19 +54,17 @@ def train(tmp_path, steps, *, cut_seconds=None):
     return Run.open(run_dir), results, "\n".join(said)
 
 
-@pytest.mark.parametrize("cut_seconds", [None, 5.0])
-def test_ranks_of_two_hosts_are_compared_as_on_one(tmp_path, cut_seconds):
-    steps = 60 if cut_seconds is None else 250
-    run, results, _ = train(tmp_path, steps, cut_seconds=cut_seconds)
+def test_ranks_of_two_hosts_are_compared_as_on_one_and_a_cut_of_seconds_costs_nothing(tmp_path):
+    steps = 250
+    run, results, _ = train(tmp_path, steps, cut_seconds=5.0)
     assert run.status == "complete"
     assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(steps))
-    assert len({entry["host"] for entry in run.info["ranks"]}) >= 1
     recorded = {finding.id: list(finding.ranks) for finding in run.findings()}
     assert recorded["data.duplicate_batches"] == [1, 2]  # one on each host
     assert len(results) == 4
     assert all(result["findings"] == recorded for result in results)
     told = {tuple(result["told_at"]) for result in results}
-    assert len(told) == 1 or cut_seconds is not None  # all ranks heard of it in the same step
+    assert len(told) == 1 or max(told)[0] > steps // 3  # in one step, unless the link was cut
 
 
 def test_a_training_ends_as_ever_when_the_link_is_cut_for_good(tmp_path):
