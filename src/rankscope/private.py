@@ -561,6 +561,13 @@ USES = (
         "other methods are looked at; the run ends with its process",
     ),
     Use(
+        "trl.trainer.grpo_trainer.GRPOTrainer",
+        "_get_per_token_logps_and_entropies",
+        "integrations.rollouts",
+        "the trainer's log-probabilities where the inputs of its loss hold the rollout's alone",
+        "rollout_gap is recorded only where they hold both, as with vLLM",
+    ),
+    Use(
         "ray.train.v2._internal.execution.context",
         "get_train_context",
         "integrations.ray",

@@ -6,8 +6,8 @@ from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.rules import LATENESS, RULES, explanations, ranked
 
 
-def finding(cause, severity=Severity.ERROR, first=0, id=None):  # noqa: A002
-    return Finding(id or cause, cause, severity, (1,), first, first, "It is.", "Look.")
+def finding(cause, severity=Severity.ERROR, first=0, id=None, ranks=(1,)):  # noqa: A002
+    return Finding(id or cause, cause, severity, ranks, first, first, "It is.", "Look.")
 
 
 def causes(*findings):
@@ -37,6 +37,15 @@ def test_a_note_does_not_explain_an_error():
     drift = finding("state.parameters_differ")
     note = finding("sync.not_reduced", Severity.NOTE)
     assert explanations([drift, note])[drift.id] is None
+
+
+def test_stale_rollouts_explain_outliers_of_the_same_workers_alone():
+    stale = finding("rollout.worker_outlier", Severity.WARNING, id="rollout-1", ranks=(1, 2))
+    same = finding("data.worker_outlier", Severity.WARNING, 5, "outlier-1", ranks=(2,))
+    other = finding("data.worker_outlier", Severity.WARNING, 5, "outlier-2", ranks=(2, 3))
+    causes = explanations([same, other, stale])
+    assert causes[same.id] is stale
+    assert causes[other.id] is None
 
 
 def test_among_causes_the_most_severe_and_then_the_earliest_is_first():

@@ -3,6 +3,7 @@
 from rankscope.capture.host import HostCopy
 from rankscope.capture.loss import LossMeter
 from rankscope.capture.optimizer import OptimizerMeter
+from rankscope.capture.rollouts import RolloutMeter
 from rankscope.capture.samples import SampleMeter
 from rankscope.capture.sketch import NormMeter, Sketcher
 from rankscope.capture.taps.ddp import DDPTap
@@ -21,6 +22,7 @@ __all__ = [
     "NormMeter",
     "OptimizerMeter",
     "ReadReduced",
+    "RolloutMeter",
     "SampleMeter",
     "Sketcher",
 ]

@@ -12,6 +12,7 @@ expectation after n healthy steps is at most n, alarms at ``THRESHOLD / s``. The
 so that the probabilities of all families sum to the promise.
 """
 
+import math
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
@@ -72,11 +73,14 @@ class ShiryaevRoberts(Stateful):
 
 THRESHOLD = 1e6
 
-OUTLIERS = 0.85
+OUTLIERS = 0.8
 """Share of the search for workers that differ from the others, half totals and half groups."""
 
 AMOUNTS = 0.05
 """Share of the search for workers that are given another amount of data."""
+
+ROLLOUTS = 0.05
+"""Share of the search for workers whose rollouts come from something else than their trainer."""
 
 PAIRS = 0.05
 """Share of the search for workers that resemble each other too much."""
@@ -84,7 +88,7 @@ PAIRS = 0.05
 SAMPLING = 0.05
 """Share of the comparison of workers with what sampling explains."""
 
-assert OUTLIERS + AMOUNTS + PAIRS + SAMPLING <= 1.0
+assert math.fsum([OUTLIERS, AMOUNTS, ROLLOUTS, PAIRS, SAMPLING]) <= 1.0
 
 FAR_BELOW = 0.99
 """Part of a level below which a bound on the evidence decides; rounding changes sums far less."""

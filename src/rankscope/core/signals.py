@@ -59,6 +59,17 @@ class Tail(StrEnum):
     BOTH = "both"
 
 
+class Compares(StrEnum):
+    """Which search compares the workers in a signal."""
+
+    RESULTS = "results"
+    """What a worker makes of what it is given: loss, gradient."""
+    AMOUNTS = "amounts"
+    """How much it is given."""
+    ROLLOUTS = "rollouts"
+    """What draws the completions that it trains on."""
+
+
 class Compared(NamedTuple):
     """How detectors compare the workers in a signal.
 
@@ -67,13 +78,13 @@ class Compared(NamedTuple):
         relative: Whether a deviation is told as a part of the median where all values are
             positive; else always as an absolute difference.
         observed: Whether only steps whose gradients were measured have it.
-        amount: Whether it says how much a worker is given, not what it makes of that.
+        by: Which search compares them.
     """
 
     label: str
     relative: bool = True
     observed: bool = True
-    amount: bool = False
+    by: Compares = Compares.RESULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +160,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("step", _INT, "", _KEY, _NONE, "as in steps"),
         ("rank", _INT, "", _KEY, _NONE, "rank of the worker in its data-parallel group"),
         ("loss", _FLOAT, "nats/token", _LOCAL, _BOTH, "local loss per label token, before averaging; micro-batches count as they do in the gradient", Compared("loss", observed=False)),
-        ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given", Compared("label tokens", observed=False, amount=True)),
+        ("loss_weight", _FLOAT, "tokens", _LOCAL, _NONE, "label tokens behind the loss, or the weight that was given", Compared("label tokens", observed=False, by=Compares.AMOUNTS)),
         ("loss_divided", _BOOL, "", _LOCAL, _NONE, "whether the training sums its loss over label tokens and divides it by those of all workers, as all workers' counts prove"),
         ("loss_sem", _FLOAT, "nats/token", _LOCAL, _NONE, "standard error of the local loss, from its micro-batches or samples"),
         ("grad_norm", _FLOAT, "", _LOCAL, _BOTH, "L2 norm of the local gradient, before the reduction", Compared("gradient norm")),
@@ -165,9 +176,10 @@ SIGNALS: tuple[Signal, ...] = (
         ("reduced_norm", _FLOAT, "", _LOCAL, _NONE, "L2 norm of the part of the reduced gradient that this worker holds"),
         ("cosine_rest", _FLOAT, "", _DERIVED, _LOW, "cosine between this worker's gradient and the sum of all others'", Compared("direction", relative=False)),
         ("nonfinite", _BOOL, "", _LOCAL, _HIGH, "whether the local loss or gradient holds an infinity or NaN"),
-        ("num_samples", _INT, "samples", _LOCAL, _NONE, "samples in the local batch", Compared("number of samples", observed=False, amount=True)),
-        ("sequence_length", _FLOAT, "tokens", _LOCAL, _NONE, "tokens per sample that enter the model, padding included: the mean over samples; null unless token ids do", Compared("sequence length", observed=False, amount=True)),
-        ("padding", _FLOAT, "", _LOCAL, _NONE, "share of these tokens that the attention mask leaves out; null without a mask", Compared("share of padding", relative=False, observed=False, amount=True)),
+        ("num_samples", _INT, "samples", _LOCAL, _NONE, "samples in the local batch", Compared("number of samples", observed=False, by=Compares.AMOUNTS)),
+        ("rollout_gap", _FLOAT, "nats/token", _LOCAL, _HIGH, "mean absolute difference between the log-probabilities that the trainer and the rollout give to the tokens that the rollout drew; null unless both are at hand", Compared("gap to the rollout's log-probabilities", observed=False, by=Compares.ROLLOUTS)),
+        ("sequence_length", _FLOAT, "tokens", _LOCAL, _NONE, "tokens per sample that enter the model, padding included: the mean over samples; null unless token ids do", Compared("sequence length", observed=False, by=Compares.AMOUNTS)),
+        ("padding", _FLOAT, "", _LOCAL, _NONE, "share of these tokens that the attention mask leaves out; null without a mask", Compared("share of padding", relative=False, observed=False, by=Compares.AMOUNTS)),
         ("micro_batches", _INT, "micro-batches", _LOCAL, _NONE, "forward passes behind the local gradient"),
         ("samples_named", _BOOL, "", _LOCAL, _NONE, "whether the training names its samples; else digests of their content stand for them"),
         ("batch_digest", _INT, "", _LOCAL, _NONE, "digest of the set of samples in the local batch"),

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from rankscope.core.arrays import Floats
 from rankscope.core.budget import AMOUNTS
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Table, compared_signals
+from rankscope.core.signals import Compares
 from rankscope.core.state import State
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.blame import OutlierSearch
 from rankscope.diagnose.evidence import Evidence, Observation
-from rankscope.diagnose.outlier_parts import Part
-from rankscope.diagnose.outlier_words import Fault, WorkerSignal
+from rankscope.diagnose.outlier_parts import Levelled, total_signals
+from rankscope.diagnose.outlier_words import Fault
 from rankscope.diagnose.repeats import RecentBatches
 
 FACTOR = 1.75
@@ -34,50 +34,6 @@ FACTOR = 1.75
 
 DIFFERENCE = 0.25
 """The same of shares."""
-
-_MOST_KEPT = 16  # steps that show nothing, after as many that do, until they are forgotten
-
-
-def amount_signals() -> list[WorkerSignal]:
-    """Return the signals that say how much a worker is given."""
-    declared = compared_signals(Table.WORKERS)
-    return [WorkerSignal(s) for s in declared if s.compared is not None and s.compared.amount]
-
-
-class Amounts(Part):
-    """Compares workers in how much they are given.
-
-    Args:
-        num_workers: W.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        super().__init__(num_workers, amount_signals())
-        self._shown = 0
-        self._unknown_W = np.full(num_workers, np.nan)
-
-    def see(
-        self, workers: Mapping[str, NDArray[np.generic]], usable_W: NDArray[np.bool_], step: int
-    ) -> None:
-        """Take one step.
-
-        Args:
-            workers: The columns of the workers.
-            usable_W: Who is compared.
-            step: Its number.
-        """
-        names = [signal.name for signal in self.signals]
-        values_SW = np.array([_known(workers[name], name) for name in names])
-        values_SW[:, ~usable_W] = np.nan
-        different = False
-        for values_W, relative in zip(values_SW, self._relative_S.tolist(), strict=True):
-            different |= _level(values_W, relative=relative)
-        self._shown = min(self._shown + 1, _MOST_KEPT) if different else self._shown - 1
-        if self._shown < 0:
-            self._shown = 0
-            self.test.start_anew()
-        if different or self.test.set_apart:
-            self.observe(values_SW, usable_W, self._unknown_W, step)
 
 
 class UnequalAmounts(OutlierSearch):
@@ -92,7 +48,7 @@ class UnequalAmounts(OutlierSearch):
     KEY, TIE = "amount", "amounts-differ"
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
-        self._amounts = Amounts(num_workers)
+        self._amounts = Levelled(num_workers, total_signals(Compares.AMOUNTS))
         super().__init__(num_workers, self._amounts, hosts)
         self._batches = RecentBatches(num_workers)
 
@@ -104,8 +60,20 @@ class UnequalAmounts(OutlierSearch):
         workers = step.gathered.workers
         # Of who knows a batch by heart, the past tells the amount.
         repeated_W = self._batches.observe(workers["batch_digest"])
-        self._amounts.see(workers, ~repeated_W, step.gathered.step)
+        values_SW, different = self._levels(workers, ~repeated_W)
+        self._amounts.see(values_SW, ~repeated_W, step.gathered.step, different=different)
         return self._find(step.gathered)
+
+    def _levels(
+        self, workers: Mapping[str, NDArray[np.generic]], usable_W: NDArray[np.bool_]
+    ) -> tuple[Floats, bool]:
+        """Return the values of all signals, and whether some are other ones than most."""
+        signals = self._amounts.signals
+        values_SW = np.array([_known(workers[signal.name], signal.name) for signal in signals])
+        values_SW[:, ~usable_W] = np.nan
+        rows = zip(values_SW, signals, strict=True)
+        differ = [_level(row_W, relative=one.how.relative) for row_W, one in rows]
+        return values_SW, any(differ)
 
     def state(self) -> State:
         """Return a copy of all that it remembers."""

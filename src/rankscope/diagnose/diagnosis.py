@@ -35,6 +35,7 @@ from rankscope.diagnose.random import EqualRandom
 from rankscope.diagnose.reduction import ReductionChecks
 from rankscope.diagnose.repeats import FilledBatches, RepeatedBatches
 from rankscope.diagnose.resume import ResumeMismatch
+from rankscope.diagnose.rollouts import DifferentRollouts, GrossRollouts
 from rankscope.diagnose.rules import RULES, describe, go_back
 from rankscope.diagnose.sampling import Sampling
 from rankscope.diagnose.settings import DifferentSettings, PlannedSeed
@@ -120,6 +121,8 @@ class Diagnosis:
             EqualRandom(num_workers, plan),
             outliers,
             UnequalAmounts(num_workers, hosts),
+            DifferentRollouts(num_workers, hosts),
+            GrossRollouts(num_workers),
             CanaryVerdicts(num_workers, lambda: outliers.steadily_apart),
             AlikePairs(num_workers, lambda: outliers.not_compared),
             Sampling(num_workers, lambda: outliers.set_apart),

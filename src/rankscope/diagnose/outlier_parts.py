@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rankscope.core.arrays import Floats, Ints, median
 from rankscope.core.bets import Rows, worker_bets
 from rankscope.core.exchangeability import Ahead, ExchangeabilityTest, as_slice
-from rankscope.core.signals import Source, Table, compared_signals
+from rankscope.core.signals import Compares, Source, Table, compared_signals
 from rankscope.core.state import Stateful
 from rankscope.core.step import StepReport
 from rankscope.diagnose.outlier_words import WorkerSignal
@@ -28,6 +28,7 @@ from rankscope.diagnose.outlier_words import WorkerSignal
 _KEPT = 0.99
 """What is left of a step's weight in the next one: about 100 steps count."""
 _FEWEST = 3
+_MOST_KEPT = 16  # steps that show nothing, after as many that do, until they are forgotten
 _LEAST_SQUARES = 0.01
 """Sum of squared sizes below which a slope counts as none."""
 
@@ -208,10 +209,40 @@ class Part(Stateful):
         return np.asarray(plain_TRU.all(axis=(1, 2)))
 
 
-def total_signals() -> list[WorkerSignal]:
-    """Return the signals of a worker as a whole in which workers are compared."""
+class Levelled(Part):
+    """Signals in which most steps show nothing, since what is near the usual value counts as it.
+
+    Such steps are not compared, and enough of them let all be forgotten.
+    """
+
+    def __init__(self, num_workers: int, signals: Sequence[WorkerSignal]) -> None:
+        super().__init__(num_workers, signals)
+        self._shown = 0
+        self._unknown_W = np.full(num_workers, np.nan)
+
+    def see(
+        self, values_SW: Floats, usable_W: NDArray[np.bool_], step: int, *, different: bool
+    ) -> None:
+        """Take one step.
+
+        Args:
+            values_SW: Values of all signals, NaN where there is none.
+            usable_W: Who is compared.
+            step: Its number.
+            different: Whether some value is another one than the usual one.
+        """
+        self._shown = min(self._shown + 1, _MOST_KEPT) if different else self._shown - 1
+        if self._shown < 0:
+            self._shown = 0
+            self.test.start_anew()
+        if different or self.test.set_apart:
+            self.observe(values_SW, usable_W, self._unknown_W, step)
+
+
+def total_signals(by: Compares = Compares.RESULTS) -> list[WorkerSignal]:
+    """Return the signals of a worker as a whole in which one search compares the workers."""
     declared = compared_signals(Table.WORKERS)
-    return [WorkerSignal(s) for s in declared if s.compared is not None and not s.compared.amount]
+    return [WorkerSignal(s) for s in declared if s.compared is not None and s.compared.by is by]
 
 
 def group_signals(groups: Sequence[str]) -> list[WorkerSignal]:

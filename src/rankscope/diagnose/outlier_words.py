@@ -9,7 +9,7 @@ from rankscope.core.bets import Kind
 from rankscope.core.budget import bound_in_words, false_alarm_bound
 from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Compared, Signal, Table
+from rankscope.core.signals import Compared, Compares, Signal, Table
 from rankscope.core.signals import signal as find_signal
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import count
@@ -188,7 +188,7 @@ def _cause(fault: Fault) -> str:
     if fault.tie:
         return "inconclusive"
     signals = [signal for traces in fault.traces.values() for signal, _ in traces]
-    by_data = any(signal.name == "loss" or signal.how.amount for signal in signals)
+    by_data = any(signal.name == "loss" or signal.how.by is Compares.AMOUNTS for signal in signals)
     return "data.worker_outlier" if by_data or fault.agreed >= 0 else "compute.worker_outlier"
 
 

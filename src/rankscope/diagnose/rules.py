@@ -41,13 +41,18 @@ class Rule:
         title: The cause in a few words.
         advice: What to say, by severity.
         explains: Causes whose findings are consequences of this one.
+        explains_own: The same of findings that concern no other workers.
         settles: Causes whose open question this one answers.
     """
 
     title: str
     advice: Mapping[Severity, Advice]
     explains: tuple[str, ...] = ()
+    explains_own: tuple[str, ...] = ()
     settles: tuple[str, ...] = ()
+
+
+_LISTS = "explains", "explains_own", "settles"
 
 
 def _load() -> Mapping[str, Rule]:
@@ -61,7 +66,7 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         for severity in reversed(Severity)
         if str(severity) in entry
     }
-    also = {name: tuple(entry.get(name, ())) for name in ("explains", "settles")}
+    also = {name: tuple(entry.get(name, ())) for name in _LISTS}
     return Rule(entry["title"], advice, **also)
 
 
@@ -160,7 +165,7 @@ def _cause_of(
 
 def _explained(cause: Finding) -> Collection[str]:
     rule = RULES.get(cause.id) or RULES.get(cause.cause)
-    return () if rule is None else rule.explains
+    return () if rule is None else (*rule.explains, *rule.explains_own)
 
 
 def _covers(earlier: Finding, later: Finding) -> bool:
@@ -222,4 +227,7 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
 
 def _explains(cause: Finding, effect: Finding) -> bool:
     lasting = cause.first_step <= effect.first_step + LATENESS
-    return lasting and cause.severity >= effect.severity
+    rule = RULES.get(cause.id) or RULES.get(cause.cause)
+    own = rule is not None and {effect.id, effect.cause} & set(rule.explains_own)
+    concerned = not own or set(effect.ranks) <= set(cause.ranks)
+    return lasting and concerned and cause.severity >= effect.severity

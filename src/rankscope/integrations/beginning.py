@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from rankscope.errors import RunError
 from rankscope.integrations.backward_loss import BackwardLoss
+from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import Job
 from rankscope.session.kinds import LOOP
 from rankscope.session.rendezvous import agree, default_store
@@ -89,6 +90,7 @@ def begin(model: nn.Module, job: Job) -> Watching | None:
         losses.install()
     except Exception as error:
         _log.warning("losses are only seen in the model's output: %s", error, exc_info=error)
+    follow_calling_trainer(scope)
     _tell_what_is_left_out(around, optimizers[len(followed) :], found=bool(optimizers))
     return Watching(scope, losses)
 

@@ -7,7 +7,8 @@
     trainer = Trainer(..., callbacks=[RankscopeCallback(run_dir="runs/sft")])
 
 The callback watches from ``on_train_begin`` to ``on_train_end``. A loss that the trainer computes
-outside of the model (TRL, ``compute_loss_func``, label smoothing) is taken from ``compute_loss``.
+outside of the model (TRL, ``compute_loss_func``, label smoothing) is taken from ``compute_loss``,
+and so are the log-probabilities of rollouts.
 """
 
 import functools
@@ -23,6 +24,7 @@ from rankscope.capture.labels import count_label_tokens
 from rankscope.capture.loss import shifts_labels
 from rankscope.capture.loss_form import LossForm, read_form
 from rankscope.errors import MissingExtraError, UnsupportedError
+from rankscope.integrations.rollouts import TrainerRollouts
 from rankscope.private import Patch, callers
 from rankscope.session import start
 
@@ -72,10 +74,10 @@ class RankscopeCallback(TrainerCallback):
         options = {**_taken_from(kwargs), **self._options}
         options["config"] = {**_arguments(args), **(self._options.get("config") or {})}
         self.scope = start.watch(trainer.model_wrapped, trainer.optimizer, **options)
-        loss = TrainerLoss(trainer, self.scope)
+        loss, rollouts = TrainerLoss(trainer, self.scope), TrainerRollouts(trainer, self.scope)
         names = _WHOLE if hasattr(trainer, "_run_epoch") else _PARTS
         self.scope.until_closed(
-            Patch(trainer, "compute_loss", loss.around),
+            Patch(trainer, "compute_loss", lambda method: loss.around(rollouts.around(method))),
             *(Patch(trainer, name, self._around) for name in names if hasattr(trainer, name)),
         )
 

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope.capture import GradientTransfer, LossMeter, OptimizerMeter, SampleMeter
+from rankscope.capture import (
+    GradientTransfer,
+    LossMeter,
+    OptimizerMeter,
+    RolloutMeter,
+    SampleMeter,
+)
 from rankscope.capture.accumulation import Accumulation
 from rankscope.capture.guard import Guard
 from rankscope.capture.host import begin_copies
@@ -81,6 +87,7 @@ class StepCollector:
         self._losses = self._new_losses()
         self._samples = SampleMeter()
         self._inputs = tuple(make() for make in INPUT_METERS)
+        self._rollouts = RolloutMeter()
         self._optimizer = OptimizerMeter(optimizer)
         self._evidence = instruments.make_evidence_meter(optimizer)
         make_trace = instruments.make_trace_meter
@@ -118,6 +125,14 @@ class StepCollector:
         """Take the identity of the next forward pass's samples from the user."""
         self.close_step()
         self._samples.give(samples, self._passes.current + 1)
+
+    def give_rollout(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
+        """Take log-probabilities of a micro-batch, see :meth:`rankscope.capture.RolloutMeter.give`.
+
+        They belong to the step whose backward pass comes next.
+        """
+        self.close_step()
+        self._rollouts.give(trainer, rollout, mask)
 
     def trains(self, model: torch.nn.Module) -> bool:
         """Return whether a forward pass counts: in training mode, or trained without it."""
@@ -390,6 +405,7 @@ class StepCollector:
         self._samples.collect()
         for meter in self._inputs:
             meter.collect()
+        self._rollouts.collect()
         self._updated = self._reduced = False
         self._left_over = None
 
@@ -444,7 +460,7 @@ class StepCollector:
             multipliers=multipliers,
             summed_workers=self._tap.summed_workers,
             samples=self._samples.collect(idle),
-            inputs=[meter.collect(idle) for meter in self._inputs],
+            inputs=[*[m.collect(idle) for m in self._inputs], *self._rollouts.collect()],
             state=state,
             canary=canary,
             trace=trace,

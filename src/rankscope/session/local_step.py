@@ -39,7 +39,7 @@ class LocalStep:
         losses: One entry per micro-batch.
         multipliers: What the losses were multiplied by before backward; None if unknown.
         samples: Ids or digests, in parts.
-        inputs: What meters have found in the model's inputs.
+        inputs: What meters have found in the model's inputs and rollouts.
         values: LOCAL signals that are known already.
         state: Digests of the training's state.
         canary: What the step says of canaries; None if nothing.

@@ -202,6 +202,26 @@ class Scope:
         """
         self._guard(self._collector.give_samples, samples)
 
+    def rollout(
+        self, trainer_logps: Tensor, rollout_logps: Tensor, mask: Tensor | None = None
+    ) -> None:
+        """Give what trainer and rollout say of the same tokens, in reinforcement learning.
+
+        Their mean absolute difference is recorded as ``rollout_gap`` and compared between workers.
+        Call it before the backward pass of the micro-batch, once for each batch of rollouts: later
+        passes over it show how far the policy has moved since. Nothing waits for a device.
+
+        Args:
+            trainer_logps: Log-probabilities of the tokens that were drawn, by the trainer, in
+                nats, of any shape such as ``[B, n]``.
+            rollout_logps: The same by the engine that drew them, on the same device. Tokens
+                without a finite value do not count.
+            mask: Which tokens count, of the same shape; None for all. What cannot be compared is
+                declined in one line of the log.
+        """
+        if not self._collector.verifying:
+            self._guard(self._collector.give_rollout, trainer_logps, rollout_logps, mask)
+
     def canary(self) -> None:
         """Ask for a canary, on all ranks in the same step.
 

@@ -1,0 +1,135 @@
+"""An ordinary script with TRL's ``GRPOTrainer``, whose rollouts come from an engine of its own.
+
+The engine holds the model in another precision. On rank 1 it gets no new weights any more from the
+step on that the environment names in ``STALE_FROM``.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from plain_training import digest
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer
+
+NUM_TOKENS, LONGEST = 61, 8
+
+
+def parse(words=None):
+    """Return the settings of a command line; None: of this process's own."""
+    return HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(words)[0]
+
+
+def make_model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=NUM_TOKENS,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+def make_tokenizer():
+    tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(NUM_TOKENS)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    make = PreTrainedTokenizerFast
+    return make(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2", unk_token="w1")
+
+
+def make_data():
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(3, NUM_TOKENS, (96, 4), generator=generator).tolist()
+    return Dataset.from_list([{"prompt": " ".join(f"w{n}" for n in row)} for row in drawn])
+
+
+def large_tokens(completions, **_):
+    """A reward that the model can earn: the larger the tokens, the better."""
+    return [sum(int(word[1:]) for word in text.split()) / NUM_TOKENS for text in completions]
+
+
+class Engine:
+    """Draws completions with a copy of the model, and says how probable each token was.
+
+    Args:
+        rank: Which rank it belongs to.
+        stale_from: Step from which it gets no new weights on rank 1.
+    """
+
+    def __init__(self, rank, stale_from=1 << 30):
+        self.rank, self.stale_from = rank, stale_from
+        self.generator = torch.Generator().manual_seed(rank)
+        self.model = make_model().bfloat16().eval()
+        self.gaps = []
+        """The mean gap to the trainer's log-probabilities of each rollout, computed one by one."""
+
+    @torch.no_grad()
+    def __call__(self, prompts, trainer):
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        if self.rank != 1 or trainer.state.global_step < self.stale_from:
+            self.model.load_state_dict(policy.state_dict())
+        ids = [[int(word[1:]) for word in prompt.split()] for prompt in prompts]
+        drawn = [self._draw(each) for each in ids]
+        self.gaps.append(self._gap(policy, ids, drawn))
+        completions, logps = zip(*drawn, strict=True)
+        return {"prompt_ids": ids, "completion_ids": list(completions), "logprobs": list(logps)}
+
+    def _draw(self, prompt):
+        length = int(torch.randint(3, LONGEST + 1, (), generator=self.generator))
+        tokens, logps = list(prompt), []
+        for _ in range(length):
+            logits = self.model(torch.tensor([tokens])).logits[0, -1].float()
+            next_logps = logits.log_softmax(0)
+            token = int(torch.multinomial(next_logps.exp(), 1, generator=self.generator))
+            tokens.append(token)
+            logps.append(float(next_logps[token]))
+        return tokens[len(prompt) :], logps
+
+    def _gap(self, policy, prompts, drawn):
+        apart = []
+        for prompt, (tokens, logps) in zip(prompts, drawn, strict=True):
+            logits = policy(torch.tensor([prompt + tokens])).logits[0].double()
+            own = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            apart += [abs(float(own[at, token]) - logps[at]) for at, token in enumerate(tokens)]
+        return sum(apart) / len(apart)
+
+
+def make_trainer(settings, engine, callbacks=()):
+    return GRPOTrainer(
+        make_model(),
+        large_tokens,
+        args=settings,
+        train_dataset=make_data(),
+        processing_class=make_tokenizer(),
+        rollout_func=engine,
+        callbacks=list(callbacks),
+    )
+
+
+def main():
+    torch.set_num_threads(1)
+    settings = parse()
+    engine = Engine(settings.process_index, int(os.environ.get("STALE_FROM", str(1 << 30))))
+    trainer = make_trainer(settings, engine)
+    trainer.train()
+    output = Path(settings.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    seen = {"argv": sys.argv[1:], "digest": digest(trainer.model), "gaps": engine.gaps}
+    (output / f"seen {settings.process_index}").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
