@@ -469,7 +469,7 @@ USES = (
     Use(
         f"{_FSDP}._fsdp_param",
         "_module_info _orig_size _unsharded_param",
-        "capture.taps.fsdp2_model",
+        "capture.taps.fsdp2_model capture.taps.fsdp2_lasting",
         "a parameter's name, its place, and its gradient that is not reduced yet",
         _REFUSES,
     ),
