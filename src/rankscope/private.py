@@ -494,6 +494,13 @@ USES = (
         "to inject the fault Y13",
         "that fault cannot be injected",
     ),
+    Use(
+        "torch.distributed.pipelining.schedules._PipelineSchedule",
+        "_loss_fn",
+        "integrations.torchtitan",
+        "the losses of a pipeline's last stage",
+        "they are not recorded",
+    ),
     # Process groups
     Use(
         "torch.distributed.distributed_c10d",
