@@ -477,7 +477,7 @@ USES = (
     Use(
         f"{_FSDP}._fsdp_param",
         "_module_info _orig_size _unsharded_param",
-        "capture.taps.fsdp2_model",
+        "capture.taps.fsdp2_model capture.taps.fsdp2_lasting",
         "a parameter's name, its place, and its gradient that is not reduced yet",
         _REFUSES,
     ),
@@ -501,6 +501,13 @@ USES = (
         "faults.injectors",
         "to inject the fault Y13",
         "that fault cannot be injected",
+    ),
+    Use(
+        "torch.distributed.pipelining.schedules._PipelineSchedule",
+        "_loss_fn",
+        "integrations.torchtitan",
+        "the losses of a pipeline's last stage",
+        "they are not recorded",
     ),
     # Process groups
     Use(

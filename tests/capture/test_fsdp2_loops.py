@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -217,13 +218,17 @@ def a_parameter_that_is_unfrozen_later_is_told() -> None:
     tap.remove()
 
 
-def several_meshes_are_refused() -> None:
+def parameters_of_one_mesh_are_chosen() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "experts"))
     net = make_net()
+    held = {f"blocks.0.{name}" for name, _ in net.blocks[0].named_parameters()}
+    names = {name for name, _ in net.named_parameters()}
     fully_shard(net.blocks[0], mesh=mesh["experts"])
     fully_shard(net, mesh=mesh["all"])
-    with pytest.raises(UnsupportedError, match=r"blocks\.0\.down\.weight and .* differ in their"):
-        fsdp2_parameters(net)
+    assert fsdp2_parameters(net).keys() == names - held
+    assert fsdp2_parameters(net, [dist.get_rank()]).keys() == held
+    with pytest.raises(UnsupportedError, match="got 3 ranks from 0 to 2; pass"):
+        fsdp2_parameters(net, [2, 1, 0])
 
 
 def a_model_that_is_not_sharded_is_refused() -> None:
@@ -251,7 +256,7 @@ SCENARIOS = [
     norms_alone,
     the_reduced_gradient_is_left_out_when_nobody_waits_for_it,
     a_parameter_that_is_unfrozen_later_is_told,
-    several_meshes_are_refused,
+    parameters_of_one_mesh_are_chosen,
     a_model_that_is_not_sharded_is_refused,
     an_unknown_torch_is_told,
 ]

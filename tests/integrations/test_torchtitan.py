@@ -149,6 +149,7 @@ def test_a_joint_optimizer_has_all_groups_and_states_and_steps_once():
         ({"loss_fn": None}, "without loss_fn"),
         ({"optimizers": []}, "whose optimizers are no container"),
         ({"forward_backward_step": lambda self, loss: None}, "takes no global_valid_tokens"),
+        ({"model_parts": [1, 2]}, "one model part on each rank, got 2"),
     ],
 )
 def test_another_shape_is_refused(change, words):

@@ -50,7 +50,7 @@ def watch(trainer: Any, *, run_dir: str | Path, **options: Any) -> "Scope":
 
     Raises:
         UsageError: The trainer has another shape.
-        UnsupportedError: Its model cannot be watched, as under pipeline parallelism.
+        UnsupportedError: Its model cannot be watched, or this rank holds several parts of it.
     """
     for problem in _problems(trainer):
         raise UsageError(
@@ -60,16 +60,19 @@ def watch(trainer: Any, *, run_dir: str | Path, **options: Any) -> "Scope":
         )
     if len(trainer.model_parts) != 1:
         raise UnsupportedError(
-            f"watch() expected one model part, got {len(trainer.model_parts)}: pipeline "
-            "parallelism cannot be watched yet"
+            f"watch() expected one model part on each rank, got {len(trainer.model_parts)}, as in "
+            "an interleaved pipeline schedule; call rankscope.watch with each part and its "
+            "optimizer, and a run_dir of its own"
         )
     optimizers = list(trainer.optimizers.optimizers)
     optimizer = optimizers[0] if len(optimizers) == 1 else JointOptimizer(optimizers)
     config = {**_facts(trainer), **(options.pop("config", None) or {})}
     [model] = trainer.model_parts
     scope = rankscope.watch(model, optimizer, run_dir=run_dir, config=config, **options)
+    schedule = getattr(trainer, "pp_schedule", None)  # it has a loss function of its own
+    calls = (trainer, "loss_fn") if schedule is None else (schedule, "_loss_fn")
     scope.until_closed(
-        Patch(trainer, "loss_fn", lambda loss_fn: _Losses(loss_fn, scope)),
+        Patch(*calls, lambda loss_fn: _Losses(loss_fn, scope)),
         Patch(trainer, "close", lambda close: partial(_close_both, scope, close)),
     )
     return scope

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.agent.layout import Layout
@@ -13,7 +14,7 @@ from rankscope.capture.loss import shifts_labels
 from rankscope.capture.state.exact_evidence import EvidenceMeter, ExactEvidence, NoEvidence
 from rankscope.capture.state.meter import StateMeter
 from rankscope.capture.state.trace import TraceMeter
-from rankscope.capture.taps.fsdp2_model import LastingParameters
+from rankscope.capture.taps.fsdp2_lasting import LastingParameters
 from rankscope.capture.taps.reduced_types import reduced_types
 from rankscope.capture.taps.tap import GradientObserver, Guarded
 from rankscope.core.audit import AUDIT_WIDTH
@@ -156,7 +157,7 @@ def choose_instruments(
             reduces=wrapped.reduces(),
             broadcasts=wrapped.broadcasts(),
             left_out=wrapped.left_out(),
-            lasting=LastingParameters(wrapped.wrapper) if wrapped.kind is FSDP2 else None,
+            lasting=_lasting(wrapped),
             device=wrapped.device,
             spacing=1 if options.overhead_budget is None else STATE_SPACING,
             local_steps=local_steps,
@@ -206,6 +207,12 @@ def _reduced_in(wrapped: Wrapped, groups: Groups) -> dict[str, str]:
 def _sections(wrapped: Wrapped, groups: Groups) -> Sections:
     sizes = {name: _elements(parameter) for name, parameter in wrapped.parameters.items()}
     return cut_sections(sizes, groups, section_elements=SECTION_ELEMENTS)
+
+
+def _lasting(wrapped: Wrapped) -> LastingParameters | None:
+    if wrapped.kind is not FSDP2:
+        return None
+    return LastingParameters(wrapped.wrapper, dist.get_process_group_ranks(wrapped.group))
 
 
 def _updates_all(wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> bool:

@@ -42,7 +42,8 @@ class WatchOptions:
             buffers, optimizer state, reduced gradients, random generators, precision. Samples,
             settings and the environment always are.
         seed: Seed of the sketch's signs. It touches no random generator of the training.
-        process_group: The data-parallel group; by default the model's own.
+        process_group: The data-parallel group; by default the model's own. Under FSDP2 with
+            several meshes, that of the one whose parameters are compared.
         flush_seconds: Longest time that measured values stay in the agent's memory.
         hang_seconds: A step that takes longer (and 20 times as long as others) is a hang: a finding
             names the ranks that the others wait for, and where they stand. None: no such finding.

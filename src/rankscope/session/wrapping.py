@@ -20,13 +20,14 @@ from rankscope.capture import DDPTap, GradientTap, ReadReduced, Sketcher
 from rankscope.capture.names import canonical_name
 from rankscope.capture.taps.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
 from rankscope.capture.taps.fsdp2 import FSDP2Tap
-from rankscope.capture.taps.fsdp2_mesh import MeshPlace, mesh_place
+from rankscope.capture.taps.fsdp2_mesh import MeshPlace, mesh_place, tell_of_other_mesh
 from rankscope.capture.taps.fsdp2_model import (
     fsdp2_device,
     fsdp2_parameters,
     fsdp2_process_group,
     fsdp2_replica,
     is_fsdp2,
+    parameters_by_mesh,
 )
 from rankscope.capture.taps.loop import LoopTap
 from rankscope.capture.taps.megatron import MegatronTap
@@ -154,7 +155,8 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     Args:
         model: What the training calls: a DDP or FSDP2 model, or one without wrapper, compiled or
             not, a DeepSpeed engine, or Megatron-core's DDP.
-        process_group: The workers of a model without wrapper; None for all ranks.
+        process_group: The workers of a model without wrapper, None for all ranks; under FSDP2
+            those of one of its meshes, None for the largest.
 
     Raises:
         UnsupportedError: It goes data parallel in a way that cannot be watched, or not at all.
@@ -176,10 +178,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     if is_deepspeed(inner):
         return _find_deepspeed(inner)
     if is_fsdp2(inner):
-        parameters, group = fsdp2_parameters(inner), fsdp2_process_group(inner)
-        device, replica = fsdp2_device(inner), fsdp2_replica(inner)
-        mesh = _find_mesh(inner)
-        return Wrapped(FSDP2, inner, parameters, group, device, replica=replica, mesh=mesh)
+        return _find_sharded(inner, process_group)
     if is_megatron(inner):
         return _find_megatron(inner)
     _check_bare(inner)
@@ -324,6 +323,25 @@ def composable_ddp(model: nn.Module) -> DistributedDataParallel | None:
         state.lazy_init()
     ddp = getattr(state, "_ddp", None)
     return ddp if isinstance(ddp, DistributedDataParallel) else None
+
+
+def _find_sharded(model: nn.Module, process_group: dist.ProcessGroup | None) -> Wrapped:
+    workers = () if process_group is None else dist.get_process_group_ranks(process_group)
+    parameters = fsdp2_parameters(model, workers)
+    first, *others = parameters_by_mesh(model)
+    chosen = any(p.name in parameters for p in first)
+    if chosen:
+        for other in others:
+            tell_of_other_mesh(first, other)
+    return Wrapped(
+        FSDP2,
+        model,
+        parameters,
+        process_group or fsdp2_process_group(model),
+        fsdp2_device(model),
+        replica=fsdp2_replica(model, workers),
+        mesh=_find_mesh(model) if chosen else None,
+    )
 
 
 def _find_mesh(model: nn.Module) -> MeshPlace | None:

@@ -26,6 +26,7 @@ from rankscope.capture.taps.fsdp2_model import (
     ManagedParameter,
     casting_policy,
     managed_parameters,
+    parameters_by_mesh,
 )
 from rankscope.capture.taps.fsdp2_shard import measure_shards
 from rankscope.capture.totals import GradientTotals
@@ -69,6 +70,8 @@ class ShardedModel:
         Raises:
             CanaryDeclined: It cannot.
         """
+        if len(parameters_by_mesh(self._model)) > 1:
+            raise CanaryDeclined("experts lie on another mesh: no worker can run the model alone")
         if any(p.is_dtensor for p in self._managed.values()):
             raise CanaryDeclined("the model is tensor parallel as well: no worker can run it alone")
         if any(p.tensor.device != p.group.device for p in self._managed.values()):

@@ -19,7 +19,7 @@ from rankscope.capture.taps.fsdp2_model import (
     ends_backward,
     fsdp2_states,
     listen,
-    managed_parameters,
+    parameters_by_mesh,
     waits_by_hand,
 )
 from rankscope.capture.taps.fsdp2_shard import measure_shards
@@ -59,14 +59,14 @@ class FSDP2Tap(GradientTap):
     Args:
         model: The model, or a module around it; ``fully_shard`` was applied to it or to parts.
         parameters: The parameters to measure, by canonical name, all of them known to the
-            sketcher: :func:`fsdp2_parameters`.
+            sketcher and reduced over the same workers: :func:`fsdp2_parameters`.
         sketcher: Measures the gradients, on :func:`fsdp2_device`.
         guarded: Keeps the monitor's exceptions out of the backward pass.
         reduced: What to read of the reduced gradient.
         observer: Is told when gradients have been reduced.
 
     Raises:
-        UnsupportedError: Parameters differ in their workers, or this torch's FSDP2 is unknown.
+        UnsupportedError: This torch's FSDP2 is unknown.
     """
 
     def __init__(
@@ -80,7 +80,9 @@ class FSDP2Tap(GradientTap):
         observer: GradientObserver,
     ) -> None:
         self._observer = observer
-        managed = managed_parameters(model)
+        meshes = parameters_by_mesh(model)
+        managed = next(each for each in meshes if any(p.name in parameters for p in each))
+        self._batches = len(meshes[0][0].group.ranks)
         self._parameters = {parameter.inside: parameter for parameter in managed}
         self._watched = [p for p in managed if p.name in parameters]
         self._states = frozenset(fsdp2_states(model))
@@ -123,8 +125,11 @@ class FSDP2Tap(GradientTap):
 
     @property
     def summed_workers(self) -> float:
-        """W where a divide factor of 1 was set, as for losses over all workers' tokens."""
-        return 1 / self._groups[0].reduced_scale
+        """W where a divide factor of 1 was set, as for losses over all workers' tokens.
+
+        A gradient of experts adds up the batches of all workers of the largest mesh, too.
+        """
+        return self._batches / self._groups[0].divisor
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training; one that recomputes activations does not count."""

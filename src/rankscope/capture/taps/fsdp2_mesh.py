@@ -1,6 +1,7 @@
 """Which axes of a device mesh FSDP2 does not average over, and which parameters those replicate."""
 
-from collections.abc import Collection, Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.capture.taps.fsdp2_model import ManagedParameter, managed_parameters
 
+_log = logging.getLogger("rankscope")
 _STAGES = ("pp", "pipe", "stage")  # how the axes of pipeline stages are called
 
 
@@ -67,6 +69,39 @@ def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
         name: placement.is_replicate()
         for name, placement in zip(names, tensor.placements, strict=True)
     }
+
+
+def tell_of_other_mesh(
+    watched: Sequence[ManagedParameter], other: Sequence[ManagedParameter]
+) -> None:
+    """Say which parameters lie on another mesh, and whether FSDP2 divides their gradients alike.
+
+    Args:
+        watched: The parameters that are compared.
+        other: Those that are reduced otherwise.
+    """
+    level = logging.WARNING if dist.get_rank() == 0 else logging.INFO
+    group, apart = watched[0].group, other[0].group
+    some = f"{len(other)} parameters (from {other[0].name} on)"
+    _log.info(
+        "%s are reduced over %d ranks, the rest over %d: the workers' metrics leave them out; to "
+        "compare them, watch() their process_group as well",
+        some,
+        len(apart.ranks),
+        len(group.ranks),
+    )
+    if apart.divisor != group.divisor:
+        _log.log(
+            level,
+            "FSDP2 divides the gradients of %s by %g, those of the rest by %g: they are %g times "
+            "as large as those of one mean loss, unless the training scales them by hand; call "
+            "set_gradient_divide_factor(%g) on the modules that hold them",
+            some,
+            apart.divisor,
+            group.divisor,
+            group.divisor / apart.divisor,
+            group.divisor,
+        )
 
 
 def _meshes(managed: list[ManagedParameter]) -> Iterator[DeviceMesh]:

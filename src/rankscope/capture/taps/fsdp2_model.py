@@ -9,7 +9,7 @@ shows padded gradients, in fp16 already divided. :func:`listen` listens to a few
 that serve all layouts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -105,6 +105,12 @@ class ParameterGroup:
         )
 
     @property
+    def replicas(self) -> tuple[int, ...]:
+        """The ranks of the job that hold the same shards as this one, and reduce them together."""
+        group = self.replicate_group
+        return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
+
+    @property
     def reduces(self) -> bool:
         """Whether a backward pass that ends now has reduced what it has accumulated, if anything.
 
@@ -132,8 +138,13 @@ class ParameterGroup:
     @property
     def reduced_scale(self) -> float:
         """What the reduced gradient must be multiplied with to be the mean over the workers."""
+        return self.divisor / (self.shard_size * self.num_copies)
+
+    @property
+    def divisor(self) -> float:
+        """What FSDP2 divides the sum of the workers' gradients by."""
         factor = self._inside.gradient_divide_factor
-        return 1.0 if factor is None else float(factor) / (self.shard_size * self.num_copies)
+        return self.shard_size * self.num_copies if factor is None else float(factor)
 
     @property
     def reduced_is_readable(self) -> bool:
@@ -224,53 +235,25 @@ def waits_by_hand(state: Any) -> bool:
     return bool(getattr(state._state_ctx, "manual_backward_finalization_active", False))
 
 
-class LastingParameters:
-    """What lasts of a parameter that FSDP2 replaces in its module from time to time.
-
-    While a layer computes, its whole parameter hangs in the module; the root's does so from before
-    the hooks of a forward pass until its backward pass ends, and after an evaluation. Name,
-    gradient and optimizer state belong to the shard, which lasts.
-
-    Args:
-        model: The model, or a module around it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._managed: dict[tuple[nn.Module, str], Any] = {}
-        for state in fsdp2_states(model):
-            for group in _groups(state):
-                for inside in group.fsdp_params:
-                    expect(inside, "_module_info", "sharded_param")
-                    info = inside._module_info
-                    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-                    for place in ((info.module, info.param_name), *shared):
-                        self._managed[place] = inside
-
-    def __call__(self, holder: nn.Module, key: str) -> Tensor | None:
-        """Return the shard of the parameter ``key`` of a module; None if FSDP2 does not manage it.
-
-        Such a parameter is not reduced by FSDP2: it was to be ignored, or lies outside of all
-        modules that are sharded.
-        """
-        inside = self._managed.get((holder, key))
-        shard: Tensor | None = None if inside is None else inside.sharded_param
-        return shard
-
-
 def is_fsdp2(model: nn.Module) -> bool:
     """Return whether ``fully_shard`` was applied to the model or to modules in it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def fsdp2_parameters(model: nn.Module) -> dict[str, Tensor]:
+def fsdp2_parameters(model: nn.Module, workers: Collection[int] = ()) -> dict[str, Tensor]:
     """Return the trainable parameters that FSDP2 reduces, by canonical name, in model order.
 
     Parameters that it was told to ignore are left out: nothing averages their gradients.
 
+    Args:
+        model: The model.
+        workers: As for :func:`managed_parameters`.
+
     Raises:
-        UnsupportedError: Parameters differ in their workers, or this torch's FSDP2 is unknown.
+        UnsupportedError: See there.
     """
-    return {p.name: p.tensor for p in managed_parameters(model) if p.tensor.requires_grad}
+    managed = managed_parameters(model, workers)
+    return {p.name: p.tensor for p in managed if p.tensor.requires_grad}
 
 
 def fsdp2_device(model: nn.Module) -> torch.device:
@@ -297,39 +280,68 @@ def fsdp2_process_group(model: nn.Module) -> dist.ProcessGroup:
     return made
 
 
-def fsdp2_replica(model: nn.Module) -> int | None:
+def fsdp2_replica(model: nn.Module, workers: Collection[int] = ()) -> int | None:
     """Return the number of the shard that this worker holds as others do, too.
 
     None when each parameter has one owner.
     """
-    first = managed_parameters(model)[0]
+    first = managed_parameters(model, workers)[0]
     if first.group.num_copies == 1:
         return None
     return int(getattr(first.inside.mesh_info, "shard_mesh_rank", 0))
 
 
-def managed_parameters(model: nn.Module) -> list[ManagedParameter]:
-    """Return all parameters that FSDP2 shards, trainable or not, in the model's order.
+def managed_parameters(model: nn.Module, workers: Collection[int] = ()) -> list[ManagedParameter]:
+    """Return the parameters that FSDP2 reduces over the same workers, in the model's order.
+
+    Experts may lie on another mesh than the rest. A worker's gradient of its experts stems from
+    the tokens of others, too, so the two are never compared together.
+
+    Args:
+        model: The model.
+        workers: The ranks of the job that reduce them; by default the most that reduce any, and
+            among equally many those of the most elements.
 
     Raises:
-        UnsupportedError: There are none, or they differ in their workers, or this torch's FSDP2
-            differs inside from what the monitor knows.
+        UnsupportedError: There are none, or this torch's FSDP2 differs inside from what the monitor
+            knows.
     """
-    managed = _find(model)
-    if not managed:
+    meshes = parameters_by_mesh(model)
+    if not meshes:
         raise UnsupportedError(
             f"watch() expected a model whose parameters fully_shard has sharded, got "
             f"{type(model).__name__} without any; call watch() after fully_shard()"
         )
-    layouts = {(p.group.ranks, p.group.num_copies): p.name for p in managed}
-    if len(layouts) > 1:
+    chosen = [each for each in meshes if set(each[0].group.ranks) == set(workers)]
+    if workers and not chosen:
+        known = " or ".join(_in_words(each[0].group.ranks) for each in meshes)
         raise UnsupportedError(
-            f"watch() expected all parameters to be sharded over the same workers, but "
-            f"{' and '.join(sorted(layouts.values()))} differ in their mesh (as with expert "
-            f"parallelism), so that local gradients cannot be compared; such a model cannot be "
-            f"watched yet"
+            f"watch() expected a process_group that fully_shard reduces over: {known}; got "
+            f"{_in_words(workers)}; pass the group of the mesh whose parameters to watch"
         )
-    return managed
+    return (chosen or meshes)[0]
+
+
+def _in_words(ranks: Collection[int]) -> str:
+    return f"{len(ranks)} ranks from {min(ranks)} to {max(ranks)}"
+
+
+def parameters_by_mesh(model: nn.Module) -> list[list[ManagedParameter]]:
+    """Return all parameters that FSDP2 shards, trainable or not, by how they are reduced.
+
+    Returns:
+        First those of the most workers, and among equally many those of the most elements; each in
+        the model's order.
+    """
+    meshes: dict[tuple[object, ...], list[ManagedParameter]] = {}
+    for parameter in every_parameter(model):
+        group = parameter.group
+        meshes.setdefault((group.ranks, group.num_copies), []).append(parameter)
+
+    def size(managed: list[ManagedParameter]) -> tuple[int, int]:
+        return len(managed[0].group.ranks), sum(p.tensor.numel() for p in managed)
+
+    return sorted(meshes.values(), key=size, reverse=True)
 
 
 def fsdp2_states(model: nn.Module) -> list[Any]:
@@ -352,7 +364,8 @@ def parameter_groups(module: FSDPModule) -> list[ParameterGroup]:
     return [ParameterGroup(inside, state) for inside in _groups(state)]
 
 
-def _find(model: nn.Module) -> list[ManagedParameter]:
+def every_parameter(model: nn.Module) -> list[ManagedParameter]:
+    """Return all parameters that FSDP2 shards, trained or not, in the model's order."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), canonical_name(name))

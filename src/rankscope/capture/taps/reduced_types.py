@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.capture.taps.deepspeed import is_deepspeed
-from rankscope.capture.taps.fsdp2_model import is_fsdp2, managed_parameters
+from rankscope.capture.taps.fsdp2_model import is_fsdp2, parameters_by_mesh
 from rankscope.capture.taps.megatron_model import is_megatron
 from rankscope.core.groups import Groups
 
@@ -33,7 +33,7 @@ def reduced_types(
     if is_deepspeed(wrapper):
         sums = dict.fromkeys(parameters, _of_engine(wrapper))
     elif is_fsdp2(wrapper):
-        sums = {p.name: p.summed_in for p in managed_parameters(wrapper)}
+        sums = {p.name: p.summed_in for each in parameters_by_mesh(wrapper) for p in each}
     else:
         sums = {}
     buffered = is_megatron(wrapper)

@@ -1,0 +1,310 @@
+"""Experts on another mesh than the rest: eight workers, whose experts are cut over ``ep``."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import rankscope
+from rankscope import Run
+from rankscope.core.signals import Table
+from rankscope.errors import UnsupportedError
+from rankscope.faults.mesh_faults import exchange
+from support.loops import collect_warnings
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS, LATE, WIDTH, EXPERTS, RANKS, ODD = 8, 3, 8, 8, 8, 5
+
+CASES: dict[str, dict[str, Any]] = {
+    "healthy": {},
+    "hybrid": {"hybrid": True},
+    "hybrid, an expert of one replica is another": {"hybrid": True, "fault": "replica"},
+    "experts are divided by their own mesh": {"factor": None},
+    "one rank's experts get another sum": {"fault": "reduction"},
+    "two workers have one shard": {"fault": "shard"},
+}
+"""What is done: whether parameters are replicated as well, what FSDP2 is told to divide experts'
+gradients by (by default the number of all workers), and what goes wrong from step ``LATE`` on."""
+
+
+class Experts(nn.Module):
+    """Experts, of which a rank has some, for the tokens of all ranks along ``ep``; None: all."""
+
+    def __init__(self, ep: DeviceMesh | None) -> None:
+        super().__init__()
+        whole = torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5
+        self.weight = nn.Parameter(
+            whole if ep is None else distribute_tensor(whole, ep, [Shard(0)])
+        )
+        self._group = None if ep is None else ep.get_group()
+
+    def forward(self, hidden: Tensor, shares: Tensor) -> Tensor:
+        group = self._group
+        if group is None:
+            each = torch.einsum("bld,edf->blef", hidden, self.weight).tanh()
+            return (each * shares[..., None]).sum(2)
+        hidden, shares = (exchange(x, group, _all, _own_sum) for x in (hidden, shares))
+        own = shares.chunk(group.size(), -1)[group.rank()]
+        each = torch.einsum("bld,edf->blef", hidden, self.weight.to_local()).tanh()
+        return exchange((each * own[..., None]).sum(2), group, _own_sum, _all)
+
+
+def _all(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [
+        torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def _own_sum(given: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = given.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.chunk(group.size())[group.rank()].contiguous()
+
+
+class Model(nn.Module):
+    def __init__(self, ep: DeviceMesh | None) -> None:
+        super().__init__()
+        self.up, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList([Experts(ep), Experts(ep)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Tensor) -> Tensor:
+        hidden = self.up(given)
+        for experts in self.experts:
+            hidden = hidden + experts(hidden, self.router(hidden).softmax(-1))
+        returned: Tensor = self.head(hidden)
+        return returned
+
+
+class OddReduceScatter:
+    """FSDP2's reduce-scatter, which yields the threefold on one rank."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
+        output_tensor.mul_(3 if dist.get_rank() == ODD else 1)
+
+
+def batch_of(worker: int, step: int) -> Tensor:
+    return torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(100 * step + worker))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch.roll(1, -1)).square().mean()
+
+
+def build(case: dict[str, Any]) -> tuple[Model, DeviceMesh]:
+    """Return a sharded model, and the mesh over which its experts are."""
+    if case.get("hybrid"):
+        dense = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        sparse = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "efsdp", "ep"))
+        over = sparse["replicate", "efsdp"]
+    else:
+        dense = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+        sparse = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("efsdp", "ep"))
+        over = sparse["efsdp"]
+    torch.manual_seed(0)
+    model = Model(sparse["ep"])
+    factor = case.get("factor", RANKS)
+    for experts in model.experts:
+        fully_shard(experts, mesh=over)
+        if factor is not None:
+            experts.set_gradient_divide_factor(factor)
+            experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing
+    fully_shard(model, mesh=dense)
+    return model, over
+
+
+def train(folder: Path | None, case: dict[str, Any]) -> list[bytes]:
+    """Train a model, watched twice or not at all; return its bits."""
+    model, over = build(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"overhead_budget": None, "announce": False, "agent": "thread", "verify_at": [1]}
+    scopes = []
+    if folder is not None:
+        ranks = over.mesh.flatten().tolist()
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        scopes = [
+            rankscope.watch(model, optimizer, run_dir=folder / "run", **options),
+            rankscope.watch(
+                model, optimizer, run_dir=folder / "experts", process_group=group, **options
+            ),
+        ]
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        fault = case.get("fault") if step >= LATE else None
+        if fault == "reduction":
+            model.experts[1].set_custom_reduce_scatter(OddReduceScatter())
+        loss_of(model, batch_of(4 if fault == "shard" and rank == ODD else rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if fault == "replica" and rank == ODD:
+            with torch.no_grad():
+                model.experts[0].weight.to_local().add_(0.01)
+    for scope in reversed(scopes):
+        scope.close()
+    return [parameter.to_local().detach().numpy().tobytes() for parameter in model.parameters()]
+
+
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    collect_warnings()
+    log, said = logging.getLogger("rankscope"), Said()
+    log.addHandler(said)
+    log.setLevel(logging.INFO)
+    results: dict[str, Any] = {"refused": refusal()}
+    for name, case in CASES.items():
+        said.lines.clear()
+        bits = train(Path(folder) / name, case)
+        results[name] = [line for line in said.lines if "gradients" in line or "metrics" in line]
+        if "fault" not in case:
+            results[f"{name}: same"] = bits == train(None, case)
+    return results
+
+
+def refusal() -> str:
+    model, _ = build({})
+    pair, _ = dist.new_subgroups(2)
+    with pytest.raises(UnsupportedError) as refused:
+        rankscope.watch(model, run_dir="nowhere", process_group=pair)
+    return str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("experts")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return run_ranks(train_all, RANKS, str(folder), timeout=400)
+
+
+def faults(run: Run) -> dict[str, Any]:
+    return {each.id: each for each in run.findings() if str(each.severity) != "note"}
+
+
+def test_the_training_computes_the_same_bits(results):
+    for result in results:
+        same = [value for name, value in result.items() if name.endswith(": same")]
+        assert same == [True] * 3
+
+
+@pytest.mark.parametrize("case", ["healthy", "hybrid"])
+def test_workers_are_those_of_the_largest_mesh(folder, results, case):
+    run = Run.open(folder / case / "run")
+    assert (run.status, run.num_workers, faults(run)) == ("complete", RANKS, {})
+    assert run.columns(Table.STEPS, "observed")["observed"].all()
+    _, norms_TW = run.per_worker("grad_norm")
+    torch.manual_seed(0)
+    plain = Model(None)
+    for worker in range(RANKS):
+        plain.zero_grad()
+        loss_of(plain, batch_of(worker, 0)).backward()
+        dense = [p.grad for name, p in plain.named_parameters() if "experts" not in name]
+        exact = float(torch.cat([g.double().flatten() for g in dense]).norm())
+        np.testing.assert_allclose(norms_TW[0, worker], exact, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["healthy", "hybrid"])
+def test_experts_are_compared_among_the_ranks_that_hold_the_same(folder, results, case):
+    torch.manual_seed(0)
+    plain = Model(None)
+    for ep, name in enumerate(("experts", "experts-from-rank-1")):
+        run = Run.open(folder / case / name)
+        assert (run.status, run.num_workers, faults(run)) == ("complete", RANKS // 2, {})
+        assert run.columns(Table.STEPS, "observed")["observed"].all()
+        _, norms_TW = run.per_worker("grad_norm")
+        for worker in range(RANKS // 2):
+            plain.zero_grad()
+            for rank in (2 * worker, 2 * worker + 1):  # whose tokens a rank's experts see
+                loss_of(plain, batch_of(rank, 0)).backward()
+            held = [experts.weight.grad.double().chunk(2)[ep] for experts in plain.experts]
+            exact = float(torch.cat(held).norm())
+            np.testing.assert_allclose(norms_TW[0, worker], exact, rtol=1e-5)
+        found = run.columns(Table.STEPS, "reduction_residual")["reduction_residual"]
+        assert np.nanmax(found) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["run", "experts", "experts-from-rank-1"])
+def test_no_worker_computes_a_gradient_again_alone(folder, results, name):
+    [note] = Run.open(folder / "healthy" / name).findings()
+    assert note.cause == "verify.declined"
+    assert "experts lie on another mesh" in note.explanation
+
+
+def test_it_is_said_what_the_metrics_leave_out(results):
+    for result in results:
+        [said] = result["healthy"]
+        assert said.startswith(
+            "INFO 2 parameters (from experts.0.weight on) are reduced over 4 ranks, the rest over 8"
+        )
+
+
+def test_a_divisor_that_does_not_fit_is_said(results):
+    said = "FSDP2 divides the gradients of 2 parameters (from experts.0.weight on) by 4, those of"
+    for rank, result in enumerate(results):
+        _, told = result["experts are divided by their own mesh"]
+        assert told.startswith(f"{'INFO' if rank else 'WARNING'} {said}")
+        assert "2 times as large" in told
+        assert "set_gradient_divide_factor(8)" in told
+
+
+def test_a_sum_of_experts_gradients_that_is_wrong_is_found(folder, results):
+    case = folder / "one rank's experts get another sum"
+    assert faults(Run.open(case / "run")) == {}
+    assert faults(Run.open(case / "experts")) == {}
+    found = faults(Run.open(case / "experts-from-rank-1"))
+    assert {finding.cause for finding in found.values()} == {"numerics.reduction_error"}
+    for finding in found.values():
+        assert finding.first_step == LATE
+        assert "group experts.1 " in finding.explanation
+
+
+@pytest.mark.parametrize("name", ["run", "experts-from-rank-1"])
+def test_a_replica_of_an_expert_that_differs_is_found(folder, results, name):
+    found = faults(Run.open(folder / "hybrid, an expert of one replica is another" / name))
+    assert set(found) == {"state.parameters_differ"}
+    assert found["state.parameters_differ"].first_step >= LATE
+
+
+def test_a_shard_that_two_workers_have_is_found(folder, results):
+    found = faults(Run.open(folder / "two workers have one shard" / "run"))
+    assert any(name.startswith("data.") for name in found), found
+
+
+def test_a_group_of_other_ranks_is_refused(results):
+    for rank, result in enumerate(results):
+        first = rank - rank % 2
+        assert f"got 2 ranks from {first} to {first + 1}; pass" in result["refused"]

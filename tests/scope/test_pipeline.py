@@ -1,0 +1,234 @@
+"""Pipeline schedules over FSDP2: each stage is watched by itself, by the ranks that hold it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+import rankscope
+from rankscope import Run
+from rankscope.core.signals import Table
+from rankscope.faults.mesh_faults import SequenceParallelNorm, sum_parts
+from rankscope.integrations import torchtitan
+from support.loops import collect_warnings
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+OPTIONS = {"overhead_budget": None, "announce": False, "agent": "thread"}
+STEPS, LATE, WIDTH, MICRO, BATCH, ODD = 8, 4, 8, 4, 8, 1
+
+CASES: dict[str, dict[str, Any]] = {
+    "1F1B": {},
+    "GPipe": {"schedule": ScheduleGPipe},
+    "interleaved": {"schedule": ScheduleInterleaved1F1B, "parts": 2},
+    "tensor parallel": {"tp": 2},
+    "tensor parallel, norms are not summed": {"tp": 2, "fault": "norm"},
+    "two workers have one shard": {"fault": "shard"},
+    "by the adapter": {"adapter": True},
+}
+"""What is done: the schedule, parts on each rank, ranks along ``tp``, what goes wrong since
+``LATE``, and whether torchtitan's adapter watches the training."""
+
+
+class Block(nn.Module):
+    def __init__(self, tp: DeviceMesh | None = None) -> None:
+        super().__init__()
+        norm = nn.LayerNorm(WIDTH)
+        self.norm = norm if tp is None else SequenceParallelNorm(norm, tp.get_group())
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        added: Tensor = hidden + self.down(self.up(self.norm(hidden)).tanh())
+        return added
+
+
+def batch_of(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    batch = torch.randn(BATCH, 4, WIDTH, generator=generator)
+    return batch, batch.roll(1, -1)
+
+
+def sum_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def block_of(number: int, tp: DeviceMesh | None = None) -> Block:
+    torch.manual_seed(number)
+    return Block(tp)
+
+
+def watched(parts: list[nn.Module], optimizers: list[Any], run_dir: Path | None) -> list[Any]:
+    """Return the scope of each part of this rank; none without a directory."""
+    return [
+        rankscope.watch(part, optimizer, run_dir=run_dir / f"part {number}", **OPTIONS)
+        for number, (part, optimizer) in enumerate(zip(parts, optimizers, strict=True))
+        if run_dir is not None
+    ]
+
+
+def watched_by_adapter(part: nn.Module, optimizer: Any, schedule: Any, run_dir: Path) -> Any:
+    """Return the scope of what has torchtitan's shape."""
+    trainer = SimpleNamespace(
+        model_parts=[part],
+        optimizers=SimpleNamespace(optimizers=[optimizer]),
+        loss_fn=sum_loss,
+        forward_backward_step=lambda *, global_valid_tokens: None,
+        pp_schedule=schedule,
+        close=lambda: None,
+    )
+    return torchtitan.watch(trainer, run_dir=run_dir / "part 0", **OPTIONS)
+
+
+def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss_fn: Any) -> Any:
+    cpu, pp = torch.device("cpu"), mesh["pp"]
+    last = 2 * len(parts)
+    stages = [
+        PipelineStage(part, pp.get_local_rank() + 2 * number, last, cpu, group=pp.get_group())
+        for number, part in enumerate(parts)
+    ]
+    make = case.get("schedule", Schedule1F1B)
+    return make(stages if len(stages) > 1 else stages[0], n_microbatches=MICRO, loss_fn=loss_fn)
+
+
+def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
+    """Train the parts of one rank; return their bits."""
+    tp = case.get("tp", 1)
+    mesh = init_device_mesh("cpu", (2, 4 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    over = mesh["tp"] if tp > 1 else None
+    parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
+    for part in parts:
+        fully_shard(part, mesh=mesh["dp"])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    adapter = case.get("adapter")
+    scopes = [] if adapter else watched(parts, optimizers, run_dir)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = mean_loss(output, target)
+        for scope in scopes[-1:]:
+            scope.loss(loss.detach())
+        return loss
+
+    schedule = schedule_of(case, mesh, parts, sum_loss if adapter else loss_fn)
+    if adapter and run_dir is not None:
+        scopes = [watched_by_adapter(parts[0], optimizers[0], schedule, run_dir)]
+    for step in range(STEPS):
+        fault = case.get("fault") if step >= LATE else None
+        given, target = batch_of(0 if fault == "shard" and dp == ODD else dp, step)
+        schedule.step(*((given,) if pp == 0 else ()), **({"target": target} if pp else {}))
+        if over is not None and fault != "norm":
+            sum_parts(parts[0], ("norm",), over.get_group())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for scope in reversed(scopes):
+        scope.close()
+    return [p.to_local().detach().numpy().tobytes() for part in parts for p in part.parameters()]
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    warnings = collect_warnings()
+    same = {}
+    for name, case in CASES.items():
+        bits = train(Path(folder) / name, case)
+        if "fault" not in case:
+            same[name] = bits == train(None, case)
+    return {"same": same, "warnings": warnings}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    for result in run_ranks(train_all, 8, str(folder), timeout=400):
+        assert all(result["same"].values()), result["same"]
+        assert result["warnings"] == []
+    return folder
+
+
+def run_of(folder: Path, case: str, first_rank: int, part: int = 0) -> Run:
+    name = f"part {part}" + (f"-from-rank-{first_rank}" if first_rank else "")
+    run = Run.open(folder / case / name)
+    assert run.status == "complete"
+    assert run.columns(Table.STEPS, "observed")["observed"].tolist() == [True] * STEPS
+    return run
+
+
+def faults(run: Run) -> dict[str, Any]:
+    return {each.id: each for each in run.findings() if str(each.severity) != "note"}
+
+
+def oracle(num_blocks: int, worker: int) -> tuple[float, list[float]]:
+    """Return the first step's loss and each block's gradient norm, of a model in one piece."""
+    blocks = [block_of(number) for number in range(num_blocks)]
+    given, target = batch_of(worker, 0)
+    loss = mean_loss(nn.Sequential(*blocks)(given), target)
+    loss.backward()
+    norms = [torch.cat([p.grad.double().flatten() for p in b.parameters()]).norm() for b in blocks]
+    return loss.item(), [float(norm) for norm in norms]
+
+
+@pytest.mark.parametrize(("case", "parts"), [("1F1B", 1), ("GPipe", 1), ("interleaved", 2)])
+def test_workers_of_each_stage_are_measured(folder, case, parts):
+    exact = [oracle(2 * parts, worker) for worker in range(4)]
+    for part in range(parts):
+        for pp, first_rank in enumerate((0, 4)):
+            run = run_of(folder, case, first_rank, part)
+            assert (run.num_workers, faults(run)) == (4, {})
+            _, norms_TW = run.per_worker("grad_norm")
+            expected = [norms[pp + 2 * part] for _, norms in exact]
+            # The schedule makes the sum over micro-batches their mean after the reduction.
+            np.testing.assert_allclose(norms_TW[0] / MICRO, expected, rtol=1e-5)
+            _, counts_TW = run.per_worker("micro_batches")
+            assert (counts_TW == MICRO).all()
+            columns = run.columns(Table.STEPS, "reduction_residual")
+            assert np.nanmax(columns["reduction_residual"]) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["1F1B", "by the adapter"])
+def test_the_last_stage_has_the_loss(folder, case):
+    _, losses_TW = run_of(folder, case, 4).per_worker("loss")
+    expected = [oracle(2, worker)[0] for worker in range(4)]
+    np.testing.assert_allclose(losses_TW[0], expected, rtol=1e-5)
+    _, losses_TW = run_of(folder, case, 0).per_worker("loss")
+    assert np.isnan(losses_TW).all()
+
+
+@pytest.mark.parametrize("first_rank", [0, 1, 4, 5])
+def test_stages_on_a_mesh_with_tensor_parallelism_are_healthy(folder, first_rank):
+    run = run_of(folder, "tensor parallel", first_rank)
+    assert (run.num_workers, faults(run)) == (2, {})
+
+
+@pytest.mark.parametrize(("first_rank", "lines"), [(0, [[0, 1], [2, 3]]), (4, [[4, 5], [6, 7]])])
+def test_a_partial_gradient_is_found_within_its_stage(folder, first_rank, lines):
+    found = faults(run_of(folder, "tensor parallel, norms are not summed", first_rank))
+    assert list(found) == ["sync.partial_gradient:tp"]
+    [finding] = found.values()
+    assert (finding.first_step, finding.evidence["lines"]) == (LATE, lines)
+    assert sorted(finding.evidence["parameters"]) == ["norm.norm.bias", "norm.norm.weight"]
+
+
+@pytest.mark.parametrize("first_rank", [0, 4])
+def test_a_shard_that_two_workers_have_is_found_in_each_stage(folder, first_rank):
+    found = faults(run_of(folder, "two workers have one shard", first_rank))
+    assert [finding.cause for finding in found.values()] == ["data.duplicate_batches"]
+    [finding] = found.values()
+    assert sorted(finding.ranks) == [0, ODD]
+    assert finding.first_step == LATE
