@@ -6,7 +6,8 @@ folder, then all; the first that fails kills the mutant. What survives is equiva
 as it is, or wants a test. Files are changed in copies of the repository alone.
 
 Run ``make mutants``, or ``python benchmarks/mutants.py --count 400 --json mutants.json``. A file of
-results is read first, so that a run goes on where another ended.
+results is read first, so that a run goes on where another ended, and survivors of the stages
+that it tried go through the others.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -256,24 +258,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("mutants.json"), metavar="FILE")
     options = parser.parse_args()
     results = json.loads(options.json.read_text()) if options.json.exists() else []
-    known = {(r["path"], r["number"], r["change"]) for r in results}
-    waiting = [
-        mutant
-        for mutant in draw(options.count, options.seed, options.rooms)
-        if (mutant.path, mutant.number, mutant.change) not in known
-    ]
+    known = {(r["path"], r["number"], r["change"]): r for r in results}
+    waiting = []
+    for mutant in draw(options.count, options.seed, options.rooms):
+        before = known.get((mutant.path, mutant.number, mutant.change))
+        stages = [s for s in options.stages if before is None or s not in before["tried"]]
+        if before is None or (before["end"] == "survived" and stages):
+            waiting.append((mutant, stages, before or {}))
     console = Console(soft_wrap=True)
     with _copies(options.processes) as free, ThreadPoolExecutor(options.processes) as pool:
 
-        def work(mutant: Mutant) -> None:
+        def work(mutant: Mutant, stages: Sequence[str], before: dict[str, Any]) -> None:
             copied = free.get()
-            end = decide(mutant, copied, options.stages)
+            end = decide(mutant, copied, stages)
             free.put(copied)
-            results.append({**asdict(mutant), "end": end})
+            tried = [*before.get("tried", ()), *stages]
+            if before in results:
+                results.remove(before)
+            results.append({**asdict(mutant), "end": end, "tried": tried})
             options.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
             console.print(f"{end:8}  {mutant.path}:{mutant.line}  {mutant.change}", markup=False)
 
-        for done in [pool.submit(work, mutant) for mutant in waiting]:
+        for done in [pool.submit(work, *each) for each in waiting]:
             done.result()
     console.print(render(results))
 
