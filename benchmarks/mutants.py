@@ -161,12 +161,12 @@ def draw(count: int, seed: int, rooms: Sequence[str]) -> list[Mutant]:
     """Return so many mutants, each as likely as any other; more are the same and further ones."""
     files = sorted(
         str(path.relative_to(ROOT))
-        for room in rooms
+        for room in ROOMS
         for path in (ROOT / "src/rankscope" / room).rglob("*.py")
     )
     every = [mutant for path in files for mutant in mutants_of(path)]
     random.Random(seed).shuffle(every)
-    return every[:count]
+    return [mutant for mutant in every if Path(mutant.path).parts[2] in rooms][:count]
 
 
 def tests_near(path: str) -> list[str]:
