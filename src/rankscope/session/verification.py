@@ -14,7 +14,8 @@ from typing import Any
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import is_out_of_memory
 from rankscope.capture.canary.engine import EngineModel
-from rankscope.capture.canary.reference import Held, MicroBatch, ReferenceStep, WholeModel
+from rankscope.capture.canary.micro_batch import MicroBatch
+from rankscope.capture.canary.reference import Held, ReferenceStep, WholeModel
 from rankscope.capture.canary.replay import in_short
 from rankscope.capture.canary.unsharded import ReplicatedModel, ShardedModel
 from rankscope.capture.taps.deepspeed import before_engine_step
