@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rankscope.capture.canary.alone import ACCUMULATES, Autocast, alone
 from rankscope.capture.canary.batch import CanaryDeclined, capture_batch, restore_batch
+from rankscope.capture.canary.layout import Layout, layout_of, local_of, part_in, whole_of
 from rankscope.capture.canary.replay import check_graph, project
 from rankscope.capture.canary.state import generators_of, kept
 from rankscope.capture.canary.tensors import AT_ONCE_BYTES
@@ -26,6 +27,19 @@ _EXACT, _COARSE = 4e-6, 0.25
 """How far what a forward pass returns may lie from what it has returned in the training: relative
 in float32, and in roundings of 16 bits."""
 
+_SLACK = 32.0
+"""How many times as far it may, where layers round otherwise than in the training."""
+
+_NOT_REPEATED = (
+    "the forward pass does not repeat itself {}: it draws random numbers from generators of its "
+    "own, counts its calls, or reads something that has changed"
+)
+_NOT_WHOLE = (
+    "the forward pass returns something else with whole parameters than it has in the training {}: "
+    "dropout draws other numbers on a part, something was divided by hand, or it does not repeat "
+    "itself"
+)
+
 Gradients = Sequence[Tensor | None]
 
 
@@ -37,6 +51,8 @@ class MicroBatch:
         device: The device of its parameters.
         args: What enters it by position.
         kwargs: What enters it by name.
+        inner: Whether what others were computed from, such as logits, is compared as well when it
+            runs once more: the loss alone may hide what rounding does not explain.
 
     Raises:
         CanaryDeclined: It cannot be kept.
@@ -48,12 +64,15 @@ class MicroBatch:
         device: torch.device,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        *,
+        inner: bool = False,
     ) -> None:
+        self._inner = inner
         self._batch = capture_batch(args, kwargs, most_bytes=MOST_BATCH_BYTES)
         self._generators = generators_of(module, device)
         self._autocast = Autocast.in_force(device)
         self._buffers = {
-            name: (buffer, buffer._version, buffer.detach().clone())
+            name: (buffer, buffer._version, local_of(buffer.detach()).clone())
             for name, buffer in module.named_buffers()
             if buffer.nbytes <= AT_ONCE_BYTES
         }
@@ -65,13 +84,31 @@ class MicroBatch:
         """Whether some gradient has come back."""
         return any(one.arrived for one in self._returned)
 
+    @property
+    def num_spread(self) -> int:
+        """How many of the gradients that have come back are spread over ranks."""
+        back = [one.gradient for one in self._returned if one.gradient is not None]
+        return sum(layout_of(gradient) is not None for gradient in back)
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """The type of its autocast; float32 without."""
+        return self._autocast.dtype if self._autocast.enabled else torch.float32
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make gradients whole that are spread over ranks, which gather them together."""
+        for one in self._returned:
+            if one.gradient is not None:
+                one.gradient = whole_of(one.gradient)
+
     @torch.no_grad()
     def see_output(self, output: object) -> None:
         """Take what the forward pass has returned; hooks in its graph see what comes back."""
         tensors = _differentiable(output)
         above = _behind(tensors)
         self._returned = [
-            _Returned(tensor, compared=not numbers)
+            _Returned(tensor, compared=self._inner or not numbers)
             for tensor, numbers in zip(tensors, above, strict=True)
         ]
         for one, numbers in zip(self._returned, above, strict=True):
@@ -79,12 +116,22 @@ class MicroBatch:
         for one, tensor in zip(self._returned, tensors, strict=True):
             hook_gradient(tensor, one.take)
 
-    def gradients(self, module: nn.Module, parameters: Sequence[Tensor]) -> Gradients:
+    def gradients(
+        self,
+        module: nn.Module,
+        parameters: Sequence[Tensor],
+        *,
+        rounds_in: torch.dtype | None = None,
+        compared: bool = True,
+    ) -> Gradients:
         """Compute the gradients of what the training's backward pass was called on, once more.
 
         Args:
             module: The model, or a plain copy, with the parameters of the forward pass.
             parameters: Whose gradients are asked for.
+            rounds_in: The type in which layers round, if otherwise than in the training; None:
+                they do as they did.
+            compared: Whether the forward pass is to return what it has returned in the training.
 
         Returns:
             One for each; None where it has no part in the loss.
@@ -101,7 +148,7 @@ class MicroBatch:
             self._generators.put_back()
             self._fill_buffers(module)
             tensors = _differentiable(module(*args, **kwargs))
-            self._compare(tensors)
+            self._compare(tensors, rounds_in, values=compared)
             tops, rest = self._used(tensors)
             for tensor, _ in tops:
                 check_graph(tensor, run.nodes)
@@ -133,23 +180,23 @@ class MicroBatch:
         return tops, [(tensor, one) for tensor, one in pairs if one.norm is not None]
 
     @torch.no_grad()
-    def _compare(self, tensors: Sequence[Tensor]) -> None:
+    def _compare(
+        self, tensors: Sequence[Tensor], rounds_in: torch.dtype | None, *, values: bool
+    ) -> None:
         """Check that the forward pass has returned the same again."""
         if [tensor.shape for tensor in tensors] != [one.shape for one in self._returned]:
             raise CanaryDeclined("the model returns other tensors when a batch is run once more")
-        coarse = self._autocast.dtype if self._autocast.enabled else torch.float32
-        for tensor, one in zip(tensors, self._returned, strict=True):
-            if one.projection is None:
+        coarsest = coarser(self.computed_in, rounds_in or torch.float32)
+        slack = _SLACK if rounds_in is not None else 1.0
+        for tensor, one in zip(tensors, self._returned, strict=True) if values else ():
+            if one.projection is None or (one.above and not one.projection.isfinite()):
                 continue
-            eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, coarse))
-            far = float((project(tensor) - one.projection).abs())
+            eps = torch.finfo(coarser(tensor.dtype, coarsest)).eps
+            far = float((project(part_in(one.layout, tensor)) - one.projection).abs())
             size = float(one.projection.abs() + one.spread)
-            if not far <= (_EXACT if eps < 1e-6 else _COARSE * eps) * size:
-                raise CanaryDeclined(
-                    f"the forward pass does not repeat itself (relative difference {far / size:.1e}"
-                    "): it draws random numbers from generators of its own, counts its calls, or "
-                    "reads something that has changed"
-                )
+            if not far <= slack * (_EXACT if eps < 1e-6 else _COARSE * eps) * size:
+                why = _NOT_WHOLE if rounds_in is not None else _NOT_REPEATED
+                raise CanaryDeclined(why.format(f"(relative difference {far / size:.1e})"))
 
 
 class _Returned:
@@ -157,23 +204,27 @@ class _Returned:
 
     Args:
         tensor: The tensor.
-        compared: Whether it is to be compared: what others were computed from need not be.
+        compared: Whether it is to be compared when it was computed once more.
 
     Attributes:
+        layout: How ranks share it; None of a plain tensor.
         above: What the model returned that was computed from it, such as the loss from logits.
         gradient: What came back to it, where that does not come through those.
-        norm: The norm of what came back, where it may come through those.
+        norm: The norm of what came back, where it may come through those; of this rank's part.
         arrived: Whether anything came back.
         backward: The autocast in which it did.
     """
 
     def __init__(self, tensor: Tensor, *, compared: bool) -> None:
         self.shape = tensor.shape
-        self.projection = project(tensor) if compared else None
-        self.spread = _norm(tensor) / tensor.numel() ** 0.5
+        self.layout = layout_of(tensor)
+        local = local_of(tensor)
+        self.projection = project(local) if compared else None
+        self.spread = _norm(local) / max(local.numel(), 1) ** 0.5
         self.above: list[_Returned] = []
         self.gradient: Tensor | None = None
         self.norm: Tensor | None = None
+        self._inner: Layout | None = None
         self.arrived = False
         self.backward = Autocast.in_force(tensor.device)
 
@@ -182,7 +233,7 @@ class _Returned:
         self.arrived, self.backward = True, Autocast.in_force(gradient.device)
         with torch.no_grad():
             if any(one.arrived for one in self.above):
-                self.norm = _norm(gradient)
+                self.norm, self._inner = _norm(local_of(gradient)), layout_of(gradient)
             elif self.gradient is None:
                 self.gradient = gradient.detach().clone()
             else:
@@ -194,7 +245,7 @@ class _Returned:
         Raises:
             CanaryDeclined: It did not: the loss takes several of the model's tensors.
         """
-        norm = 0.0 if inside is None else float(_norm(inside))
+        norm = 0.0 if inside is None else float(_norm(part_in(self._inner, inside)))
         seen = float(self.norm) if self.norm is not None else 0.0
         if not abs(norm - seen) <= 0.01 * seen:
             raise CanaryDeclined(
@@ -204,6 +255,11 @@ class _Returned:
 
 
 _Pairs = list[tuple[Tensor, _Returned]]
+
+
+def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the one of two floating-point types that rounds more."""
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ each element of a parameter that is no longer than it, and of any other tells th
 difference to within ``sqrt(2/k)`` of itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import check_gradient_room
-from rankscope.capture.canary.micro_batch import Gradients, MicroBatch
+from rankscope.capture.canary.micro_batch import Gradients, MicroBatch, coarser
 from rankscope.capture.canary.replay import check_module, in_short
 from rankscope.capture.canary.state import NotPutBackError
+from rankscope.capture.canary.tensor_parallel import TensorParallel
 from rankscope.capture.names import canonical_name
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.totals import GradientTotals
@@ -48,6 +50,10 @@ class Held(Protocol):
     def summed_workers(self) -> float:
         """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
 
+    @property
+    def tensor_parallel(self) -> TensorParallel | None:
+        """The axis along which ranks share its parameters; None if each worker is one rank."""
+
     def check(self) -> None:
         """Check that a worker can run the model alone.
 
@@ -71,6 +77,7 @@ class WholeModel:
     """
 
     summed_workers = 1.0
+    tensor_parallel = None
 
     def __init__(self, module: nn.Module, num_workers: int) -> None:
         named = [(canonical_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
@@ -110,6 +117,11 @@ class ReferenceStep:
         self._sketcher: Sketcher | None = None
         self._reduced: GradientTotals | None = None
 
+    @property
+    def inner(self) -> bool:
+        """Whether micro-batches are to compare more than the loss: see :class:`MicroBatch`."""
+        return self._held.tensor_parallel is not None
+
     def see_reduced(self, num_micro: int) -> None:
         """Measure ``.grad`` as the reduction has left it; the last call counts.
 
@@ -134,7 +146,8 @@ class ReferenceStep:
     def compute(self, micro_batches: Sequence[MicroBatch]) -> Part:
         """Measure ``.grad``, compute every micro-batch's gradient again, and wait for the device.
 
-        The last one is computed twice: operations that add in any order show there.
+        The last one is computed twice: operations that add in any order show there. All that ranks
+        do together comes first.
 
         Raises:
             CanaryDeclined: It cannot be computed.
@@ -142,28 +155,51 @@ class ReferenceStep:
         """
         sketcher = self._prepare(len(micro_batches))
         given = self._measure_grad(sketcher)
+        none, shared = given.sketches.new_zeros(0, sketcher.width), self._held.tensor_parallel
+        replicas = none if shared is None else shared.sum_replicas(self._held.names, given.sketches)
+        for micro in micro_batches:
+            micro.gather()
         with self._held.plain() as (module, parameters):
-            each = [
-                self._gradient_of(micro, module, parameters, sketcher)
-                for micro in (*micro_batches, micro_batches[-1])
+            last = micro_batches[-1]
+            rounds_in = self._type_in(module.parameters(), last)
+            terms = [
+                self._gradient_of(micro, module, parameters, sketcher, rounds_in)
+                for micro in micro_batches
             ]
-        *terms, again = each
+            if shared is not None and rounds_in is not None:
+                shared.disturb(module.parameters(), rounds_in)
+            again = self._gradient_of(last, module, parameters, sketcher, rounds_in)
         again.subtract(terms[-1])
-        none = given.sketches.new_zeros(0, sketcher.width)
         reduced = none if self._reduced is None else self._reduced.sketches
         part = Part(
             names=self._held.names,
-            types=self._held.types,
+            types=self._types(rounds_in),
             copies=self._held.copies,
             summed_workers=self._held.summed_workers,
             terms_MPK=torch.stack([term.sketches for term in terms]).cpu().numpy(),
             norms_MP=torch.stack([term.squared_norms for term in terms]).sqrt().cpu().numpy(),
             given_PK=given.sketches.cpu().numpy(),
             reduced_PK=reduced.cpu().numpy(),
+            replicas_PK=replicas.cpu().numpy(),
+            axis="" if shared is None else shared.name,
             unsteady_P=again.sketches.double().norm(dim=1).cpu().numpy(),
         )
         self.end()
         return part
+
+    def _type_in(self, parameters: Iterable[Tensor], micro: MicroBatch) -> torch.dtype | None:
+        """Return the type in which layers round otherwise than in the training; None if in none."""
+        if self._held.tensor_parallel is None:
+            return None
+        kinds = {p.dtype for p in parameters if p.is_floating_point()}
+        return reduce(coarser, kinds, micro.computed_in)
+
+    def _types(self, rounds_in: torch.dtype | None) -> tuple[str, ...]:
+        """Return the coarsest types in which each gradient was rounded ``[P]``."""
+        if rounds_in is None:
+            return self._held.types
+        kinds = [coarser(getattr(torch, name), rounds_in) for name in self._held.types]
+        return tuple(str(kind).removeprefix("torch.") for kind in kinds)
 
     def end(self) -> None:
         """Let go of what the step has left."""
@@ -196,15 +232,24 @@ class ReferenceStep:
         module: nn.Module,
         parameters: Sequence[Tensor],
         sketcher: Sketcher,
+        rounds_in: torch.dtype | None,
     ) -> GradientTotals:
+        shared = self._held.tensor_parallel
+        apart = shared is not None and shared.replicas  # the training's outputs are no model's
         try:
-            found = micro.gradients(module, parameters)
+            found = micro.gradients(module, parameters, rounds_in=rounds_in, compared=not apart)
+            found = found if shared is None else shared.parts(self._held.names, found)
             totals = sketcher.new_totals()
             _measure(sketcher, self._held.names, found, totals)
         except (CanaryDeclined, NotPutBackError):
             raise
         except Exception as error:
             why = f"a micro-batch could not be run once more ({in_short(error)})"
+            if shared is not None:
+                why += (
+                    f" with whole parameters: what was divided over {shared.name} by hand, such as "
+                    "a number of heads, is not undone"
+                )
             raise CanaryDeclined(why) from error
         return totals
 
