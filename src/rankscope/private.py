@@ -202,7 +202,7 @@ USES = (
         "torch.Tensor",
         "_version",
         "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.taps.loop"
-        " capture.canary.tensors capture.canary.reference capture.taps.accumulator"
+        " capture.canary.tensors capture.canary.micro_batch capture.taps.accumulator"
         " capture.taps.megatron"
         " reduce.order_free",
         "whether a gradient was written since it was read",

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.capture.canary.batch import CanaryDeclined
-from rankscope.capture.canary.reference import MicroBatch, ReferenceStep, WholeModel
+from rankscope.capture.canary.micro_batch import MicroBatch
+from rankscope.capture.canary.reference import ReferenceStep, WholeModel
 
 CPU = torch.device("cpu")
 

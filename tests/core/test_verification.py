@@ -30,7 +30,7 @@ def summed(units, weights):
     return np.einsum("wm,wmpk->pk", weights, units).astype(np.float32)
 
 
-def parts(units, scales, given, reduced=None, dtype="float32"):
+def parts(units, scales, given, reduced=None, dtype="float32", replicas=None):
     """Return what the workers send; ``given`` is of all of them, or of each ``[W,P,K]``."""
     terms = (units * scales[..., None, None]).astype(np.float32)
     given = np.broadcast_to(given, (W, P, K))
@@ -44,7 +44,9 @@ def parts(units, scales, given, reduced=None, dtype="float32"):
             given[rank].astype(np.float32),
             none if reduced is None else reduced.astype(np.float32),
             np.zeros(P),
+            none if replicas is None else replicas.astype(np.float32),
             copies=W,
+            axis="" if replicas is None else "tp",
         )
         for rank in range(W)
     ]
@@ -166,14 +168,28 @@ def test_a_parameter_that_differs_alone_is_named(how):
         Oddity.MISSING: 0.0,
         Oddity.SCALE: 0.5 * sound[2],
         Oddity.CHANGED: np.where(np.arange(K) == 3, 2.0, 1.0) * sound[2],
+        Oddity.PARTIAL: np.where(np.arange(K) % 3 == 0, 0.3, 0.6) * sound[2],
     }[how]
-    found = ask(given, reduced=sound)
+    replicas = given[0].copy()
+    replicas[2] = sound[2] if how is Oddity.PARTIAL else given[0, 2] * 2  # over two ranks
+    found = ask(given, reduced=sound, replicas=replicas)
     assert found.answer is Answer.PARAMETERS
     (odd,) = found.odd
     assert (odd.name, odd.how) == (NAMES[2], how)
     assert odd.afterwards
     assert not ask(given).odd[0].afterwards  # what the reduction has left is not known
     assert "in layers.2.weight alone: " in words(found)
+
+
+def test_a_gradient_that_is_partial_over_another_axis_is_told_from_one_of_half_the_size():
+    units = gradients()
+    given = summed(units, EQUAL)
+    replicas = given.copy()
+    given[2] = np.where(np.arange(K) % 2, 1.0, 0.0) * given[2]  # the other rank has the rest
+    given[3] *= 0.5
+    found = ask(given, replicas=replicas)
+    assert [one.how for one in found.odd] == [Oddity.PARTIAL, Oddity.SCALE]
+    assert "in layers.2.weight: not reduced over tp; in layers.3.weight: 0.5 of it" in words(found)
 
 
 def test_a_step_without_any_reduction_says_so():

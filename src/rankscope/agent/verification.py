@@ -9,11 +9,12 @@ from rankscope.core.batches import BatchError
 from rankscope.core.finding import Finding
 from rankscope.core.reference import Part
 from rankscope.core.step import GatheredStep
-from rankscope.core.verification import verify
+from rankscope.core.verification import Answer, verify
 from rankscope.diagnose.verification import declined, verified
 
 _log = logging.getLogger("rankscope")
 
+_MOST_BLUR = 0.5  # of a gradient's norm: beyond, that it agrees says nothing
 _MOST_STEPS = 4  # that wait for the workers' other messages
 
 
@@ -77,6 +78,10 @@ class Verifications:
         except Exception as error:  # the run goes on without it
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
+        axis = parts_W[0].axis
+        if axis and found.answer is Answer.AGREES and found.blur > _MOST_BLUR:
+            why = f"rounding, or replicas that differ over {axis}, may change most of it"
+            return declined(why, (), step.step)
         most = max(len(part.terms_MPK) for part in parts_W)
         return verified(found, step.step, self._num_workers, most, by_loop=self._by_loop)
 
@@ -96,4 +101,4 @@ class Verifications:
 
 
 def _kind_of(part: Part) -> tuple[object, ...]:
-    return part.names, part.types, part.copies, part.summed_workers
+    return part.names, part.types, part.copies, part.summed_workers, part.axis

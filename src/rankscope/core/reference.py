@@ -17,7 +17,7 @@ WIDTHS = (251, 127, 61, 31)
 MOST_BYTES, MOST_BYTES_OF_ALL = 12 << 20, 256 << 20
 """What one worker may send of a step, and all of them together."""
 
-_FIELDS = ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P")
+_FIELDS = ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P", "replicas_PK")
 
 
 def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
@@ -46,11 +46,15 @@ class Part:
         norms_MP: Norms of the same, not estimated.
         given_PK: Sketches of ``.grad`` as the optimizer's call finds it.
         reduced_PK: Those of ``.grad`` as the reduction has left it; ``[0, k]`` if unknown.
-        unsteady_P: Norm of the difference between two computations of the last micro-batch.
+        unsteady_P: Norm of the difference between two computations of the last micro-batch; of
+            which one rounds otherwise where ranks along another axis share the parameters.
+        replicas_PK: Where they do, the sums over these ranks of ``given_PK`` for parameters of
+            which each holds all, 0 for the rest; ``[0, k]`` without such an axis.
         copies: How many workers hold each element of ``.grad``; W: each has it all. Fewer: each
             has a shard, and the sketches of the shards add up to the whole one's.
         summed_workers: How many workers' gradients the reduction is told to make one of: 1 for
             their mean, W for their sum.
+        axis: What that axis is called.
         declined: Why none of this is known; empty if it is.
     """
 
@@ -61,8 +65,10 @@ class Part:
     given_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
     reduced_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
     unsteady_P: Floats = field(default_factory=lambda: np.empty(0))
+    replicas_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
     copies: int = 1
     summed_workers: float = 1.0
+    axis: str = ""
     declined: str = ""
 
     def pack(self) -> bytes:
@@ -73,6 +79,7 @@ class Part:
             "types": list(self.types),
             "copies": self.copies,
             "summed_workers": self.summed_workers,
+            "axis": self.axis,
             "declined": self.declined,
             "arrays": [[array.dtype.str, list(array.shape)] for array in arrays],
         }
@@ -100,6 +107,7 @@ class Part:
                 types,
                 copies=int(header["copies"]),
                 summed_workers=float(header["summed_workers"]),
+                axis=str(header["axis"]),
                 declined=str(header["declined"]),
                 **found,
             )
@@ -123,4 +131,5 @@ class Part:
             and self.norms_MP.shape == (count, num_parameters)
             and self.given_PK.shape == (num_parameters, width)
             and self.reduced_PK.shape in ((num_parameters, width), (0, width))
+            and self.replicas_PK.shape in ((num_parameters, width), (0, width))
         )

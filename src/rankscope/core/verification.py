@@ -42,6 +42,7 @@ Bools = NDArray[np.bool_]
 
 _LEAST_SCALER = 1024.0  # a gradient scaler's factor; anything smaller may be a loss's
 _CLEAR = 100.0  # a gradient so many times its bound has a direction that rounding leaves alone
+_VISIBLE = 2.0  # the same, where rounding leaves none so clear
 _EQUAL = 0.02  # relative: weights this close are the same
 _UNCLEAR = 0.25  # standard errors of a weight beyond which it says nothing
 
@@ -72,6 +73,8 @@ class Oddity(StrEnum):
     """It is zero."""
     SCALE = "scale"
     """It has a factor of its own."""
+    PARTIAL = "partial"
+    """Each rank along another axis of the mesh holds a part of it, which were not summed."""
     CHANGED = "changed"
     """It differs, and none of these says how."""
 
@@ -86,6 +89,7 @@ class OddParameter:
         factor: What it is of the reference; NaN if it is no multiple.
         error: Relative norm of the difference.
         afterwards: Whether it was changed after the reduction.
+        axis: The axis over which it was not summed; empty if that is not how it differs.
     """
 
     name: str
@@ -93,6 +97,7 @@ class OddParameter:
     factor: float
     error: float
     afterwards: bool
+    axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,7 @@ class Verification:
             it was not looked for.
         odd: The parameters that differ, where most agree, or where nothing was reduced.
         num_parameters: P.
+        blur: What rounding explains over the norm, of most parameters.
     """
 
     answer: Answer
@@ -131,6 +137,7 @@ class Verification:
     ratios: tuple[tuple[float, ...], ...] = ()
     odd: tuple[OddParameter, ...] = ()
     num_parameters: int = 0
+    blur: float = 0.0
 
     @property
     def ulps(self) -> float:
@@ -184,6 +191,8 @@ class _Step:
         self.scales_N = np.concatenate(scales_W) if known else np.ones(len(self.terms))
         self.given_W = _held([part.given_PK for part in parts_W], first.copies)
         self.given = _distinct(self.given_W)
+        self.axis, replicas_W = first.axis, [part.replicas_PK for part in parts_W]
+        self.replicas_PK = _held(replicas_W, first.copies)[0] if self.axis else None
         self.roundoff_P = np.array(
             [UNIT_ROUNDOFF.get(t, UNIT_ROUNDOFF["float32"]) for t in self.types]
         )
@@ -236,10 +245,16 @@ class _Reference:
         self.norm_P = _norms(self.sum_PK)
 
     @cached_property
+    def clear(self) -> Bools:
+        """Which parameters' gradients have a direction that rounding leaves alone ``[P]``."""
+        clear_P: Bools = self.norm_P > _CLEAR * self.bound_P
+        return clear_P if clear_P.any() else self.norm_P > _VISIBLE * self.bound_P
+
+    @cached_property
     def factor(self) -> float:
         """What was given over the reference, for most parameters."""
         ratios_P = _ratios(self.step.given[0], self.sum_PK)
-        clear_P = np.isfinite(ratios_P) & (self.norm_P > _CLEAR * self.bound_P)
+        clear_P = np.isfinite(ratios_P) & self.clear
         return float(median(ratios_P[clear_P])) if clear_P.any() else 1.0
 
     def distances(self, factor: float) -> Floats:
@@ -268,6 +283,7 @@ class _Reference:
             parameter=self.step.names[at],
             dtype=self.step.types[at],
             factor=factor,
+            blur=float(median(_over(self.bound_P, self.norm_P))),
             num_parameters=len(self.step.names),
             changed=float("nan") if self.step.changes is None else self.step.changes[0],
             **more,  # type: ignore[arg-type]
@@ -335,8 +351,7 @@ def _is_in_loss(step: _Step) -> bool:
 def _find_odd(reference: _Reference) -> Verification | None:
     """Return an answer where at least half of the parameters agree."""
     for factor in dict.fromkeys((1.0, reference.factor)):
-        agree_P = reference.agreeing(factor)
-        clear_P = reference.norm_P > _CLEAR * reference.bound_P
+        agree_P, clear_P = reference.agreeing(factor), reference.clear
         if factor and 2 * (agree_P & clear_P).sum() >= max(clear_P.sum(), 1):
             places = np.flatnonzero(~agree_P).tolist()
             odd = tuple(_oddity(reference, at, factor) for at in places)
@@ -369,14 +384,30 @@ def _oddity(reference: _Reference, at: int, factor: float) -> OddParameter:
         return all(np.linalg.norm(given_K - own_K) <= 2 * step.num_workers * bound
                    for given_K, own_K in pairs)  # fmt: skip
 
-    how, ratio_told = Oddity.CHANGED, float("nan")
+    how, ratio_told, axis = Oddity.CHANGED, float("nan"), ""
     if not any(given_K.any() for given_K in given_WK):
         how = Oddity.MISSING
     elif len(given_WK) > 1 and fits(_own_gradients(reference, at, factor)):
         how = Oddity.NOT_REDUCED
+    elif _is_partial(reference, at, whole_K, ratio):
+        how, axis = Oddity.PARTIAL, step.axis
     elif np.isfinite(ratio) and fits([ratio * whole_K] * len(given_WK)):
         how, ratio_told = Oddity.SCALE, ratio
-    return OddParameter(step.names[at], how, ratio_told, error, afterwards)
+    return OddParameter(step.names[at], how, ratio_told, error, afterwards, axis)
+
+
+def _is_partial(reference: _Reference, at: int, whole_K: Floats, ratio: float) -> bool:
+    """Return whether ranks along another axis hold what makes a parameter's gradient together.
+
+    What is a multiple of the whole gradient on each of them may make it by chance.
+    """
+    step = reference.step
+    if step.replicas_PK is None:
+        return False
+    far = np.linalg.norm(step.replicas_PK[at] - whole_K)
+    from_multiple = np.linalg.norm(step.given_W[0][at] - ratio * whole_K)
+    bound = 2 * step.num_workers * np.linalg.norm(whole_K) * reference.bound_P[at]
+    return bool(far * reference.norm_P[at] <= bound and 2 * far < from_multiple)
 
 
 def _own_gradients(reference: _Reference, at: int, factor: float) -> list[Floats]:

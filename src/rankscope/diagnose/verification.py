@@ -261,6 +261,7 @@ def _how(one: OddParameter) -> str:
         Oddity.NOT_REDUCED: "not reduced, every worker holds its own",
         Oddity.MISSING: "there is none",
         Oddity.SCALE: f"{one.factor:.3g} of it",
+        Oddity.PARTIAL: f"not reduced over {one.axis}",
         Oddity.CHANGED: f"by {one.error:.2g} of its norm",
     }[one.how]
     return f"{said}, since something after the reduction" if one.afterwards else said

@@ -9,7 +9,8 @@ compared.
 import json
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -113,18 +114,30 @@ class LiveReplicas:
         )
 
 
-def join_mesh(
-    wrapped: Wrapped,
-    group: dist.ProcessGroup,
-    *,
-    host: str,
-    address: str,
-    secret: str,
-    spacing: int,
-) -> Callable[[Send], LiveReplicas] | None:
-    """Meet all ranks of a mesh, and return what makes a rank's replicas known; None without.
+@dataclass(frozen=True, slots=True)
+class MeshMeeting:
+    """What the ranks of a mesh have told each other as they began.
 
-    All ranks of the mesh call it at the same point. Where some do not come, the others go on alone.
+    Attributes:
+        place: This rank's place in it.
+        ranks: Where they can agree on something.
+        own: The first rank of this run.
+        answer: What the mesh's first rank has said: its run, where its root is reached on each
+            host, and its secret.
+    """
+
+    place: MeshPlace
+    ranks: Rendezvous
+    own: int
+    answer: Mapping[str, Any]
+
+
+def meet_mesh(
+    wrapped: Wrapped, group: dist.ProcessGroup, *, host: str, address: str, secret: str
+) -> MeshMeeting | None:
+    """Meet all ranks of a mesh; None without one, or where some do not come.
+
+    All of them call it at the same point.
 
     Args:
         wrapped: The model.
@@ -132,20 +145,32 @@ def join_mesh(
         host: This rank's host.
         address: Where the agent of this rank's run is reached on it.
         secret: What that agent asks for.
-        spacing: Steps from turn to turn.
     """
-    place = wrapped.mesh
-    if place is None:
+    place, world = wrapped.mesh, dist.group.WORLD
+    if place is None or world is None:
         return None
     own = dist.get_process_group_ranks(group)[0]
     said = {"run": own, "host": host, "address": address, "secret": secret}
+    ranks = Rendezvous(world, place.ranks, patience_seconds=PATIENCE_SECONDS)
     try:
-        answer = _meet(place, said)
+        return MeshMeeting(place, ranks, own, _meet(ranks, said))
     except LateError as error:
         _log.info("replicas over other axes of the mesh are not compared: %s", error)
         return None
-    guest = None
-    if answer["run"] != own:
+
+
+def join_mesh(
+    meeting: MeshMeeting, *, host: str, spacing: int
+) -> Callable[[Send], LiveReplicas] | None:
+    """Return what makes a rank's replicas known to the root that compares them; None without.
+
+    Args:
+        meeting: Of all ranks of the mesh.
+        host: This rank's host.
+        spacing: Steps from turn to turn.
+    """
+    place, answer, guest = meeting.place, meeting.answer, None
+    if answer["run"] != meeting.own:
         found = answer["hosts"].get(host)
         if found is None:
             _log.info("replicas of this host's ranks over other axes of the mesh are not compared")
@@ -157,15 +182,12 @@ def join_mesh(
     return partial(LiveReplicas, place, guest, spacing=spacing)
 
 
-def _meet(place: MeshPlace, said: dict[str, Any]) -> dict[str, Any]:
+def _meet(meeting: Rendezvous, said: dict[str, Any]) -> dict[str, Any]:
     """Return where the root of the mesh's first rank is reached on each host, and its secret.
 
     Raises:
         LateError: Some rank does not come.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    meeting = Rendezvous(world, place.ranks, patience_seconds=PATIENCE_SECONDS)
     heard = meeting.gather(json.dumps(said).encode())
     if heard is not None:
         each = [json.loads(one) for one in heard]

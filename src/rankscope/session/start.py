@@ -32,7 +32,7 @@ from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import STATE_SPACING, choose_instruments
 from rankscope.session.kinds import LOOP
-from rankscope.session.mesh_axes import join_mesh
+from rankscope.session.mesh_axes import join_mesh, meet_mesh
 from rankscope.session.opening import Intent, Opened, host_name, open_run
 from rankscope.session.options import WatchOptions, choice
 from rankscope.session.scope import Scope
@@ -161,16 +161,13 @@ def watch(
     )
     if opened.rank != 0:
         instruments = dataclasses.replace(instruments, make_trace_meter=None)
-    make_replicas = None
-    if options.evidence and not local_steps and not opened.problem:
-        make_replicas = join_mesh(
-            wrapped,
-            group,
-            host=host_name(),
-            address=opened.address,
-            secret=opened.hello["secret"],
-            spacing=1 if options.overhead_budget is None else STATE_SPACING,
-        )
+    mesh = make_replicas = None
+    if not local_steps and not opened.problem:
+        host, secret = host_name(), opened.hello["secret"]
+        mesh = meet_mesh(wrapped, group, host=host, address=opened.address, secret=secret)
+    if mesh is not None and options.evidence:
+        spacing = 1 if options.overhead_budget is None else STATE_SPACING
+        make_replicas = join_mesh(mesh, host=host, spacing=spacing)
     first = first_by_default(opened.first_step) if options.canary_every is None else None
     return Scope(
         model,
@@ -183,6 +180,7 @@ def watch(
             LiveVerification,
             wrapped,
             meeting=opened.meeting,
+            mesh_meeting=None if mesh is None else mesh.ranks,
             at=options.verify_at,
             seed=options.seed,
             knows_optimizer=optimizer is not None,

@@ -14,7 +14,8 @@ from typing import Any
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import is_out_of_memory
 from rankscope.capture.canary.engine import EngineModel
-from rankscope.capture.canary.reference import Held, MicroBatch, ReferenceStep, WholeModel
+from rankscope.capture.canary.micro_batch import MicroBatch
+from rankscope.capture.canary.reference import Held, ReferenceStep, WholeModel
 from rankscope.capture.canary.replay import in_short
 from rankscope.capture.canary.unsharded import ReplicatedModel, ShardedModel
 from rankscope.capture.taps.deepspeed import before_engine_step
@@ -32,6 +33,7 @@ AGREE_SECONDS = 30.0
 """How long a rank waits for the others before they gather whole parameters together."""
 
 _NO_OPTIMIZER = "watch() was not given the optimizer, before whose call it is computed"
+_NO_MESH = "the other ranks of its mesh did not come to watch() in time"
 _NO_CALL = "the optimizer was not called in this step, or with a closure"
 
 
@@ -42,6 +44,7 @@ class LiveVerification:
         wrapped: The model.
         send: Takes what this worker knows of a step; must not block.
         meeting: Where the ranks agree.
+        mesh_meeting: The same of all ranks of a mesh, if their run is one of several.
         at: Steps whose gradients are computed again.
         seed: Seed of the sketches' signs; equal on all workers.
         knows_optimizer: Whether its calls will be seen.
@@ -53,6 +56,7 @@ class LiveVerification:
         send: Send,
         *,
         meeting: Rendezvous,
+        mesh_meeting: Rendezvous | None = None,
         at: Collection[int] = (),
         seed: int = 0,
         knows_optimizer: bool = True,
@@ -60,15 +64,17 @@ class LiveVerification:
         self._send, self._at = send, frozenset(at)
         self._asked, self._step, self._due = False, -1, -1
         self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
+        if wrapped.mesh is not None and mesh_meeting is None:
+            self._why_not = self._why_not or _NO_MESH
         self._module, self._device = wrapped.module, wrapped.device
         engine = wrapped.kind is DEEPSPEED
         shards = wrapped.kind is FSDP2 or (engine and wrapped.replica is None)
-        self._meeting = meeting if shards else None  # all gather whole parameters together
+        # All that hold a part of a parameter gather whole ones together.
+        self._meeting = (mesh_meeting or meeting) if shards else None
         self._engine = wrapped.wrapper if engine else None
         self._reference: ReferenceStep | None = None
         if not self._why_not:
-            size = wrapped.group.size()
-            self._reference = ReferenceStep(_held(wrapped), wrapped.device, size, seed)
+            self._prepare(wrapped, seed)
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined, self._spent = "", 0.0
@@ -76,6 +82,14 @@ class LiveVerification:
         self._inside: MicroBatch | None = None
         self.computing = False
         """Whether the model runs for it now: its forward passes are none of the training."""
+
+    def _prepare(self, wrapped: Wrapped, seed: int) -> None:
+        try:
+            held = _held(wrapped)
+        except CanaryDeclined as reason:
+            self._why_not = _in_words(reason)
+        else:
+            self._reference = ReferenceStep(held, wrapped.device, wrapped.group.size(), seed)
 
     def ask(self) -> None:
         """Compute the gradient of the next step that begins again; all workers ask for the same."""
@@ -182,7 +196,8 @@ class LiveVerification:
         self._reference.see_reduced(self._num_trained)
 
     def _keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._inside = MicroBatch(self._module, self._device, args, kwargs)
+        inner = self._reference is not None and self._reference.inner
+        self._inside = MicroBatch(self._module, self._device, args, kwargs, inner=inner)
         self._passes.append(self._inside)
 
     def _check(self, step: int) -> None:
@@ -193,7 +208,9 @@ class LiveVerification:
         """
         problem = self._problem()
         if self._meeting is not None:
-            problem = self._meeting.agree(f"reference/{step}", problem, AGREE_SECONDS)
+            spread = sum(micro.num_spread for micro in self._passes)  # each is gathered, too
+            topic = f"reference/{step}/{spread}"
+            problem = self._meeting.agree(topic, problem, AGREE_SECONDS)
         if problem:
             raise CanaryDeclined(problem)
 
@@ -240,11 +257,31 @@ class LiveVerification:
 
 def _held(wrapped: Wrapped) -> Held:
     if wrapped.kind is FSDP2:
-        return ShardedModel(wrapped.wrapper)
+        return _sharded(wrapped)
     if wrapped.kind is DEEPSPEED:
         return EngineModel(wrapped.wrapper, wrapped.group.size())
     kind = ReplicatedModel if wrapped.kind is REPLICATE else WholeModel
     return kind(wrapped.module, wrapped.group.size())
+
+
+def _sharded(wrapped: Wrapped) -> ShardedModel:
+    """Return a model under FSDP2.
+
+    Raises:
+        CanaryDeclined: Other ranks than its workers and those that share their parameters take
+            part in a step.
+    """
+    held, axes = ShardedModel(wrapped.wrapper), {} if wrapped.mesh is None else wrapped.mesh.axes
+    shared = held.tensor_parallel
+    if shared is not None and len(shared.ranks) > 1 and axes.get(shared.name) != shared.ranks:
+        raise CanaryDeclined(f"which ranks share its parameters along {shared.name} is not known")
+    others = [axis for axis in axes if shared is None or axis != shared.name]
+    if others:
+        raise CanaryDeclined(
+            f"along {' and '.join(others)}, an axis of the mesh that shards no parameter, ranks "
+            "may have parts of a batch, which no worker could run alone"
+        )
+    return held
 
 
 def _why_not(wrapped: Wrapped) -> str:

@@ -1,10 +1,8 @@
 """The reference step on one worker: each micro-batch's gradient, computed again by itself.
 
-What entered the model, the random generators, small buffers and the autocast are kept as each
-forward pass begins, and the gradients that the training's own backward pass brings to what the
-model has returned. From these the plain module computes the gradient of each micro-batch once
-more, before the optimizer changes the parameters: without the wrapper, without adding up in
-``.grad``, and without the loss function, which may be anywhere.
+From what was kept of each micro-batch (:mod:`rankscope.capture.canary.micro_batch`), the plain
+module computes its gradient once more, before the optimizer changes the parameters: without the
+wrapper and without adding up in ``.grad``.
 
 What is kept of a gradient are its norm and a sketch of each parameter. Sketches are linear, so
 micro-batches and workers are added up elsewhere, in float64 and in a fixed order. A sketch holds
@@ -12,211 +10,25 @@ each element of a parameter that is no longer than it, and of any other tells th
 difference to within ``sqrt(2/k)`` of itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from functools import reduce
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rankscope.capture.canary.alone import ACCUMULATES, Autocast, alone
-from rankscope.capture.canary.batch import CanaryDeclined, capture_batch, restore_batch
+from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import check_gradient_room
-from rankscope.capture.canary.replay import check_graph, check_module, in_short, project
-from rankscope.capture.canary.state import NotPutBackError, generators_of, kept
-from rankscope.capture.canary.tensors import AT_ONCE_BYTES
+from rankscope.capture.canary.micro_batch import Gradients, MicroBatch, coarser
+from rankscope.capture.canary.replay import check_module, in_short
+from rankscope.capture.canary.state import NotPutBackError
+from rankscope.capture.canary.tensor_parallel import TensorParallel
 from rankscope.capture.names import canonical_name
-from rankscope.capture.passes import hook_gradient, tensors_in
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.totals import GradientTotals
 from rankscope.core.groups import Groups
 from rankscope.core.reference import Part, width_for
-
-MOST_BATCH_BYTES = 2**30
-"""Larger micro-batches are not kept; they stay in this process."""
-
-_EXACT, _COARSE = 4e-6, 0.25
-"""How far what a forward pass returns may lie from what it has returned in the training: relative
-in float32, and in roundings of 16 bits."""
-
-Gradients = Sequence[Tensor | None]
-
-
-class MicroBatch:
-    """One forward pass of a training, and what its backward pass brought to what it returned.
-
-    Args:
-        module: The model itself, not its data-parallel wrapper.
-        device: The device of its parameters.
-        args: What enters it by position.
-        kwargs: What enters it by name.
-
-    Raises:
-        CanaryDeclined: It cannot be kept.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self._batch = capture_batch(args, kwargs, most_bytes=MOST_BATCH_BYTES)
-        self._generators = generators_of(module, device)
-        self._autocast = Autocast.in_force(device)
-        self._buffers = {
-            name: (buffer, buffer._version, buffer.detach().clone())
-            for name, buffer in module.named_buffers()
-            if buffer.nbytes <= AT_ONCE_BYTES
-        }
-        self._device = device
-        self._returned: list[_Returned] = []
-
-    @property
-    def trained(self) -> bool:
-        """Whether some gradient has come back."""
-        return any(one.arrived for one in self._returned)
-
-    @torch.no_grad()
-    def see_output(self, output: object) -> None:
-        """Take what the forward pass has returned; hooks in its graph see what comes back."""
-        tensors = _differentiable(output)
-        above = _behind(tensors)
-        self._returned = [
-            _Returned(tensor, compared=not numbers)
-            for tensor, numbers in zip(tensors, above, strict=True)
-        ]
-        for one, numbers in zip(self._returned, above, strict=True):
-            one.above = [self._returned[number] for number in numbers]
-        for one, tensor in zip(self._returned, tensors, strict=True):
-            hook_gradient(tensor, one.take)
-
-    def gradients(self, module: nn.Module, parameters: Sequence[Tensor]) -> Gradients:
-        """Compute the gradients of what the training's backward pass was called on, once more.
-
-        Args:
-            module: The model, or a plain copy, with the parameters of the forward pass.
-            parameters: Whose gradients are asked for.
-
-        Returns:
-            One for each; None where it has no part in the loss.
-
-        Raises:
-            CanaryDeclined: It cannot be computed, or the forward pass does not repeat itself.
-            NotPutBackError: Something that it has changed could not be put back.
-        """
-        args, kwargs = restore_batch(self._batch.plain(), self._device)
-        with (
-            kept(module, self._device, seed=None) as run,
-            alone(self._device, run, self._autocast),
-        ):
-            self._generators.put_back()
-            self._fill_buffers(module)
-            tensors = _differentiable(module(*args, **kwargs))
-            self._compare(tensors)
-            tops, rest = self._used(tensors)
-            for tensor, _ in tops:
-                check_graph(tensor, run.nodes)
-            with tops[0][1].backward.again(self._device):
-                found = torch.autograd.grad(
-                    [tensor for tensor, _ in tops],
-                    [*parameters, *(tensor for tensor, _ in rest)],
-                    [one.gradient for _, one in tops],
-                    allow_unused=True,
-                )
-            if any(parameter.grad is not None for parameter in parameters):
-                raise CanaryDeclined(ACCUMULATES)
-            for (_, one), inside in zip(rest, found[len(parameters) :], strict=True):
-                one.check_inside(inside)
-            return found[: len(parameters)]
-
-    @torch.no_grad()
-    def _fill_buffers(self, module: nn.Module) -> None:
-        """Put into small buffers what they held in the training, but where they hold it still."""
-        for name, buffer in module.named_buffers():
-            known, version, before = self._buffers.get(name, (None, 0, buffer))
-            if buffer is not known or buffer._version != version:
-                buffer.copy_(before)
-
-    def _used(self, tensors: Sequence[Tensor]) -> "tuple[_Pairs, _Pairs]":
-        """Return what was returned with the gradients that start here, and what lies behind it."""
-        pairs = list(zip(tensors, self._returned, strict=True))
-        tops = [(tensor, one) for tensor, one in pairs if one.gradient is not None]
-        return tops, [(tensor, one) for tensor, one in pairs if one.norm is not None]
-
-    @torch.no_grad()
-    def _compare(self, tensors: Sequence[Tensor]) -> None:
-        """Check that the forward pass has returned the same again."""
-        if [tensor.shape for tensor in tensors] != [one.shape for one in self._returned]:
-            raise CanaryDeclined("the model returns other tensors when a batch is run once more")
-        coarse = self._autocast.dtype if self._autocast.enabled else torch.float32
-        for tensor, one in zip(tensors, self._returned, strict=True):
-            if one.projection is None:
-                continue
-            eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, coarse))
-            far = float((project(tensor) - one.projection).abs())
-            size = float(one.projection.abs() + one.spread)
-            if not far <= (_EXACT if eps < 1e-6 else _COARSE * eps) * size:
-                raise CanaryDeclined(
-                    f"the forward pass does not repeat itself (relative difference {far / size:.1e}"
-                    "): it draws random numbers from generators of its own, counts its calls, or "
-                    "reads something that has changed"
-                )
-
-
-class _Returned:
-    """A tensor that the training's forward pass has returned.
-
-    Args:
-        tensor: The tensor.
-        compared: Whether it is to be compared: what others were computed from need not be.
-
-    Attributes:
-        above: What the model returned that was computed from it, such as the loss from logits.
-        gradient: What came back to it, where that does not come through those.
-        norm: The norm of what came back, where it may come through those.
-        arrived: Whether anything came back.
-        backward: The autocast in which it did.
-    """
-
-    def __init__(self, tensor: Tensor, *, compared: bool) -> None:
-        self.shape = tensor.shape
-        self.projection = project(tensor) if compared else None
-        self.spread = _norm(tensor) / tensor.numel() ** 0.5
-        self.above: list[_Returned] = []
-        self.gradient: Tensor | None = None
-        self.norm: Tensor | None = None
-        self.arrived = False
-        self.backward = Autocast.in_force(tensor.device)
-
-    def take(self, gradient: Tensor) -> None:
-        """Take what a backward pass brings."""
-        self.arrived, self.backward = True, Autocast.in_force(gradient.device)
-        with torch.no_grad():
-            if any(one.arrived for one in self.above):
-                self.norm = _norm(gradient)
-            elif self.gradient is None:
-                self.gradient = gradient.detach().clone()
-            else:
-                self.gradient = self.gradient + gradient
-
-    def check_inside(self, inside: Tensor | None) -> None:
-        """Check that what came back came through what was computed from it, all of it.
-
-        Raises:
-            CanaryDeclined: It did not: the loss takes several of the model's tensors.
-        """
-        norm = 0.0 if inside is None else float(_norm(inside))
-        seen = float(self.norm) if self.norm is not None else 0.0
-        if not abs(norm - seen) <= 0.01 * seen:
-            raise CanaryDeclined(
-                "the loss takes what the model returns from several places, one of which was "
-                "computed from another, and what came back to each by itself is not known"
-            )
-
-
-_Pairs = list[tuple[Tensor, _Returned]]
 
 
 class Held(Protocol):
@@ -237,6 +49,10 @@ class Held(Protocol):
     @property
     def summed_workers(self) -> float:
         """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+
+    @property
+    def tensor_parallel(self) -> TensorParallel | None:
+        """The axis along which ranks share its parameters; None if each worker is one rank."""
 
     def check(self) -> None:
         """Check that a worker can run the model alone.
@@ -261,6 +77,7 @@ class WholeModel:
     """
 
     summed_workers = 1.0
+    tensor_parallel = None
 
     def __init__(self, module: nn.Module, num_workers: int) -> None:
         named = [(canonical_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
@@ -300,6 +117,11 @@ class ReferenceStep:
         self._sketcher: Sketcher | None = None
         self._reduced: GradientTotals | None = None
 
+    @property
+    def inner(self) -> bool:
+        """Whether micro-batches are to compare more than the loss: see :class:`MicroBatch`."""
+        return self._held.tensor_parallel is not None
+
     def see_reduced(self, num_micro: int) -> None:
         """Measure ``.grad`` as the reduction has left it; the last call counts.
 
@@ -324,7 +146,8 @@ class ReferenceStep:
     def compute(self, micro_batches: Sequence[MicroBatch]) -> Part:
         """Measure ``.grad``, compute every micro-batch's gradient again, and wait for the device.
 
-        The last one is computed twice: operations that add in any order show there.
+        The last one is computed twice: operations that add in any order show there. All that ranks
+        do together comes first.
 
         Raises:
             CanaryDeclined: It cannot be computed.
@@ -332,28 +155,51 @@ class ReferenceStep:
         """
         sketcher = self._prepare(len(micro_batches))
         given = self._measure_grad(sketcher)
+        none, shared = given.sketches.new_zeros(0, sketcher.width), self._held.tensor_parallel
+        replicas = none if shared is None else shared.sum_replicas(self._held.names, given.sketches)
+        for micro in micro_batches:
+            micro.gather()
         with self._held.plain() as (module, parameters):
-            each = [
-                self._gradient_of(micro, module, parameters, sketcher)
-                for micro in (*micro_batches, micro_batches[-1])
+            last = micro_batches[-1]
+            rounds_in = self._type_in(module.parameters(), last)
+            terms = [
+                self._gradient_of(micro, module, parameters, sketcher, rounds_in)
+                for micro in micro_batches
             ]
-        *terms, again = each
+            if shared is not None and rounds_in is not None:
+                shared.disturb(module.parameters(), rounds_in)
+            again = self._gradient_of(last, module, parameters, sketcher, rounds_in)
         again.subtract(terms[-1])
-        none = given.sketches.new_zeros(0, sketcher.width)
         reduced = none if self._reduced is None else self._reduced.sketches
         part = Part(
             names=self._held.names,
-            types=self._held.types,
+            types=self._types(rounds_in),
             copies=self._held.copies,
             summed_workers=self._held.summed_workers,
             terms_MPK=torch.stack([term.sketches for term in terms]).cpu().numpy(),
             norms_MP=torch.stack([term.squared_norms for term in terms]).sqrt().cpu().numpy(),
             given_PK=given.sketches.cpu().numpy(),
             reduced_PK=reduced.cpu().numpy(),
+            replicas_PK=replicas.cpu().numpy(),
+            axis="" if shared is None else shared.name,
             unsteady_P=again.sketches.double().norm(dim=1).cpu().numpy(),
         )
         self.end()
         return part
+
+    def _type_in(self, parameters: Iterable[Tensor], micro: MicroBatch) -> torch.dtype | None:
+        """Return the type in which layers round otherwise than in the training; None if in none."""
+        if self._held.tensor_parallel is None:
+            return None
+        kinds = {p.dtype for p in parameters if p.is_floating_point()}
+        return reduce(coarser, kinds, micro.computed_in)
+
+    def _types(self, rounds_in: torch.dtype | None) -> tuple[str, ...]:
+        """Return the coarsest types in which each gradient was rounded ``[P]``."""
+        if rounds_in is None:
+            return self._held.types
+        kinds = [coarser(getattr(torch, name), rounds_in) for name in self._held.types]
+        return tuple(str(kind).removeprefix("torch.") for kind in kinds)
 
     def end(self) -> None:
         """Let go of what the step has left."""
@@ -386,15 +232,24 @@ class ReferenceStep:
         module: nn.Module,
         parameters: Sequence[Tensor],
         sketcher: Sketcher,
+        rounds_in: torch.dtype | None,
     ) -> GradientTotals:
+        shared = self._held.tensor_parallel
+        apart = shared is not None and shared.replicas  # the training's outputs are no model's
         try:
-            found = micro.gradients(module, parameters)
+            found = micro.gradients(module, parameters, rounds_in=rounds_in, compared=not apart)
+            found = found if shared is None else shared.parts(self._held.names, found)
             totals = sketcher.new_totals()
             _measure(sketcher, self._held.names, found, totals)
         except (CanaryDeclined, NotPutBackError):
             raise
         except Exception as error:
             why = f"a micro-batch could not be run once more ({in_short(error)})"
+            if shared is not None:
+                why += (
+                    f" with whole parameters: what was divided over {shared.name} by hand, such as "
+                    "a number of heads, is not undone"
+                )
             raise CanaryDeclined(why) from error
         return totals
 
@@ -405,37 +260,3 @@ def _measure(
 ) -> None:
     here = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
     sketcher.measure_many([(name, gradient.detach(), 0) for name, gradient in here], into)
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    """Return the norm of a tensor, which may be large, without a copy in another type."""
-    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
-    return norm
-
-
-def _differentiable(output: object) -> list[Tensor]:
-    """Return the tensors of an output that have a graph, each once, in order."""
-    found = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
-    return list(found.values())
-
-
-def _behind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return for each tensor the numbers of those that were computed from it."""
-    places: dict[Any, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        places.setdefault((tensor.grad_fn, tensor.output_nr), []).append(number)
-    above: list[list[int]] = [[] for _ in tensors]
-    for number, tensor in enumerate(tensors):
-        seen: set[Any] = set()
-        waiting = [tensor.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            for edge in node.next_functions:
-                for other in places.get(edge, ()):
-                    if other != number and number not in above[other]:
-                        above[other].append(number)
-    return above

@@ -1,8 +1,9 @@
 """A plain copy of a model that FSDP2 shards, with whole parameters, to run on one worker alone.
 
-Its modules are of the classes that they had before ``fully_shard``, without FSDP2's hooks, so that
-nothing of FSDP2's own state is touched. What they hold is copied where it can be; the rest, random
-generators too, is shared. Where FSDP2 casts parameters, inputs and outputs, so does the copy.
+Its modules are of the classes that they had before ``fully_shard``, without the hooks of FSDP2 and
+of tensor parallelism: nothing of FSDP2's own state is touched, and nothing communicates. What they
+hold is copied where it can be; the rest, random generators too, is shared. Where FSDP2 casts
+parameters, inputs and outputs, so does the copy.
 """
 
 import copy
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import check_room
+from rankscope.capture.canary.layout import layout_of, whole_of
+from rankscope.capture.canary.micro_batch import coarser
 from rankscope.capture.canary.reference import WholeModel
+from rankscope.capture.canary.tensor_parallel import find_tensor_parallel
 from rankscope.capture.guard import ForeignHook
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.state.private_rng import KINDS
@@ -48,6 +51,11 @@ class ShardedModel:
         names: Names of the trained parameters.
         types: The coarser type of each, of those in which its gradient is added up and kept.
         copies: How many workers hold each element.
+        tensor_parallel: The axis along which ranks share its parameters; None if each worker is one
+            rank.
+
+    Raises:
+        CanaryDeclined: They share them in a way that cannot be undone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,6 +65,7 @@ class ShardedModel:
         self.names = tuple(p.name for p in self._trained)
         self.types = tuple(_type_of(p) for p in self._trained)
         self.copies = self._trained[0].group.num_copies
+        self.tensor_parallel = find_tensor_parallel(managed)
         self._managed = managed
 
     @property
@@ -72,8 +81,6 @@ class ShardedModel:
         """
         if len(parameters_by_mesh(self._model)) > 1:
             raise CanaryDeclined("experts lie on another mesh: no worker can run the model alone")
-        if any(p.is_dtensor for p in self._managed.values()):
-            raise CanaryDeclined("the model is tensor parallel as well: no worker can run it alone")
         if any(p.tensor.device != p.group.device for p in self._managed.values()):
             raise CanaryDeclined("parameters are offloaded, and no worker holds the whole model")
         if any(p.group.half_reduced for p in self._trained):
@@ -94,15 +101,22 @@ class ShardedModel:
         Yields:
             The copy, and its trained parameters in the order of ``names``.
         """
-        whole: dict[str, nn.Parameter] = {}
+        shared, whole = self.tensor_parallel, dict[str, nn.Parameter]()
         memo: dict[int, Any] = {}  # what takes the place of what
         for name, managed in self._managed.items():
             sharded = managed.tensor
-            full = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
-            cast = full.detach().to(_computed_in(managed) or full.dtype)
-            whole[name] = nn.Parameter(cast, requires_grad=sharded.requires_grad)
+            own, dtype = whole_of(sharded.detach()), managed.computed_in
+            full = own if shared is None else shared.middle_of(name, own)
+            whole[name] = nn.Parameter(full.to(dtype), requires_grad=sharded.requires_grad)
             memo[id(sharded)] = whole[name]
-        yield plain_copy(self._model, memo), [whole[name] for name in self.names]
+            if shared is not None and not torch.equal(full, own):
+                shared.replicas[whole[name]] = own.to(dtype)
+        memo |= {id(b): whole_of(b.detach()).clone() for b in self._model.buffers() if layout_of(b)}
+        try:
+            yield plain_copy(self._model, memo), [whole[name] for name in self.names]
+        finally:
+            if shared is not None:
+                shared.replicas.clear()
 
 
 class ReplicatedModel(WholeModel):
@@ -117,15 +131,7 @@ class ReplicatedModel(WholeModel):
 
 def _type_of(managed: ManagedParameter) -> str:
     """Return the coarser type of those in which a gradient is added up and kept, by name."""
-    kinds = (managed.summed_in, managed.tensor.dtype)
-    coarsest = max(kinds, key=lambda dtype: torch.finfo(dtype).eps)
-    return str(coarsest).removeprefix("torch.")
-
-
-def _computed_in(managed: ManagedParameter) -> torch.dtype | None:
-    policy = getattr(managed.inside, "mp_policy", None) or managed.group.mixed_precision
-    dtype: torch.dtype | None = policy.param_dtype
-    return dtype
+    return str(coarser(managed.summed_in, managed.tensor.dtype)).removeprefix("torch.")
 
 
 def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -357,6 +357,9 @@ class FSDP2Tap(GradientTap):
 
 
 def _state_of(gradient: Tensor) -> tuple[int, int]:
-    """Return what changes when something is accumulated into a gradient that is kept."""
+    """Return what changes when something is accumulated into a gradient that is kept.
+
+    Of a DTensor that is its own version: autograd leaves alone that of the part inside.
+    """
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local.data_ptr(), local._version
+    return local.data_ptr(), gradient._version

@@ -1,0 +1,216 @@
+"""Reference steps of a causal LM under FSDP2 and tensor parallelism, on real ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional as F
+
+import rankscope
+from rankscope.session import verification
+from support.loops import collect_warnings
+from support.ranks import run_ranks
+
+MESHES = {4: ((2, 2), ("dp", "tp")), 8: ((2, 2, 2), ("replicate", "shard", "tp"))}
+AGREES = "is what one process would compute (within"
+ALONE = "in model.layers.1.input_layernorm.weight alone: not reduced over tp."
+
+SAYS = {
+    # what a training does: what is found, how bad, and a part of the sentence
+    "plain": ("verify.agrees", "note", AGREES),
+    "accumulates": ("verify.agrees", "note", "each with 4 micro-batches"),
+    "mixed": ("verify.agrees", "note", "ulp of bfloat16"),
+    "mixed, accumulates": ("verify.agrees", "note", "ulp of bfloat16"),
+    "bfloat16": ("verify.agrees", "note", "ulp of bfloat16"),
+    "bfloat16, accumulates": ("verify.agrees", "note", "each with 4 micro-batches"),
+    "autocast": ("verify.agrees", "note", AGREES),
+    "sequence": ("verify.agrees", "note", AGREES),
+    "sequence, mixed, accumulates": ("verify.agrees", "note", "each worker's mean loss counts"),
+    "sequence by hand": ("verify.agrees", "note", AGREES),
+    "spread logits": ("verify.agrees", "note", "the loss is not known"),
+    "sequence, clips": ("verify.agrees", "note", "after the reduction, as clipping does"),
+    "norms forgotten": ("verify.parameters", "error", "not reduced over tp."),
+    "norm forgotten": ("verify.parameters", "error", ALONE),
+    "norm forgotten for long": ("verify.parameters", "error", ALONE),
+    "norm forgotten, mixed": ("verify.parameters", "error", ALONE),
+    "divided twice": ("verify.scale", "error", "as if averaged over the workers twice"),
+    "divided twice, bfloat16": ("verify.scale", "error", "as if averaged over the workers twice"),
+    "lost, mixed": ("verify.micro_batches", "error", "lacks micro-batches 1 to 3 of every worker."),
+    "lost": ("verify.micro_batches", "error", "lacks micro-batches 1 to 3 of every worker."),
+    "dropout of parts": ("verify.declined", "note", "dropout draws other numbers on a part"),
+    "heads by hand": ("verify.declined", "note", "what was divided over tp by hand"),
+    "another axis": ("verify.declined", "note", "along cp, an axis of the mesh that shards no"),
+    "one asks": ("verify.declined", "note", "after 0 s, 2 of 4 ranks had come"),
+    "talks by hand": ("verify.declined", "note", "talks to the others"),
+}
+FIRST = ("plain", "sequence", "spread", "autocast", "heads", "another", "dropout", "one", "talks")
+OF_EIGHT = ("plain", "sequence, mixed, accumulates", "norm forgotten", "divided twice")
+"""Tried with HSDP too."""
+
+
+def at_step(kind: str) -> int:
+    """Return which step's gradient is computed again."""
+    return 12 if "long" in kind else 1
+
+
+class Training:
+    """A training that does what its name says, watched or not."""
+
+    def __init__(self, kind: str, run_dir: str | None) -> None:
+        from support import parallel_llama  # transformers, in ranks alone
+
+        self.llama, self.kind = parallel_llama, kind
+        shape, names = MESHES[dist.get_world_size()]
+        if kind == "another axis":
+            names = ("dp", "cp")
+        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        self.at = at_step(kind)
+        self.worker = dist.get_rank() // 2
+        self.count = 4 if "accumulates" in kind or "lost" in kind else 1
+        self.model = self._shard()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scope: Any = None
+        if run_dir is not None:
+            self.scope = rankscope.watch(
+                self.model,
+                self.optimizer,
+                run_dir=run_dir,
+                verify_at=() if kind == "one asks" and dist.get_rank() % 2 else [self.at],
+                overhead_budget=None,
+                announce=False,
+                agent="thread",
+            )
+
+    def _shard(self) -> Any:
+        sequence = "style" if self.kind.startswith("sequence") else ""
+        if "by hand" in self.kind or "forgotten" in self.kind:
+            sequence = "by hand"
+        options: dict[str, Any] = {}
+        if "mixed" in self.kind:
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = self.llama.make_llama()
+        if "bfloat16" in self.kind:
+            model.bfloat16()
+        if self.kind == "dropout of parts":
+            for layer in model.model.layers:
+                layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.1))
+        if self.kind == "another axis":
+            return fully_shard(model, mesh=self.mesh["dp"])
+        if self.kind == "heads by hand":
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.register_forward_pre_hook(self._count_heads)
+        if self.kind == "talks by hand":
+            model.lm_head.register_forward_hook(
+                lambda module, args, output: dist.barrier(self.mesh["tp"].get_group())
+            )
+        spread = self.kind == "spread logits"
+        return self.llama.shard(
+            model, self.mesh, sequence=sequence, spread_logits=spread, **options
+        )
+
+    def _count_heads(self, module: Any, args: Any) -> None:
+        heads = 4 // self.mesh["tp"].size()
+        args[0].view(2, self.llama.LENGTH, heads, 8)
+
+    def train(self) -> list[bytes]:
+        """Return all bits afterwards."""
+        for step in range(self.at + 2):
+            for micro in range(self.count):
+                last = micro == self.count - 1
+                self.model.set_requires_gradient_sync(last or "lost" in self.kind)
+                batch = self.llama.make_batch(self.worker, step * self.count + micro)
+                self._backward(batch, forgets="lost" in self.kind and last)
+            self._change()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.scope is not None:
+            self.scope.close()
+        moments = [each["momentum_buffer"] for each in self.optimizer.state.values()]
+        tensors = [*self.model.parameters(), *moments]
+        local = [tensor.to_local().detach().contiguous() for tensor in tensors]
+        bits = [tensor.view(torch.uint8).numpy().tobytes() for tensor in local]
+        return [*bits, torch.get_rng_state().numpy().tobytes()]
+
+    def _backward(self, batch: dict[str, Tensor], *, forgets: bool) -> None:
+        if self.kind == "spread logits":
+            logits = self.model(batch["input_ids"]).logits
+            with loss_parallel():
+                found = F.cross_entropy(
+                    logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+                )
+                (found / self.count).backward()
+            return
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "autocast"):
+            found = self.model(**batch).loss
+        if self.kind.startswith("divided twice"):
+            found = found / (dist.get_world_size() // self.mesh["tp"].size())
+        if forgets:
+            self.optimizer.zero_grad()
+        (found / self.count).backward()
+
+    def _change(self) -> None:
+        forgotten = ""
+        if "norms forgotten" in self.kind:
+            return
+        if "norm forgotten" in self.kind:
+            forgotten = "1.input"
+        if "by hand" in self.kind or "forgotten" in self.kind:
+            self.llama.sum_norms(self.model, self.mesh["tp"], but=forgotten)
+        if "clips" in self.kind:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+
+
+def train_each(rank: int, kinds: list[str], folder: str) -> dict[str, Any]:
+    """Train each kind with the monitor and without; return warnings, and whether bits agree."""
+    told = {}
+    for kind in kinds:
+        warnings = collect_warnings()
+        verification.AGREE_SECONDS = 0.4 if kind == "one asks" else 30.0
+        torch.manual_seed(7 + rank // 2)
+        watched = Training(kind, f"{folder}/{kind}/run").train()
+        torch.manual_seed(7 + rank // 2)
+        told[kind] = warnings, watched == Training(kind, None).train()
+    return told
+
+
+def verifications(run_dir: Path) -> list[dict[str, Any]]:
+    told = run_dir / "findings.jsonl"
+    events = map(json.loads, told.read_text().splitlines() if told.exists() else ())
+    return [event for event in events if event["cause"].startswith("verify.")]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "kinds"),
+    [
+        (4, [kind for kind in SAYS if kind.startswith(FIRST)]),
+        (4, [kind for kind in SAYS if not kind.startswith(FIRST)]),
+        (8, OF_EIGHT),
+    ],
+    ids=["fp32 and declined", "bf16 and wrong", "HSDP"],
+)
+def test_each_training_is_judged_rightly_and_goes_on_with_the_same_bits(num_ranks, kinds, tmp_path):
+    told = run_ranks(train_each, num_ranks, kinds, str(tmp_path), timeout=300)
+    for kind in kinds:
+        cause, severity, sentence = SAYS[kind]
+        runs = sorted((tmp_path / kind).iterdir())
+        assert len(runs) == 2  # one for each rank along tp
+        if kind == "one asks":
+            assert verifications(runs.pop()) == []
+        for run in runs:
+            (finding,) = verifications(run)
+            told_of = kind, finding["explanation"]
+            assert (finding["cause"], finding["severity"]) == (cause, severity), told_of
+            assert sentence in finding["explanation"], told_of
+            assert finding["first_step"] == at_step(kind)
+        for warnings, same in (of_rank[kind] for of_rank in told):
+            assert warnings == []
+            assert same, kind
