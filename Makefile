@@ -22,7 +22,7 @@ demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minute
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
 
 test: $(VENV)/.dev ## all tests, in parallel
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 40
 
 check: $(VENV)/.dev ## format, lint, strict types, import contract
 	$(BIN)/ruff format --check
