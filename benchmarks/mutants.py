@@ -79,7 +79,7 @@ class _Places(ast.NodeTransformer):
     """
 
     def __init__(self, number: int = -1) -> None:
-        self._number, self.found = number, list[tuple[int, str]]()
+        self._number, self.found = number, list[tuple[ast.AST, ast.AST]]()
 
     def visit(self, node: ast.AST) -> ast.AST:
         """Visit what is neither an annotation nor a decorator."""
@@ -95,9 +95,7 @@ class _Places(ast.NodeTransformer):
         other = _changed_expression(node) or _changed_statement(node)
         if other is None:
             return node
-        before, after = (getattr(one, "test", one) for one in (node, other))
-        change = f"{ast.unparse(before)} → {ast.unparse(after)}"
-        self.found.append((getattr(node, "lineno", 0), change))
+        self.found.append((node, other))
         return ast.copy_location(other, node) if len(self.found) - 1 == self._number else node
 
 
@@ -147,14 +145,21 @@ def _is_none(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def mutants_of(path: str) -> list[Mutant]:
-    """Return a file's mutants."""
+def _places_of(path: str) -> list[tuple[ast.AST, ast.AST]]:
+    """Return what can be changed in a file, and into what."""
     places = _Places()
     places.visit(ast.parse((ROOT / path).read_text()))
-    return [
-        Mutant(path, number, line, " ".join(change.split())[:160])
-        for number, (line, change) in enumerate(places.found)
-    ]
+    return places.found
+
+
+def _mutant(path: str, number: int, before: ast.AST, after: ast.AST) -> Mutant:
+    change = " → ".join(ast.unparse(getattr(node, "test", node)) for node in (before, after))
+    return Mutant(path, number, getattr(before, "lineno", 0), " ".join(change.split())[:160])
+
+
+def mutants_of(path: str) -> list[Mutant]:
+    """Return a file's mutants."""
+    return [_mutant(path, number, *pair) for number, pair in enumerate(_places_of(path))]
 
 
 def draw(count: int, seed: int, rooms: Sequence[str]) -> list[Mutant]:
@@ -164,9 +169,10 @@ def draw(count: int, seed: int, rooms: Sequence[str]) -> list[Mutant]:
         for room in ROOMS
         for path in (ROOT / "src/rankscope" / room).rglob("*.py")
     )
-    every = [mutant for path in files for mutant in mutants_of(path)]
+    every = [(p, number, *pair) for p in files for number, pair in enumerate(_places_of(p))]
     random.Random(seed).shuffle(every)
-    return [mutant for mutant in every if Path(mutant.path).parts[2] in rooms][:count]
+    drawn = [place for place in every if Path(place[0]).parts[2] in rooms][:count]
+    return [_mutant(*place) for place in drawn]
 
 
 def tests_near(path: str) -> list[str]:

@@ -27,7 +27,8 @@ def first(values: Sequence[int], start=0) -> Literal[1]:
 def test_each_mutant_changes_one_place():
     places = mutants._Places()
     places.visit(ast.parse(CODE))
-    assert [change for _, change in places.found] == [
+    found = [mutants._mutant("", number, *pair) for number, pair in enumerate(places.found)]
+    assert [mutant.change for mutant in found] == [
         "3 → 4",
         "0 → 1",
         "not start → start",
