@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("studies")
 
 
-LONG = {"reading": "both", "settings": "s1-1", "batch_size": 1, "steps": 200}
+LONG = {"reading": "both", "settings": "s1-1", "batch_size": 1, "steps": 120}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_in_one_line(stopped: Done) -> None:
 def test_what_was_measured_is_readable(stopped: Done) -> None:
     run = Run.open(stopped.path / "runs" / "replicated-s1-1")
     steps, losses_TW = run.per_worker("loss")
-    assert 0 < len(steps) < 200
+    assert 0 < len(steps) < 120
     assert list(steps) == list(range(len(steps)))
     assert np.isfinite(losses_TW).all()
     assert not (stopped.path / "summary.json").exists()
@@ -78,7 +78,7 @@ def test_what_was_measured_is_readable(stopped: Done) -> None:
 def test_a_study_goes_on_with_its_own_options_only(study: StudyCommand, stopped: Done) -> None:
     before = tree(stopped.path)
     for changed, words in [
-        ({"steps": 300}, "--steps was 200 and is 300"),
+        ({"steps": 300}, "--steps was 120 and is 300"),
         ({"learning_rate": 0.1}, "--learning-rate was 0.0 and is 0.1"),
         ({"reading": "sharded"}, "--reading was sharded,replicated and is sharded"),
     ]:
@@ -108,7 +108,7 @@ def test_resume_does_what_is_left(resumed: tuple[Done, dict[str, tuple[int, int]
     kept = [name for name in kept if not name.endswith("README.md")]  # written at the end
     assert len(kept) > 8
     assert all(after[name] == before[name] for name in kept)
-    assert [entry["steps"] for entry in done.summary()] == [200, 200]
+    assert [entry["steps"] for entry in done.summary()] == [120, 120]
     assert [line.split(":")[0] for line in done.err.splitlines()] == ["replicated-s1-1"]
     assert names(done.path / "models") == ["sharded-s1-1"]
 
