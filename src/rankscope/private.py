@@ -201,7 +201,7 @@ USES = (
     Use(
         "torch.Tensor",
         "_version",
-        "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2 capture.taps.loop"
+        "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2_left capture.taps.loop"
         " capture.canary.tensors capture.canary.micro_batch capture.taps.accumulator"
         " capture.taps.megatron"
         " reduce.order_free",

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 _MOST_AT_FIRST = 64
 
-_Known = tuple["ref[Tensor]", int]
-"""A gradient, and its version."""
+_Known = tuple["ref[Tensor]", int, int]
+"""A gradient, its version, and that of the part that this rank holds, if it is a DTensor."""
 
 
 class Accumulation:
@@ -22,7 +22,8 @@ class Accumulation:
 
     Gradients wait for more as long as the optimizer was not called, and one of them is still what
     the last reduction has left: neither taken away nor changed. A training that skips an update,
-    as with a gradient scaler, zeroes its gradients all the same.
+    as with a gradient scaler, zeroes its gradients all the same. One that is sharded is taken for
+    unchanged until something is added to it, or it is taken away.
 
     At most as many forward passes make a step as came before some call of the optimizer so far. So
     a worker that leaves the optimizer out has as many steps as the others.
@@ -40,18 +41,16 @@ class Accumulation:
 
     def see_reduced(self) -> None:
         """Take note that a reduction is over."""
-        gradient = self._gradient()
-        self._left = None if gradient is None else (ref(gradient), _version_of(gradient))
+        self._left = self._known()
 
     def see_updated(self, num_passes: int) -> None:
         """Take note that the optimizer was called, after so many forward passes of the step."""
         self._most_passes = max(self._most_passes, num_passes)
-        gradient = self._gradient()
-        self._applied = None if gradient is None else (ref(gradient), _version_of(gradient))
+        self._applied = self._known()
 
     def adds_to_applied(self) -> bool:
         """Return whether a backward pass that begins now adds to what the optimizer has applied."""
-        return self._is_there(self._applied)
+        return self._is_there(self._applied, as_a_whole=True)
 
     def goes_on(self, num_passes: int) -> bool:
         """Return whether the next micro-batch's gradients will be added to what was reduced.
@@ -63,13 +62,24 @@ class Accumulation:
             return False
         return self._is_there(self._left)
 
-    def _is_there(self, known: "_Known | None") -> bool:
-        """Return whether a gradient is what it was."""
+    def _is_there(self, known: "_Known | None", *, as_a_whole: bool = False) -> bool:
+        """Return whether a gradient is what it was; a DTensor, in the part inside or as a whole.
+
+        A reduction adds to the part. What a training does to a DTensor leaves the part's version.
+        """
         now = None if self._parameter is None else self._parameter.grad
         if known is None or now is None:
             return False
-        gradient, version = known
-        return now is gradient() and _version_of(now) == version
+        gradient, whole, part = known
+        if now is not gradient() or _part_of(now)._version != part:
+            return False
+        return now._version == whole or not as_a_whole
+
+    def _known(self) -> "_Known | None":
+        gradient = self._gradient()
+        if gradient is None:
+            return None
+        return ref(gradient), gradient._version, _part_of(gradient)._version
 
     def _gradient(self) -> Tensor | None:
         """Return the gradient of the parameter that is looked at, which has one."""
@@ -84,5 +94,5 @@ class Accumulation:
                 yield from group.get("params", ())
 
 
-def _version_of(gradient: Tensor) -> int:
-    return (gradient.to_local() if isinstance(gradient, DTensor) else gradient)._version
+def _part_of(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rankscope.capture.passes import in_backward
 from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.fsdp2_left import GradientsLeft, State, state_of
 from rankscope.capture.taps.fsdp2_model import (
     ManagedParameter,
     ParameterGroup,
@@ -22,7 +22,6 @@ from rankscope.capture.taps.fsdp2_model import (
     parameters_by_mesh,
     waits_by_hand,
 )
-from rankscope.capture.taps.fsdp2_shard import measure_shards
 from rankscope.capture.taps.parts import GradientParts, MicroBatches
 from rankscope.capture.taps.tap import (
     GradientObserver,
@@ -32,7 +31,6 @@ from rankscope.capture.taps.tap import (
     ReadReduced,
     guarded,
 )
-from rankscope.capture.totals import GradientTotals
 from rankscope.errors import UnsupportedError
 
 
@@ -89,10 +87,8 @@ class FSDP2Tap(GradientTap):
         self._groups = list(dict.fromkeys(parameter.group for parameter in managed))
         self._sketcher = sketcher
         self._guarded = guarded
-        self._read_reduced = reduced
         self._parts = GradientParts(sketcher)
-        self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
-        self._scratch: GradientTotals | None = None
+        self._left = GradientsLeft(self._watched, sketcher, reduced)
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
         self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
@@ -108,11 +104,12 @@ class FSDP2Tap(GradientTap):
     def _start_again(self) -> None:
         self._parts.reset()
         self._micro.reset()
+        self._left.reset()
         self._read: set[str] = set()  # in this step
         self._read_now: set[str] = set()  # in this backward pass
         # Until their root's backward pass ends: whether the reduction makes it one that trains.
         self._reduced_now: dict[ParameterGroup, bool] = {}
-        self._accumulated: dict[ManagedParameter, tuple[int, int]] = {}  # what was not reduced
+        self._accumulated: dict[ManagedParameter, State] = {}  # what was not reduced
         self._running = self._open = self._complete = self._spoiled = False
         self._fresh = self._micro_known = True
         self._reduced_read = False
@@ -148,6 +145,8 @@ class FSDP2Tap(GradientTap):
         """Say, from inside it, that a backward pass has reached what the model returned."""
         self._begin_backward()
         self._reached.append(trained)
+        alternates = self._num_forwards == self._num_backwards + 1
+        self._left.begin_pass(measure=self._measure and alternates, begun=bool(self._read_now))
 
     @property
     def complete(self) -> bool:
@@ -163,11 +162,13 @@ class FSDP2Tap(GradientTap):
         """Return what was measured, and start again; None when nothing valid was measured."""
         gradient = None
         if self._measure and self.complete and not self._spoiled:
+            reduced = self._left.reduced if self._reduced_read else None
             gradient = LocalGradient(
                 self._parts.totals(),
-                None if self._reduced is None or not self._reduced_read else self._reduced.clone(),
+                None if reduced is None else reduced.clone(),
                 self._micro_squared_norms(),
                 norm_estimated=self._parts.count > 1,
+                kept=self._left.collect() if self._num_forwards == self._num_backwards else None,
             )
         self._start_again()
         return gradient
@@ -216,6 +217,7 @@ class FSDP2Tap(GradientTap):
         group = self._parameters[fsdp_params[0]].group
         self._reduced_now[group] = self._reduced_now.get(group, False) or self._trains(gradients)
         if self._measure:
+            self._left.see_summed(gradients.items())
             self._measure_local(gradients)
 
     def _trains(self, gradients: dict[ManagedParameter, Tensor]) -> bool:
@@ -225,7 +227,7 @@ class FSDP2Tap(GradientTap):
         """
         if not self._accumulated or not in_backward():
             return True
-        return any(self._accumulated.get(p) != _state_of(g) for p, g in gradients.items())
+        return any(self._accumulated.get(p) != state_of(g) for p, g in gradients.items())
 
     def _measure_local(self, gradients: dict[ManagedParameter, Tensor]) -> None:
         for parameter in gradients:
@@ -271,7 +273,7 @@ class FSDP2Tap(GradientTap):
         if settled or not waits_by_hand(state):
             reduced = {g: self._reduced_now.pop(g) for g in groups & self._reduced_now.keys()}
         if not self._has_accumulated(groups) and not any(reduced.values()):
-            self._close_part()
+            self._left.drop_pass(reduced=self._close_part())
             return  # the training asked for other gradients than those of parameters
         for trained in self._reached:
             trained()
@@ -286,10 +288,10 @@ class FSDP2Tap(GradientTap):
     def _measure_pass(self, *, synchronised: bool) -> None:
         if not self._close_part() and not synchronised:
             self._measure_unreduced()
-        if synchronised:
-            if self._num_backwards > 1:
-                self._micro.add(self._parts.totals(), last=True)
-            self._measure_reduced()
+            return
+        if synchronised and self._num_backwards > 1:
+            self._micro.add(self._parts.totals(), last=True)
+        self._left.end_reduced(self._measure_reduced() if synchronised else ())
 
     def _close_part(self) -> bool:
         """Return whether the backward pass has reduced something that was measured."""
@@ -305,7 +307,7 @@ class FSDP2Tap(GradientTap):
         if not before and all(group.reduces for group in groups):
             return False
         unreduced = [(p, p.unreduced) for p in self._watched if p.group in groups]
-        kept = {p: _state_of(gradient) for p, gradient in unreduced if gradient is not None}
+        kept = {p: state_of(gradient) for p, gradient in unreduced if gradient is not None}
         others = {p: seen for p, seen in self._accumulated.items() if p not in before}
         self._accumulated = others | kept
         return any(before.get(p) != seen for p, seen in kept.items())
@@ -314,52 +316,13 @@ class FSDP2Tap(GradientTap):
         """Measure what has been accumulated so far without any reduction, for its norm."""
         unreduced = [p for p in self._watched if p.unreduced is not None]
         self._micro_known &= not any(p.is_dtensor for p in unreduced)  # under TP it may be partial
-        if not self._micro_known:
-            return
-        totals = self._empty_scratch()
-        gradients = [(p.name, p.unreduced, 0) for p in unreduced]
-        self._sketcher.measure_many([(n, g, at) for n, g, at in gradients if g is not None], totals)
-        self._micro.add(totals, last=False)
+        totals = self._left.measure_unreduced() if self._micro_known else None
+        if totals is not None:
+            self._micro.add(totals, last=False)
+        self._left.end_unreduced(totals, self._accumulated)
 
-    def _measure_reduced(self) -> None:
-        """Measure this rank's shards, for which the current stream has been made to wait."""
+    def _measure_reduced(self) -> list[ManagedParameter]:
+        """Return the parameters whose reduced gradient was measured."""
         read = [p for p in self._watched if p.name in self._read]
-        self._reduced_read = self._fresh and all(map(self._is_readable, read))
-        if self._reduced is None or not self._reduced_read:
-            return
-        self._reduced.reset()
-        for scale in {p.group.reduced_scale for p in read}:
-            totals = self._reduced if scale == 1 else self._empty_scratch()
-            self._measure_shards([p for p in read if p.group.reduced_scale == scale], totals)
-            if scale != 1:
-                totals.scale(scale)
-                self._reduced.add(totals)
-
-    def _is_readable(self, parameter: ManagedParameter) -> bool:
-        shard = parameter.reduced
-        here = shard is not None and shard.device == self._sketcher.device
-        return here and parameter.group.reduced_is_readable
-
-    def _measure_shards(self, parameters: list[ManagedParameter], into: GradientTotals) -> None:
-        shards = [(p, p.reduced) for p in parameters]
-        if self._read_reduced is ReadReduced.NORM:
-            norms = [(p.name, shard) for p, shard in shards if shard is not None]
-            self._sketcher.measure_norms(norms, into)
-            return
-        measured = [(p.name, shard, p.place) for p, shard in shards if shard is not None]
-        measure_shards(self._sketcher, measured, into)
-
-    def _empty_scratch(self) -> GradientTotals:
-        if self._scratch is None:
-            self._scratch = self._sketcher.new_totals()
-        self._scratch.reset()
-        return self._scratch
-
-
-def _state_of(gradient: Tensor) -> tuple[int, int]:
-    """Return what changes when something is accumulated into a gradient that is kept.
-
-    Of a DTensor that is its own version: autograd leaves alone that of the part inside.
-    """
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local.data_ptr(), gradient._version
+        self._reduced_read = self._fresh and self._left.measure_reduced(read)
+        return read if self._reduced_read else []

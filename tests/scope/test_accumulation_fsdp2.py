@@ -1,0 +1,129 @@
+"""What happens to a gradient between its micro-batches under FSDP2, on real ranks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rankscope import Finding, Run, Severity
+from rankscope.core.signals import Table
+from rankscope.diagnose.diagnosis import diagnose_run
+from support.fsdp2_accumulating import HEALTHY, IN_FOUR, LATE, STEPS, Waits, cases
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def train_all(rank: int, folder: str, names: tuple[str, ...]) -> list[str]:
+    """Return the trainings that have other bits when they are watched."""
+    different = []
+    for name in names:
+        case = cases(Waits)[name]
+        watched = case(rank).train(f"{folder}/{name}")
+        if name in HEALTHY and watched != case(rank).train(None):
+            different.append(name)
+    return different
+
+
+def trained(folder: Path, num_ranks: int, names: tuple[str, ...]) -> dict[str, Run]:
+    """Return the runs of trainings, all of which have the bits that they have unwatched."""
+    different = run_ranks(train_all, num_ranks, str(folder), names, timeout=400)
+    assert different == [[]] * num_ranks
+    return {name: Run.open(folder / name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return trained(tmp_path_factory.mktemp("two"), 2, tuple(cases(Waits)))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return trained(tmp_path_factory.mktemp("four"), 4, IN_FOUR)
+
+
+def told(run: Run) -> dict[str, Finding]:
+    """Return what was said of gradients, live and from the record alone."""
+    findings = {f.id: f for f in run.findings() if f.cause.startswith("sync.")}
+    assert {f.id: f for f in diagnose_run(run) if f.id in findings} == findings
+    return findings
+
+
+def test_healthy_trainings_raise_nothing(two, four):
+    for runs in (two, four):
+        for name in runs.keys() & set(HEALTHY):
+            assert told(runs[name]) == {}, name
+
+
+UNKNOWN = (
+    *("WaitsWithAScaleOutside", "WaitsWithAScaleOutsideLater"),
+    *("ReducesWithDecayInTheLoss", "ReducesSharpnessAware"),
+    *("AlwaysOne", "ZeroedInPlace"),
+)
+
+
+def test_what_a_pass_finds_is_what_the_one_before_has_left(two, four):
+    for name, run in (*two.items(), *four.items()):
+        if name not in HEALTHY or name in UNKNOWN:
+            continue
+        changes_TW = run.per_worker("accumulator_change")[1]
+        several = [n for n in range(STEPS) if not name.endswith("Windows") or n % 3 != 1]
+        assert run.columns(Table.STEPS, "observed")["observed"].all(), name
+        assert len(changes_TW) == STEPS, name
+        assert (changes_TW[several] < 1e-6).all(), name
+        assert np.isfinite(changes_TW).sum() == len(several) * changes_TW.shape[1], name
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_told_is_not_said_and_one_micro_batch_is_not_read_again(two, name):
+    assert np.isnan(two[name].per_worker("accumulator_change")[1]).all()
+    assert two[name].columns(Table.STEPS, "observed")["observed"].all()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "factor", "micro"),
+    [
+        ("WaitsReset", "reset", 0.0, 1),
+        ("WaitsResetInPlace", "reset", 0.0, 2),
+        ("WaitsDoubled", "doubled", 2.0, 1),
+        ("WaitsDivided", "divided", 1 / 3, 1),
+        ("ReducesReset", "reset", 0.0, 1),
+        ("ReducesResetInPlace", "reset", 0.0, 2),
+        ("ReducesDoubled", "doubled", 2.0, 1),
+        ("ReducesDivided", "divided", 1 / 3, 1),
+        ("ReplicasDivided", "divided", 1 / 3, 1),
+        ("ReducesDoubledByOne", "doubled", 2.0, 1),
+    ],
+)
+def test_the_kind_of_change_its_micro_batch_and_its_workers_are_named(
+    two, four, name, kind, factor, micro
+):
+    for num_ranks, runs in ((2, two), (4, four)):
+        if name not in runs:
+            continue
+        found = told(runs[name])["sync.accumulation"]
+        ranks = (1,) if name.endswith("ByOne") else tuple(range(num_ranks))
+        assert (found.severity, found.ranks, found.groups) == (Severity.ERROR, ranks, ())
+        assert (found.first_step, found.evidence["steps"]) == (LATE, STEPS - LATE)
+        assert (found.evidence["kind"], found.evidence["micro_batch"]) == (kind, micro)
+        assert found.evidence["factor"] == pytest.approx(factor, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("WaitsOneLayer", 1), ("ReducesOneLayer", 0)])
+def test_a_single_layer_is_named(two, name, layer):
+    found = told(two[name])["sync.accumulation"]
+    assert (found.severity, found.first_step) == (Severity.WARNING, LATE)
+    assert (found.evidence["kind"], found.evidence["micro_batch"]) == ("changed in part", 2)
+    assert found.groups == (f"layers.{layer}",)
+
+
+def test_a_gradient_that_was_not_zeroed_is_told(two):
+    [found] = told(two["LeftOver"]).values()
+    assert (found.id, found.first_step, found.evidence["steps"]) == ("gradient-left-over", 4, 2)
+
+
+def test_a_layer_of_replicas_that_is_changed_after_the_reduction_is_named(two):
+    [found] = told(two["ReplicasChangedAfterwards"]).values()
+    assert (found.id, found.severity) == ("sync.changed_later", Severity.WARNING)
+    assert set(found.evidence["names"]) == {"layers.0.weight"}
+    assert found.evidence["factor"] == pytest.approx(3, rel=1e-5)

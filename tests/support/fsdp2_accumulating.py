@@ -1,0 +1,333 @@
+"""Trainings that accumulate under FSDP2, healthy ones and such that change what they accumulate.
+
+Gradients wait whole for their reduction (``Waits``), or each pass reduces and shards add up
+(``Reduces``).
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import rankscope
+
+STEPS, MICRO, LATE = 12, 3, 4
+"""``LATE`` is the first step in which something goes wrong."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.gate = nn.Linear(8, 1)  # one row: most ranks hold none of it
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, *, scaled: bool = True) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        x = x * self.gate(x).sigmoid()
+        return x * self.scale if scaled else x
+
+
+class Waits:
+    """A healthy training whose last micro-batch alone reduces."""
+
+    reduces = False
+    options: dict[str, Any] = {}  # noqa: RUF012
+    replicas = False
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.rank, self.net = rank, Net()
+        world = torch.distributed.get_world_size()
+        mesh = init_device_mesh("cpu", (world,))
+        if self.replicas:
+            mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicas", "shards"))
+        for layer in self.net.layers:
+            fully_shard(layer, mesh=mesh, **self.options)
+        self.model: Any = fully_shard(self.net, mesh=mesh, **self.options)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        self.prepare()
+        torch.manual_seed(1 + rank)
+
+    def prepare(self) -> None: ...
+
+    def num_micro(self, step: int) -> int:
+        return MICRO
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        output: Tensor = self.model(torch.randn(4, 8))
+        return output.float().square().mean() / MICRO
+
+    def after_pass(self, step: int, micro: int) -> None: ...
+
+    def before_pass(self, step: int, micro: int) -> None: ...
+
+    def reduced(self, step: int) -> None: ...
+
+    def zero(self, step: int) -> None:
+        self.optimizer.zero_grad()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Return what has been accumulated, wherever that is."""
+        kept = self.sharded if self.reduces else list(self.net.parameters())
+        return (p.grad for p in kept if p.grad is not None)
+
+    @property
+    def sharded(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def train(self, run_dir: str | None) -> list[bytes]:
+        """Return this rank's part of the parameters' bits; without a directory, train alone."""
+        options = {"canary": False, "announce": False, "agent": "thread", "overhead_budget": None}
+        watched: Any = nullcontext()
+        if run_dir is not None:
+            watched = rankscope.watch(self.model, self.optimizer, run_dir=run_dir, **options)
+        with watched:
+            for step in range(STEPS):
+                count = self.num_micro(step)
+                for micro in range(count):
+                    self.model.set_requires_gradient_sync(self.reduces or micro == count - 1)
+                    loss = self.loss(step, micro)
+                    if micro and step >= LATE:
+                        self.before_pass(step, micro)
+                    loss.backward()
+                    if micro < count - 1 and step >= LATE:
+                        self.after_pass(step, micro + 1)
+                self.reduced(step)
+                self.optimizer.step()
+                self.zero(step)
+        return [p.to_local().detach().numpy().tobytes() for p in self.sharded]  # type: ignore[attr-defined]
+
+
+class Reduces(Waits):
+    reduces = True
+
+
+class WaitsClipped(Waits):
+    def reduced(self, step: int) -> None:
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1e-3)
+
+
+class ReducesClipped(WaitsClipped):
+    reduces = True
+
+
+BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+class WaitsInBF16(Waits):
+    options = BF16
+
+
+class ReducesInBF16(Reduces):
+    options = BF16
+
+
+class ReducesInReplicas(Reduces):
+    replicas = True
+
+
+class WaitsUnsharded(Waits):
+    def prepare(self) -> None:
+        self.model.set_reshard_after_backward(False)
+
+
+class ReducesOffloaded(Reduces):
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}  # noqa: RUF012
+
+
+class WaitsOffloaded(Waits):
+    options = ReducesOffloaded.options
+
+
+class WaitsInShorterWindows(Waits):
+    def num_micro(self, step: int) -> int:
+        return (3, 1, 2)[step % 3]
+
+
+class ReducesInShorterWindows(WaitsInShorterWindows):
+    reduces = True
+
+
+class AlwaysOne(Waits):
+    def num_micro(self, step: int) -> int:
+        return 1
+
+
+class ZeroedInPlace(AlwaysOne):
+    def zero(self, step: int) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+class WaitsWithAPenalty(Waits):
+    """Other gradients are taken in passes that accumulate nothing; the last one's reduces."""
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        x = torch.randn(4, 8, requires_grad=True)
+        loss = self.model(x).square().mean()
+        [gradient] = torch.autograd.grad(loss, [x], retain_graph=True)
+        return loss + gradient.sum()  # type: ignore[no-any-return]
+
+
+class ReducesWithAPenalty(WaitsWithAPenalty):
+    reduces = True
+
+
+class WaitsWithAScaleOutside(Waits):
+    """The backward pass reaches a parameter of the root before what the model returned."""
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        output = self.model(torch.randn(4, 8), scaled=False)
+        return (output * self.net.scale).square().mean()  # type: ignore[no-any-return]
+
+
+class WaitsWithAScaleOutsideLater(Waits):
+    """The same, of one that the first pass does not reach at all."""
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        output: Tensor = self.model(torch.randn(4, 8), scaled=False)
+        return (output * self.net.scale if micro else output).square().mean()
+
+
+class ReducesWithAScaleOutside(WaitsWithAScaleOutside):
+    reduces = True
+
+
+class ReducesWithDecayInTheLoss(Reduces):
+    """The loss uses the sharded parameters themselves."""
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        decay = sum(p.to_local().square().sum() for p in self.sharded)  # type: ignore[attr-defined]
+        return super().loss(step, micro) + 1e-3 * decay
+
+
+class ReducesSharpnessAware(Reduces):
+    """The first pass only tells where the second one computes its gradient."""
+
+    def num_micro(self, step: int) -> int:
+        return 2
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        loss = super().loss(step, micro)
+        if micro:
+            with torch.no_grad():
+                for parameter in self.sharded:
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad, alpha=1e-3)
+            self.optimizer.zero_grad()
+        return loss
+
+
+class WaitsReset(WaitsUnsharded):
+    def after_pass(self, step: int, micro: int) -> None:
+        self.net.zero_grad()  # the parameters that are there are whole ones
+
+
+class WaitsResetInPlace(WaitsUnsharded):
+    def after_pass(self, step: int, micro: int) -> None:
+        if micro == 2:
+            self.net.zero_grad(set_to_none=False)
+
+
+class WaitsDoubled(WaitsUnsharded):
+    def after_pass(self, step: int, micro: int) -> None:
+        for gradient in self.gradients():
+            gradient.data.mul_(2)
+
+
+class WaitsDivided(WaitsUnsharded):
+    def after_pass(self, step: int, micro: int) -> None:
+        for gradient in self.gradients():
+            gradient.div_(MICRO)
+
+
+class WaitsOneLayer(WaitsUnsharded):
+    def after_pass(self, step: int, micro: int) -> None:
+        if micro == 2:
+            gradient = self.net.layers[1].weight.grad
+            assert gradient is not None
+            gradient.zero_()
+
+
+class ReducesReset(Reduces):
+    def before_pass(self, step: int, micro: int) -> None:
+        self.optimizer.zero_grad()
+
+
+class ReducesResetInPlace(Reduces):
+    def after_pass(self, step: int, micro: int) -> None:
+        if micro == 2:
+            self.optimizer.zero_grad(set_to_none=False)
+
+
+class ReducesDoubled(Reduces):
+    def after_pass(self, step: int, micro: int) -> None:
+        for gradient in self.gradients():
+            gradient.mul_(2)
+
+
+class ReducesDivided(Reduces):
+    def before_pass(self, step: int, micro: int) -> None:
+        for gradient in self.gradients():
+            gradient.div_(MICRO)
+
+
+class ReplicasDivided(ReducesDivided):
+    replicas = True
+
+
+class ReducesOneLayer(Reduces):
+    def before_pass(self, step: int, micro: int) -> None:
+        if micro == 2:
+            gradient = self.sharded[1].grad
+            assert gradient is not None
+            gradient.zero_()
+
+
+class ReducesDoubledByOne(Reduces):
+    def before_pass(self, step: int, micro: int) -> None:
+        if self.rank == 1 and micro == 1:
+            for gradient in self.gradients():
+                gradient.mul_(2)
+
+
+class LeftOver(AlwaysOne):
+    def zero(self, step: int) -> None:
+        if step % 4 != 3:
+            self.optimizer.zero_grad()
+
+
+class ReplicasChangedAfterwards(AlwaysOne):
+    replicas = True
+
+    def reduced(self, step: int) -> None:
+        gradient = self.sharded[1].grad
+        assert gradient is not None
+        gradient.mul_(3)
+
+
+def cases(base: type[Waits]) -> dict[str, type[Waits]]:
+    found = {base.__name__: base}
+    for each in base.__subclasses__():
+        found |= cases(each)
+    return found
+
+
+HEALTHY = (
+    *("Waits", "WaitsClipped", "WaitsInBF16", "WaitsUnsharded", "WaitsOffloaded"),
+    *("WaitsInShorterWindows", "WaitsWithAPenalty", "WaitsWithAScaleOutside"),
+    "WaitsWithAScaleOutsideLater",
+    *("Reduces", "ReducesClipped", "ReducesInBF16", "ReducesInReplicas", "ReducesOffloaded"),
+    *("ReducesInShorterWindows", "ReducesWithAPenalty", "ReducesWithAScaleOutside"),
+    *("ReducesWithDecayInTheLoss", "ReducesSharpnessAware", "AlwaysOne", "ZeroedInPlace"),
+)
+
+IN_FOUR = (
+    *("Waits", "WaitsInBF16", "WaitsDivided", "WaitsReset", "Reduces", "ReducesInReplicas"),
+    *("ReducesReset", "ReducesDivided", "ReducesDoubled", "ReducesDoubledByOne"),
+)
