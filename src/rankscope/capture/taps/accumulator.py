@@ -10,7 +10,8 @@ there before the first pass, what enters the reduction is the sum of what the pa
 Legend of shapes: B pairs of consecutive passes, G groups of parameters.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -20,6 +21,9 @@ from rankscope.capture.sketch import Sketcher
 from rankscope.capture.totals import GradientTotals
 
 _version_of = attrgetter("_version")
+
+ReadAgain = Callable[[GradientTotals], None]
+"""Adds the norms of the gradients that a pass has left, as they are now, to totals."""
 
 
 class AccumulatorAudit:
@@ -38,7 +42,7 @@ class AccumulatorAudit:
         self._parameters, self._sketcher = parameters, sketcher
         self._all, self._every = tuple(parameters), list(parameters.values())
         self._totals: GradientTotals | None = None  # of the gradient that a pass finds
-        self._left: tuple[str, ...] = ()  # the parameters of what the pass before has left
+        self._read_again: ReadAgain | None = None  # what the pass before has left
         self._versions: list[int] = []
         self._squares: list[Tensor] = []  # of each pair ``[2, G]``; NaN where it is not known
         self._pair: Tensor | None = None  # of the pass that runs
@@ -48,7 +52,7 @@ class AccumulatorAudit:
 
     def reset(self) -> None:
         """Begin a step."""
-        self._left, self._pair, self._open, self._passes = (), None, False, 0
+        self._read_again, self._pair, self._open, self._passes = None, None, False, 0
         self._squares.clear()
 
     def begin_pass(self, before: GradientTotals, *, measure: bool, begun: bool) -> None:
@@ -63,29 +67,34 @@ class AccumulatorAudit:
             return
         self._open = True
         self._too_late |= begun
-        names = self._left
-        if not (names and measure) or self._too_late or self._versions != self._now():
+        if self._read_again is None or not measure or self._too_late:
             return
-        gradients = [(name, self._parameters[name].grad) for name in names]
-        there = [(name, gradient) for name, gradient in gradients if gradient is not None]
+        if self._versions != self._now():
+            return
         if self._totals is None:
             self._totals = self._sketcher.new_totals()
         self._totals.reset()
-        self._sketcher.measure_norms(there, self._totals)
+        self._read_again(self._totals)
         by_group = self._sketcher.by_group
         pair = by_group(before.squared_norms), by_group(self._totals.squared_norms)
         self._pair = torch.stack(pair)
 
     def drop_pass(self) -> None:
-        """Take note that the pass has accumulated nothing: the training asked for gradients."""
+        """Forget what the pass has found, as where the training asked for gradients alone."""
         self._open, self._pair = False, None
 
-    def end_pass(self, names: Collection[str], *, goes_on: bool) -> None:
+    def reading(self, names: Collection[str]) -> ReadAgain | None:
+        """Return what reads ``.grad`` of some parameters again."""
+        whole = len(names) == len(self._all)
+        left = self._all if whole else tuple(n for n in self._all if n in names)
+        return partial(self._read_gradients, left) if left else None
+
+    def end_pass(self, read_again: ReadAgain | None) -> None:
         """Take note that a backward pass has ended.
 
         Args:
-            names: The parameters whose gradients were measured.
-            goes_on: Whether what it has left was measured as it is, and waits for more.
+            read_again: Reads again what it has left, if that was measured as it is and waits for
+                more.
         """
         pair, self._pair, self._open = self._pair, None, False
         if pair is not None:
@@ -93,11 +102,15 @@ class AccumulatorAudit:
             self._squares += [torch.full_like(pair, torch.nan)] * skipped
             self._squares.append(pair)
         self._passes += 1
-        self._left = ()
-        if goes_on and not self._too_late:
-            whole = len(names) == len(self._all)
-            self._left = self._all if whole else tuple(n for n in self._all if n in names)
+        self._read_again = None
+        if read_again is not None and not self._too_late:
+            self._read_again = read_again
             self._versions = self._now()
+
+    def _read_gradients(self, names: Sequence[str], into: GradientTotals) -> None:
+        gradients = [(name, self._parameters[name].grad) for name in names]
+        there = [(name, gradient) for name, gradient in gradients if gradient is not None]
+        self._sketcher.measure_norms(there, into)
 
     def _now(self) -> list[int]:
         return list(map(_version_of, self._every))

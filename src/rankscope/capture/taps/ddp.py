@@ -249,7 +249,9 @@ class DDPTap(HookedTap):
         step.spoiled |= (unexpected and self._alone is None) or self._reading.spoiled
         together = self._reading.take_together()
         goes_on = self._measure and not (step.synchronises or step.spoiled)
-        self._accumulator.end_pass(self._calls.names, goes_on=goes_on)
+        self._accumulator.end_pass(
+            self._accumulator.reading(self._calls.names) if goes_on else None
+        )
         if not self._measure:
             return
         if self._alone is not None:

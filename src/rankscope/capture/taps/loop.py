@@ -172,6 +172,8 @@ class LoopTap(HookedTap):
         parameters = (self._parameters[name] for name in self._calls.names)
         step.left = next(((p, p.grad._version) for p in parameters if p.grad is not None), None)
         goes_on = self._measure and not step.spoiled
-        self._accumulator.end_pass(self._calls.names, goes_on=goes_on)
+        self._accumulator.end_pass(
+            self._accumulator.reading(self._calls.names) if goes_on else None
+        )
         if self._measure:
             self._micro.add(self._reading.totals, last=False)
