@@ -93,6 +93,14 @@ def test_groups_are_named_where_not_all_have_changed():
     assert "the accumulated gradient of block of rank 1 was changed" in words(found)
 
 
+def test_workers_may_hold_shards_of_some_groups_only():
+    one = accumulated(0, 1.0, 0.0)
+    shards_WG = np.array([[1.0, 1, 0], [0, 1, 1], [0, 0, 1]])
+    gathered_step = replace(one.gathered, accumulator_changes_WG=shards_WG)
+    [found] = tell(AccumulationAudit(), Observation(StepReport(gathered_step, {})))
+    assert (found.numbers["kind"], found.groups) == ("reset", ())
+
+
 def test_rounding_is_no_change_and_one_micro_batch_tells_nothing():
     unknown = [step(n) for n in range(4)]
     assert tell(AccumulationAudit(), *unknown, *(accumulated(n, 1e-6, 1.0) for n in range(9))) == []
