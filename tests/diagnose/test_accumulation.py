@@ -93,12 +93,19 @@ def test_groups_are_named_where_not_all_have_changed():
     assert "the accumulated gradient of block of rank 1 was changed" in words(found)
 
 
-def test_workers_may_hold_shards_of_some_groups_only():
-    one = accumulated(0, 1.0, 0.0)
-    shards_WG = np.array([[1.0, 1, 0], [0, 1, 1], [0, 0, 1]])
-    gathered_step = replace(one.gathered, accumulator_changes_WG=shards_WG)
-    [found] = tell(AccumulationAudit(), Observation(StepReport(gathered_step, {})))
-    assert (found.numbers["kind"], found.groups) == ("reset", ())
+def test_groups_of_which_a_worker_holds_nothing_do_not_matter():
+    changes_WG = np.array([[np.nan, 0.5, 0.5], [0.5, 0.5, np.nan], [0.0, 0.0, 0.0]])
+    scales = {"accumulator_scale": [2.0, 2.0, 1.0], "accumulator_micro": [1, 1, 1]}
+    doubled = [
+        step(n, changes_WG=changes_WG, accumulator_change=[0.5, 0.5, 0.0], **scales)
+        for n in range(ERROR_FROM)
+    ]
+    found = tell(AccumulationAudit(), *doubled)[-1]
+    assert (found.severity, found.ranks, found.groups) == (Severity.ERROR, (0, 1), ())
+    changes_WG[1] = [np.nan, 0.5, np.nan]
+    changes_WG[0] = 0.0
+    one = step(0, changes_WG=changes_WG, accumulator_change=[0.0, 0.5, 0.0], **scales)
+    assert tell(AccumulationAudit(), one)[-1].groups == ()
 
 
 def test_rounding_is_no_change_and_one_micro_batch_tells_nothing():

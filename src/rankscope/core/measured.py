@@ -12,6 +12,9 @@ from rankscope.core.step import MeasuredGradient
 
 _Flat = TypeVar("_Flat", Floats, Floats32)
 
+_ALIKE = 1e-4
+"""Changes of one kind differ by less."""
+
 NUMBERS = (
     "squares",
     "reduced_squares",
@@ -36,7 +39,7 @@ class Measured(NamedTuple):
         values: LOCAL signals.
         micro_norms: Gradient norms of the micro-batches ``[M]``, empty when unknown.
         changes_G: Relative change of each group's accumulated gradient between two micro-batches,
-            the largest of the step; empty when unknown.
+            the largest of the step; NaN where the worker holds nothing of it; empty when unknown.
         found_B: Norms of the accumulated gradient that backward passes after the step's first have
             found; empty when unknown.
     """
@@ -125,7 +128,7 @@ def accumulator_values(squares_B2: Floats) -> dict[str, float]:
         left_B, found_B = np.sqrt(squares_B2).T
         change_B = np.nan_to_num(np.abs(found_B - left_B) / np.maximum(left_B, found_B))
         scale_B = found_B / left_B
-    worst = int(change_B.argmax())
+    worst = int((change_B >= (1 - _ALIKE) * change_B.max()).argmax())  # the first of equals
     return {
         "accumulator_change": float(change_B[worst]),
         "accumulator_scale": float(scale_B[worst]),

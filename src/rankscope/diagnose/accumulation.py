@@ -8,7 +8,7 @@ of the known mistakes.
 Legend of shapes: W workers, G groups.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class AccumulationAudit(Detector):
                 passes=int(np.nan_to_num(gathered.workers["micro_batches"][worst])),
                 scale=float(gathered.workers["accumulator_scale"][worst]),
                 micro=int(gathered.workers["accumulator_micro"][worst]),
-                groups=_changed_groups(gathered),
+                groups=_changed_groups(gathered, ranks),
             )
         return self._changed.observe(gathered.step, ranks)
 
@@ -232,16 +232,17 @@ def _kind_of(scale: float) -> str:
     return _DIVIDED if scale < 1 else _MULTIPLIED
 
 
-def _changed_groups(gathered: GatheredStep) -> tuple[str, ...]:
-    """Return the groups whose gradient has changed on some worker; empty if those of all have.
+def _changed_groups(gathered: GatheredStep, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Return the groups whose gradient has changed on these workers; empty if those of all have.
 
-    A worker that keeps a shard may hold nothing of some groups.
+    Of a small group, a worker may hold no shard.
     """
     changes_WG = gathered.accumulator_changes_WG
     norms_WG = gathered.group_norms_WG
     if changes_WG is None or norms_WG is None:
         return ()
-    changed_G = changes_WG.max(axis=0) > CHANGED
-    if (changed_G | (norms_WG == 0).all(axis=0)).all():
+    changed_G = np.asarray((changes_WG[ranks] > CHANGED).any(0))
+    empty_WG = np.isnan(changes_WG[ranks]) | (norms_WG[ranks] == 0)
+    if (changed_G | empty_WG.all(0)).all():
         return ()
     return tuple(name for name, changed in zip(gathered.groups, changed_G, strict=True) if changed)

@@ -121,12 +121,13 @@ class AccumulatorAudit:
         Returns:
             float64 ``[2 B + G]``: squared norms that a pass has left, and that the next one has
             found, of each pair up to the last that is known; then the largest relative change of
-            each group's norm.
+            each group's norm, NaN where this worker holds nothing of it.
         """
         if not self._squares:
             return None
         squares_B2G = torch.stack(self._squares)
         left_BG, found_BG = squares_B2G.sqrt().unbind(1)
         change_BG = (found_BG - left_BG).abs() / torch.maximum(left_BG, found_BG)
-        changes_G = change_BG.nan_to_num(nan=0.0).amax(0)
+        changes_G = change_BG.nan_to_num(nan=-1.0).amax(0)
+        changes_G = changes_G.masked_fill(changes_G < 0, torch.nan)
         return torch.cat([squares_B2G.sum(2).flatten(), changes_G])
