@@ -79,6 +79,20 @@ def test_micro_batches_are_told_apart(steps, mode):
             assert norms == pytest.approx(seen.micro_norms, rel=rel)
 
 
+def test_what_a_pass_finds_is_what_the_one_before_has_left(steps, mode):
+    partitioned = mode.stage >= 2
+    unknown = partitioned and (mode.style == "coalesce" or "offload_optimizer" in mode.zero)
+    for seen in each(steps):
+        kept = seen.gradient["kept"]
+        if mode.accumulate == 1 or unknown:
+            assert kept is None
+            continue
+        left, found = kept[: 2 * (mode.accumulate - 1)].reshape(-1, 2).T
+        assert (left > 0).all()
+        np.testing.assert_allclose(found, left, rtol=1e-6)
+        assert np.nanmax(kept[2 * (mode.accumulate - 1) :]) < 1e-6
+
+
 def test_the_reduced_gradient_is_the_mean_before_clipping(steps, mode):
     if "offload_optimizer" in mode.zero:
         assert all(seen.gradient["reduced"] is None for seen in each(steps))

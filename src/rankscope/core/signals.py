@@ -170,7 +170,7 @@ SIGNALS: tuple[Signal, ...] = (
         ("grad_scale", _FLOAT, "", _LOCAL, _BOTH, "what the loss was multiplied by before backward (scaler, accumulation), summed over micro-batches; its median over workers is undone in all gradient columns"),
         ("grad_carried_over", _BOOL, "", _LOCAL, _HIGH, "whether the gradient was not zeroed before the step: then it is not measured"),
         ("grad_left_over", _BOOL, "", _LOCAL, _HIGH, "whether the step's first backward pass added to a gradient that the optimizer had applied before"),
-        ("accumulator_change", _FLOAT, "", _LOCAL, _HIGH, "relative change of the accumulated gradient's norm from the end of one micro-batch's backward pass to the beginning of the next, the largest of the step; DDP with no_sync, FSDP2 (of this rank's shards where each pass reduces), no wrapper"),
+        ("accumulator_change", _FLOAT, "", _LOCAL, _HIGH, "relative change of the accumulated gradient's norm from the end of one micro-batch's backward pass to the beginning of the next, the largest of the step; DDP with no_sync, FSDP2 (of this rank's shards where each pass reduces), DeepSpeed (of shards under ZeRO 2 and 3), no wrapper"),
         ("accumulator_scale", _FLOAT, "", _LOCAL, _NONE, "that norm at the beginning over that at the end: 1 if nothing happened, 0 if it was reset"),
         ("accumulator_micro", _INT, "", _LOCAL, _NONE, "the first micro-batch before which it changed most, from 0"),
         ("reduced_norm", _FLOAT, "", _LOCAL, _NONE, "L2 norm of the part of the reduced gradient that this worker holds"),

@@ -26,11 +26,13 @@ from torch import Tensor
 from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.calls import Relay
 from rankscope.capture.taps.deepspeed_reading import ReducedReader, choose_reader
+from rankscope.capture.taps.deepspeed_sums import SumsAudit
 from rankscope.capture.taps.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
 from rankscope.errors import UnsupportedError
 
 _BEGIN, _END = "_backward_prologue", "_backward_epilogue"
 _REDUCE, _STEP = "allreduce_gradients", "_take_model_step"
+_MOST_AT_FIRST = 64  # backward passes of a step, before the engine has ever stepped
 _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
 
@@ -113,10 +115,12 @@ class DeepSpeedTap(GradientTap):
         self._sketcher = sketcher
         self._local = choose_reader(engine, parameters, sketcher, guarded)
         self._shards = ReducedReader(engine, parameters)
+        self._sums = SumsAudit(engine, parameters, sketcher, self._shards)
         self._read_reduced = reduced if self._shards.available else ReadReduced.OFF
         self._reduced = sketcher.new_totals()
-        self._measure = self._running = self._ending = self._complete = False
-        self._num_backwards = 0
+        self._measure = self._running = self._ending = False
+        self._last = self._stepped = False
+        self._num_backwards = self._most_backwards = 0
         self.gradient_scale: Tensor | None = None
         self._guarded = guarded
         self._stops = [
@@ -141,8 +145,15 @@ class DeepSpeedTap(GradientTap):
 
     @property
     def complete(self) -> bool:
-        """Whether the last backward pass of an accumulation has ended since :meth:`collect`."""
-        return self._complete
+        """Whether a step has ended since :meth:`collect`.
+
+        The engine has stepped, or a backward pass has ended that it takes for the step's last, and
+        there were as many as before any step so far. With ``gradient_accumulation_steps`` of 1,
+        each of them is such a pass, also where the training accumulates all the same.
+        """
+        if self._stepped or not self._last:
+            return self._stepped
+        return self._num_backwards >= (self._most_backwards or _MOST_AT_FIRST)
 
     @property
     def aborted(self) -> bool:
@@ -152,15 +163,21 @@ class DeepSpeedTap(GradientTap):
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
         gradient = None
-        if self._measure and self._complete and self._local.valid:
+        if self._measure and self.complete and self._local.valid:
             totals, micro = self._local.result()
             off = self._read_reduced is ReadReduced.OFF
             reduced = None if off else self._reduced.clone()
             gradient = LocalGradient(
-                totals, reduced, micro, self._local.carried_over, self._local.estimated
+                totals,
+                reduced,
+                micro,
+                self._local.carried_over,
+                self._local.estimated,
+                kept=self._sums.collect(),
             )
-        self._local.reset()
-        self._running = self._ending = self._complete = False
+        self._local.reset(begun=self._last and not self._stepped)
+        self._sums.reset()
+        self._running = self._ending = self._last = self._stepped = False
         self._num_backwards = 0
         return gradient
 
@@ -173,7 +190,8 @@ class DeepSpeedTap(GradientTap):
     @guarded
     def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
         if self._measure and not self._running:
-            self._local.begin_backward(first=self._num_backwards == 0)
+            self._local.begin_backward(first=self._num_backwards == 0 or self._last)
+            self._sums.begin_pass()
         self._running = True
 
     @guarded
@@ -194,16 +212,23 @@ class DeepSpeedTap(GradientTap):
         engine = self._engine
         if engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt:
             self._finish()
+        if self._measure:
+            begins_anew = self._last and self._shards.replicated
+            self._sums.end_pass(self._local.sum_so_far, begins_anew=begins_anew)
         self._running = False  # last: Ctrl-C in between leaves an aborted pass
 
     @guarded
     def _before_step(self, *args: Any, **kwargs: Any) -> None:
-        """Close a step whose backward passes could not know which of them was the last."""
-        if self._num_backwards and not self._complete:
+        """Close a step; its backward passes may not have known which of them was the last."""
+        if not self._num_backwards:
+            return
+        if not self._last:
             self._finish()
+        self._stepped = True
+        self._most_backwards = max(self._most_backwards, self._num_backwards)
 
     def _finish(self) -> None:
-        self._complete = True
+        self._last = True
         if self._measure:
             self.gradient_scale = loss_scale(self._engine)
             self._measure_reduced()

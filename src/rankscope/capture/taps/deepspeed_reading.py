@@ -37,6 +37,11 @@ class LocalReader(ABC):
         """Whether its squared norms are estimates."""
         return False
 
+    @property
+    def sum_so_far(self) -> GradientTotals | None:
+        """Totals of what the step's passes have summed up; None where that is not read whole."""
+        return None
+
     def begin_backward(self, *, first: bool) -> None:  # noqa: B027 - most have nothing to do
         """Note that a backward pass begins, the first of its step or a later one."""
 
@@ -52,8 +57,8 @@ class LocalReader(ABC):
         """Return the step's totals and the squared norms of its micro-batches, if known."""
 
     @abstractmethod
-    def reset(self) -> None:
-        """Start another step."""
+    def reset(self, *, begun: bool = False) -> None:
+        """Start another step, of which some backward passes may have been already."""
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
@@ -70,7 +75,7 @@ def choose_reader(
     """
     optimizer, divisor = engine.optimizer, engine.gradient_accumulation_steps()
     if engine.zero_optimization_stage() <= 1 and not getattr(optimizer, "overlap_comm", False):
-        return _AccumulatedReader(parameters, _accumulated(optimizer), sketcher)
+        return _AccumulatedReader(parameters, accumulated_gradient(optimizer), sketcher)
     if not sketcher.sketches and divisor > 1:
         raise UnsupportedError(
             "the scalars tier expected a step of one micro-batch under ZeRO 2 and 3 (and 1 with "
@@ -106,6 +111,10 @@ class _AccumulatedReader(LocalReader):
         self._is_read = False
         self._micro = MicroBatches()
 
+    @property
+    def sum_so_far(self) -> GradientTotals:
+        return self._totals
+
     def begin_backward(self, *, first: bool) -> None:
         if first:
             old = [gradient for _, gradient in self._gradients()]
@@ -128,7 +137,7 @@ class _AccumulatedReader(LocalReader):
         micro = self._micro.squared_norms()
         return self._totals.clone(), None if micro is None or len(micro) == 1 else micro
 
-    def reset(self) -> None:
+    def reset(self, *, begun: bool = False) -> None:
         self._is_read = False
         self._micro.reset()
         self.carried_over = None
@@ -153,7 +162,7 @@ class _PartsReader(LocalReader):
         self._parts = GradientParts(sketcher)
         self._adds_up = sketcher.sketches
         self._num_backwards = 0
-        self._begun = begun  # before this reader was there: the step's first parts are missing
+        self._begun = begun  # the step's first parts are missing
         self._handles: list[RemovableHandle] = [
             parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items()
@@ -176,10 +185,10 @@ class _PartsReader(LocalReader):
         micro = self._parts.part_squared_norms() if self.estimated and one_each else None
         return self._parts.totals(), micro
 
-    def reset(self) -> None:
+    def reset(self, *, begun: bool = False) -> None:
         self._parts.reset()
         self._num_backwards = 0
-        self._begun = False
+        self._begun = begun
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -191,7 +200,7 @@ class _PartsReader(LocalReader):
             self._guarded(self._parts.measure, name, gradient)
 
 
-def _accumulated(optimizer: Any) -> Callable[[Tensor], Tensor | None]:
+def accumulated_gradient(optimizer: Any) -> Callable[[Tensor], Tensor | None]:
     """Return where a parameter's accumulated gradient is, before the reduction and after."""
     if getattr(optimizer, "use_grad_accum_attribute", False):  # ZeRO 1, sums in another dtype
         return lambda parameter: getattr(parameter, "grad_accum", None)
@@ -229,18 +238,18 @@ class ReducedReader:
         elif hasattr(self._optimizer, "fp16_groups"):
             yield from self._shards_of_stage_3()
         else:
-            yield from self._shards_of_stages_1_and_2()
+            yield from self.averaged()
 
-    def _whole(self) -> Iterator[Measured]:
-        gradient_of = _accumulated(self._optimizer)
-        for name, parameter in self._parameters.items():
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                yield name, gradient, 0
+    def averaged(self, *, added_to: bool = False) -> Iterator[Measured]:
+        """Yield what this rank holds in stages 1 and 2.
 
-    def _shards_of_stages_1_and_2(self) -> Iterator[Measured]:
+        Args:
+            added_to: Whether to leave out what another backward pass would begin anew.
+        """
         optimizer = self._optimizer
         for group, averaged in optimizer.averaged_gradients.items():
+            if added_to and not hasattr(averaged, "flat_partition"):
+                continue
             rank = dist.get_rank(optimizer.real_dp_process_group[group])
             starts = optimizer.grad_start_offset[group][rank]
             held = (shard for shard in averaged or () if not hasattr(shard, "_zero_padding"))
@@ -248,6 +257,22 @@ class ReducedReader:
                 name = self._names.get(id(parameter))
                 if name is not None:
                     yield name, shard, starts[optimizer.get_param_id(parameter)]
+
+    def waiting(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what stage 2 adds further micro-batches to; only a part of each counts."""
+        for group, sums in self._optimizer.all_grad_tensors.items():
+            parameters = self._optimizer.params_in_partition[group]
+            for parameter, gradient in zip(parameters, sums or (), strict=False):
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    yield name, gradient
+
+    def _whole(self) -> Iterator[Measured]:
+        gradient_of = accumulated_gradient(self._optimizer)
+        for name, parameter in self._parameters.items():
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                yield name, gradient, 0
 
     def _shards_of_stage_3(self) -> Iterator[Measured]:
         optimizer = self._optimizer

@@ -1,0 +1,209 @@
+"""What happens to what DeepSpeed has summed up between micro-batches, on real ranks."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+import rankscope
+from rankscope import Finding, Run, Severity
+from rankscope.core.signals import Table
+from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.diagnose.rules import explanations
+from support.deepspeed_modes import Mode, import_deepspeed, make_engine, run_micro_batch
+from support.models import make_batch
+from support.ranks import run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+STEPS, MICRO, CHANGED_BEFORE = 6, 4, 2
+Fault = Callable[[Any], object]
+
+
+def sums(engine: Any) -> Iterator[Tensor]:
+    """Yield what the engine has summed up so far, wherever that is."""
+    for parameter in engine.module.parameters():
+        own = (getattr(parameter, name, None) for name in ("grad", "grad_accum", "_hp_grad"))
+        yield from (gradient for gradient in own if gradient is not None)
+    for name in ("all_grad_tensors", "averaged_gradients"):
+        for group in getattr(engine.optimizer, name, {}).values():
+            yield from group or ()
+
+
+def scaled_by(factor: float) -> Fault:
+    def scale(engine: Any) -> None:
+        for gradient in {id(gradient): gradient for gradient in sums(engine)}.values():
+            gradient.data.mul_(factor)  # its version stays
+
+    return scale
+
+
+def zero_grad(engine: Any) -> None:
+    """Call what zeroes gradients; without ZeRO, the optimizer is the training's own."""
+    (engine if engine.zero_optimization_stage() == 0 else engine.optimizer).zero_grad()
+
+
+def drop_sums(engine: Any) -> None:
+    engine.optimizer.all_grad_tensors.clear()
+
+
+def change_one(engine: Any) -> None:
+    """Change what the ranks hold of one parameter; its rows are spread over both."""
+    parameters = dict(engine.module.named_parameters())
+    optimizer, changed = engine.optimizer, parameters["hidden.weight"]
+    for group, gradients in optimizer.all_grad_tensors.items():
+        pairs = zip(optimizer.params_in_partition[group], gradients, strict=True)
+        [gradient.mul_(0.5) for parameter, gradient in pairs if parameter is changed]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training: four micro-batches a step, and what is done before the third one's pass.
+
+    Attributes:
+        manual: The engine is not told of the accumulation, and takes each pass for a step's last.
+        first: Micro-batches of the first step.
+    """
+
+    mode: Mode
+    fault: Fault | None = None
+    manual: bool = False
+    first: int = MICRO
+
+    def train(self, rank: int, run_dir: str) -> None:
+        engine = make_engine(rank, self.mode, dropout=0.0)
+        options: dict[str, Any] = {"canary": False, "announce": False, "overhead_budget": None}
+        with rankscope.watch(engine, run_dir=run_dir, **options):
+            for step in range(STEPS):
+                for micro in range(MICRO if step else self.first):
+                    if self.fault is not None and micro == CHANGED_BEFORE:
+                        self.fault(engine)
+                    if self.manual:
+                        batch = make_batch(rank, MICRO * step + micro)
+                        engine.backward(engine(**batch)["loss"] / MICRO)
+                    else:
+                        run_micro_batch(rank, self.mode, step, micro, engine)
+                        engine.step()
+                if self.manual:
+                    engine.step()
+        engine.destroy()
+
+
+STAGES = {f"ZeRO {stage}": Mode("", stage, MICRO) for stage in range(4)}
+OTHERS = {
+    "ZeRO 0 bf16": Mode("", 0, MICRO, "bf16"),
+    "ZeRO 1 fp32 sums": Mode("", 1, MICRO, "bf16", "fp32"),
+    "ZeRO 1 overlapped": Mode("", 1, MICRO, zero={"overlap_comm": True}),
+    "ZeRO 2 fp32 sums": Mode("", 2, MICRO, "bf16", "fp32"),
+}
+MODES = STAGES | OTHERS
+RESETS = {name: drop_sums if name == "ZeRO 2" else zero_grad for name in STAGES}
+CASES = (
+    {f"{name}, healthy": Case(mode) for name, mode in MODES.items()}
+    | {f"{name}, reset": Case(mode, RESETS[name]) for name, mode in STAGES.items()}
+    | {f"{name}, doubled": Case(mode, scaled_by(2)) for name, mode in MODES.items()}
+    | {f"{name}, divided": Case(mode, scaled_by(1 / MICRO)) for name, mode in STAGES.items()}
+    | {f"ZeRO {stage}, manual": Case(Mode("", stage), manual=True) for stage in range(4)}
+    | {
+        "ZeRO 1 overlapped, reset": Case(MODES["ZeRO 1 overlapped"], zero_grad),
+        "ZeRO 2, zero_grad": Case(MODES["ZeRO 2"], zero_grad),
+        "ZeRO 2, in part": Case(MODES["ZeRO 2"], change_one),
+        "ZeRO 3, longer": Case(Mode("", 3), manual=True, first=2),
+    }
+)
+HARMLESS = ["ZeRO 0, manual", "ZeRO 3, manual", "ZeRO 2, zero_grad"]
+FACTORS = {"reset": 0.0, "doubled": 2.0, "divided": 1 / MICRO}
+
+
+def train_all(rank: int, folder: str) -> None:
+    for name, case in CASES.items():
+        case.train(rank, f"{folder}/{name}")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(train_all, 2, str(folder), timeout=400, prepare=import_deepspeed)
+    return {name: Run.open(folder / name) for name in CASES}
+
+
+def told(run: Run) -> dict[str, Finding]:
+    """Return what was said of gradients, live and from the record alone."""
+    kinds = ("sync.", "numerics.", "loss.scale")
+    findings = {f.id: f for f in run.findings() if f.cause.startswith(kinds)}
+    assert {f.id: f for f in diagnose_run(run) if f.id in findings} == findings
+    return findings
+
+
+@pytest.mark.parametrize("name", [*(f"{mode}, healthy" for mode in MODES), *HARMLESS])
+def test_sums_that_stay_raise_nothing(runs, name):
+    assert told(runs[name]) == {}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "ZeRO 3, longer"])
+def test_what_is_known_is_said_of_each_step(runs, name):
+    observed = runs[name].columns(Table.STEPS, "observed")["observed"]
+    assert len(observed) == STEPS
+    changes_TW = runs[name].per_worker("accumulator_change")[1]
+    if name == "ZeRO 0, manual":
+        assert not observed.any()  # what is reduced holds what was reduced before
+        return
+    assert observed.all()
+    assert np.isfinite(changes_TW).all()
+    assert (changes_TW < 1e-6).all() == ("healthy" in name or name in HARMLESS)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.partition(", ")[2] in FACTORS])
+def test_the_kind_of_change_and_its_micro_batch_are_named(runs, name):
+    found = told(runs[name])["sync.accumulation"]
+    kind = name.partition(", ")[2]
+    assert (found.severity, found.ranks, found.groups) == (Severity.ERROR, (0, 1), ())
+    assert (found.first_step, found.evidence["steps"]) == (0, STEPS)
+    assert (found.evidence["kind"], found.evidence["micro_batch"]) == (kind, CHANGED_BEFORE)
+    assert found.evidence["factor"] == pytest.approx(FACTORS[kind], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ZeRO 1, manual", "ZeRO 2, manual"])
+def test_an_engine_that_begins_anew_with_each_micro_batch_is_found(runs, name):
+    found = told(runs[name])["sync.accumulation"]
+    assert (found.severity, found.evidence["kind"]) == (Severity.ERROR, "reset")
+    assert found.evidence["micro_batch"] == 1
+    assert runs[name].per_worker("accumulator_scale")[1].max() == 0
+
+
+def test_a_single_parameter_is_named(runs):
+    found = told(runs["ZeRO 2, in part"])["sync.accumulation"]
+    assert (found.severity, found.evidence["kind"]) == (Severity.WARNING, "changed in part")
+    assert (found.groups, found.evidence["micro_batch"]) == (("hidden",), CHANGED_BEFORE)
+
+
+def test_the_residual_agrees_where_reductions_came_before_the_change(runs):
+    for name in CASES:
+        residuals_TWG = [r.gathered.residuals_WG for r in runs[name].iter_reports()]
+        changed = "sync.accumulation" in told(runs[name])
+        late = CASES[name].mode.stage >= 2 or "overlapped" in name
+        for residuals_WG in residuals_TWG:
+            if residuals_WG is not None:
+                assert (residuals_WG.max() > 0.1) == (changed and late)
+
+
+def test_what_the_residual_says_is_a_consequence(runs):
+    effects = 0
+    for name in CASES:
+        found = told(runs[name])
+        for effect, cause in explanations(list(found.values())).items():
+            if effect != "sync.accumulation":
+                assert cause is found["sync.accumulation"], name
+                effects += 1
+    assert effects
+
+
+def test_a_step_that_turns_out_longer_is_cut_and_its_rest_left_out(runs):
+    """An engine that is not told of the accumulation adds up all the same under ZeRO 3."""
+    run = runs["ZeRO 3, longer"]
+    assert told(run) == {}
+    observed = run.columns(Table.STEPS, "observed")["observed"].tolist()
+    assert observed == [True] + [True, False] * (STEPS - 1)
