@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import rankscope
 
-STEPS, MICRO, LATE = 12, 3, 4
+STEPS, MICRO, LATE = 8, 3, 4
 """``LATE`` is the first step in which something goes wrong."""
 
 
