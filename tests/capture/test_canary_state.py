@@ -402,6 +402,19 @@ def test_generators_are_seeded_alike_and_put_back(monkeypatch, kind, held):
     assert after[0] != after[1]
 
 
+class Proxy:
+    """Stands for something that is not there yet, as Flask's request does."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("there is no request")
+
+
+def test_global_names_are_not_asked_what_they_are(monkeypatch):
+    monkeypatch.setitem(globals(), "A_PROXY", Proxy())
+    run(Calls(lambda model: None), torch.ones(1, 3))
+
+
 def test_a_generator_without_a_state_is_left_alone():
     model = Calls(lambda model: None)
     model.entropy = random.SystemRandom()

@@ -154,10 +154,10 @@ class _Found:
 
 def _global_generators(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield the generators that are global names of the files in which modules are defined."""
-    names = {kind.__module__ for kind in {type(module) for module in modules}}
-    for name in names:
-        for value in list(vars(sys.modules.get(name, random)).values()):
-            if isinstance(value, KINDS):
+    for name in {type(module).__module__ for module in modules}:
+        held = vars(sys.modules[name]) if name in sys.modules else {}
+        for value in list(held.values()):
+            if issubclass(type(value), KINDS):  # a proxy is not asked for its class
                 yield value
 
 
