@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from rankscope import Finding, Run, Severity
-from rankscope.core.signals import Table
+from rankscope.core.signals import MISSING_INT, Table
 from rankscope.diagnose.diagnosis import diagnose_run
 from support.fsdp2_accumulating import HEALTHY, IN_FOUR, LATE, STEPS, Waits, cases
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+WARNING = Severity.WARNING
 
 
 def train_all(rank: int, folder: str, names: tuple[str, ...]) -> list[str]:
@@ -122,8 +123,24 @@ def test_a_gradient_that_was_not_zeroed_is_told(two):
     assert (found.id, found.first_step, found.evidence["steps"]) == ("gradient-left-over", 4, 1)
 
 
-def test_a_layer_of_replicas_that_is_changed_after_the_reduction_is_named(two):
-    [found] = told(two["ReplicasChangedAfterwards"]).values()
-    assert (found.id, found.severity) == ("sync.changed_later", Severity.WARNING)
+@pytest.mark.parametrize("name", ["ChangedAfterwards", "ReplicasChangedAfterwards"])
+def test_a_layer_that_is_changed_after_the_reduction_is_named(two, name):
+    [found] = told(two[name]).values()
+    assert (found.id, found.severity, found.ranks) == ("sync.changed_later", WARNING, (0, 1))
     assert set(found.evidence["names"]) == {"layers.0.weight"}
     assert found.evidence["factor"] == pytest.approx(3, rel=1e-5)
+
+
+def test_a_worker_that_changes_its_shard_of_a_clipped_gradient_is_named(two):
+    [found] = told(two["ReducesChangedAfterwards"]).values()
+    assert (found.id, found.severity, found.ranks) == ("sync.changed_later", WARNING, (1,))
+    assert set(found.evidence["names"]) == {"layers.0.bias"}
+    assert (found.first_step, found.evidence["factor"]) == (LATE, pytest.approx(3, rel=1e-5))
+
+
+def test_shards_are_not_compared_with_other_workers_shards(two):
+    columns = two["ReducesClipped"].columns(Table.WORKERS)
+    assert np.allclose(columns["applied_odd"], 1)
+    assert (columns["applied_scale"] < 1).all()
+    for digest in ("reduced_digest", "applied_digest"):
+        assert (columns[digest] == MISSING_INT).all()

@@ -302,13 +302,24 @@ class LeftOver(AlwaysOne):
             self.optimizer.zero_grad()
 
 
-class ReplicasChangedAfterwards(AlwaysOne):
-    replicas = True
-
+class ChangedAfterwards(AlwaysOne):
     def reduced(self, step: int) -> None:
         gradient = self.sharded[1].grad
         assert gradient is not None
         gradient.mul_(3)
+
+
+class ReplicasChangedAfterwards(ChangedAfterwards):
+    replicas = True
+
+
+class ReducesChangedAfterwards(ReducesClipped):
+    def reduced(self, step: int) -> None:
+        super().reduced(step)
+        if self.rank and step >= LATE:
+            gradient = self.sharded[2].grad
+            assert gradient is not None
+            gradient.mul_(3)
 
 
 def cases(base: type[Waits]) -> dict[str, type[Waits]]:

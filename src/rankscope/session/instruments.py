@@ -162,6 +162,7 @@ def choose_instruments(
             spacing=1 if options.overhead_budget is None else STATE_SPACING,
             local_steps=local_steps,
             sums_by_hand=wrapped.mesh is not None,
+            shards=wrapped.kind is FSDP2 and wrapped.mesh is None,
         )
         return ExactEvidence(
             wrapped.module,

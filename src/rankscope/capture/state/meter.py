@@ -59,6 +59,8 @@ class StateMeter:
             turn is read after an average of the workers' parameters; 0 for steps of their own.
         sums_by_hand: Whether some gradients may be summed over other axes of a mesh after the
             reduction; then it is not told which of them were changed.
+        shards: Whether gradients of parameters that are not replicated are read, each worker's
+            shards of them, for how they change between the reduction and the optimizer alone.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class StateMeter:
         spacing: int = 1,
         local_steps: int = 0,
         sums_by_hand: bool = False,
+        shards: bool = False,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
@@ -87,12 +90,14 @@ class StateMeter:
         self._new_plan = partial(
             Plan,
             replicated=replicated,
+            shards=shards,
             called=optimizer is not None,
             turns=max(turns // spacing, 1),
             max_items=max_items * spacing,
         )
         self._spacing, self._local_steps = spacing, local_steps
         self._sums_by_hand = sums_by_hand
+        self._alike = replicated
         self._plan: Plan | None = None
         self._signature: list[object] | None = None
         self._turns: dict[tuple[int, ...], Turn] = {}
@@ -268,8 +273,15 @@ class StateMeter:
             if self._reduces is not None:
                 seen.reduced = [self._is_reduced(part) for part in turn.reduced.slices]
             sent = self._unsent <= _MOST_UNSENT
-            tells, look = not self._sums_by_hand, self._look
-            pending = PendingState(turn, seen, layout, sent=sent, look=look, tells_changed=tells)
+            pending = PendingState(
+                turn,
+                seen,
+                layout,
+                sent=sent,
+                look=self._look,
+                tells_changed=not self._sums_by_hand,
+                alike=self._alike,
+            )
         self._clear()
         return pending
 

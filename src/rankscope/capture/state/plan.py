@@ -23,6 +23,7 @@ from rankscope.private import find
 Kinds = tuple[StateKind, ...]
 _NORMS: type[nn.Module] = find("torch.nn.modules.batchnorm._NormBase") or nn.Module
 _BROADCAST = (StateKind.STATISTICS, StateKind.BROADCAST)
+_SHARD = (StateKind.REDUCED, StateKind.APPLIED)
 Lasting = Callable[[nn.Module, str], Tensor | None]
 """Returns what lasts of a module's parameter, where it is replaced while the model computes; None
 for a parameter that each worker may have for itself."""
@@ -142,26 +143,37 @@ class Plan:
     Args:
         found: What the model has.
         replicated: Whether workers hold the same parameters; if not, only buffers have turns.
+        shards: Whether the gradients of parameters that are not replicated have turns as well.
         called: Whether it can be seen when the optimizer is called.
         turns: Turns that a rotation may take.
         max_items: Digests of a turn, at most.
     """
 
     def __init__(
-        self, found: Sequence[Found], *, replicated: bool, called: bool, turns: int, max_items: int
+        self,
+        found: Sequence[Found],
+        *,
+        replicated: bool,
+        shards: bool = False,
+        called: bool,
+        turns: int,
+        max_items: int,
     ) -> None:
         self.found = found
         asked = 9 if replicated else 7  # who trains what may differ between owners
         words = [f"{each.name} {each[3:5]} {each[6:asked]}" for each in found]
         self.layout = word_of(f"{replicated} {called} " + "\n".join(words)) >> 1
-        parameters = [_item(each, _kinds(each, called)) for each in found if not each.is_buffer]
+        kinds = (_kinds(each, called) if replicated else _SHARD for each in found)
+        parameters = [
+            _item(each, of)
+            for each, of in zip(found, kinds, strict=True)
+            if not each.is_buffer and (replicated or (shards and called and each.trained))
+        ]
         buffers = [
             _item(each, _BROADCAST if each.broadcast else (StateKind.BUFFER,))
             for each in found
             if each.is_buffer
         ]
-        if not replicated:
-            parameters = []
         share = max(1, max_items // 8) if parameters else max_items
         rest = max_items - share if buffers else max_items
         self._rotations = (_rounds(parameters, turns, rest), _rounds(buffers, turns, share))

@@ -31,6 +31,7 @@ _COLUMNS = {
 }
 _GRADIENTS = (StateKind.REDUCED, StateKind.APPLIED)
 _ALWAYS = frozenset(StateKind) - {StateKind.BROADCAST}
+_NO_GRADIENTS = frozenset(StateKind) - {*_GRADIENTS}
 
 _MASK = (1 << 64) - 1
 _FEWEST = 3  # gradients that can tell what most have in common
@@ -235,6 +236,8 @@ class PendingState:
         sent: Whether DDP broadcasts running statistics; else they are buffers like others.
         look: The worker's look at its parameters; None in most steps.
         tells_changed: Whether to tell which gradients were changed after the reduction.
+        alike: Whether other workers hold the same gradients after the reduction; if not, their
+            digests are kept back, since they would only differ.
     """
 
     def __init__(
@@ -246,8 +249,9 @@ class PendingState:
         sent: bool = True,
         look: "PendingLook | None" = None,
         tells_changed: bool = True,
+        alike: bool = True,
     ) -> None:
-        self._tells_changed = tells_changed
+        self._tells_changed, self._alike = tells_changed, alike
         self._turn, self._seen, self._layout, self._sent = turn, seen, layout, sent
         self._look = look
         self.changed: tuple[str, ...] = ()
@@ -287,6 +291,8 @@ class PendingState:
         self._read_gradients(digests, unchanged, values)
         digests_D = np.frombuffer(array("Q", digests), np.int64)
         state = StateDigests(turn.kinds, turn.names, digests_D, np.frombuffer(unchanged, bool))
+        if not self._alike:
+            state = _only(state, _NO_GRADIENTS)
         if self._seen.state is None:
             return _only(state, _GRADIENTS), values
         if self._seen.broadcast is None and turn.broadcast.slices:
@@ -318,7 +324,9 @@ class PendingState:
             if reading is None:
                 continue
             parts, parts_squares = reading.read()
-            _tell(values, rows, rows.fill(digests, parts))
+            digest = rows.fill(digests, parts)
+            if self._alike:
+                _tell(values, rows, digest)
             squares[rows.kind] = sum(parts_squares)
             each.append(parts_squares)
             if rows.kind is StateKind.REDUCED:
