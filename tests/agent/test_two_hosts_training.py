@@ -68,12 +68,12 @@ def test_ranks_of_two_hosts_are_compared_as_on_one_and_a_cut_of_seconds_costs_no
 
 
 def test_a_training_ends_as_ever_when_the_link_is_cut_for_good(tmp_path):
-    run, results, said = train(tmp_path, 400, cut_seconds=FOR_GOOD)
+    run, results, said = train(tmp_path, 240, cut_seconds=FOR_GOOD)
     assert len(results) == 4  # all ranks have come to their end
     assert run.status == "incomplete"
     steps = run.columns(Table.STEPS, "step")["step"].tolist()
     assert steps == list(range(len(steps)))
-    assert 0 < len(steps) < 400
+    assert 0 < len(steps) < 240
     endings = {ending["rank"]: ending["why"] for ending in run.info["ended"]}
     assert endings[2] == endings[3] == "its host is out of reach"
     assert said.count("still waits for other ranks or hosts") == 2  # once on each host

@@ -1,4 +1,4 @@
-"""Scripts of others under ``rankscope run``; the quick half of ``make field``."""
+"""Scripts of others under ``rankscope run``; the quickest of ``make field``."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from support.benchmarks import load_benchmark
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-QUICK = ("trl sft --packing", "dino_loop", "resnet_loop", "sharded_optimizers")
+QUICK = ("trl sft --packing", "sharded_optimizers")
 MICRO = ("--gradient_accumulation_steps", "2")
 
 

@@ -134,19 +134,33 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
+RANKS = {"plain": 3, "bucket views": 2, "static graph": 2, "raises": 3}
+
+
+def train_all(rank: int, folder: str, ways: list[str]) -> dict[str, Any]:
     results = {}
-    for way, options in WAYS.items():
+    for way in ways:
+        options = WAYS[way]
         alone = train(rank, None, dict(options))
         watched = train(rank, f"{folder}/{way}", {**options, "canary_every": EVERY})
         results[way] = alone, watched
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
-def trained(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("canaries")
-    return run_ranks(train_all, request.param, str(folder)), folder
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("canaries")
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """Return what each rank has of each way, by way."""
+    results = {}
+    for num_ranks in (2, 3):
+        ways = [way for way, ranks in RANKS.items() if ranks == num_ranks]
+        ranks = run_ranks(train_all, num_ranks, str(folder), ways)
+        results |= {way: [of_rank[way] for of_rank in ranks] for way in ways}
+    return results
 
 
 def canary_steps(run: Run) -> list[int]:
@@ -156,10 +170,8 @@ def canary_steps(run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_has_the_same_bits_with_canaries(trained, way):
-    results, folder = trained
-    for by_way in results:
-        alone, watched = by_way[way]
+def test_training_has_the_same_bits_with_canaries(trained, folder, way):
+    for alone, watched in trained[way]:
         assert alone["bits"] == watched["bits"]
         assert alone["gradients_kept"] == watched["gradients_kept"]
     assert Run.open(folder / way).status == "complete"
@@ -167,11 +179,8 @@ def test_training_has_the_same_bits_with_canaries(trained, way):
 
 
 @pytest.mark.parametrize("way", ["plain", "bucket views", "static graph"])
-def test_healthy_workers_agree_in_every_bit(trained, way):
-    results, folder = trained
-    assert [watched["warnings"] for by_way in results for _, watched in [by_way[way]]] == [
-        [] for _ in results
-    ]
+def test_healthy_workers_agree_in_every_bit(trained, folder, way):
+    assert [watched["warnings"] for _, watched in trained[way]] == [[]] * RANKS[way]
     run = Run.open(folder / way)
     assert canary_steps(run) == [32, 72]
     columns = run.columns(Table.WORKERS, "step", "canary_digest", "canary_again")
@@ -183,11 +192,9 @@ def test_healthy_workers_agree_in_every_bit(trained, way):
     assert not [finding for finding in run.findings() if finding.id.startswith("canary")]
 
 
-def test_a_model_that_cannot_replay_is_left_alone(trained):
-    results, folder = trained
+def test_a_model_that_cannot_replay_is_left_alone(trained, folder):
     assert canary_steps(Run.open(folder / "raises")) == []
-    for by_way in results:
-        _, watched = by_way["raises"]
+    for _, watched in trained["raises"]:
         [warning] = watched["warnings"]  # of two canaries on schedule
         assert "no canary for scheduled" in warning
         assert "this model is peculiar" in warning
