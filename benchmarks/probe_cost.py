@@ -100,7 +100,7 @@ def llama(hidden: int, layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(
+    model: nn.Module = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=4096,
             hidden_size=hidden,
@@ -111,6 +111,7 @@ def llama(hidden: int, layers: int) -> nn.Module:
             tie_word_embeddings=True,
         )
     )
+    return model
 
 
 class Watched:

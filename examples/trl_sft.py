@@ -45,7 +45,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     words = [*SPECIAL, "plus", "is", "and", *map(str, range(100))]
     tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
     )
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import rankscope
+from support.forked_ranks import run_on_ranks
 
 SCRIPTS = Path(__file__).parent / "run_scripts"
 RUN = [sys.executable, "-m", "rankscope", "run", "--no-canary", "--overhead-budget", "none"]
@@ -25,6 +26,18 @@ def start(*command, **variables):
         env={**environment, "PATH": path},
         timeout=240,
     )
+
+
+def start_on_ranks(run_dir, script, *words, **variables):
+    """Run a script on two ranks, where it does not matter who starts them.
+
+    Returns:
+        As of :func:`start`.
+    """
+    prepare = variables.pop("prepare", None)
+    command = [*RUN[3:], "--run-dir", str(run_dir), str(script), *words]
+    ended = run_on_ranks(2, command, SCRIPTS, prepare=prepare, **variables)
+    return subprocess.CompletedProcess(command, *ended)
 
 
 def watch(model, optimizer, run_dir):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from integrations.adapter_runs import OPTIONS, bits, run_in
-from integrations.run_commands import LAUNCHED, SCRIPTS, start
+from integrations.run_commands import SCRIPTS, start_on_ranks
 from rankscope.core.finding import Severity
 from support.loops import collect_warnings
 from support.ranks import run_ranks
@@ -104,9 +104,9 @@ def test_no_bit_of_the_training_changes_and_the_trainer_is_left_as_it_was(traine
 def test_an_engine_that_gets_no_new_weights_is_found_in_an_unmodified_script(tmp_path):
     """Of two workers, the one with the larger gap is at fault; the first step is not yet seen."""
     words = [*SETTINGS, "--max_steps", str(STEPS), "--output_dir", str(tmp_path / "out")]
-    script = str(SCRIPTS / "train_grpo.py")
-    ended = start(
-        *(*LAUNCHED, "--run-dir", str(tmp_path / "run"), script, *words),
+    ended = start_on_ranks(
+        *(tmp_path / "run", SCRIPTS / "train_grpo.py", *words),
+        prepare=import_all,
         HF_HUB_OFFLINE="1",
         STALE_FROM=str(STALE_FROM),
     )

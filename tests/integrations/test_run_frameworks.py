@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from integrations.adapter_runs import assert_same_metrics, metrics
-from integrations.run_commands import LAUNCHED, RUN, SCRIPTS, TORCHRUN, start, watch
+from integrations.run_commands import SCRIPTS, start_on_ranks, watch
 from rankscope import Run
 from rankscope.core.signals import Table
 from support.deepspeed_modes import import_deepspeed
@@ -96,12 +96,8 @@ def digests(folder):
 
 
 @pytest.fixture(scope="module")
-def environment(folder):
-    """Return variables for scripts that import DeepSpeed: without a package that takes seconds."""
-    hidden = folder / "hidden"
-    hidden.mkdir()
-    (hidden / "mlflow.py").write_text("raise ImportError\n")
-    return {"PYTHONPATH": str(hidden), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+def environment():
+    return {"DS_ACCELERATOR": "cpu", "prepare": import_all}
 
 
 def assert_silent_but_for_the_end(ended):
@@ -119,8 +115,7 @@ def assert_recorded_as_by_hand(run, reference, steps, *, without=()):
 def test_a_script_with_transformers_trainer(folder, digests, environment):
     run_dir, output = folder / "watched trainer", folder / "a b"
     words = ["--output_dir", str(output), *SETTINGS]
-    script = str(SCRIPTS / "train_trainer.py")
-    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words, **environment)
+    ended = start_on_ranks(run_dir, SCRIPTS / "train_trainer.py", *words, **environment)
     assert ended.returncode == 0, ended.stderr
     assert_silent_but_for_the_end(ended)
     for rank in range(2):
@@ -140,9 +135,7 @@ def test_a_script_with_deepspeed(folder, digests, environment):
     run_dir, output, config = folder / "watched deepspeed", folder / "d", folder / "zero 2.json"
     config.write_text(json.dumps(ZERO_2))
     words = ["--output", str(output), "--deepspeed", "--deepspeed_config", str(config)]
-    script = str(SCRIPTS / "train_deepspeed.py")
-    command = [*RUN, "--run-dir", str(run_dir), "--", *TORCHRUN, script, *words]
-    ended = start(*command, **environment)
+    ended = start_on_ranks(run_dir, SCRIPTS / "train_deepspeed.py", *words, **environment)
     assert ended.returncode == 0, ended.stderr
     assert_silent_but_for_the_end(ended)
     for rank in range(2):

@@ -15,7 +15,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from integrations.adapter_runs import assert_same_metrics, loud, metrics
-from integrations.run_commands import LAUNCHED, RUN, SCRIPTS, TORCHRUN, start, watch
+from integrations.run_commands import (
+    LAUNCHED,
+    RUN,
+    SCRIPTS,
+    TORCHRUN,
+    start,
+    start_on_ranks,
+    watch,
+)
 from rankscope import Run
 from rankscope.core.signals import Table
 from support.ranks import run_ranks
@@ -235,9 +243,8 @@ def test_a_lightning_script_that_starts_its_own_ranks(folder, digests):
 
 
 def test_a_lightning_script_that_validates_is_watched_in_all_its_epochs(tmp_path, digests):
-    run_dir, script = tmp_path / "run", str(SCRIPTS / "train_lightning.py")
-    words = [str(tmp_path / "watched"), "validated"]
-    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words)
+    run_dir, words = tmp_path / "run", [str(tmp_path / "watched"), "validated"]
+    ended = start_on_ranks(run_dir, SCRIPTS / "train_lightning.py", *words)
     assert (ended.returncode, ended.stdout) == (0, "")
     assert_silent_but_for_the_end(ended)
     run = Run.open(run_dir)
@@ -256,9 +263,8 @@ def test_a_lightning_script_that_validates_is_watched_in_all_its_epochs(tmp_path
 def test_a_script_that_trains_in_evaluation_mode_is_watched_after_its_first_backward(
     tmp_path, digests
 ):
-    script, words = str(SCRIPTS / "train_plain.py"), ["ddp", str(tmp_path / "e")]
-    run_dir = tmp_path / "run"
-    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words, "in evaluation mode")
+    run_dir, words = tmp_path / "run", ["ddp", str(tmp_path / "e"), "in evaluation mode"]
+    ended = start_on_ranks(run_dir, SCRIPTS / "train_plain.py", *words)
     assert ended.returncode == 0, ended.stderr
     assert [told(tmp_path, "e", rank)["digest"] for rank in range(2)] == [
         digest["in evaluation mode"] for digest in digests
