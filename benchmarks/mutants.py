@@ -14,15 +14,16 @@ import argparse
 import ast
 import json
 import os
-import random
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -63,12 +64,19 @@ class Mutant:
         number: Which of the file's places is changed.
         line: Where it is.
         change: What the line's expression is, and what it becomes.
+        above: How many places of the file above this one are changed alike.
     """
 
     path: str
     number: int
     line: int
     change: str
+    above: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What stays the same when other places of the code are edited."""
+        return self.path, self.change, self.above
 
 
 class _Places(ast.NodeTransformer):
@@ -152,27 +160,30 @@ def _places_of(path: str) -> list[tuple[ast.AST, ast.AST]]:
     return places.found
 
 
-def _mutant(path: str, number: int, before: ast.AST, after: ast.AST) -> Mutant:
+def _words(before: ast.AST, after: ast.AST) -> str:
     change = " → ".join(ast.unparse(getattr(node, "test", node)) for node in (before, after))
-    return Mutant(path, number, getattr(before, "lineno", 0), " ".join(change.split())[:160])
+    return " ".join(change.split())[:160]
 
 
 def mutants_of(path: str) -> list[Mutant]:
     """Return a file's mutants."""
-    return [_mutant(path, number, *pair) for number, pair in enumerate(_places_of(path))]
+    found, alike = [], Counter[str]()
+    for number, (before, after) in enumerate(_places_of(path)):
+        words = _words(before, after)
+        found.append(Mutant(path, number, getattr(before, "lineno", 0), words, alike[words]))
+        alike[words] += 1
+    return found
 
 
 def draw(count: int, seed: int, rooms: Sequence[str]) -> list[Mutant]:
-    """Return so many mutants, each as likely as any other; more are the same and further ones."""
-    files = sorted(
-        str(path.relative_to(ROOT))
-        for room in ROOMS
-        for path in (ROOT / "src/rankscope" / room).rglob("*.py")
-    )
-    every = [(p, number, *pair) for p in files for number, pair in enumerate(_places_of(p))]
-    random.Random(seed).shuffle(every)
-    drawn = [place for place in every if Path(place[0]).parts[2] in rooms][:count]
-    return [_mutant(*place) for place in drawn]
+    """Return so many mutants, each as likely as any other.
+
+    More are the same and further ones, and an edit of the code changes the draw by its own places.
+    """
+    files = [path for room in rooms for path in (ROOT / "src/rankscope" / room).rglob("*.py")]
+    every = [mutant for path in files for mutant in mutants_of(str(path.relative_to(ROOT)))]
+    every.sort(key=lambda one: blake2b(repr((seed, one.key)).encode()).digest())
+    return every[:count]
 
 
 def tests_near(path: str) -> list[str]:
@@ -264,10 +275,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("mutants.json"), metavar="FILE")
     options = parser.parse_args()
     results = json.loads(options.json.read_text()) if options.json.exists() else []
-    known = {(r["path"], r["number"], r["change"]): r for r in results}
+    known = {(r["path"], r["change"], r["above"]): r for r in results}
     waiting = []
     for mutant in draw(options.count, options.seed, options.rooms):
-        before = known.get((mutant.path, mutant.number, mutant.change))
+        before = known.get(mutant.key)
         stages = [s for s in options.stages if before is None or s not in before["tried"]]
         if before is None or (before["end"] == "survived" and stages):
             waiting.append((mutant, stages, before or {}))
