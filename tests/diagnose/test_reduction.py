@@ -34,7 +34,7 @@ def gradients(num_steps, num_workers=4, seed=0, common=0.5):
         yield np.exp(0.3 * rng.standard_normal()) * (own_WP + shared_P)
 
 
-def watch(gradients_TWP, reduce, applied=None, noise=0.01, loss_scale=None):
+def watch(gradients_TWP, reduce, applied=None, noise=0.01, loss_scale=None, micro_batches=None):
     """Return the evidence of a run whose reduction is ``reduce(gradients_WP, step)``."""
     rng = np.random.default_rng(1)
     detector, told = None, []
@@ -52,6 +52,8 @@ def watch(gradients_TWP, reduce, applied=None, noise=0.01, loss_scale=None):
             workers["applied_scale"] = np.full(num_workers, applied(step))
         if loss_scale is not None:
             workers["grad_scale"] = np.full(num_workers, loss_scale)
+        if micro_batches is not None:
+            workers["micro_batches"] = np.full(num_workers, micro_batches)
         report = StepReport(
             gathered(step, [[]] * num_workers, **workers), {**cosines, "grad_norm_reduced": reduced}
         )
@@ -91,6 +93,15 @@ def test_a_division_after_the_reduction():
         f"{STEPS_APPLIED} observed steps"
         in describe(told[0].cause, told[0].severity, told[0].fields)[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "found"), [(4, set()), (8, set()), (1, {"sync.wrong_scale"})]
+)
+def test_losses_may_be_summed_over_micro_batches_where_none_is_known(micro_batches, found):
+    """As in a pipeline, whose schedule divides the gradients after the reduction."""
+    told = watch(gradients(STEPS), mean, applied=lambda t: 0.25, micro_batches=micro_batches)
+    assert {evidence.cause for evidence in told} == found
 
 
 @pytest.mark.parametrize(

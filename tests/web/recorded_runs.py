@@ -95,6 +95,8 @@ def with_everything(step: GatheredStep) -> GatheredStep:
     late = step.step >= 10
     workers["loss"][ODD] += 5.0 * late
     workers["grad_norm"][ODD] *= 1 + 3 * late
+    workers["rollout_gap"][:] = 0.01 + 1e-4 * step.step
+    workers["rollout_gap"][ODD] *= 1 + 3 * late
     interval = 1 if step.step < 20 else 2
     if step.step % interval:
         workers["grad_norm"][:] = np.nan

@@ -19,7 +19,8 @@ from rankscope.web.parts import Tables
 from web.html_reader import Page
 from web.recorded_runs import ODD, record_run
 
-NEW = {"timeline", "residual", "time", "interval", "group-norm", "group-cosine"}
+ROLLOUTS = ("map-rollout_gap", "workers-rollout_gap", "apart-rollout_gap")
+NEW = {"timeline", "residual", "time", "interval", "group-norm", "group-cosine", *ROLLOUTS}
 DRAWN = {"map-loss": ["light", "dark"], **{name: ["dark"] for name in NEW}}
 """The modes in which figures are drawn here; tests of the page draw the others."""
 
@@ -49,7 +50,8 @@ def test_figures_are_valid_and_can_be_drawn(page: Page):
 
 
 def test_the_maps_single_out_the_odd_worker(page: Page, rich_run: Run):
-    for name, column in (("map-loss", "loss"), ("map-grad_norm", "grad_norm")):
+    columns = ("loss", "grad_norm", "rollout_gap")
+    for name, column in [(f"map-{column}", column) for column in columns]:
         rows = rows_of(page, name, "deviation")
         for row in rows:
             if row["first"] >= 10:

@@ -246,9 +246,12 @@ class ReductionChecks(Detector):
 def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
     """Return whether a factor after the reduction brings the loss's multiplier nearer to 1.
 
-    A gradient scaler's ``unscale_`` divides there, and so does who sums losses over micro-batches.
+    A gradient scaler's ``unscale_`` divides there, and so does who sums losses over micro-batches:
+    a pipeline schedule does, whose stages know no loss.
     """
     scale = common_scale(gathered)
+    if math.isnan(scale):
+        scale = float(gathered.workers["micro_batches"].min())  # negative where it is not known
     if not (scale > 0 and 0 < applied < math.inf):  # false with NaN
         return False
     return abs(math.log(scale) + math.log(applied)) < abs(math.log(scale))

@@ -24,6 +24,7 @@ WORKER_FIGURES = (
     ("loss", "loss"),
     ("grad_norm", "gradient norm"),
     ("cosine_rest", "cosine with the others"),
+    ("rollout_gap", "gap to the rollouts"),
 )
 """Signals that are drawn worker by worker: column, and its name where the pointer is."""
 MAP_FIGURES = (*WORKER_FIGURES, ("step_seconds", "seconds"))
