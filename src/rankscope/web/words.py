@@ -51,7 +51,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "apart-loss": ("Loss, apart from the mean", TOKENS),
     "apart-grad_norm": ("Norm, apart from the mean", ""),
     "apart-cosine_rest": ("Direction, apart from the mean", "cosine"),
-    "apart-rollout_gap": ("Gap to the rollouts, apart from the mean", "nats"),
+    "apart-rollout_gap": ("Gap, apart from the mean", "nats"),
     "group-norm": ("Gradient norm of each group", ""),
     "group-cosine": ("Direction of each group", ""),
     "heatmap": ("Cosine of each pair of workers", "mean over the run"),
