@@ -15,6 +15,7 @@ from rankscope.record.schema import (
     SCHEMA_VERSION,
     arrow_schema,
     row_keys,
+    schema_with,
     to_arrow,
     to_arrow_lists,
     to_numpy,
@@ -32,6 +33,12 @@ def round_trip(column: pa.Array, dtype: DType) -> np.ndarray:
 
 def none_if_nan(values: np.ndarray) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def test_a_column_that_is_not_there_is_an_error():
+    assert schema_with(Table.STEPS, ["loss_mean", "step"]).names == ["step", "loss_mean"]
+    with pytest.raises(KeyError, match="loss_men"):
+        schema_with(Table.STEPS, ["step", "loss_men"])
 
 
 def test_the_published_columns_have_their_types():
