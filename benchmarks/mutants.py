@@ -191,7 +191,8 @@ def tests_near(path: str) -> list[str]:
     module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
     parent, _, stem = module.rpartition(".")
     names = re.compile(
-        rf"{re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{re.escape(stem)}\b"
+        rf"{re.escape(module)}\b"
+        rf"|from {re.escape(parent)} import (\([^)]*|[^\n(]*)\b{re.escape(stem)}\b"
     )
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     near = [test for test in tests if names.search(test.read_text())]

@@ -60,6 +60,12 @@ def test_an_edit_changes_the_draw_by_its_own_places(tmp_path: Path, monkeypatch)
     assert [key for key in after if key != ("5 → 6", 0)] == before
 
 
+def test_a_test_that_imports_a_module_among_others_is_near():
+    assert "tests/capture/test_handover.py" in mutants.tests_near(
+        "src/rankscope/capture/transfer.py"
+    )
+
+
 def test_more_mutants_are_the_same_and_further_ones():
     few, many = (mutants.draw(count, 0, mutants.ROOMS) for count in (5, 20))
     assert many[:5] == few

@@ -375,7 +375,7 @@ class StateMeter:
             return None
 
     def _add_optimizer(self, reading: Reading, weights: list[int], part: Slice) -> None:
-        """Add what the optimizer keeps for a slice; at least one leaf."""
+        """Add what the optimizer keeps for a slice, if it keeps anything yet."""
         first = len(reading)
         try:
             parameter = part.place.current(self._lasting)
@@ -386,15 +386,12 @@ class StateMeter:
                 else:
                     reading.add(leaf, start, stop)
                 weights.append(weight)
-            if len(reading) > first:
-                return
-            reading.add_word(0)
         except Exception as error:  # whatever an optimizer keeps
             self._tell(error)
             del weights[len(weights) - (len(reading) - first) :]
             reading.forget(first)
             reading.add_word(_UNREADABLE)
-        weights.append(1)
+            weights.append(1)
 
     def _add(self, reading: Reading, tensor: Tensor, part: Slice, *, norm: bool = False) -> None:
         try:
