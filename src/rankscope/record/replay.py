@@ -28,7 +28,7 @@ Rows = Mapping[Table, Columns | None]
 """The rows of one step in every table but ``steps``; None where it has none."""
 
 
-def read_reports(run: Path, first_step: int = 0) -> Iterator[StepReport]:
+def read_reports(run: Path, first_step: int) -> Iterator[StepReport]:
     """Yield the recorded steps in order, each with all that its rows hold.
 
     Equal, bit for bit, to what :func:`rankscope.core.step.as_recorded` made of them when they
