@@ -157,6 +157,17 @@ def test_dropout_is_seen_and_evaluation_is_not():
     assert meter_of(lambda: dropout(x)) == {"rng_used": 0}
 
 
+def test_a_draw_that_changes_the_end_of_torchs_state_alone_is_seen():
+    """The second of two normal numbers, which had been put aside."""
+    torch.manual_seed(0)
+    torch.randn(1)
+    before, words_before = torch_state(), torch.get_rng_state()
+    torch.randn(1)
+    changed = (torch.get_rng_state() != words_before).nonzero()
+    assert changed.min() > len(words_before) - 64
+    assert torch_state() != before
+
+
 def test_random_numbers_are_the_same_as_without_the_meter():
     def numbers(meter):
         seed_all(3)
