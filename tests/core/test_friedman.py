@@ -39,3 +39,4 @@ def test_ties_and_missing_values():
     values = np.random.default_rng(2).standard_normal((10, 4))
     values[:7, 0] = np.nan
     assert friedman(values, 0.999)[1]  # three steps tell nothing
+    assert not friedman(np.vstack([values, values[-1:]]), 0.999)[1]  # four do
