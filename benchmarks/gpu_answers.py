@@ -58,7 +58,8 @@ def _found(setup: Setup, kind: str, what: str) -> Values:
         if rank:
             return {}
         findings = rankscope.Run.open(Path(folder) / "run").findings()
-        causes = {each.cause for each in findings if each.severity >= Severity.WARNING}
+        loud = {each.cause for each in findings if each.severity >= Severity.WARNING}
+        causes = loud - {"inconclusive"}  # statistics may say so before a canary has settled it
         agreed = {each.cause for each in findings} & {"verify.agrees"}
         return {what: ", ".join(sorted(causes | agreed)) or "nothing"}
 

@@ -29,6 +29,7 @@ SHEETS: Mapping[str, Sequence[Sequence[str]]] = {
     "workers": (
         ("map-loss", "map-grad_norm"),
         ("map-cosine_rest", "map-step_seconds"),
+        ("map-rollout_gap",),
         ("heatmap", "coverage"),
     ),
     "model": (("group-norm", "group-cosine"),),
