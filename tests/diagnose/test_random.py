@@ -44,6 +44,22 @@ def test_one_generator_is_enough_where_others_have_states_of_their_own():
     assert "(numpy's)" in words(told)
 
 
+@pytest.mark.parametrize(
+    ("column", "bit", "name"),
+    [
+        ("rng_digest_python", 1, "Python's"),
+        ("rng_digest_numpy", 2, "numpy's"),
+        ("rng_digest", 4, "torch's on the CPU"),
+        ("rng_digest", 8, "the accelerator's"),
+    ],
+)
+def test_each_generator_counts_where_it_was_used(column, bit, name):
+    told = run(EqualRandom(4), 3, **{"rng_used": [bit] * 4, column: [5] * 4})[-1]
+    assert f"({name})" in words(told)
+    others = 15 & ~bit if column != "rng_digest" else 3
+    assert run(EqualRandom(4), 9, **{"rng_used": [others] * 4, column: [5] * 4}) == []
+
+
 def test_equal_random_numbers_outside_the_model_are_told_after_three_steps_in_a_row():
     detector = EqualRandom(4)
     outside = {"rng_used": [16 * 4] * 4, "rng_digest": [9] * 4}
