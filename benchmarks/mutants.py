@@ -1,13 +1,15 @@
 """How many small faults in rankscope's own code its tests notice: mutants, drawn at random.
 
 Each mutant changes one place of one file: a comparison, an operator, a number, a condition, a
-returned value, or a call that is left out. Tests that import the file run first, then those of its
-folder, then all; the first that fails kills the mutant. What survives is equivalent to the code
-as it is, or wants a test. Files are changed in copies of the repository alone.
+returned value, or a call that is left out. First the suite runs once, to learn which tests enter
+which functions (``mutant_tests.py``). Of those that enter a mutant's function, the ones that name
+its file run first, then the others; the first that fails kills the mutant. What survives is
+equivalent to the code as it is, or wants a test. Files are changed in copies of the repository
+alone.
 
 Run ``make mutants``, or ``python benchmarks/mutants.py --count 400 --json mutants.json``. A file of
 results is read first, so that a run goes on where another ended, and survivors of the stages
-that it tried go through the others.
+that it tried go through the others. Which tests enter what is kept beside it.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,17 +31,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from mutant_tests import Entered, trace
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("core", "diagnose", "capture", "record")
-STAGES = ("near", "folder", "all")
-FOLDERS = {"capture": ("capture", "scope"), "core": ("core", "diagnose")}
-"""Which tests are of a room's folder, where that is not the one of its name."""
-
-LIMITS_S = {"near": 300, "folder": 900, "all": 3600}
-"""Tests that take longer than this hang, which kills a mutant as well."""
+STAGES = ("near", "others")
+STARTING_S = 120
+"""Tests that take this and three times their usual seconds hang, which kills a mutant as well."""
 
 _COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -186,61 +187,73 @@ def draw(count: int, seed: int, rooms: Sequence[str]) -> list[Mutant]:
     return every[:count]
 
 
-def tests_near(path: str) -> list[str]:
-    """Return the test files that name a module, those of its own name first."""
+def names_module(test: str, path: str) -> bool:
+    """Return whether a test file names a module."""
     module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
     parent, _, stem = module.rpartition(".")
     names = re.compile(
         rf"{re.escape(module)}\b"
         rf"|from {re.escape(parent)} import (\([^)]*|[^\n(]*)\b{re.escape(stem)}\b"
     )
-    tests = sorted((ROOT / "tests").rglob("test_*.py"))
-    near = [test for test in tests if names.search(test.read_text())]
-    near.sort(key=lambda test: not test.stem.startswith(f"test_{stem}"))
-    return [str(test.relative_to(ROOT)) for test in near]
+    return names.search((ROOT / test).read_text()) is not None
 
 
-def tests_of(stage: str, path: str) -> list[str]:
-    """Return the tests of a stage as pytest takes them."""
-    if stage == "near":
-        return tests_near(path)
-    room = Path(path).parts[2]
-    return (
-        [f"tests/{name}" for name in FOLDERS.get(room, (room,))] if stage == "folder" else ["tests"]
-    )
+def tests_of(stage: str, mutant: Mutant, entered: Entered) -> Iterator[list[str]]:
+    """Yield the tests of a stage, in parts that take longer and longer."""
+    source = (ROOT / mutant.path).read_text()
+    part, took, longest = list[str](), 0.0, 15.0
+    for test in entered.of(mutant.path, mutant.line, source):
+        if names_module(test, mutant.path) == (stage == "near"):
+            part.append(test)
+            took += entered.seconds.get(test, 0.0)
+            if took > longest:
+                yield part
+                part, took, longest = [], 0.0, 2 * longest
+    if part:
+        yield part
 
 
-def decide(mutant: Mutant, copied: Path, stages: Sequence[str]) -> str:
-    """Run tests until one fails; return the stage that killed the mutant, or "survived"."""
+def decide(
+    mutant: Mutant, copied: Path, stages: Sequence[str], entered: Entered
+) -> tuple[str, str]:
+    """Run tests until one fails; return the stage that killed the mutant, and the test."""
     path = copied / mutant.path
     whole = path.read_text()
     places = _Places(mutant.number)
     try:
         path.write_text(ast.unparse(ast.fix_missing_locations(places.visit(ast.parse(whole)))))
         for stage in stages:
-            tests = tests_of(stage, mutant.path)
-            if tests and not _pass(tests, copied, LIMITS_S[stage]):
-                return stage
+            for tests in tests_of(stage, mutant, entered):
+                usual = sum(entered.seconds.get(test, 0.0) for test in tests)
+                killer = _first_that_fails(tests, copied, STARTING_S + 3 * usual)
+                if killer is not None:
+                    return stage, killer
     finally:
         path.write_text(whole)
-    return "survived"
+    return "survived", ""
 
 
-def _pass(tests: Sequence[str], copied: Path, limit_s: float) -> bool:
+def _first_that_fails(tests: Sequence[str], copied: Path, limit_s: float) -> str | None:
+    """Return what failed, or what was hanging; None when all tests pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=copied,
-            env={**os.environ, "PYTHONPATH": str(copied / "src")},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+    with subprocess.Popen(
+        command,
+        cwd=copied,
+        env={**os.environ, "PYTHONPATH": str(copied / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            said, _ = running.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            return f"{' '.join(tests)} take over {limit_s:.0f} s"
+    if running.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    return failed[1] if failed else f"pytest ends with {running.returncode}"
 
 
 @contextmanager
@@ -253,6 +266,19 @@ def _copies(count: int) -> "Iterator[SimpleQueue[Path]]":
             subprocess.run(["git", "clone", "-q", str(ROOT), str(copied)], check=True)
             free.put(copied)
         yield free
+
+
+def _entered(path: Path, processes: int) -> Entered:
+    """Return what tests enter, from a file of it if there is one."""
+    if not path.exists():
+        files = [
+            str(file.relative_to(ROOT))
+            for room in ROOMS
+            for file in (ROOT / "src/rankscope" / room).rglob("*.py")
+        ]
+        with _copies(1) as copies:
+            trace(copies.get(), files, 2 * processes).save(path)
+    return Entered.load(path)
 
 
 def render(results: Sequence[dict[str, object]]) -> Table:
@@ -284,16 +310,19 @@ def main() -> None:
         if before is None or (before["end"] == "survived" and stages):
             waiting.append((mutant, stages, before or {}))
     console = Console(soft_wrap=True)
+    entered = _entered(options.json.with_suffix(".tests.json"), options.processes)
+    if entered.failed:
+        console.print("These fail, and decide nothing:", *entered.failed, markup=False)
     with _copies(options.processes) as free, ThreadPoolExecutor(options.processes) as pool:
 
         def work(mutant: Mutant, stages: Sequence[str], before: dict[str, Any]) -> None:
             copied = free.get()
-            end = decide(mutant, copied, stages)
+            end, killer = decide(mutant, copied, stages, entered)
             free.put(copied)
             tried = [*before.get("tried", ()), *stages]
             if before in results:
                 results.remove(before)
-            results.append({**asdict(mutant), "end": end, "tried": tried})
+            results.append({**asdict(mutant), "end": end, "killer": killer, "tried": tried})
             options.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
             console.print(f"{end:8}  {mutant.path}:{mutant.line}  {mutant.change}", markup=False)
 

@@ -170,6 +170,15 @@ def test_columns_that_causes_and_evidence_speak_of_exist():
     assert set(words) - known <= NO_COLUMNS
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_columns_are_in_the_tables_that_pages_name(page):
+    column, table = r"`[a-z_]+`", r"`(" + "|".join(Table) + r")`"
+    named = rf"({column}(?:(?:, | and ){column})*) of {table}"
+    for columns, of in re.findall(named, page.read_text()):
+        names = re.findall(r"[a-z_]+", columns.replace(" and ", " "))
+        assert {*names} <= {signal.name for signal in signals(Table(of))}, (columns, of)
+
+
 def message(tier, num_workers, num_groups):
     """Return a step as a worker sends it: 8 samples, one loss, 32 digests, a section per group."""
     sketches = tier != "scalars"

@@ -9,6 +9,7 @@ import pytest
 from support.benchmarks import load_benchmark
 
 mutants = load_benchmark("mutants")
+mutant_tests = load_benchmark("mutant_tests")
 
 CODE = '''
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ def test_an_edit_changes_the_draw_by_its_own_places(tmp_path: Path, monkeypatch)
 
 
 def test_a_test_that_imports_a_module_among_others_is_near():
-    assert "tests/capture/test_handover.py" in mutants.tests_near(
-        "src/rankscope/capture/transfer.py"
-    )
+    path = "src/rankscope/capture/transfer.py"
+    assert mutants.names_module("tests/capture/test_handover.py", path)
+    assert not mutants.names_module("tests/core/test_secrets.py", path)
 
 
 def test_more_mutants_are_the_same_and_further_ones():
@@ -72,17 +73,54 @@ def test_more_mutants_are_the_same_and_further_ones():
     assert mutants.draw(5, 1, mutants.ROOMS) != few
 
 
-@pytest.mark.parametrize(
-    ("change", "end"), [("_is_secret(name) → not _is_secret(name)", "near"), (None, "survived")]
-)
-def test_a_mutant_is_decided_by_tests(tmp_path: Path, change, end):
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
     copied = tmp_path / "copy"
     subprocess.run(["git", "clone", "-q", str(mutants.ROOT), str(copied)], check=True)
-    path = "src/rankscope/core/secrets.py"
-    every = mutants.mutants_of(path)
+    return copied
+
+
+PATH = "src/rankscope/core/secrets.py"
+
+
+def test_functions_note_the_tests_that_enter_them(copied: Path):
+    entered = mutant_tests.trace(copied, [PATH], 1, "tests/core/test_secrets.py")
+    assert not entered.failed
+    assert set(entered.seconds) == {"tests/core/test_secrets.py"}
+    assert entered.tests[f"{PATH}::_is_secret"] == ["tests/core/test_secrets.py"]
+
+
+@pytest.mark.parametrize(
+    ("change", "end", "killer"),
+    [
+        ("_is_secret(name) → not _is_secret(name)", "near", "tests/core/test_secrets.py::"),
+        (None, "survived", ""),
+    ],
+)
+def test_a_mutant_is_decided_by_tests(copied: Path, change, end, killer):
+    every = mutants.mutants_of(PATH)
     mutant = next((one for one in every if one.change == change), None) or mutants.Mutant(
-        path, len(every), 0, "nothing"
+        PATH, len(every), 0, "nothing"
     )
-    before = (copied / path).read_text()
-    assert mutants.decide(mutant, copied, ("near",)) == end
-    assert (copied / path).read_text() == before
+    before = (copied / PATH).read_text()
+    entered = mutant_tests.Entered({f"{PATH}::without_secrets": ["tests/core/test_secrets.py"]})
+    decided = mutants.decide(mutant, copied, mutants.STAGES, entered)
+    assert decided[0] == end
+    assert decided[1].startswith(killer)
+    assert (copied / PATH).read_text() == before
+
+
+def test_a_line_is_decided_by_the_tests_of_its_function():
+    entered = mutant_tests.Entered(
+        {
+            "a.py::one": ["slow", "quick", "broken"],
+            "a.py::Two.three": ["other"],
+            "b.py::one": ["b"],
+        },
+        {"slow": 2.0, "quick": 1.0},
+        ["broken"],
+    )
+    source = "x = 1\ndef one():\n    return x\nclass Two:\n    def three(self): pass\n"
+    assert entered.of("a.py", 3, source) == ["quick", "slow"]
+    assert entered.of("a.py", 5, source) == ["other"]
+    assert entered.of("a.py", 1, source) == ["other", "quick", "slow"]

@@ -8,7 +8,7 @@ import pytest
 from rankscope.core import share as core_share
 from rankscope.core.share import DistinctSamples
 from rankscope.core.signals import Table
-from rankscope.errors import RunError
+from rankscope.errors import RunError, UsageError
 from rankscope.record import Run, RunWriter, rollups, tables, writer
 from rankscope.record.schema import arrow_schema
 from record.run_files import make_finding
@@ -97,7 +97,7 @@ def test_an_even_choice_has_whole_steps_from_the_whole_run(run):
         np.testing.assert_array_equal(column, whole[name][np.isin(whole["step"], few["step"])])
     every = run.sampled(Table.WORKERS, "step", "rank", "loss", max_rows=10**6)
     np.testing.assert_array_equal(every["loss"], whole["loss"])
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match="expected columns of workers"):
         run.sampled(Table.WORKERS, "nothing", max_rows=1)
 
 

@@ -194,9 +194,11 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch
 
 def test_an_unknown_column(tmp_path):
     run = record(tmp_path / "run", [])
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match="of steps, got 'los_mean'; it has step, time"):
         run.columns(Table.STEPS, "los_mean")
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match=r"step_seconds is a column of workers"):
+        run.columns(Table.STEPS, "step_seconds")
+    with pytest.raises(UsageError, match="expected columns of workers, got 'los'"):
         run.per_worker("los")
 
 

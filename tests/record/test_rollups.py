@@ -10,6 +10,7 @@ import pytest
 
 from rankscope.core.rollup import bin_width, bins_of_steps, joined, quantities, rollup_signals
 from rankscope.core.signals import DType, Table, signals
+from rankscope.errors import UsageError
 from rankscope.record import Run, RunWriter, rollups, writer
 from record.step_reports import make_report
 
@@ -211,7 +212,7 @@ def test_an_empty_run_has_an_empty_overview(tmp_path):
 
 
 def test_unknown_columns_are_refused(finished):
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match="no_such_column"):
         Run.open(finished).overview("no_such_column")
 
 

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from rankscope.core.signals import DType, Table
 from rankscope.core.step import MISSING_INT
+from rankscope.errors import UsageError
 from rankscope.record.schema import (
     SCHEMA_VERSION,
     arrow_schema,
@@ -37,7 +38,7 @@ def none_if_nan(values: np.ndarray) -> list[float | None]:
 
 def test_a_column_that_is_not_there_is_an_error():
     assert schema_with(Table.STEPS, ["loss_mean", "step"]).names == ["step", "loss_mean"]
-    with pytest.raises(KeyError, match="loss_men"):
+    with pytest.raises(UsageError, match="loss_men"):
         schema_with(Table.STEPS, ["step", "loss_men"])
 
 

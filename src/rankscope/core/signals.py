@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from rankscope.core.arrays import digest_of
+from rankscope.errors import UsageError
 
 
 class Table(StrEnum):
@@ -297,9 +298,17 @@ def signal(table: Table, name: str) -> Signal:
     """Return the declaration of one column.
 
     Raises:
-        KeyError: There is no such column.
+        UsageError: There is no such column.
     """
-    return _BY_NAME[table, name]
+    try:
+        return _BY_NAME[table, name]
+    except KeyError:
+        there = [each for each in Table if (each, name) in _BY_NAME]
+        elsewhere = f" ({name} is a column of {', '.join(there)})" if there else ""
+        expected = ", ".join(each.name for each in signals(table))
+        raise UsageError(
+            f"expected columns of {table}, got {name!r}{elsewhere}; it has {expected}"
+        ) from None
 
 
 @functools.cache
