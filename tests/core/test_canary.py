@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
-from rankscope.core.batches import BatchError, PlainBatch, pack_batch, unpack_batch
+from rankscope.core.batches import PlainBatch, pack_batch, unpack_batch
 from rankscope.core.canary import CanaryResults, Verdict, differing_state, judge, results_of
 from rankscope.core.canary_messages import Answer, pack_plan, pack_run, unpack_plan, unpack_run
 from rankscope.core.canary_plan import (
@@ -21,6 +21,7 @@ from rankscope.core.canary_plan import (
 )
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
+from rankscope.core.packing import PackedError
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.step import MISSING_INT
 
@@ -342,7 +343,7 @@ def test_a_batch_survives_its_way_to_another_worker():
 @pytest.mark.parametrize("size", [0, 7, 40, -1])
 def test_bytes_that_are_no_batch(size):
     packed = pack_batch(PlainBatch(None, (np.arange(9.0),)))
-    with pytest.raises(BatchError, match="hold no batch"):
+    with pytest.raises(PackedError, match="these bytes"):
         unpack_batch(packed[:size])
 
 
@@ -371,5 +372,5 @@ def test_bytes_that_say_nothing(unpack, size):
         unpack_run: pack_run(planned, (batch, batch)),
         unpack_plan: pack_plan(planned),
     }.get(unpack, b"x" + Answer(66, batch).pack())
-    with pytest.raises(BatchError):
+    with pytest.raises(PackedError):
         unpack(content[:size])

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from rankscope.core.batches import BatchError
 from rankscope.core.mesh_axes import AxisPart, compare_along, tolerance_of
+from rankscope.core.packing import PackedError
 
 NAMES = ("norm", "up", "router")
 K = 61
@@ -106,5 +106,5 @@ def test_a_part_survives_its_bytes():
     ],
 )
 def test_damaged_bytes_are_refused(damaged):
-    with pytest.raises(BatchError):
+    with pytest.raises(PackedError):
         AxisPart.unpack(damaged)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rankscope.core.batches import BatchError
+from rankscope.core.packing import PackedError
 from rankscope.core.reference import Part
 from rankscope.core.rounding import round_to_bfloat16
 from rankscope.core.verification import Answer, Oddity, verify
@@ -255,7 +255,7 @@ def test_other_bytes_are_refused():
     packed = whole.pack()
     fewer = dataclasses.replace(whole, names=NAMES[1:]).pack()
     for content in (b"", packed[:40], packed[:-4], packed.replace(b"<f8", b"<U2"), fewer):
-        with pytest.raises(BatchError):
+        with pytest.raises(PackedError):
             Part.unpack(content)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rankscope.agent.frames import Kind
-from rankscope.core.batches import BatchError, unpack_batch
+from rankscope.core.batches import unpack_batch
 from rankscope.core.canary import CanaryResults, Verdict, judge, results_of
 from rankscope.core.canary_messages import Answer, pack_plan, pack_run
 from rankscope.core.canary_plan import (
@@ -26,6 +26,7 @@ from rankscope.core.canary_plan import (
     comes_and_goes,
 )
 from rankscope.core.finding import Finding
+from rankscope.core.packing import PackedError
 from rankscope.core.step import GatheredStep
 from rankscope.errors import RunError
 from rankscope.record.bundle import ReplayBundle, save_bundle
@@ -140,7 +141,7 @@ class CanaryDirector:
         """
         try:
             answer = Answer.unpack(content)
-        except BatchError as error:
+        except PackedError as error:
             self._log(logging.INFO, f"an answer of rank {rank} to a canary is lost: {error}")
             return
         if answer.ends:
@@ -166,7 +167,7 @@ class CanaryDirector:
         planned = self._plan.run_at(self._newest)
         try:
             self._bundle = self._make_bundle(planned, answers)
-        except BatchError as error:
+        except PackedError as error:
             self._give_up(planned, str(error))
             return []
         if planned.of_finding:

@@ -7,9 +7,9 @@ the others' replicas, from their ranks themselves.
 import logging
 from collections.abc import Callable
 
-from rankscope.core.batches import BatchError
 from rankscope.core.finding import Finding
 from rankscope.core.mesh_axes import AxisPart, compare_along
+from rankscope.core.packing import PackedError
 from rankscope.diagnose.mesh_axes import AxisVerdict
 
 _log = logging.getLogger("rankscope")
@@ -42,7 +42,7 @@ class MeshAxes:
         """
         try:
             part = AxisPart.unpack(content)
-        except BatchError as error:
+        except PackedError as error:
             _log.debug("what a rank sent of its mesh cannot be read: %s", error)
             return
         if worker is not None:

@@ -3,10 +3,13 @@
 from dataclasses import fields, replace
 from typing import Any
 
+from numpy.typing import NDArray
+
+from rankscope.core.packing import pack_arrays, unpack_arrays
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.errors import RankscopeError
-from rankscope.record.states import pack_state, unpack_state
+from rankscope.record.states import put_back, take_out
 
 _LEFT_OUT = {"sketches_WK", "group_sketches_WGK", "consensus", "trace", "differences"}
 _TUPLES = {"samples", "micro_losses", "micro_weights", "micro_norms", "micro_scales", "groups"}
@@ -16,19 +19,19 @@ def pack_report(report: StepReport) -> bytes:
     """Return a report's bytes; sketches, traces and the consensus stay behind."""
     gathered = report.gathered
     kept = {f.name: getattr(gathered, f.name) for f in fields(gathered) if f.name not in _LEFT_OUT}
-    return pack_state(
-        {
-            "gathered": kept,
-            "differences": [
-                [str(one.kind), one.name, one.digests_W, one.unchanged_W]
-                for one in gathered.differences
-            ],
-            "values": dict(report.values),
-            "derived": dict(report.derived),
-            "cosines": report.cosines_WW,
-            "group_cosines": report.group_cosine_rest_WG,
-        }
-    )
+    arrays: list[NDArray[Any]] = []
+    state = {
+        "gathered": kept,
+        "differences": [
+            [str(one.kind), one.name, one.digests_W, one.unchanged_W]
+            for one in gathered.differences
+        ],
+        "values": dict(report.values),
+        "derived": dict(report.derived),
+        "cosines": report.cosines_WW,
+        "group_cosines": report.group_cosine_rest_WG,
+    }
+    return pack_arrays(take_out(state, arrays), arrays)
 
 
 def unpack_report(content: bytes) -> StepReport:
@@ -38,7 +41,8 @@ def unpack_report(content: bytes) -> StepReport:
         RankscopeError: It is damaged.
     """
     try:
-        packed: dict[str, Any] = dict(unpack_state(content))
+        tree, arrays = unpack_arrays(bytearray(content))  # so that a user may write into them
+        packed: dict[str, Any] = put_back(tree, arrays.__getitem__)
         kept: dict[str, Any] = {
             n: tuple(v) if n in _TUPLES else v for n, v in packed["gathered"].items()
         }
@@ -54,5 +58,5 @@ def unpack_report(content: bytes) -> StepReport:
             packed["cosines"],
             packed["group_cosines"],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise RankscopeError(f"a step's report cannot be read ({error!r})") from error

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rankscope.core.batches import BatchError
 from rankscope.core.finding import Finding
+from rankscope.core.packing import PackedError
 from rankscope.core.reference import Part
 from rankscope.core.step import GatheredStep
 from rankscope.core.verification import Answer, verify
@@ -45,7 +45,7 @@ class Verifications:
         """Take what a worker knows of a step; it comes before that step's own message."""
         try:
             part = Part.unpack(content)
-        except BatchError as error:
+        except PackedError as error:
             part = Part(declined=f"what was sent of it cannot be read: {error}")
         self._parts.setdefault(step, {})[rank] = part
         for late in sorted(self._parts)[:-_MOST_STEPS]:

@@ -3,19 +3,13 @@
 The structure is JSON; tensors are arrays beside it. Nothing is ever pickled.
 """
 
-import json
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-_LENGTH = 8  # bytes that say how long the header is
-
-
-class BatchError(ValueError):
-    """Bytes that hold no batch."""
+from rankscope.core.packing import PackedError, pack_arrays, unpack_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,51 +33,17 @@ class PlainBatch:
 
 
 def pack_batch(batch: PlainBatch) -> bytes:
-    """Return a batch as bytes: a header in JSON, then array after array."""
-    arrays = (batch.samples, *batch.arrays)
-    header = {
-        "structure": batch.structure,
-        "arrays": [[array.dtype.str, list(array.shape)] for array in arrays],
-    }
-    return pack_headed(header, *(array.tobytes() for array in arrays))
+    """Return a batch as bytes."""
+    return pack_arrays(batch.structure, (batch.samples, *batch.arrays))
 
 
 def unpack_batch(packed: bytes | memoryview) -> PlainBatch:
     """Return the batch that bytes hold; its arrays look into them.
 
     Raises:
-        BatchError: They hold none.
+        PackedError: They hold none.
     """
-    header, content = unpack_headed(packed)
-    try:
-        arrays, at = [], 0
-        for name, shape in header["arrays"]:
-            dtype = np.dtype(name)
-            if dtype.hasobject:
-                raise BatchError("an array of objects")
-            array = np.frombuffer(content, dtype, prod(shape), at).reshape(shape)
-            arrays.append(array)
-            at += array.nbytes
-        return PlainBatch(header["structure"], tuple(arrays[1:]), arrays[0].astype(np.int64))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise BatchError(f"these bytes hold no batch ({error})") from error
-
-
-def pack_headed(header: Any, *parts: bytes) -> bytes:
-    """Return bytes that begin with a header in JSON."""
-    text = json.dumps(header).encode()
-    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *parts])
-
-
-def unpack_headed(packed: bytes | memoryview) -> tuple[Any, memoryview]:
-    """Return the header of such bytes, and what follows it.
-
-    Raises:
-        BatchError: They have none.
-    """
-    content = memoryview(packed)
-    at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
-    try:
-        return json.loads(bytes(content[_LENGTH:at])), content[at:]
-    except ValueError as error:
-        raise BatchError(f"these bytes hold no batch ({error})") from error
+    structure, arrays = unpack_arrays(packed)
+    if not arrays:
+        raise PackedError("these bytes hold no batch")
+    return PlainBatch(structure, tuple(arrays[1:]), arrays[0].astype(np.int64))

@@ -9,14 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from rankscope.core.batches import (
-    BatchError,
-    PlainBatch,
-    pack_headed,
-    unpack_batch,
-    unpack_headed,
-)
+from rankscope.core.batches import PlainBatch, unpack_batch
 from rankscope.core.canary_plan import Planned
+from rankscope.core.packing import PackedError, pack_headed, unpack_headed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +44,13 @@ class Answer:
         """Read one.
 
         Raises:
-            BatchError: These bytes hold none.
+            PackedError: These bytes hold none.
         """
         header, batch = unpack_headed(content)
         try:
             return cls(batch=bytes(batch), **header)
         except TypeError as error:
-            raise BatchError(f"these bytes answer no canary ({error})") from error
+            raise PackedError(f"these bytes answer no canary ({error})") from error
 
 
 def pack_plan(planned: Planned) -> bytes:
@@ -67,12 +62,12 @@ def unpack_plan(content: bytes | memoryview) -> Planned:
     """Read the announcement of a canary.
 
     Raises:
-        BatchError: These bytes hold none.
+        PackedError: These bytes hold none.
     """
     try:
         return Planned(**json.loads(bytes(content)))
     except (ValueError, TypeError) as error:
-        raise BatchError(f"these bytes announce no canary ({error})") from error
+        raise PackedError(f"these bytes announce no canary ({error})") from error
 
 
 def pack_run(planned: Planned, batches: tuple[bytes, bytes]) -> bytes:
@@ -90,13 +85,13 @@ def unpack_run(content: bytes | memoryview) -> tuple[Planned, tuple[PlainBatch, 
     """Read what every worker needs to run a canary; the batches look into ``content``.
 
     Raises:
-        BatchError: These bytes hold none.
+        PackedError: These bytes hold none.
     """
     header, batches = unpack_headed(content)
     try:
         planned, (first, second) = Planned(**header["planned"]), header["sizes"]
         if first + second != len(batches):
-            raise BatchError(f"expected batches of {first} and {second} bytes, got {len(batches)}")
+            raise PackedError(f"expected batches of {first} and {second} bytes, got {len(batches)}")
     except (KeyError, TypeError, ValueError) as error:
-        raise BatchError(f"these bytes hold no canary ({error})") from error
+        raise PackedError(f"these bytes hold no canary ({error})") from error
     return planned, (unpack_batch(batches[:first]), unpack_batch(batches[first:]))

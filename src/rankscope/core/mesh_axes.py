@@ -11,13 +11,12 @@ Legend of shapes: N parameters, k numbers in a sketch, T ranks along an axis.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Floats32, Ints
-from rankscope.core.batches import BatchError, pack_headed, unpack_headed
+from rankscope.core.packing import PackedError, pack_arrays, unpack_arrays
 from rankscope.core.replicas import odd_ranks
 from rankscope.core.rounding import UNIT_ROUNDOFF
 
@@ -63,7 +62,6 @@ class AxisPart:
 
     def pack(self) -> bytes:
         """Return its bytes: JSON, and arrays behind it."""
-        arrays = [np.asarray(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()]
         header = {
             "rank": self.rank,
             "axes": {name: list(ranks) for name, ranks in self.axes.items()},
@@ -71,23 +69,22 @@ class AxisPart:
             "cut": list(self.cut),
             "names": list(self.names),
             "types": list(self.types),
-            "shapes": [list(array.shape) for array in arrays],
         }
-        return pack_headed(header, *(array.tobytes() for array in arrays))
+        arrays = [np.asarray(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()]
+        return pack_arrays(header, arrays)
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "AxisPart":
         """Read one; its arrays look into ``content``.
 
         Raises:
-            BatchError: These bytes hold none.
+            PackedError: These bytes hold none.
         """
-        header, rest = unpack_headed(content)
+        header, arrays = unpack_arrays(content)
+        if [array.dtype for array in arrays] != [np.dtype(dtype) for dtype in _ARRAYS.values()]:
+            raise PackedError("expected the arrays of a part of a mesh")
         try:
-            found, at = {}, 0
-            for (name, dtype), shape in zip(_ARRAYS.items(), header["shapes"], strict=True):
-                found[name] = np.frombuffer(rest, dtype, prod(shape), at).reshape(shape)
-                at += found[name].nbytes
+            found = dict(zip(_ARRAYS, arrays, strict=True))
             part = cls(
                 int(header["rank"]),
                 {str(name): tuple(map(int, ranks)) for name, ranks in header["axes"].items()},
@@ -98,7 +95,7 @@ class AxisPart:
                 **found,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BatchError(f"these bytes hold no part of a mesh ({error})") from error
+            raise PackedError(f"these bytes hold no part of a mesh ({error})") from error
         count = len(part.names)
         fits = (
             len(part.types) == count
@@ -108,7 +105,7 @@ class AxisPart:
             and part.sketches_2NK.shape[:2] == (2, count)
         )
         if not fits:
-            raise BatchError("these bytes hold a part of a mesh whose arrays do not fit together")
+            raise PackedError("these bytes hold a part of a mesh whose arrays do not fit together")
         return part
 
 

@@ -4,12 +4,11 @@ Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numb
 """
 
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 
 from rankscope.core.arrays import Floats, Floats32
-from rankscope.core.batches import BatchError, pack_headed, unpack_headed
+from rankscope.core.packing import PackedError, pack_arrays, unpack_arrays
 
 WIDTHS = (251, 127, 61, 31)
 """Widths of sketches, primes; the first whose sketches are not too much to send."""
@@ -73,7 +72,6 @@ class Part:
 
     def pack(self) -> bytes:
         """Return its bytes: JSON, and arrays behind it."""
-        arrays = [np.asarray(getattr(self, name)) for name in _FIELDS]
         header = {
             "names": list(self.names),
             "types": list(self.types),
@@ -81,26 +79,21 @@ class Part:
             "summed_workers": self.summed_workers,
             "axis": self.axis,
             "declined": self.declined,
-            "arrays": [[array.dtype.str, list(array.shape)] for array in arrays],
         }
-        return pack_headed(header, *(array.tobytes() for array in arrays))
+        return pack_arrays(header, [np.asarray(getattr(self, name)) for name in _FIELDS])
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "Part":
         """Read one; its arrays look into ``content``.
 
         Raises:
-            BatchError: These bytes hold none.
+            PackedError: These bytes hold none.
         """
-        header, rest = unpack_headed(content)
+        header, arrays = unpack_arrays(content)
+        if any(array.dtype.kind != "f" for array in arrays):
+            raise PackedError("expected floats in a part of a reference step")
         try:
-            found, at = {}, 0
-            for name, (kind, shape) in zip(_FIELDS, header["arrays"], strict=True):
-                dtype = np.dtype(kind)
-                if dtype.kind != "f":
-                    raise BatchError(f"an array of {dtype}")
-                found[name] = np.frombuffer(rest, dtype, prod(shape), at).reshape(shape)
-                at += found[name].nbytes
+            found = dict(zip(_FIELDS, arrays, strict=True))
             names, types = (tuple(map(str, header[name])) for name in ("names", "types"))
             part = cls(
                 names,
@@ -112,9 +105,9 @@ class Part:
                 **found,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BatchError(f"these bytes hold no part of a reference step ({error})") from error
+            raise PackedError(f"these bytes hold no part of a reference step ({error})") from error
         if not part._fits:
-            raise BatchError("these bytes hold a reference step whose arrays do not fit together")
+            raise PackedError("these bytes hold a reference step whose arrays do not fit together")
         return part
 
     @property

@@ -5,7 +5,7 @@ state itself as JSON in bytes, in which ``{"$array": 3}`` stands for ``array-3``
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def pack_state(state: State) -> bytes:
         TypeError: Something in it is neither an array nor plain JSON.
     """
     arrays: list[NDArray[Any]] = []
-    header = {"format": STATE_FORMAT, "schema": schema_hash(), "state": _take_out(state, arrays)}
+    header = {"format": STATE_FORMAT, "schema": schema_hash(), "state": take_out(state, arrays)}
     contents: dict[str, Any] = {f"array-{i}": array for i, array in enumerate(arrays)}
     contents["tree"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     return archive_of(contents)
@@ -53,7 +53,7 @@ def unpack_state(content: bytes) -> State:
             header = parse(archive["tree"].tobytes())
             if (header["format"], header["schema"]) != (STATE_FORMAT, schema_hash()):
                 raise StateError("it is of another release of rankscope")
-            state: State = _put_back(header["state"], archive)
+            state: State = put_back(header["state"], lambda i: archive[f"array-{i}"])
     except StateError:
         raise
     except DAMAGES as error:
@@ -89,7 +89,7 @@ def read_number(file: Path, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _take_out(value: Any, arrays: list[NDArray[Any]]) -> Any:
+def take_out(value: Any, arrays: list[NDArray[Any]]) -> Any:
     """Return a state with a mark in place of each array; collect the arrays."""
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
@@ -98,15 +98,16 @@ def _take_out(value: Any, arrays: list[NDArray[Any]]) -> Any:
         return {_PLACE: len(arrays) - 1}
     if isinstance(value, Mapping):
         assert all(isinstance(key, str) and key != _PLACE for key in value)
-        return {key: _take_out(item, arrays) for key, item in value.items()}
+        return {key: take_out(item, arrays) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_take_out(item, arrays) for item in value]
+        return [take_out(item, arrays) for item in value]
     return value
 
 
-def _put_back(value: Any, archive: Mapping[str, Any]) -> Any:
+def put_back(value: Any, array_of: Callable[[int], NDArray[Any]]) -> Any:
+    """Return the state that :func:`take_out` was given, with arrays by their number."""
     if isinstance(value, dict):
         if _PLACE in value:
-            return archive[f"array-{value[_PLACE]}"]
-        return {key: _put_back(item, archive) for key, item in value.items()}
-    return [_put_back(item, archive) for item in value] if isinstance(value, list) else value
+            return array_of(value[_PLACE])
+        return {key: put_back(item, array_of) for key, item in value.items()}
+    return [put_back(item, array_of) for item in value] if isinstance(value, list) else value

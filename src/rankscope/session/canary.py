@@ -87,7 +87,7 @@ class LiveCanary:
         """Take what the root says of canaries.
 
         Raises:
-            BatchError: It says nothing.
+            PackedError: It says nothing.
         """
         if frame.kind == Kind.CANARY_PLAN:
             self.plan(unpack_plan(frame.payload))

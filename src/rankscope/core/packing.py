@@ -1,0 +1,68 @@
+"""A header in JSON and arrays behind it, as one run of bytes. Nothing is ever pickled."""
+
+import json
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LENGTH = 8  # bytes that say how long the header is
+
+
+class PackedError(ValueError):
+    """Bytes that do not hold what they should."""
+
+
+def pack_headed(header: Any, *parts: bytes) -> bytes:
+    """Return bytes that begin with a header in JSON."""
+    text = json.dumps(header).encode()
+    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *parts])
+
+
+def unpack_headed(packed: bytes | bytearray | memoryview) -> tuple[Any, memoryview]:
+    """Return the header of such bytes, and what follows it.
+
+    Raises:
+        PackedError: They have none.
+    """
+    content = memoryview(packed)
+    at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+    try:
+        return json.loads(bytes(content[_LENGTH:at])), content[at:]
+    except ValueError as error:
+        raise PackedError(f"these bytes have no header ({error})") from error
+
+
+def pack_arrays(header: Any, arrays: Sequence[NDArray[Any]]) -> bytes:
+    """Return a header and arrays of any shapes as bytes.
+
+    Example:
+        >>> header, (array,) = unpack_arrays(pack_arrays({"step": 3}, [np.eye(2)]))
+        >>> header, array.tolist()
+        ({'step': 3}, [[1.0, 0.0], [0.0, 1.0]])
+    """
+    shapes = [[array.dtype.str, list(array.shape)] for array in arrays]
+    return pack_headed([header, shapes], *(array.tobytes() for array in arrays))
+
+
+def unpack_arrays(packed: bytes | bytearray | memoryview) -> tuple[Any, list[NDArray[Any]]]:
+    """Return what :func:`pack_arrays` was given; the arrays look into ``packed``.
+
+    Raises:
+        PackedError: These bytes hold no such thing.
+    """
+    content, arrays, at = unpack_headed(packed), list[NDArray[Any]](), 0
+    try:
+        (header, shapes), rest = content
+        for name, shape in shapes:
+            dtype = np.dtype(name)
+            if dtype.hasobject:
+                raise PackedError("expected numbers, got an array of objects")
+            array = np.frombuffer(rest, dtype, prod(shape), at).reshape(shape)
+            arrays.append(array)
+            at += array.nbytes
+    except (ValueError, TypeError) as error:
+        raise PackedError(f"these bytes hold no arrays ({error})") from error
+    return header, arrays
