@@ -298,18 +298,17 @@ if "late" in sys.argv:
 
 @pytest.mark.parametrize(
     ("launched_by", "words"),
-    [("torchrun", "train"), ("torchrun", "train late"), ("rankscope run", "train"),
-     ("rankscope run", "")],
-)  # fmt: skip
+    [("ranks", "train"), ("ranks", "train late"), ("rankscope run", "train"), ("ranks", "")],
+)
 def test_processes_that_train_without_a_process_group_are_told_so_by_name(
     tmp_path, launched_by, words
 ):
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
-    run_dir = ["--run-dir", str(tmp_path / "run")]
-    inside, outside = [*LAUNCHED, *run_dir], [*RUN, *run_dir, "--", *TORCHRUN]
-    command = inside if launched_by == "torchrun" else outside
-    ended = start(*command, str(script), *words.split())
+    if launched_by == "ranks":
+        ended = start_on_ranks(tmp_path / "run", script, *words.split())
+    else:
+        ended = start(*RUN, "--run-dir", str(tmp_path / "run"), "--", *TORCHRUN, script, words)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
     assert ended.stderr.count("rankscope: ") == 1, ended.stderr
     why = "the script trained no model under"

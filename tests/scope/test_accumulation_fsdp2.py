@@ -121,7 +121,7 @@ def test_a_single_layer_is_named(two, name, layer):
 
 def test_a_gradient_that_was_not_zeroed_is_told(two):
     [found] = told(two["LeftOver"]).values()
-    assert (found.id, found.first_step, found.evidence["steps"]) == ("gradient-left-over", 4, 1)
+    assert (found.id, found.first_step, found.evidence["steps"]) == ("gradient-left-over", 3, 1)
 
 
 @pytest.mark.parametrize("name", ["ChangedAfterwards", "ReplicasChangedAfterwards"])
