@@ -1,11 +1,14 @@
 """The table of causes, and the words for ranks."""
 
+import ast
 import re
+from pathlib import Path
 from string import Formatter
 
 import pytest
 
 from rankscope.core.finding import Severity
+from rankscope.diagnose import rules
 from rankscope.diagnose.rules import RULES, count, describe, name_ranks
 
 
@@ -39,6 +42,24 @@ def test_every_cause_has_a_title_and_advice_that_is_a_sentence(cause):
         for text in (advice.explanation, advice.next_check):
             assert all(n.isidentifier() for _, n, _, _ in Formatter().parse(text) if n is not None)
             assert re.sub(r"(\{\w+\})+$", "", text).endswith(".")  # a field may add a sentence
+
+
+NO_CAUSES = {"rules.toml", "causes.md", "rankscope.diagnose"}
+ALWAYS_WITH_A_KEY = {"compute.nondeterministic"}
+"""Causes whose findings all are special cases, which have a rule by their key."""
+
+
+def test_every_cause_that_a_detector_names_has_a_rule():
+    named = {
+        node.value
+        for file in Path(rules.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"[a-z]+\.[a-z_]+", node.value)
+    }
+    assert {"sync.not_reduced", "data.worker_outlier"} <= named
+    assert named - NO_CAUSES - ALWAYS_WITH_A_KEY <= set(RULES)
 
 
 def test_a_field_that_is_missing_is_an_error():

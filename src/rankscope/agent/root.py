@@ -234,10 +234,10 @@ class Root:
             self._announce(first_sentence(finding), False)
 
     def _judge(self, steps: Sequence[Sequence[StepMessage]]) -> None:
-        """Judge consecutive steps; together they cost less."""
+        """Record and judge consecutive steps; together they cost less."""
         reports = [summarize(self._gathered(messages)) for messages in steps]
+        self._record.add_many(reports)  # first: whatever a detector does, the rows are there
         found = self._diagnosis.observe_many(reports)
-        self._record.add_many(reports)
         for report, findings in zip(reports, found, strict=True):
             self._record.add_findings(findings)
             self._conclude(report, findings)

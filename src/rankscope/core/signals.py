@@ -44,15 +44,18 @@ class Source(StrEnum):
     KEY = "key"
     """Names the row: step, rank, micro-batch."""
     LOCAL = "local"
-    """Measured by each worker and sent to all others in its fixed-size payload."""
+    """Known of each worker by itself: measured by it, or computed by the agent from what it sends."""
     SEQUENCE = "sequence"
-    """Measured by each worker, of variable length: travels in the payload's sized tail."""
+    """The same, of variable length."""
     DERIVED = "derived"
-    """Computed from the gathered values, the same on every worker."""
+    """Computed from the values of all workers."""
 
 
 class Tail(StrEnum):
-    """Which direction of a signal is suspicious in a worker that differs from the others."""
+    """Which direction of a signal is suspicious in a worker that differs from the others.
+
+    Sinks show columns of any tail but ``NONE``.
+    """
 
     NONE = "none"
     LOW = "low"

@@ -146,6 +146,7 @@ class Wrapped:
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
         if is_megatron(wrapper):
             return MegatronTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
+        assert self.kind in (FSDP2, REPLICATE), self.kind
         return FSDP2Tap(wrapper, parameters, sketcher, guarded, reduced=reduced, observer=observer)
 
 
