@@ -115,9 +115,25 @@ def digest(state):
     return (str(state.dtype), state.tobytes()) if isinstance(state, np.ndarray) else repr(state)
 
 
+FINDS = {  # on four workers, with every step observed
+    "one_odd": "outlier-1",
+    "short_batches": "data.overlapping_shards",
+    "not_finite": "numerics.nonfinite",
+    "corrupted": "reduction-spike",
+    "stale_tokens": "token-weighting-one-worker",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("change", JOBS)
-@pytest.mark.parametrize(("width", "every"), [(2, 1), (4, 1), (4, 5), (8, 3)])
+@pytest.mark.parametrize(
+    ("change", "width", "every"),
+    [
+        *((change, 4, 1) for change in JOBS),
+        *((change, 2, 1) for change in JOBS[:2]),
+        *((change, 4, 5) for change in JOBS[2:4]),
+        *((change, 8, 3) for change in JOBS[4:]),
+    ],
+)
 def test_findings_and_all_that_is_remembered_are_the_same(change, width, every):
     reports = reports_of(change, width, every)
     alone, together = Diagnosis(width), Diagnosis(width)
@@ -127,21 +143,12 @@ def test_findings_and_all_that_is_remembered_are_the_same(change, width, every):
         found += together.observe_many(reports[len(found) : len(found) + sizes.pop()])
     assert found == expected
     assert together.findings == alone.findings
+    finds = FINDS.get(change.__name__) if (width, every) == (4, 1) else None
+    assert finds is None or finds in {finding.id for finding in together.findings}
     one, other = alone.state()["detectors"], together.state()["detectors"]
     for name in set(one) - LAID_OUT_OTHERWISE:
         assert digest(other[name]) == digest(one[name]), name
     assert together.close() == alone.close()
-
-
-def test_the_jobs_have_something_to_find():
-    causes = {
-        finding.id
-        for change in JOBS
-        for diagnosis in [Diagnosis(4)]
-        for finding in diagnosis.observe_many(reports_of(change, 4, 1)) and diagnosis.findings
-    }
-    assert {"outlier-1", "numerics.nonfinite", "reduction-spike"} <= causes
-    assert {"data.overlapping_shards", "token-weighting-one-worker"} <= causes
 
 
 def test_nothing_comes_of_no_steps():
