@@ -4,6 +4,7 @@ A sample's identity decides its loss and its gradient, so workers with equal bat
 values, and everything that a report says can be checked against the drawn samples.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,12 +49,18 @@ def sampler(reading: str, setting: str, num_workers: int) -> Draw:
     return draw
 
 
+@functools.cache
+def data_set() -> tuple[np.ndarray, np.ndarray]:
+    """Return how far each sample's loss is off, and each sample's gradient."""
+    table = np.random.default_rng(7)
+    offsets = table.normal(0, 0.5, DATASET)
+    return offsets, table.normal(0, 1, (DATASET, WIDTH)) + 0.2
+
+
 def gathered(step: int, batches: Sequence[np.ndarray], num_steps: int) -> GatheredStep:
     """Return what workers with these batches report."""
     num_workers = len(batches)
-    table = np.random.default_rng(7)
-    offsets = table.normal(0, 0.5, DATASET)
-    gradients = table.normal(0, 1, (DATASET, WIDTH)) + 0.2
+    offsets, gradients = data_set()
     sketches_WK = np.array([gradients[batch].mean(axis=0) for batch in batches], np.float32)
     base = 1.1 + 1.9 * np.exp(-4 * step / max(num_steps, 1))
     known = {
