@@ -21,7 +21,7 @@ demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minute
 	$(BIN)/rankscope demo --output $(DEMO_OUTPUT)-two-runs --overwrite
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
 
-test: $(VENV)/.dev ## all tests, in parallel
+test: $(VENV)/.dev $(VENV)/.s3 ## all tests, in parallel
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 40
 
 check: $(VENV)/.dev ## format, lint, strict types, import contract
@@ -33,7 +33,7 @@ check: $(VENV)/.dev ## format, lint, strict types, import contract
 bench: $(VENV)/.dev ## ratios measured side by side in one run
 	$(BIN)/python benchmarks/bench.py
 
-mutants: $(VENV)/.dev ## 400 small faults in rankscope's own code: which of them its tests notice
+mutants: $(VENV)/.dev $(VENV)/.s3 ## 400 small faults in rankscope's own code: which of them its tests notice
 	$(BIN)/python benchmarks/mutants.py $(MUTANTS_FLAGS)
 
 fuzz: $(VENV)/.dev ## 10,000 damaged runs, studies, bundles, data files and plans, read as commands do
@@ -78,7 +78,11 @@ $(VENV)/.study: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade \
-		--target $(VENV)/s3 'moto[s3]==5.2.5' flask==3.1.3 flask-cors==6.0.5  # an S3 server
 	$(PIP_INSTALL) --no-deps 'megatron-core==0.16.1; python_version < "3.14"'  # else its tests skip
 	touch $@ $(VENV)/.study # which is a part of it
+
+# An S3 server, whose packages nothing else needs.
+$(VENV)/.s3: $(VENV)/pyvenv.cfg
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade \
+		--target $(VENV)/s3 'moto[s3]==5.2.5' flask==3.1.3 flask-cors==6.0.5
+	touch $@
