@@ -93,6 +93,7 @@ def test_a_factor_of_all_parameters_is_told(factor):
     assert found.answer is Answer.SCALE
     assert found.factor == pytest.approx(factor, rel=1e-5)
     assert not found.in_loss
+    assert "it became so in the reduction, or after it" in words(found)
 
 
 def test_a_factor_of_the_loss_is_told_from_one_that_came_later():
@@ -102,6 +103,7 @@ def test_a_factor_of_the_loss_is_told_from_one_that_came_later():
     assert "0.333 of what one process would compute, as if averaged over the workers twice" in (
         words(found)
     )
+    assert "it was so when backward was called" in words(found)
 
 
 def test_clipping_and_unscaling_after_a_sound_reduction_agree():

@@ -248,6 +248,15 @@ def test_of_two_workers_nobody_knows_who_is_right():
     assert said.startswith("Ranks 0 and 1 differ from each other since about step")
 
 
+def test_two_losses_below_zero_differ_by_a_number_of_nats():
+    def change(values):
+        values["loss"] += np.array([-3.0, -2.5])
+
+    told = Job(2, seed=7).run(WorkerOutliers(2), 100, change)
+    size = float(re.fullmatch(r"loss by (\d\.\d+)", told[-1].fields["what"])[1])
+    assert size == pytest.approx(0.5, abs=0.1)
+
+
 def test_workers_that_all_differ_take_back_what_was_said_of_one():
     def change(values):
         values["loss"] += 0.2 * np.arange(8)
