@@ -1,8 +1,8 @@
 """Which tests enter which functions of rankscope: those that can notice a change of one.
 
 The suite runs once in a copy of the repository whose functions note that they are entered. Ranks,
-agents and commands that tests start do so too: the environment names the file of the notes and
-the test.
+agents and commands that tests start do so too. They may be forked from a process that an earlier
+test has started, so a plugin writes down which test file is running.
 """
 
 import ast
@@ -23,12 +23,26 @@ _NOTE = "_note_entered"
 _NOTING = f'''
 import os
 
-_noted = set()
+_noted, _tests = set(), {{}}
+
+
+def _test_of(process):
+    if str(process) == os.environ.get("{NOTES}_BY"):
+        return os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    if process not in _tests:
+        try:
+            with open(os.environ["{NOTES}"] + os.environ["{NOTES}_BY"]) as file:
+                _tests[process] = file.read()
+        except OSError:
+            return ""
+    return _tests[process]
 
 
 def {_NOTE}(function):
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-    if (test, function) not in _noted and "{NOTES}" in os.environ:
+    if "{NOTES}_BY" not in os.environ:
+        return
+    test = _test_of(os.getpid())
+    if (test, function) not in _noted:
         _noted.add((test, function))
         try:
             file = os.open(os.environ["{NOTES}"], os.O_WRONLY | os.O_APPEND)
@@ -36,6 +50,18 @@ def {_NOTE}(function):
             return
         os.write(file, f"{{test}} {{function}}\\n".encode())
         os.close(file)
+'''
+_PLUGIN = f'''
+import os
+
+
+def pytest_configure(config):
+    os.environ["{NOTES}_BY"] = str(os.getpid())
+
+
+def pytest_runtest_logstart(nodeid, location):
+    with open(os.environ["{NOTES}"] + os.environ["{NOTES}_BY"], "w") as file:
+        file.write(nodeid.partition("::")[0])
 '''
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -58,7 +84,8 @@ class Entered:
     def of(self, path: str, line: int, source: str) -> list[str]:
         """Return the test files that enter a line's function, quickest first.
 
-        Code outside of functions counts as entered by all that enter a function of its file.
+        Code outside of functions, and a function that nothing is seen to enter, count as entered
+        by all that enter a function of the file.
 
         Args:
             path: Of a file, below the repository's root.
@@ -70,12 +97,11 @@ class Entered:
             for name, node in functions_of(ast.parse(source))
             if _first_line(node) <= line <= (node.end_lineno or 0)
         ]
-        names = {f"{path}::{max(around)[1]}"} if around else self._functions_in(path)
+        names = {f"{path}::{max(around)[1]}"} if around else set[str]()
+        if not names & self.tests.keys():
+            names = {name for name in self.tests if name.startswith(f"{path}::")}
         tests = {test for name in names for test in self.tests.get(name, ())}
         return sorted(tests - {*self.failed}, key=lambda test: (self.seconds.get(test, 0.0), test))
-
-    def _functions_in(self, path: str) -> set[str]:
-        return {name for name in self.tests if name.startswith(f"{path}::")}
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -135,10 +161,11 @@ def trace(copied: Path, files: Sequence[str], processes: int, tests: str = "test
     for path in files:
         (copied / path).write_text(add_notes(path, (copied / path).read_text()))
     (copied / "src/rankscope/_entered.py").write_text(_NOTING)
+    (copied / "src/entered_plugin.py").write_text(_PLUGIN)
     notes, times = copied / "entered.txt", copied / "times.xml"
     notes.touch()
     command = [
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "entered_plugin"),
         *("-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"),
         *("-o", "junit_family=xunit1", f"--junitxml={times}", tests),
     ]
