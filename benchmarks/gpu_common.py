@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from gpu_processes import context, end_with_parent
+from gpu_processes import context_of_ranks, end_with_parent
 from harness import median_interval
 
 from rankscope.capture import Sketcher
@@ -133,12 +133,13 @@ def run_ranks(work: Callable[..., Any], ranks: int, backend: str, setup: Setup, 
         NotPossibleError: A rank raised it, or found no memory.
         RuntimeError: A rank failed; the message is its traceback.
     """
+    context = context_of_ranks(dry=setup.dry)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):
-            receiving, sending = context().Pipe(duplex=False)
+            receiving, sending = context.Pipe(duplex=False)
             given = (work, rank, ranks, backend, f"{folder}/store", sending, setup, args)
-            process = context().Process(target=_run_rank, args=given)
+            process = context.Process(target=_run_rank, args=given)
             process.start()
             sending.close()
             pipes.append(receiving)

@@ -37,6 +37,15 @@ def context() -> Any:
     return forking
 
 
+def context_of_ranks(*, dry: bool) -> Any:
+    """Return what starts ranks from the process of a part.
+
+    A dry run forks the part itself, which knows no CUDA either: a process of each part to fork
+    from would import all of that again.
+    """
+    return multiprocessing.get_context("fork") if dry else context()
+
+
 def end_with_parent() -> None:
     """End this process when the one that asked for it has ended, whatever it is doing."""
     threading.Thread(target=_wait_for_parent, daemon=True).start()

@@ -127,17 +127,18 @@ def test_resumed_and_uninterrupted_measure_the_same(
         assert all(interrupted in (None, value) for value, interrupted in pairs), name
 
 
-def test_a_signal_to_the_launcher_alone(study: StudyCommand, folder: Path) -> None:
+def test_a_signal_to_the_launcher_alone(
+    study: StudyCommand, folder: Path, resumed: tuple[Done, dict[str, tuple[int, int]]]
+) -> None:
     path = folder / "terminated"
-    process = study.start(path, **LONG)
-    wait_until(lambda: has_rows(path / "runs" / "sharded-s1-1"), process)
-    process.terminate()
-    done = Done(path, finish(process))
+    begun = study.begin(path, **LONG)
+    begun.wait_until(lambda: has_rows(path / "runs" / "sharded-s1-1"))
+    begun.terminate()
+    done = Done(path, begun.finish())
     assert done.code == 130
     assert says_how_to_go_on(done), done.err
     assert len(done.err.splitlines()) == 1
     assert Run.open(path / "runs" / "sharded-s1-1").table(Table.STEPS).num_rows > 0
-    wait_until_gone(process.pid)
 
 
 def test_ctrl_c_while_the_workers_start(study: StudyCommand, folder: Path) -> None:
@@ -152,15 +153,16 @@ def test_ctrl_c_while_the_workers_start(study: StudyCommand, folder: Path) -> No
     wait_until_gone(process.pid)
 
 
-def test_a_killed_worker_ends_the_study(study: StudyCommand, folder: Path) -> None:
+def test_a_killed_worker_ends_the_study(
+    study: StudyCommand, folder: Path, resumed: tuple[Done, dict[str, tuple[int, int]]]
+) -> None:
     path = folder / "killed"
-    process = study.start(path, **LONG)
-    wait_until(lambda: has_rows(path / "runs" / "sharded-s1-1"), process)
+    begun = study.begin(path, **LONG)
+    begun.wait_until(lambda: has_rows(path / "runs" / "sharded-s1-1"))
     ranks = Run.open(path / "runs" / "sharded-s1-1").info["ranks"]
     os.kill(ranks[1]["pid"], signal.SIGKILL)
-    done = Done(path, finish(process))
+    done = Done(path, begun.finish())
     assert done.code == 3
     assert "rankscope: worker 1 failed: Signal 9 (SIGKILL)" in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
-    wait_until_gone(process.pid)
     assert Run.open(path / "runs" / "sharded-s1-1").table(Table.STEPS).num_rows > 0

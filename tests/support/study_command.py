@@ -7,6 +7,7 @@ small file of short records, on which that takes a few seconds.
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,10 +112,55 @@ class StudyCommand:
 
     def call(self, output: Path, *, report: bool = False, **options: Any) -> Ended:
         """Run a study to its end in the process that all calls share; draw figures if asked."""
+        return self._process().run(self.arguments(output, options), TIMEOUT, report=report)
+
+    def begin(self, output: Path, **options: Any) -> "Begun":
+        """Begin a study, without its figures, in the process that all calls share."""
+        return Begun(self._process(), self.arguments(output, options))
+
+    def _process(self) -> Host:
         if self._host is None:
             folder = Path(tempfile.mkdtemp(prefix="host-", dir=self._folder))
             self._host = Host(folder, self.environment)
-        return self._host.run(self.arguments(output, options), TIMEOUT, report=report)
+        return self._host
+
+
+class Begun:
+    """A study that runs in the process that all calls share, which has to be used already.
+
+    Only what that process needs for every study is then left after this one.
+
+    Args:
+        host: That process.
+        words: What follows ``rankscope`` on the command line.
+    """
+
+    def __init__(self, host: Host, words: list[str]) -> None:
+        self._host, self._words = host, words
+        self._stay = host.group()
+        host.begin(words, report=False)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process that launched the workers, and to nothing else."""
+        os.kill(self._host.pid, signal.SIGTERM)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds while the study runs; it must not end before."""
+        end = time.monotonic() + TIMEOUT
+        while not condition():
+            if self._host.has_ended() or time.monotonic() > end:
+                ended = self._host.end(self._words, 0.0)
+                raise AssertionError(f"the condition never held; the study said:\n{ended.stderr}")
+            time.sleep(0.02)
+
+    def finish(self) -> Ended:
+        """Wait for its end and return what it said; no process of it may be left."""
+        ended = self._host.end(self._words, TIMEOUT)
+        end = time.monotonic() + TIMEOUT
+        while left := self._host.group() - self._stay:
+            assert time.monotonic() < end, f"the study left processes behind: {left}"
+            time.sleep(0.02)
+        return ended
 
 
 class Done:

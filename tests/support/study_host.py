@@ -41,7 +41,9 @@ class Host:
             text=True,
             env=dict(environment),
             pass_fds=[answering],
+            start_new_session=True,
         )
+        self.pid = self._process.pid
         os.close(answering)
         weakref.finalize(self, _end, self._process, self._answers, self._printed)
 
@@ -49,18 +51,41 @@ class Host:
         self, words: Sequence[str], seconds: float, *, report: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """Run ``rankscope`` with these words to its end, with or without a study's figures."""
+        self.begin(words, report=report)
+        return self.end(words, seconds)
+
+    def begin(self, words: Sequence[str], *, report: bool = True) -> None:
+        """Begin to run a command."""
         for file in self._printed:
             file.truncate(0)
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"words": list(words), "report": report}) + "\n")
         self._process.stdin.flush()
-        answered, _, _ = select.select([self._answers], [], [], seconds)
-        answer = self._answers.readline() if answered else ""
+
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Wait for the end of the command; return whether it has ended."""
+        return bool(select.select([self._answers], [], [], seconds)[0])
+
+    def end(self, words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+        """Wait for the end of the command and return its exit code and what it printed."""
+        answer = self._answers.readline() if self.has_ended(seconds) else ""
         out, err = (_read(file) for file in self._printed)
         if not answer:
             self._process.kill()
             raise AssertionError(f"the command hangs or has killed its process; it said:\n{err}")
         return subprocess.CompletedProcess(list(words), int(answer), out, err)
+
+    def group(self) -> set[int]:
+        """Return this process and all others that it, or they, have started and that still are."""
+        pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+        return {pid for pid in pids if _group_of(pid) == self.pid}
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def _read(file: IO[str]) -> str:

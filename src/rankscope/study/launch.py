@@ -16,12 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rankscope.errors import RankscopeError
 
-_PRELOADED = [
-    *("torch._dynamo", "torch.nn.parallel", "torch.distributed.elastic.multiprocessing.api"),
-    *("transformers.models.llama.modeling_llama", "transformers.optimization"),
-    *("transformers.models.auto.tokenization_auto", "transformers.convert_slow_tokenizer"),
-    *("rankscope.session.start", "rankscope.study.worker"),
-]
+_PRELOADED = ["rankscope.study.preloaded"]
 """What every worker imports: loaded once, in the process that all of them are forked from."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
