@@ -25,3 +25,24 @@ def test_a_file_that_is_shorter_than_it_was_is_left_as_it_is(tmp_path: Path):
         files.extend(path, 5, b"more")
     assert path.read_bytes() == b"rows"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert files.cache_root() == Path("/somewhere/rankscope")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert files.cache_root() == Path("/home/someone/.cache/rankscope")
+
+
+def test_a_file_to_which_others_can_write_is_not_read(tmp_path: Path):
+    path = tmp_path / "kept"
+    assert files.read_own(path) is None
+    path.write_bytes(b"mine")
+    path.chmod(0o644)
+    assert files.read_own(path) == b"mine"
+    path.chmod(0o646)
+    assert files.read_own(path) is None
+    path.chmod(0o600)
+    (tmp_path / "link").symlink_to(path)
+    assert files.read_own(tmp_path / "link") is None

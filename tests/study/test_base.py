@@ -145,14 +145,6 @@ def test_no_records(tmp_path: Path) -> None:
         _load(tmp_path, ())
 
 
-def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert base.cache_root() == Path("/somewhere/rankscope")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert base.cache_root() == Path("/home/someone/.cache/rankscope")
-
-
 def test_the_loss_falls() -> None:
     tokenizer = train_tokenizer(RECORDS, SMALL.vocab_size)
     torch.manual_seed(0)

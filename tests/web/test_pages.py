@@ -11,7 +11,7 @@ import vl_convert
 from rankscope.core.summarize import summarize
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
-from rankscope.web import write_figures, write_report, write_study_report
+from rankscope.web import document, write_figures, write_report, write_study_report
 from rankscope.web.document import VEGALITE
 from web.html_reader import Page
 from web.recorded_runs import gathered, record_run
@@ -265,3 +265,20 @@ def mark_styles(node: Any) -> set[str]:
     mark = node.get("mark")
     own = {mark["style"]} if isinstance(mark, dict) and "style" in mark else set()
     return own.union(*(mark_styles(item) for item in node.values()))
+
+
+def test_the_script_that_draws_figures_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = document.vega_script.__wrapped__()
+    assert "vegaEmbed" in made
+    monkeypatch.setattr(document, "_bundle", None)
+    assert document.vega_script.__wrapped__() == made
+    [kept] = (tmp_path / "rankscope").iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_without_a_cache_the_script_is_made_each_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(document, "_bundle", lambda: "made anew")
+    assert document.vega_script.__wrapped__() == "made anew"

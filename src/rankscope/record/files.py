@@ -27,6 +27,26 @@ DAMAGES = (
 _PIECE = 2**20
 
 
+def cache_root() -> Path:
+    """Return this user's cache of rankscope: below ``$XDG_CACHE_HOME``, or ``~/.cache``.
+
+    Raises:
+        RuntimeError: There is no home directory.
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "rankscope"
+
+
+def read_own(path: Path) -> bytes | None:
+    """Return what is in a file that only this user can write; None without such a file."""
+    try:
+        status = path.lstat()
+        alone = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return path.read_bytes() if alone and stat.S_ISREG(status.st_mode) else None
+    except OSError:
+        return None
+
+
 def to_plain(value: Any) -> Any:
     """Return a value as JSON can hold it: numpy made plain, numbers that are not finite null."""
     if isinstance(value, Mapping):

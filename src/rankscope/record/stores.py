@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rankscope.errors import RunError, UsageError
 from rankscope.record.begin import INFO_FILE
-from rankscope.record.files import parse, read_file
+from rankscope.record.files import cache_root, parse, read_file
 from rankscope.record.lock import writer_is_gone
 
 if TYPE_CHECKING:
@@ -171,9 +171,8 @@ def copies_folder() -> Path:
     Raises:
         RunError: The user has no home directory, and XDG_CACHE_HOME is not set.
     """
-    root = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(root) if root else Path.home() / ".cache") / "rankscope" / "runs"
+        return cache_root() / "runs"
     except RuntimeError as error:
         raise RunError(
             f"there is no place for copies of runs in object stores ({error}): set XDG_CACHE_HOME"

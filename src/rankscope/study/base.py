@@ -13,7 +13,6 @@ steps of a small model visibly cheaper.
 import hashlib
 import json
 import math
-import os
 import random
 import shutil
 import tempfile
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from rankscope.errors import DataError, MissingExtraError, UsageError
+from rankscope.record.files import cache_root
 from rankscope.study.data import FIXED_TEXTS, Record, content_digest, prompt
 from rankscope.study.encoding import EncodedSet, encode
 from rankscope.study.quiet import save_checkpoint
@@ -69,12 +69,6 @@ class BaseConfig:
     train_length: int = 256
     batch_size: int = 8
     learning_rate: float = 3e-3
-
-
-def cache_root() -> Path:
-    """Return rankscope's cache directory: below ``$XDG_CACHE_HOME``, or ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "rankscope"
 
 
 def cache_key(records: Sequence[Record], seed: int, steps: int, config: BaseConfig) -> str:

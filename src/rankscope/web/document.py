@@ -6,6 +6,7 @@ JSON in which ``<`` is written ``\u003c``; so they can never become markup.
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
@@ -13,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from markupsafe import Markup
 
 from rankscope.diagnose.causes import cause_pages
 from rankscope.errors import RunError
+from rankscope.record.files import cache_root, read_own, staged
 from rankscope.web import words
 from rankscope.web.parts import Spec, Tables
 
@@ -295,9 +298,26 @@ def write_bytes(path: Path, content: bytes) -> Path:
 
 @functools.cache
 def vega_script() -> str:
-    """Return the script that draws figures; making it the first time takes a few seconds."""
+    """Return the script that draws figures. Making it takes seconds: the user's cache keeps it."""
+    try:
+        kept = cache_root() / f"vega-{VEGALITE}-{version('vl-convert-python')}.js"
+    except RuntimeError:  # no home directory
+        return _script(_bundle())
+    found = read_own(kept)
+    if found is None:
+        found = _bundle().encode()
+        with contextlib.suppress(OSError, RunError):
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with staged(kept, found) as hidden:
+                hidden.chmod(0o600)
+                hidden.replace(kept)
+    return _script(found.decode())
+
+
+def _bundle() -> str:
     snippet = "window.vegaEmbed = vegaEmbed;"
-    return _script(vl_convert.javascript_bundle(snippet, vl_version=VEGALITE))
+    bundle: str = vl_convert.javascript_bundle(snippet, vl_version=VEGALITE)
+    return bundle
 
 
 def page_script() -> str:
