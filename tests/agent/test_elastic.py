@@ -1,15 +1,12 @@
 """A job that its launcher starts again goes on in a run of its own, where the first one ended."""
 
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from rankscope import Run
 from rankscope.core.signals import Table
+from support.forked_ranks import torchrun
 
 JOB = """
 import os, sys, torch, torch.distributed as dist
@@ -46,15 +43,9 @@ def test_the_next_attempt_goes_on_where_the_first_one_ended(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
-    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "job.py", "run"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")},
-        check=True,
-        capture_output=True,
-        timeout=200,
-    )
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
+    code, _, err = torchrun(options, tmp_path / "job.py", str(tmp_path / "run"))
+    assert code == 0, err
     first, second = Run.open(tmp_path / "run"), Run.open(tmp_path / "run-2")
     assert (first.status, second.status) == ("incomplete", "complete")
     ended = first.info["ended"][0]

@@ -1,17 +1,23 @@
-"""Runs ``rankscope`` on ranks that are forked from a process that has already imported torch.
+"""Runs ranks that are forked from a process that has already imported torch.
 
 They find what a launcher gives them, its variables and its store. Where a test is not about how a
-launcher starts and ends ranks, this is the same in a small part of the time.
+launcher starts ranks, this is the same in a small part of the time.
+
+As a program it is ``torchrun`` whose ranks are forks: its agent, its store and how it ends and
+restarts ranks are torch's own.
 """
 
 import gc
+import importlib
 import multiprocessing as mp
 import os
+import runpy
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from support.ranks import forked
 
@@ -51,9 +57,33 @@ def run_on_ranks(
         "COLUMNS": "110",
         "OMP_NUM_THREADS": "1",
     }
+    given = (prepare, num_ranks, list(words), str(folder), variables)
+    return _run(_fork_ranks, given, timeout)
+
+
+def torchrun(
+    options: Sequence[str], script: Path | str, *words: str, timeout: float = 200.0
+) -> tuple[int, str, str]:
+    """Run a script as ``torchrun`` does, on ranks that are forked.
+
+    Args:
+        options: Of ``torchrun``.
+        script: What each rank runs.
+        words: Its arguments.
+        timeout: Seconds that they may take.
+
+    Returns:
+        As of :func:`run_on_ranks`.
+    """
+    return _run(_fork_under_torchrun, ([*options, str(script), *words],), timeout)
+
+
+def _run(
+    lead: Callable[..., None], given: Sequence[object], timeout: float
+) -> tuple[int, str, str]:
+    """Fork a leader of ranks; return its exit code and what all have printed and said."""
     with tempfile.TemporaryDirectory() as printed:
-        given = (num_ranks, list(words), str(folder), variables, printed)
-        process = forked().Process(target=_lead, args=(prepare, *given))
+        process = forked().Process(target=_lead, args=(lead, given, printed))
         process.start()
         process.join(timeout)
         hangs = process.is_alive()
@@ -65,19 +95,22 @@ def run_on_ranks(
     return process.exitcode, out, err
 
 
-def _lead(
-    prepare: Callable[[], object] | None,
-    num_ranks: int,
-    words: list[str],
-    folder: str,
-    variables: dict[str, str],
-    printed: str,
-) -> None:
+def _lead(lead: Callable[..., None], given: Sequence[Any], printed: str) -> None:
     """Be the process that all ranks are forked from; end as the worst of them does."""
     os.setpgid(0, 0)
     for number, name in ((1, "out"), (2, "err")):
         with Path(printed, name).open("a") as file:
             os.dup2(file.fileno(), number)
+    lead(*given)
+
+
+def _fork_ranks(
+    prepare: Callable[[], object] | None,
+    num_ranks: int,
+    words: list[str],
+    folder: str,
+    variables: dict[str, str],
+) -> None:
     if prepare is not None:
         prepare()
     gc.freeze()
@@ -104,3 +137,29 @@ def _main(rank: int, words: list[str], folder: str, variables: Mapping[str, str]
     sys.argv = ["rankscope", *words]
     torch.set_num_threads(1)
     main.run()
+
+
+def _fork_under_torchrun(words: list[str]) -> None:
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    def launch(config: Any, entrypoint: str) -> Callable[..., object]:
+        config.start_method = "fork"
+        return lambda unbuffered, *command: elastic_launch(config, _script)(*command)
+
+    run.elastic_launch = launch
+    gc.freeze()
+    run.main(words)
+
+
+def _script(path: str, *words: str) -> None:
+    """Run a script as its interpreter would."""
+    sys.argv = [path, *words]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+if __name__ == "__main__":
+    for name in ("torch._dynamo", "rankscope.session.start", "rankscope.agent.process"):
+        importlib.import_module(name)
+    _fork_under_torchrun(sys.argv[1:])
