@@ -129,7 +129,7 @@ def trained(tmp_path_factory):
     """Train in all ways under one launcher; return the folder of all runs and what was printed."""
     folder = tmp_path_factory.mktemp("announced")
     options = ["--standalone", "--nproc-per-node", "2"]
-    code, out, err = torchrun(options, SCRIPT, "--folder", str(folder), *WAYS)
+    code, out, err = torchrun(options, str(SCRIPT), "--folder", str(folder), *WAYS)
     assert (code, out) == (0, ""), err
     lines = [line for line in err.splitlines() if line.startswith("rankscope: ")]
     return folder, lines

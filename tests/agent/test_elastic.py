@@ -9,7 +9,8 @@ from rankscope.core.signals import Table
 from support.forked_ranks import torchrun
 
 JOB = """
-import os, sys, torch, torch.distributed as dist
+import json, os, sys, time, torch, torch.distributed as dist
+from pathlib import Path
 from rankscope.session import rendezvous
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scope = rankscope.watch(model, optimizer, run_dir=sys.argv[1], agent="process")
 for step in range(30):
     if first and step == 20 and rank == 1:
+        while "agent" not in json.loads(Path(sys.argv[1], "run.json").read_text()):
+            time.sleep(0.05)  # forks are faster than the start of the agent's process
         os._exit(3)
     torch.manual_seed(step)  # the same batch on both
     loss = model(torch.randn(8, 8)).pow(2).mean()
@@ -44,7 +47,7 @@ def test_the_next_attempt_goes_on_where_the_first_one_ended(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
-    code, _, err = torchrun(options, tmp_path / "job.py", str(tmp_path / "run"))
+    code, _, err = torchrun(options, str(tmp_path / "job.py"), str(tmp_path / "run"))
     assert code == 0, err
     first, second = Run.open(tmp_path / "run"), Run.open(tmp_path / "run-2")
     assert (first.status, second.status) == ("incomplete", "complete")

@@ -62,20 +62,26 @@ def run_on_ranks(
 
 
 def torchrun(
-    options: Sequence[str], script: Path | str, *words: str, timeout: float = 200.0
+    options: Sequence[str],
+    *command: str,
+    folder: Path | None = None,
+    timeout: float = 200.0,
+    **variables: str,
 ) -> tuple[int, str, str]:
-    """Run a script as ``torchrun`` does, on ranks that are forked.
+    """Run a script or a module as ``torchrun`` does, on ranks that are forked.
 
     Args:
         options: Of ``torchrun``.
-        script: What each rank runs.
-        words: Its arguments.
+        command: What each rank runs: a script, or ``-m`` and a module; then its arguments.
+        folder: Of the ranks, if it is to be another.
         timeout: Seconds that they may take.
+        variables: Of the environment, besides those that the launcher sets.
 
     Returns:
         As of :func:`run_on_ranks`.
     """
-    return _run(_fork_under_torchrun, ([*options, str(script), *words],), timeout)
+    given = ([*options, *command], None if folder is None else str(folder), variables)
+    return _run(_fork_under_torchrun, given, timeout)
 
 
 def _run(
@@ -139,24 +145,34 @@ def _main(rank: int, words: list[str], folder: str, variables: Mapping[str, str]
     main.run()
 
 
-def _fork_under_torchrun(words: list[str]) -> None:
+def _fork_under_torchrun(
+    words: list[str], folder: str | None = None, variables: Mapping[str, str] | None = None
+) -> None:
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
     def launch(config: Any, entrypoint: str) -> Callable[..., object]:
         config.start_method = "fork"
-        return lambda unbuffered, *command: elastic_launch(config, _script)(*command)
+        return lambda unbuffered, *command: elastic_launch(config, _interpret)(*command)
 
+    os.environ.update(variables or {})
+    if folder is not None:
+        os.chdir(folder)
     run.elastic_launch = launch
     gc.freeze()
     run.main(words)
 
 
-def _script(path: str, *words: str) -> None:
-    """Run a script as its interpreter would."""
-    sys.argv = [path, *words]
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    runpy.run_path(path, run_name="__main__")
+def _interpret(*command: str) -> None:
+    """Run a script or a module as the interpreter does that is started with these words."""
+    if command[0] == "-m":
+        sys.argv = list(command[1:])
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(command)
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
+        runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":
