@@ -1,5 +1,6 @@
 """The real command on real ranks, under the real launcher where that has a part in it."""
 
+import importlib
 import json
 import os
 import socket
@@ -37,10 +38,19 @@ def launched(*command):
     return torchrun(["--nproc-per-node", "2"], *command, folder=HERE, COLUMNS="110")
 
 
+def prepare():
+    """Import once what all ranks need; they measure their speed only as often as it takes."""
+    sys.path.insert(0, str(HERE))
+    importlib.import_module("patients")
+    importlib.import_module("rankscope.doctor.preflight")
+    speed = importlib.import_module("rankscope.doctor.speed")
+    speed.ROUNDS = speed.MOST_REPETITIONS = 2
+
+
 def examine(num_ranks, *options, seconds=60, form="--json"):
     """Run it without a launcher's own doings; the same three."""
     words = ["doctor", *options, f"--seconds={seconds}", *filter(None, [form])]
-    return run_on_ranks(num_ranks, words, HERE)
+    return run_on_ranks(num_ranks, words, HERE, prepare=prepare)
 
 
 def checks(out):

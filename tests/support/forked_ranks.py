@@ -117,6 +117,8 @@ def _fork_ranks(
     folder: str,
     variables: dict[str, str],
 ) -> None:
+    import rankscope.cli.main  # noqa: F401
+
     if prepare is not None:
         prepare()
     gc.freeze()
