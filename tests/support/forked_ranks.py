@@ -7,6 +7,7 @@ As a program it is ``torchrun`` whose ranks are forks: its agent, its store and 
 restarts ranks are torch's own.
 """
 
+import atexit
 import gc
 import importlib
 import multiprocessing as mp
@@ -32,6 +33,9 @@ def run_on_ranks(
     **variables: str,
 ) -> tuple[int, str, str]:
     """Run ``rankscope`` with these words on every rank, in a folder that it may import from.
+
+    ``rankscope run`` goes on in its process as the interpreter would that it starts, so that what
+    it waits for has been imported before.
 
     Args:
         num_ranks: How many ranks.
@@ -144,7 +148,36 @@ def _main(rank: int, words: list[str], folder: str, variables: Mapping[str, str]
     sys.path.insert(0, folder)
     sys.argv = ["rankscope", *words]
     torch.set_num_threads(1)
-    main.run()
+    os.execve = _leave
+    become: Sequence[Any] = ()
+    try:
+        main.run()
+    except _LeftError as left:
+        become = left.args
+    if become:  # not where an error is being handled, or the script would end with it
+        _become(*become)
+
+
+class _LeftError(BaseException):
+    """What ends the command ``rankscope run`` where it would become the script."""
+
+
+def _leave(path: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    raise _LeftError(command, environment)
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Go on as the interpreter that ``rankscope run`` starts, but with torch imported."""
+    from rankscope.integrations import catch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    catch.prepare()
+    atexit.register(catch.tell_if_nothing_was_watched)
+    try:
+        _interpret(*command[1:])
+    finally:
+        atexit._run_exitfuncs()  # which a fork leaves out
 
 
 def _fork_under_torchrun(
