@@ -2,8 +2,6 @@
 
 import json
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from rankscope.agent.announcer import MOST_LINES, Announcer, Change, Changes, line_of, verdict_line
 from rankscope.core.finding import Finding, Severity
 from rankscope.session.announcement import announce, where_recorded
+from support.forked_ranks import torchrun
 from support.loops import Loop
 from support.ranks import run_ranks
 
@@ -129,18 +128,10 @@ WAYS = ("forgotten", "healthy", "silent")
 def trained(tmp_path_factory):
     """Train in all ways under one launcher; return the folder of all runs and what was printed."""
     folder = tmp_path_factory.mktemp("announced")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-endpoint", "localhost:0", "--rdzv-backend", "c10d", str(SCRIPT)]
-    ended = subprocess.run(
-        [*command, "--folder", str(folder), *WAYS],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == ""
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("rankscope: ")]
+    options = ["--standalone", "--nproc-per-node", "2"]
+    code, out, err = torchrun(options, str(SCRIPT), "--folder", str(folder), *WAYS)
+    assert (code, out) == (0, ""), err
+    lines = [line for line in err.splitlines() if line.startswith("rankscope: ")]
     return folder, lines
 
 

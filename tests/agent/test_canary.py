@@ -1,5 +1,6 @@
 """Canaries with root and workers in one process: real models, messages as bytes, no sockets."""
 
+import functools
 import logging
 import random
 from collections.abc import Callable
@@ -177,6 +178,14 @@ class Job:
         return [(e.cause, str(e.severity), tuple(e.ranks)) for e in told]
 
 
+@functools.cache
+def bits_unwatched(num_workers: int, steps: int, micro: int = 1) -> list[Any]:
+    """Return what a training without canaries ends with."""
+    job = Job(num_workers, watched=False)
+    job.micro = micro
+    return job.run(steps).bits()
+
+
 @pytest.mark.parametrize("lag", [0, 2, 7])
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_the_first_canary_runs_within_50_steps_and_leaves_no_trace(num_workers, lag, caplog):
@@ -184,7 +193,7 @@ def test_the_first_canary_runs_within_50_steps_and_leaves_no_trace(num_workers, 
     job = Job(num_workers, lag=lag).run(60)
     assert len(job.ran) == 1
     assert job.ran[0] <= 50
-    assert job.bits() == Job(num_workers, watched=False).run(60).bits()
+    assert job.bits() == bits_unwatched(num_workers, 60)
     digests = job.seen[job.ran[0]].workers["canary_digest"]
     assert len({*digests}) == 1
     assert (job.seen[job.ran[0]].workers["canary_seconds"] > 0).all()
@@ -199,7 +208,7 @@ def test_the_first_canary_waits_for_no_root_that_is_still_starting():
     job.run(60)
     assert len(job.ran) == 1
     assert job.ran[0] <= 50
-    assert job.bits() == Job(2, watched=False).run(60).bits()
+    assert job.bits() == bits_unwatched(2, 60)
 
 
 def test_those_that_follow_take_turns_within_a_share_of_the_time_and_are_not_announced(monkeypatch):
@@ -257,16 +266,16 @@ def test_all_run_it_in_the_same_step_or_it_is_tried_again_further_ahead(tmp_path
     assert "before step" in again
     assert len(job.ran) == 2
     assert job.ran[0] == first[0]
-    assert job.bits() == Job(4, watched=False).run(310).bits()
+    assert job.bits() == bits_unwatched(4, 310)
 
 
 @pytest.mark.parametrize("late", [1, 2])  # neither suspect nor peer; peer
 def test_a_worker_that_hears_of_it_late_for_good_costs_nothing_but_the_canary(late):
     job = Job(3)
     job.late[late] = 1000
-    job.run(300)
+    job.run(150)
     assert job.ran == []
-    assert job.bits() == Job(3, watched=False).run(300).bits()
+    assert job.bits() == bits_unwatched(3, 150)
 
 
 def test_while_gradients_are_held_none_runs_that_nobody_asked_for(caplog):
@@ -287,9 +296,7 @@ def test_with_accumulation_it_runs_before_the_first_micro_batch():
     job.micro = 3
     job.run(60)
     assert len(job.ran) == 1
-    alone = Job(2, watched=False)
-    alone.micro = 3
-    assert job.bits() == alone.run(60).bits()
+    assert job.bits() == bits_unwatched(2, 60, micro=3)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +319,7 @@ def test_a_canary_that_finds_no_memory_is_the_last_one(error, caplog):
         return output
 
     canaries[1].model.head.register_forward_hook(fill)
-    job.run(200)
+    job.run(150)
     assert job.ran == []
     ran = [s.step for s in job.seen if (s.workers["canary_digest"] != MISSING_INT).any()]
     assert len(ran) == 1
@@ -320,7 +327,7 @@ def test_a_canary_that_finds_no_memory_is_the_last_one(error, caplog):
     assert "no more canaries" in record.getMessage()
     [line] = [line for _, line in job.lines if "no more canaries" in line]
     assert "rank 1" in line
-    assert job.bits() == Job(3, watched=False).run(200).bits()
+    assert job.bits() == bits_unwatched(3, 150)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory():

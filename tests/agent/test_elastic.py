@@ -1,18 +1,16 @@
 """A job that its launcher starts again goes on in a run of its own, where the first one ended."""
 
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from rankscope import Run
 from rankscope.core.signals import Table
+from support.forked_ranks import torchrun
 
 JOB = """
-import os, sys, torch, torch.distributed as dist
+import json, os, sys, time, torch, torch.distributed as dist
+from pathlib import Path
 from rankscope.session import rendezvous
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +28,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scope = rankscope.watch(model, optimizer, run_dir=sys.argv[1], agent="process")
 for step in range(30):
     if first and step == 20 and rank == 1:
+        while "agent" not in json.loads(Path(sys.argv[1], "run.json").read_text()):
+            time.sleep(0.05)  # forks are faster than the start of the agent's process
         os._exit(3)
     torch.manual_seed(step)  # the same batch on both
     loss = model(torch.randn(8, 8)).pow(2).mean()
@@ -46,15 +46,9 @@ def test_the_next_attempt_goes_on_where_the_first_one_ended(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
-    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "job.py", "run"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")},
-        check=True,
-        capture_output=True,
-        timeout=200,
-    )
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
+    code, _, err = torchrun(options, str(tmp_path / "job.py"), str(tmp_path / "run"))
+    assert code == 0, err
     first, second = Run.open(tmp_path / "run"), Run.open(tmp_path / "run-2")
     assert (first.status, second.status) == ("incomplete", "complete")
     ended = first.info["ended"][0]

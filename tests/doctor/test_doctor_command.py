@@ -1,5 +1,6 @@
 """The real command on real ranks, under the real launcher where that has a part in it."""
 
+import importlib
 import json
 import os
 import socket
@@ -10,20 +11,18 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli import main
-from support.forked_ranks import run_on_ranks
+from support.forked_ranks import run_on_ranks, torchrun
 
 HERE = Path(__file__).parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def doctor(num_ranks, *options, program=("-m", "rankscope", "doctor")):
-    """Run it; exit code of the launcher, standard output and standard error."""
-    command = [*TORCHRUN, "--nproc-per-node", str(num_ranks), *program, *options]
+def doctor(*options):
+    """Run it on two ranks; exit code of the launcher, standard output and standard error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     environment = {**os.environ, "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command,
+        [*command, "-m", "rankscope", "doctor", *options],
         cwd=HERE,
         env=environment,
         capture_output=True,
@@ -34,10 +33,24 @@ def doctor(num_ranks, *options, program=("-m", "rankscope", "doctor")):
     return ended.returncode, ended.stdout, ended.stderr
 
 
+def launched(*command):
+    """Run a script or a module on two ranks that the launcher forks; the same three."""
+    return torchrun(["--nproc-per-node", "2"], *command, folder=HERE, COLUMNS="110")
+
+
+def prepare():
+    """Import once what all ranks need; they measure their speed only as often as it takes."""
+    sys.path.insert(0, str(HERE))
+    importlib.import_module("patients")
+    importlib.import_module("rankscope.doctor.preflight")
+    speed = importlib.import_module("rankscope.doctor.speed")
+    speed.ROUNDS = speed.MOST_REPETITIONS = 2
+
+
 def examine(num_ranks, *options, seconds=60, form="--json"):
     """Run it without a launcher's own doings; the same three."""
     words = ["doctor", *options, f"--seconds={seconds}", *filter(None, [form])]
-    return run_on_ranks(num_ranks, words, HERE)
+    return run_on_ranks(num_ranks, words, HERE, prepare=prepare)
 
 
 def checks(out):
@@ -46,7 +59,7 @@ def checks(out):
 
 def test_a_healthy_job_is_ready():
     code, out, err = doctor(
-        2, "--model", "patients:healthy", "--loader", "patients:sharded", "--json", "--seconds=60"
+        "--model", "patients:healthy", "--loader", "patients:sharded", "--json", "--seconds=60"
     )
     assert code == 0, err
     found = checks(out)
@@ -158,7 +171,7 @@ def test_a_rank_that_hangs_is_named_with_its_line():
 
 
 def test_a_rank_that_never_comes_is_named():
-    code, out, _ = doctor(2, "--json", "--seconds=6", program=(str(HERE / "never_comes.py"),))
+    code, out, _ = launched(str(HERE / "never_comes.py"), "--json", "--seconds=6")
     assert code == 1
     topology = checks(out)["topology"]
     assert topology["status"] == "error"
@@ -167,7 +180,8 @@ def test_a_rank_that_never_comes_is_named():
 
 
 def test_a_rank_that_dies_is_named():
-    code, out, _ = doctor(2, "--json", "--model=patients:dies", "--seconds=60")
+    command = ["-m", "rankscope", "doctor", "--json", "--model=patients:dies", "--seconds=60"]
+    code, out, _ = launched(*command)
     assert code == 1
     model = checks(out)["model"]
     assert model["ranks"] == [1]

@@ -102,9 +102,12 @@ def main():
     """Start Ray, train until the training raises, and shut it down."""
     import psutil
     import ray
+    from ray._private.node import Node
     from ray.train import RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
+    # Neither grows the cluster nor carries a log to the driver, both of which no training needs.
+    Node.start_monitor = Node.start_log_monitor = lambda _: None
     ray.init(
         num_cpus=2,
         include_dashboard=False,

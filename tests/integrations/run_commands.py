@@ -10,8 +10,8 @@ from support.forked_ranks import run_on_ranks
 
 SCRIPTS = Path(__file__).parent / "run_scripts"
 RUN = [sys.executable, "-m", "rankscope", "run", "--no-canary", "--overhead-budget", "none"]
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
-LAUNCHED = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN[1:], *RUN[1:]]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCHED = [*TORCHRUN, *RUN[1:]]
 
 
 def start(*command, **variables):
@@ -29,14 +29,13 @@ def start(*command, **variables):
 
 
 def start_on_ranks(run_dir, script, *words, **variables):
-    """Run a script on two ranks, where it does not matter who starts them.
+    """Run a script on two forked ranks, where it does not matter who starts them.
 
     Returns:
         As of :func:`start`.
     """
-    prepare = variables.pop("prepare", None)
     command = [*RUN[3:], "--run-dir", str(run_dir), str(script), *words]
-    ended = run_on_ranks(2, command, SCRIPTS, prepare=prepare, **variables)
+    ended = run_on_ranks(2, command, SCRIPTS, **variables)
     return subprocess.CompletedProcess(command, *ended)
 
 

@@ -1,11 +1,14 @@
 """Scripts of others under ``rankscope run``; the quickest of ``make field``."""
 
+import importlib
+import warnings
 from dataclasses import replace
 
 import pytest
 
 from rankscope import Severity
 from support.benchmarks import load_benchmark
+from support.forked_ranks import run_on_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -25,12 +28,25 @@ def assets(field, tmp_path_factory):
     return folder
 
 
+def import_all():
+    warnings.simplefilter("ignore")
+    importlib.import_module("trl.trainer.sft_trainer")
+
+
+def run_watched(field, script, folder, run_dir):
+    """Run a script under ``rankscope run`` on two forked ranks."""
+    words = [word.replace("{}", str(folder)) for word in script.words]
+    command = ["run", "--run-dir", str(run_dir), *(["-m"] if script.module else []), *words]
+    prepare = import_all if script.package == "trl" else None
+    return field.Outcome(*run_on_ranks(2, command, folder, prepare=prepare))
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_what_is_recorded_is_what_the_script_logs(field, assets, tmp_path, name):
     (script,) = (one for one in field.ALL if one.name == name)
     if name.startswith("trl"):
         script = replace(script, words=(*script.words, *MICRO))
-    watched = field.run(script, assets, tmp_path / "run")
+    watched = run_watched(field, script, assets, tmp_path / "run")
     assert watched.exit_code == 0, watched.errors
     row = field.Row(name, script.package, (0, watched.exit_code), same_output=True)
     row = field.with_record(row, script, watched, tmp_path / "run")

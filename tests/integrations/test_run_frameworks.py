@@ -95,11 +95,6 @@ def digests(folder):
     return run_ranks(references, 2, folder, timeout=240, prepare=import_all)
 
 
-@pytest.fixture(scope="module")
-def environment():
-    return {"DS_ACCELERATOR": "cpu", "prepare": import_all}
-
-
 def assert_silent_but_for_the_end(ended):
     verdict, recorded = [x for x in ended.stderr.splitlines() if x.startswith("rankscope: ")]
     assert "of 2 workers: no fault found" in verdict
@@ -112,10 +107,17 @@ def assert_recorded_as_by_hand(run, reference, steps, *, without=()):
     assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(steps))
 
 
-def test_a_script_with_transformers_trainer(folder, digests, environment):
+def import_transformers():
+    sys.path.insert(0, str(SCRIPTS))
+    importlib.import_module("train_trainer")
+
+
+def test_a_script_with_transformers_trainer(folder, digests):
     run_dir, output = folder / "watched trainer", folder / "a b"
     words = ["--output_dir", str(output), *SETTINGS]
-    ended = start_on_ranks(run_dir, SCRIPTS / "train_trainer.py", *words, **environment)
+    ended = start_on_ranks(
+        run_dir, SCRIPTS / "train_trainer.py", *words, prepare=import_transformers
+    )
     assert ended.returncode == 0, ended.stderr
     assert_silent_but_for_the_end(ended)
     for rank in range(2):
@@ -131,11 +133,23 @@ def test_a_script_with_transformers_trainer(folder, digests, environment):
     assert logged_T == pytest.approx(means_T, rel=1e-6)
 
 
-def test_a_script_with_deepspeed(folder, digests, environment):
+def import_around_deepspeed():
+    sys.modules["mlflow"] = None
+    importlib.import_module("torch._inductor.compile_fx")  # its Muon asks for a compiler
+
+
+def test_a_script_with_deepspeed(folder, digests):
+    """What the command waits for is imported after it has begun to wait."""
     run_dir, output, config = folder / "watched deepspeed", folder / "d", folder / "zero 2.json"
     config.write_text(json.dumps(ZERO_2))
     words = ["--output", str(output), "--deepspeed", "--deepspeed_config", str(config)]
-    ended = start_on_ranks(run_dir, SCRIPTS / "train_deepspeed.py", *words, **environment)
+    ended = start_on_ranks(
+        run_dir,
+        SCRIPTS / "train_deepspeed.py",
+        *words,
+        prepare=import_around_deepspeed,
+        DS_ACCELERATOR="cpu",
+    )
     assert ended.returncode == 0, ended.stderr
     assert_silent_but_for_the_end(ended)
     for rank in range(2):

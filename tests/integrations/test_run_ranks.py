@@ -19,7 +19,6 @@ from integrations.run_commands import (
     LAUNCHED,
     RUN,
     SCRIPTS,
-    TORCHRUN,
     start,
     start_on_ranks,
     watch,
@@ -59,17 +58,15 @@ def by_hand(rank, folder):
     model.eval()
     scripts.train(rank, model, optimizer)
     digests["in evaluation mode"] = scripts.digest(model)
-    model, optimizer = lightning_model(scripts)
-    digests["losses"] = [
-        loss for _ in range(2) for loss in lightning_loop(rank, scripts, model, optimizer, None)
-    ]
     for name in ("lightning bare", "lightning"):
         model, optimizer = lightning_model(scripts)
         scope = watch(model, optimizer, Path(folder) / name) if name == "lightning" else None
-        lightning_loop(rank, scripts, model, optimizer, scope)
+        digests["losses"], digests[name] = [], []
+        for _ in range(2):
+            digests["losses"] += lightning_loop(rank, scripts, model, optimizer, scope)
+            digests[name].append(scripts.digest(model))
         if scope is not None:
             scope.close()
-        digests[name] = scripts.digest(model)
     return digests
 
 
@@ -137,21 +134,61 @@ def told(folder, name, rank):
     return json.loads(Path(f"{folder / name}.{rank}").read_text())
 
 
-def test_a_ddp_script_under_torchrun(folder, digests):
-    script, words = str(SCRIPTS / "train_plain.py"), ["ddp", str(folder / "a b"), "destroy"]
-    run_dir = folder / "watched ddp"
-    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words)
-    assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == OWN_LINES
-    assert ended.stderr.count("rankscope: the run is recorded in") == 1
+def assert_the_scripts_own(folder, words, digests):
+    """Assert that both ranks found what they find without rankscope, and trained the same."""
+    kind, output, _ = words
     for rank in range(2):
-        seen = told(folder, "a b", rank)
+        seen = told(folder, Path(output).name, rank)
         assert seen["argv"] == words
         assert seen["path"][0] == str(SCRIPTS)
         assert not any("startup" in path for path in seen["path"])
         assert seen["hooked"] == []
-        assert seen["digest"] == digests[rank]["ddp"]
+        assert seen["digest"] == digests[rank][kind]
+
+
+def test_an_fsdp2_script_under_torchrun(folder, digests):
+    script, words = str(SCRIPTS / "train_plain.py"), ["fsdp2", str(folder / "a b"), "exit 3"]
+    run_dir = folder / "watched fsdp2"
+    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words)
+    assert ended.returncode == 1
+    assert "exitcode  : 3" in ended.stderr
+    assert sorted(ended.stdout.splitlines()) == OWN_LINES
+    assert ended.stderr.count("rankscope: the run is recorded in") == 1
+    assert "nothing was watched" not in ended.stderr
+    assert_the_scripts_own(folder, words, digests)
     run = Run.open(run_dir)
+    assert run.status == "incomplete"
+    assert_same(run, Run.open(folder / "fsdp2"))
+
+
+def test_a_ddp_script_on_two_hosts_whose_launcher_is_part_of_the_command(folder, digests, tmp_path):
+    """Where no run is written nothing is said of it.
+
+    As on two hosts without a common disk: of their two runs, rank 0 writes its own alone.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    words = ["ddp", str(tmp_path / "h"), "destroy"]
+
+    def on_host(number):
+        meet = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "localhost"]
+        launch = ["torchrun", *meet, "--master-port", port, "--nproc-per-node", "1"]
+        (tmp_path / f"temporary {number}").mkdir()
+        variables = {"TMPDIR": str(tmp_path / f"temporary {number}")}
+        run = [*RUN, "--run-dir", str(tmp_path / f"host {number}" / "run"), "--", *launch]
+        return start(*run, str(SCRIPTS / "train_plain.py"), *words, **variables)
+
+    with ThreadPoolExecutor(2) as hosts:
+        ended = list(hosts.map(on_host, range(2)))
+    assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
+    assert [each.stdout.splitlines() for each in ended] == [[line] for line in OWN_LINES]
+    assert ended[0].stderr.count("rankscope: the run is recorded in") == 1
+    assert "rankscope: " not in ended[1].stderr
+    assert not (tmp_path / "host 1").exists()
+    assert list(tmp_path.glob("temporary */rankscope-run-*")) == []
+    assert_the_scripts_own(tmp_path, words, digests)
+    run = Run.open(tmp_path / "host 0" / "run")
     assert run.status == "complete"
     assert_same(run, Run.open(folder / "ddp"))
     assert np.isfinite(run.per_worker("loss")[1]).all()
@@ -159,48 +196,8 @@ def test_a_ddp_script_under_torchrun(folder, digests):
     assert (run.per_worker("optimizer_steps")[1] == 1).all()
 
 
-def test_an_fsdp2_script_whose_launcher_is_part_of_the_command(folder, digests):
-    script, words = str(SCRIPTS / "train_plain.py"), ["fsdp2", str(folder / "f"), "exit 3"]
-    run_dir = folder / "watched fsdp2"
-    ended = start(*RUN, "--run-dir", str(run_dir), "--", *TORCHRUN, script, *words)
-    assert ended.returncode == 1
-    assert "exitcode  : 3" in ended.stderr
-    assert "nothing was watched" not in ended.stderr
-    assert [told(folder, "f", rank)["digest"] for rank in range(2)] == [
-        digest["fsdp2"] for digest in digests
-    ]
-    run = Run.open(run_dir)
-    assert run.status == "incomplete"
-    assert_same(run, Run.open(folder / "fsdp2"))
-
-
-def test_where_no_run_is_written_nothing_is_said_of_it(folder, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-
-    def on_host(number):
-        # As on two hosts without a common disk: of their two runs, rank 0 writes its own alone.
-        meet = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "localhost"]
-        launch = ["torchrun", *meet, "--master-port", port, "--nproc-per-node", "1"]
-        script = [str(SCRIPTS / "train_plain.py"), "ddp", str(tmp_path / "h"), "destroy"]
-        (tmp_path / f"temporary {number}").mkdir()
-        variables = {"TMPDIR": str(tmp_path / f"temporary {number}")}
-        run_dir = str(tmp_path / f"host {number}" / "run")
-        return start(*RUN, "--run-dir", run_dir, "--", *launch, *script, **variables)
-
-    with ThreadPoolExecutor(2) as hosts:
-        ended = list(hosts.map(on_host, range(2)))
-    assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
-    assert ended[0].stderr.count("rankscope: the run is recorded in") == 1
-    assert "rankscope: " not in ended[1].stderr
-    assert Run.open(tmp_path / "host 0" / "run").status == "complete"
-    assert not (tmp_path / "host 1").exists()
-    assert list(tmp_path.glob("temporary */rankscope-run-*")) == []
-
-
 def test_a_launcher_whose_ranks_have_said_why_they_are_not_watched_adds_nothing(tmp_path):
-    launch = ["torchrun", "--standalone", "--nproc-per-node", "1"]
+    launch = ["python", str(SCRIPTS / "launch.py"), "1"]
     script = [str(SCRIPTS / "train_plain.py"), "ddp", str(tmp_path / "o"), "destroy"]
     (tmp_path / "file").touch()
     ended = start(*RUN, "--run-dir", str(tmp_path / "file" / "run"), "--", *launch, *script)
@@ -221,14 +218,16 @@ def test_a_script_that_compiles_and_starts_its_own_ranks(folder, digests):
     assert_same_metrics(Run.open(run_dir), Run.open(folder / "ddp"))
 
 
-def test_a_lightning_script_that_starts_its_own_ranks(folder, digests):
+def test_a_lightning_script_that_starts_its_own_ranks_is_watched_in_all_its_epochs(folder, digests):
     run_dir = folder / "watched lightning"
     script, output = str(SCRIPTS / "train_lightning.py"), str(folder / "l")
     ended = start(*RUN, "--run-dir", str(run_dir), script, output, PYTHONWARNINGS="ignore")
-    assert ended.returncode == 0, ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
     assert_silent_but_for_the_end(ended)
-    watched = [Path(f"{output}.{rank}").read_text() for rank in range(2)]
-    assert watched == [digest["lightning bare"] for digest in digests]
+    seen = [told(folder, "l", rank) for rank in range(2)]
+    assert [each["digests"] for each in seen] == [digest["lightning bare"] for digest in digests]
+    losses_WM = [each["losses"] for each in seen]
+    assert losses_WM == [digest["losses"] for digest in digests]
     run = Run.open(run_dir)
     assert run.status == "complete"
     assert_same(
@@ -240,16 +239,6 @@ def test_a_lightning_script_that_starts_its_own_ranks(folder, digests):
             *("cosine_rest", "grad_scale", "optimizer_steps", "lr"),
         },
     )
-
-
-def test_a_lightning_script_that_validates_is_watched_in_all_its_epochs(tmp_path, digests):
-    run_dir, words = tmp_path / "run", [str(tmp_path / "watched"), "validated"]
-    ended = start_on_ranks(run_dir, SCRIPTS / "train_lightning.py", *words)
-    assert (ended.returncode, ended.stdout) == (0, "")
-    assert_silent_but_for_the_end(ended)
-    run = Run.open(run_dir)
-    losses_WM = [told(tmp_path, "watched", rank) for rank in range(2)]
-    assert losses_WM == [digest["losses"] for digest in digests]
     micro = run.columns(Table.MICRO, "step", "rank", "micro", "loss")
     for rank, losses_M in enumerate(losses_WM):
         assert len(losses_M) == 16
@@ -308,7 +297,8 @@ def test_processes_that_train_without_a_process_group_are_told_so_by_name(
     if launched_by == "ranks":
         ended = start_on_ranks(tmp_path / "run", script, *words.split())
     else:
-        ended = start(*RUN, "--run-dir", str(tmp_path / "run"), "--", *TORCHRUN, script, words)
+        launch = ["python", str(SCRIPTS / "launch.py"), "2"]
+        ended = start(*RUN, "--run-dir", str(tmp_path / "run"), "--", *launch, script, words)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
     assert ended.stderr.count("rankscope: ") == 1, ended.stderr
     why = "the script trained no model under"

@@ -1,11 +1,11 @@
 """The example as its first lines say to start it, with files and a command."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.forked_ranks import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sinks.py"
 COMMAND = 'command:echo "$RANKSCOPE_SEVERITY $RANKSCOPE_CAUSE $RANKSCOPE_EVENT"'
@@ -14,11 +14,11 @@ COMMAND = 'command:echo "$RANKSCOPE_SEVERITY $RANKSCOPE_CAUSE $RANKSCOPE_EVENT"'
 @pytest.mark.ranks
 def test_the_example_tells_of_its_fault(tmp_path):
     assert COMMAND in EXAMPLE.read_text()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     options = ["--steps", "20", "--forget-sampler", "--slowest", "--sink", "jsonl"]
-    command = [*launcher, str(EXAMPLE), "--run-dir", "run", *options, "--sink", COMMAND]
-    ended = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-    lines = ended.stdout.splitlines()
+    command = [str(EXAMPLE), "--run-dir", "run", *options, "--sink", COMMAND]
+    code, out, err = torchrun(["--nproc-per-node", "2"], *command, folder=tmp_path)
+    assert code == 0, err
+    lines = out.splitlines()
     assert [line for line in lines if line.endswith("opened")] == [
         "error data.duplicate_batches opened"
     ]

@@ -1,17 +1,24 @@
-"""Runs ``rankscope`` on ranks that are forked from a process that has already imported torch.
+"""Runs ranks that are forked from a process that has already imported torch.
 
 They find what a launcher gives them, its variables and its store. Where a test is not about how a
-launcher starts and ends ranks, this is the same in a small part of the time.
+launcher starts ranks, this is the same in a small part of the time.
+
+As a program it is ``torchrun`` whose ranks are forks: its agent, its store and how it ends and
+restarts ranks are torch's own.
 """
 
+import atexit
 import gc
+import importlib
 import multiprocessing as mp
 import os
+import runpy
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from support.ranks import forked
 
@@ -26,6 +33,9 @@ def run_on_ranks(
     **variables: str,
 ) -> tuple[int, str, str]:
     """Run ``rankscope`` with these words on every rank, in a folder that it may import from.
+
+    ``rankscope run`` goes on in its process as the interpreter would that it starts, so that what
+    it waits for has been imported before.
 
     Args:
         num_ranks: How many ranks.
@@ -51,9 +61,39 @@ def run_on_ranks(
         "COLUMNS": "110",
         "OMP_NUM_THREADS": "1",
     }
+    given = (prepare, num_ranks, list(words), str(folder), variables)
+    return _run(_fork_ranks, given, timeout)
+
+
+def torchrun(
+    options: Sequence[str],
+    *command: str,
+    folder: Path | None = None,
+    timeout: float = 200.0,
+    **variables: str,
+) -> tuple[int, str, str]:
+    """Run a script or a module as ``torchrun`` does, on ranks that are forked.
+
+    Args:
+        options: Of ``torchrun``.
+        command: What each rank runs: a script, or ``-m`` and a module; then its arguments.
+        folder: Of the ranks, if it is to be another.
+        timeout: Seconds that they may take.
+        variables: Of the environment, besides those that the launcher sets.
+
+    Returns:
+        As of :func:`run_on_ranks`.
+    """
+    given = ([*options, *command], None if folder is None else str(folder), variables)
+    return _run(_fork_under_torchrun, given, timeout)
+
+
+def _run(
+    lead: Callable[..., None], given: Sequence[object], timeout: float
+) -> tuple[int, str, str]:
+    """Fork a leader of ranks; return its exit code and what all have printed and said."""
     with tempfile.TemporaryDirectory() as printed:
-        given = (num_ranks, list(words), str(folder), variables, printed)
-        process = forked().Process(target=_lead, args=(prepare, *given))
+        process = forked().Process(target=_lead, args=(lead, given, printed))
         process.start()
         process.join(timeout)
         hangs = process.is_alive()
@@ -65,19 +105,24 @@ def run_on_ranks(
     return process.exitcode, out, err
 
 
-def _lead(
-    prepare: Callable[[], object] | None,
-    num_ranks: int,
-    words: list[str],
-    folder: str,
-    variables: dict[str, str],
-    printed: str,
-) -> None:
+def _lead(lead: Callable[..., None], given: Sequence[Any], printed: str) -> None:
     """Be the process that all ranks are forked from; end as the worst of them does."""
     os.setpgid(0, 0)
     for number, name in ((1, "out"), (2, "err")):
         with Path(printed, name).open("a") as file:
             os.dup2(file.fileno(), number)
+    lead(*given)
+
+
+def _fork_ranks(
+    prepare: Callable[[], object] | None,
+    num_ranks: int,
+    words: list[str],
+    folder: str,
+    variables: dict[str, str],
+) -> None:
+    import rankscope.cli.main  # noqa: F401
+
     if prepare is not None:
         prepare()
     gc.freeze()
@@ -103,4 +148,69 @@ def _main(rank: int, words: list[str], folder: str, variables: Mapping[str, str]
     sys.path.insert(0, folder)
     sys.argv = ["rankscope", *words]
     torch.set_num_threads(1)
-    main.run()
+    os.execve = _leave
+    become: Sequence[Any] = ()
+    try:
+        main.run()
+    except _LeftError as left:
+        become = left.args
+    if become:  # not where an error is being handled, or the script would end with it
+        _become(*become)
+
+
+class _LeftError(BaseException):
+    """What ends the command ``rankscope run`` where it would become the script."""
+
+
+def _leave(path: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    raise _LeftError(command, environment)
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Go on as the interpreter that ``rankscope run`` starts, but with torch imported."""
+    from rankscope.integrations import catch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    catch.prepare()
+    atexit.register(catch.tell_if_nothing_was_watched)
+    try:
+        _interpret(*command[1:])
+    finally:
+        atexit._run_exitfuncs()  # which a fork leaves out
+
+
+def _fork_under_torchrun(
+    words: list[str], folder: str | None = None, variables: Mapping[str, str] | None = None
+) -> None:
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    def launch(config: Any, entrypoint: str) -> Callable[..., object]:
+        config.start_method = "fork"
+        return lambda unbuffered, *command: elastic_launch(config, _interpret)(*command)
+
+    os.environ.update(variables or {})
+    if folder is not None:
+        os.chdir(folder)
+    run.elastic_launch = launch
+    gc.freeze()
+    run.main(words)
+
+
+def _interpret(*command: str) -> None:
+    """Run a script or a module as the interpreter does that is started with these words."""
+    if command[0] == "-m":
+        sys.argv = list(command[1:])
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(command)
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    for name in ("torch._dynamo", "rankscope.session.start", "rankscope.agent.process"):
+        importlib.import_module(name)
+    _fork_under_torchrun(sys.argv[1:])

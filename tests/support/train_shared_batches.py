@@ -1,4 +1,8 @@
-"""torchrun this: ranks 1 and 2 train on the same batches. RUN_DIR STEPS MARK, a file to touch."""
+"""torchrun this: ranks 1 and 2 train on the same batches, several times.
+
+Its arguments are a folder and, for each training, its name and how many steps it has. Where a
+third of them is done, a file NAME.mark is touched.
+"""
 
 import json
 import sys
@@ -13,10 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 
 
-def main() -> None:
-    run_dir, steps, mark = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def train(run_dir: Path, steps: int) -> dict[str, object]:
+    """Train; return what this rank found, and in which step it was told first."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
@@ -34,11 +36,23 @@ def main() -> None:
         optimizer.zero_grad()
         time.sleep(0.02)
         if step == steps // 3:
-            mark.touch()
+            run_dir.with_suffix(".mark").touch()
     scope.close()
-    findings = {finding.id: list(finding.ranks) for finding in scope.findings}
-    print("RESULT" + json.dumps({"findings": findings, "told_at": told[:1]}), flush=True)
-    dist.barrier()
+    return {
+        "training": run_dir.name,
+        "findings": {finding.id: list(finding.ranks) for finding in scope.findings},
+        "told_at": told[:1],
+    }
+
+
+def main() -> None:
+    folder, *trainings = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name, steps in zip(trainings[::2], trainings[1::2], strict=True):
+        result = train(Path(folder) / name, int(steps))
+        print("RESULT" + json.dumps(result), flush=True)
+        dist.barrier()
     dist.destroy_process_group()
 
 

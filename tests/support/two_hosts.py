@@ -111,12 +111,15 @@ class TwoHosts:
         env: Mapping[str, str] | None = None,
         **how: Any,
     ) -> list["subprocess.Popen[Any]"]:
-        """Start ``torchrun`` on both hosts over the training's network; host 0 has the store."""
+        """Start ``torchrun`` on both hosts over the training's network; host 0 has the store.
+
+        Its ranks are forks; ``support`` must be found in the environment.
+        """
         return [
             self.start(
                 host,
                 [
-                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *(sys.executable, "-m", "support.forked_ranks"),
                     *("--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(per_host)),
                     *("--master-addr", self.address(0), "--master-port", "29500"),
                     *(str(script), *arguments),
