@@ -9,8 +9,7 @@ from rankscope.core.signals import Table
 from support.forked_ranks import torchrun
 
 JOB = """
-import json, os, sys, time, torch, torch.distributed as dist
-from pathlib import Path
+import os, sys, torch, torch.distributed as dist
 from rankscope.session import rendezvous
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,8 +27,6 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scope = rankscope.watch(model, optimizer, run_dir=sys.argv[1], agent="process")
 for step in range(30):
     if first and step == 20 and rank == 1:
-        while "agent" not in json.loads(Path(sys.argv[1], "run.json").read_text()):
-            time.sleep(0.05)  # forks are faster than the start of the agent's process
         os._exit(3)
     torch.manual_seed(step)  # the same batch on both
     loss = model(torch.randn(8, 8)).pow(2).mean()

@@ -44,6 +44,7 @@ _log = logging.getLogger("rankscope")
 
 _AGENT_ENDS_SECONDS = 0.2  # from the end of its sockets to that of its process
 _RECORD_ENDS_SECONDS = 1.0  # that a training waits for a lost run to be ended in its record
+_STARTING_SECONDS = 5.0  # that the agent of a run that has just begun may take to start
 _PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write what it knows
 
 
@@ -302,19 +303,27 @@ def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
 
 
 def _wait_for_agent(previous: Path) -> None:
-    """Let the agent of a run that has just been killed write what it was sent."""
+    """Let the agent of a run that has just been killed write what it was sent.
+
+    A run that has just begun names none: its agent is starting, and steps wait in its socket.
+    """
     until = time.monotonic() + _PREVIOUS_SECONDS
     while time.monotonic() < until:
         try:
             said = parse(read_file(previous / "run.json"))
+            age = time.time() - (previous / "run.json").stat().st_mtime
         except (OSError, ValueError):
             return
-        agent = said.get("agent") or {}
-        if said.get("status") != "running" or agent.get("host") != host_name():
+        agent = said.get("agent")
+        if said.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
             return
-        if not Path(f"/proc/{agent.get('pid')}").exists():
+        if agent is not None and not _runs_here(agent):
             return
         time.sleep(0.05)
+
+
+def _runs_here(agent: Mapping[str, Any]) -> bool:
+    return agent.get("host") == host_name() and Path(f"/proc/{agent.get('pid')}").exists()
 
 
 def _connect(
