@@ -12,6 +12,7 @@ import pytest
 from rankscope.core.signals import Table
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter, writer
+from rankscope.record.begin import begin_run, end_lost_run
 from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
 from record.step_reports import (
     expected_steps,
@@ -333,3 +334,17 @@ def test_findings_are_in_the_file_at_once_as_strict_json(tmp_path):
     assert events[0]["evidence"] == {"cosine": None, "steps": [1, 2], "share": 0.5}
     assert events[1]["explanation"].endswith("– “equal”.")
     assert duckdb.sql(f"select count(*) from '{run.path}/findings.jsonl'").fetchall() == [(3,)]
+
+
+def test_the_end_of_a_lost_run_takes_away_what_was_half_written(tmp_path: Path):
+    path = tmp_path / "run"
+    begin_run(path, {"num_workers": 2, "agent": {"pid": 7}})
+    (path / "steps").mkdir()
+    mine, others = path / "steps" / ".part-000000.7-ab.tmp", path / ".detectors.77-cd.tmp"
+    mine.touch()
+    others.touch()
+    end_lost_run(path, 7, "by signal 9")
+    info = read_info(path)
+    assert (info["status"], info["agent"]["ended"]) == ("incomplete", "by signal 9")
+    assert not mine.exists()
+    assert others.exists(), "another process may be writing it"

@@ -71,6 +71,8 @@ def begin_run(path: str | Path, info: Mapping[str, Any], start: bytes = b"") -> 
 def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
     """Say in ``run.json`` that a run has ended with its agent, unless the agent has said its end.
 
+    What the agent was about to write is removed.
+
     Args:
         path: The run's directory.
         agent_pid: The agent's process, which must have ended.
@@ -86,6 +88,8 @@ def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
     if info.get("status") == "running" and agent.get("pid") == agent_pid:
         info |= {"status": "incomplete", "finished": now(), "agent": {**agent, "ended": how}}
         replace(path / INFO_FILE, text_of(info))
+        for hidden in path.rglob(f".*.{agent_pid}-*.tmp"):  # what it was writing when it ended
+            hidden.unlink(missing_ok=True)
 
 
 def text_of(info: Mapping[str, Any]) -> bytes:
