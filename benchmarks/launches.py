@@ -13,6 +13,7 @@ Run ``python benchmarks/launches.py``, or ``make bench``.
 
 import functools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -56,7 +57,12 @@ def measure(tensors: tuple[int, ...] = TENSORS, **ddp: Any) -> list[Row]:
         before, and ``moved`` of one whose gradients do not; ``batch`` of a micro-batch's loss,
         labels and samples; and what they are, ``of``.
     """
-    return [_in_interpreter(number, ddp) for number in tensors]
+    # In a process of its own: Triton decides when it is imported whether it interprets.
+    command = [sys.executable, __file__, "--count", json.dumps(tensors), json.dumps(ddp)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+    rows: list[Row] = json.loads(done.stdout)
+    return rows
 
 
 def render(rows: list[Row]) -> str:
@@ -71,15 +77,6 @@ def render(rows: list[Row]) -> str:
         for row in rows
     ]
     return "\n".join(lines)
-
-
-def _in_interpreter(tensors: int, ddp: dict[str, Any]) -> Row:
-    """Count in a process of its own: Triton decides when it is imported whether it interprets."""
-    command = [sys.executable, __file__, "--count", str(tensors), json.dumps(ddp)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
-    row: Row = json.loads(done.stdout)
-    return row
 
 
 class _Model(nn.Module):
@@ -220,6 +217,17 @@ class _Training:
         parameter.register_hook(place)  # type: ignore[no-untyped-call]
 
 
+def _count_each(tensors: list[int], ddp: dict[str, Any]) -> list[Row]:
+    """Count in a fork for each model, after the imports that all need."""
+    import rankscope.capture.kernels.fused
+    import rankscope.capture.kernels.many
+    import rankscope.session.start  # noqa: F401
+
+    torch.set_num_threads(1)
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        return pool.map(partial(_count, ddp=ddp), tensors, chunksize=1)
+
+
 def _count(tensors: int, ddp: dict[str, Any]) -> Row:
     counting = _Counting()
     _attribute(counting)
@@ -335,8 +343,7 @@ def _pretend(training: _Training) -> None:
 def main() -> None:
     """Count and print."""
     if sys.argv[1:2] == ["--count"]:
-        torch.set_num_threads(1)
-        print(json.dumps(_count(int(sys.argv[2]), json.loads(sys.argv[3]))))
+        print(json.dumps(_count_each(*map(json.loads, sys.argv[2:4]))))
         return
     rows = measure()
     Console().print(render(rows), markup=False)

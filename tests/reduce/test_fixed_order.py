@@ -29,7 +29,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 STEPS = 3
-BUCKETS = [0.001, 0.004, 0.01, 25]  # MB; the gradient has 0.02
+BUCKETS = [0.001, 0.004, 0.01, 25]  # MB; the gradient has 0.02. Other than 3 ranks: two of them
 NUM_SENT = 1_000_003
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,13 +49,14 @@ def train_ddp(rank: int, bucket: float, dtype: str) -> list[dict[str, Any]]:
 
 
 def train_ddp_in_all_ways(rank: int) -> dict[str, list[list[dict[str, Any]]]]:
+    buckets = BUCKETS if dist.get_world_size() == 3 else [BUCKETS[0], BUCKETS[-1]]
     return {
-        dtype: [train_ddp(rank, bucket, dtype) for bucket in [*BUCKETS, BUCKETS[0]]]
+        dtype: [train_ddp(rank, bucket, dtype) for bucket in [*buckets, buckets[0]]]
         for dtype in DTYPES
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4, 8])
+@pytest.fixture(scope="module", params=[1, 2, 3, 8])
 def trained(request):
     return run_ranks(train_ddp_in_all_ways, request.param)
 
@@ -211,7 +212,7 @@ def count_reductions(rank: int) -> dict[str, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's counters of connections")
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sends_the_bytes_of_an_all_reduce(num_ranks):
     ranks = run_ranks(count_reductions, num_ranks)
     expected = 2 * (num_ranks - 1) * 4 * NUM_SENT  # all ranks together

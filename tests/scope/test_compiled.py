@@ -35,10 +35,10 @@ def train_compiled(rank: int, folder: str) -> dict[str, dict[str, Any]]:
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
-def runs(request):
+@pytest.fixture(scope="module")
+def runs():
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(train_compiled, request.param, folder, timeout=240)
+        ranks = run_ranks(train_compiled, 3, folder, timeout=240)
         yield {
             mode.name: ModeRun([rank[mode.name] for rank in ranks], mode, Path(folder))
             for mode in COMPILED

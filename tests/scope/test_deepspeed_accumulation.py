@@ -1,5 +1,6 @@
 """What happens to what DeepSpeed has summed up between micro-batches, on real ranks."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STEPS, MICRO, CHANGED_BEFORE = 6, 4, 2
+STEPS, MICRO, CHANGED_BEFORE = 3, 4, 2
 Fault = Callable[[Any], object]
 
 
@@ -100,12 +101,15 @@ OTHERS = {
     "ZeRO 2 fp32 sums": Mode("", 2, MICRO, "bf16", "fp32"),
 }
 MODES = STAGES | OTHERS
+DIVIDED = ["ZeRO 0", "ZeRO 3"]
+"""By another number than others are, which the stage makes no difference to."""
+
 RESETS = {name: drop_sums if name == "ZeRO 2" else zero_grad for name in STAGES}
 CASES = (
     {f"{name}, healthy": Case(mode) for name, mode in MODES.items()}
     | {f"{name}, reset": Case(mode, RESETS[name]) for name, mode in STAGES.items()}
     | {f"{name}, doubled": Case(mode, scaled_by(2)) for name, mode in MODES.items()}
-    | {f"{name}, divided": Case(mode, scaled_by(1 / MICRO)) for name, mode in STAGES.items()}
+    | {f"{name}, divided": Case(STAGES[name], scaled_by(1 / MICRO)) for name in DIVIDED}
     | {f"ZeRO {stage}, manual": Case(Mode("", stage), manual=True) for stage in range(4)}
     | {
         "ZeRO 1 overlapped, reset": Case(MODES["ZeRO 1 overlapped"], zero_grad),
@@ -130,6 +134,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return {name: Run.open(folder / name) for name in CASES}
 
 
+@functools.cache
 def told(run: Run) -> dict[str, Finding]:
     """Return what was said of gradients, live and from the record alone."""
     kinds = ("sync.", "numerics.", "loss.scale")

@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import rankscope
 from rankscope import Run
+from rankscope.core import canary_plan
 from rankscope.core.finding import Severity
 from rankscope.core.signals import Table
 from rankscope.errors import UnsupportedError, UsageError
@@ -22,8 +23,8 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 20
-INFINITE = 7
+STEPS = 8
+INFINITE = 4
 
 
 class Sum(BareLoop):
@@ -207,7 +208,7 @@ VERIFIED = {
 }
 """What a reference step says of the second step."""
 
-CANARY_STEPS = 36
+CANARY_LEAD, CANARY_STEPS = 6, 15  # of the usual 16 and 36
 
 
 def train(rank, kind, run_dir, num_steps=STEPS, **options):
@@ -229,10 +230,12 @@ def train_all(rank, folder):
         for name, kind in {**HEALTHY, **UNUSUAL}.items()
     }
     options = {"num_steps": CANARY_STEPS, "canary_every": 40}
-    healthy["with a canary"] = (
-        train(rank, BareLoop, None, **options),
-        train(rank, BareLoop, f"{folder}/with a canary", **options),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(canary_plan, "LAG", CANARY_LEAD)
+        healthy["with a canary"] = (
+            train(rank, BareLoop, None, **options),
+            train(rank, BareLoop, f"{folder}/with a canary", **options),
+        )
     faults = {name: train(rank, kind, f"{folder}/{name}") for name, (kind, *_) in FAULTS.items()}
     return healthy, faults, refusals(rank, folder)
 

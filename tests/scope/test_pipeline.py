@@ -1,5 +1,6 @@
 """Pipeline schedules over FSDP2: each stage is watched by itself, by the ranks that hold it."""
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 OPTIONS = {"overhead_budget": None, "announce": False, "agent": "thread"}
-STEPS, LATE, WIDTH, MICRO, BATCH, ODD = 8, 4, 8, 4, 8, 1
+STEPS, LATE, WIDTH, MICRO, BATCH, ODD = 5, 2, 8, 4, 8, 1
 
 CASES: dict[str, dict[str, Any]] = {
     "1F1B": {},
@@ -107,10 +108,16 @@ def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss
     return make(stages if len(stages) > 1 else stages[0], n_microbatches=MICRO, loss_fn=loss_fn)
 
 
+@functools.cache
+def mesh_of(tp: int) -> DeviceMesh:
+    """Return the mesh of all trainings with so many ranks along ``tp``."""
+    return init_device_mesh("cpu", (2, 4 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
+
+
 def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
     """Train the parts of one rank; return their bits."""
     tp = case.get("tp", 1)
-    mesh = init_device_mesh("cpu", (2, 4 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = mesh_of(tp)
     pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     over = mesh["tp"] if tp > 1 else None
     parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]

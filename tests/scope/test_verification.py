@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import rankscope
-from rankscope.cli.main import app
 from rankscope.errors import UsageError
 from rankscope.session import verification
 from support import deepspeed_modes
@@ -73,7 +72,7 @@ ACCUMULATES = {
     *("accumulates", "autocast", "clips", "lost", "weighted", "changed", "loss outside"),
     *("sharded, accumulates", "sharded, lost", "sharded, mixed"),
 }
-OF_FOUR = ("healthy", "lost", "ignored", "weighted", "accumulates", "sharded", "hybrid")
+OF_FOUR = ("lost", "weighted", "sharded", "hybrid")
 """Tried with four workers too."""
 
 
@@ -274,7 +273,8 @@ def verifications(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_each_loop_is_judged_rightly_and_goes_on_with_the_same_bits(num_workers, tmp_path):
     kinds = OF_FOUR if num_workers == 4 else [kind for kind in SAYS if kind != "hybrid"]
-    told = run_ranks(train_each, num_workers, kinds, str(tmp_path), timeout=300)
+    prepare = deepspeed_modes.import_deepspeed if num_workers == 2 else None
+    told = run_ranks(train_each, num_workers, kinds, str(tmp_path), timeout=300, prepare=prepare)
     for kind in kinds:
         cause, severity, sentence = SAYS[kind]
         (finding,) = verifications(tmp_path / kind)
@@ -289,7 +289,9 @@ def test_each_loop_is_judged_rightly_and_goes_on_with_the_same_bits(num_workers,
 
 def report(run_dir: Path) -> int:
     """Return the exit code of a report, whose new diagnosis keeps what no table holds."""
-    said = CliRunner().invoke(app, ["report", str(run_dir), "--again"])
+    from rankscope.cli.main import app  # which no rank needs to import
+
+    said = CliRunner().invoke(app, ["report", str(run_dir), "--again", "--no-html"])
     assert "only in findings.jsonl" not in said.output
     return said.exit_code
 

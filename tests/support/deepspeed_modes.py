@@ -59,11 +59,12 @@ class Mode:
 
 
 def _grid() -> Iterator[Mode]:
+    """Yield each pair of a stage, a dtype and whether micro-batches are accumulated."""
     for stage in range(4):
         for dtype in ("fp32", "bf16"):
-            for accumulate in (1, 2):
-                name = f"ZeRO {stage} {dtype} accumulate {accumulate}"
-                yield Mode(name, stage, accumulate, dtype, in_parts=stage >= 2)
+            accumulate = 1 if (dtype == "fp32") == (stage < 2) else 2
+            name = f"ZeRO {stage} {dtype} accumulate {accumulate}"
+            yield Mode(name, stage, accumulate, dtype, in_parts=stage >= 2)
 
 
 _OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

@@ -1,6 +1,7 @@
 """What a worker runs on: versions, device, precision, environment variables, source revision."""
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
@@ -44,10 +45,8 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            facts[package] = importlib.metadata.version(package)
     for collect in (
+        _package_versions,
         precision_flags,
         _device_libraries,
         lambda: _device(device),
@@ -56,6 +55,22 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
     ):
         facts |= quietly(collect)
     return facts
+
+
+def _package_versions() -> Mapping[str, Fact]:
+    versions = {package: _version_of(package) for package in PACKAGES}
+    return {package: version for package, version in versions.items() if version is not None}
+
+
+@functools.cache
+def _version_of(package: str) -> str | None:
+    """Return an installed package's version, read once: it takes long, and does not change."""
+    try:
+        installed = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = re.search("^Version: *(.+)$", installed.read_text("METADATA") or "", re.MULTILINE)
+    return found[1].strip() if found else installed.version
 
 
 def vocabulary_digest(tokenizer: Any) -> int:
