@@ -308,7 +308,7 @@ USES = (
         "torch._dynamo.eval_frame",
         "OptimizedModule _orig_mod",
         "capture.loss capture.names integrations.catch reduce.fixed_order session.wrapping"
-        " capture.canary.alone faults.pool study.launch",
+        " capture.canary.alone faults.pool study.preloaded",
         "the model inside of a compiled one; what the compiler logs is kept out of the output",
         "a compiled model is not recognised, and watch refuses it",
     ),
