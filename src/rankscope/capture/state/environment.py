@@ -46,7 +46,7 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
         "numpy": np.__version__,
     }
     for collect in (
-        _package_versions,
+        lambda: _versions_of(PACKAGES),
         precision_flags,
         _device_libraries,
         lambda: _device(device),
@@ -57,20 +57,14 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
     return facts
 
 
-def _package_versions() -> Mapping[str, Fact]:
-    versions = {package: _version_of(package) for package in PACKAGES}
-    return {package: version for package, version in versions.items() if version is not None}
-
-
 @functools.cache
-def _version_of(package: str) -> str | None:
-    """Return an installed package's version, read once: it takes long, and does not change."""
-    try:
-        installed = importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    found = re.search("^Version: *(.+)$", installed.read_text("METADATA") or "", re.MULTILINE)
-    return found[1].strip() if found else installed.version
+def _versions_of(packages: tuple[str, ...]) -> Mapping[str, Fact]:
+    """Return the versions of installed packages, read once: it takes long, and does not change."""
+    versions: dict[str, Fact] = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def vocabulary_digest(tokenizer: Any) -> int:
