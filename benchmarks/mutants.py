@@ -1,20 +1,21 @@
 """How many small faults in rankscope's own code its tests notice: mutants, drawn at random.
 
 Each mutant changes one place of one file: a comparison, an operator, a number, a condition, a
-returned value, or a call that is left out. First the suite runs once, to learn which tests enter
-which functions (``mutant_tests.py``). Of those that enter a mutant's function, the ones that name
-its file run first, then the others; the first that fails kills the mutant. What survives is
+returned value, or a call that is left out. First the suite runs once, to learn which test files
+enter which functions (``mutant_tests.py``). Of those that enter a mutant's function, the ones that
+name its file run first, then the others; the first that fails kills the mutant. What survives is
 equivalent to the code as it is, or wants a test. Files are changed in copies of the repository
 alone.
 
 Run ``make mutants``, or ``python benchmarks/mutants.py --count 400 --json mutants.json``. A file of
-results is read first, so that a run goes on where another ended, and survivors of the stages
-that it tried go through the others. Which tests enter what is kept beside it.
+results is read first, so that a run goes on where another ended, and with a higher ``--limit``
+survivors meet the tests that are left. Which tests enter what is kept beside it.
 """
 
 import argparse
 import ast
 import json
+import math
 import os
 import re
 import signal
@@ -37,7 +38,6 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("core", "diagnose", "capture", "record")
-STAGES = ("near", "others")
 STARTING_S = 120
 """Tests that take this and three times their usual seconds hang, which kills a mutant as well."""
 
@@ -198,39 +198,57 @@ def names_module(test: str, path: str) -> bool:
     return names.search((ROOT / test).read_text()) is not None
 
 
-def tests_of(stage: str, mutant: Mutant, entered: Entered) -> Iterator[list[str]]:
-    """Yield the tests of a stage, in parts that take longer and longer."""
-    source = (ROOT / mutant.path).read_text()
-    part, took, longest = list[str](), 0.0, 15.0
-    for test in entered.of(mutant.path, mutant.line, source):
-        if names_module(test, mutant.path) == (stage == "near"):
-            part.append(test)
-            took += entered.seconds.get(test, 0.0)
-            if took > longest:
-                yield part
-                part, took, longest = [], 0.0, 2 * longest
+def tests_of(mutant: Mutant, entered: Entered) -> list[str]:
+    """Return the test files that enter a mutant's function, in the order in which they run."""
+    tests = entered.of(mutant.path, mutant.line, (ROOT / mutant.path).read_text())
+    return sorted(tests, key=lambda test: not names_module(test, mutant.path))
+
+
+def in_parts(tests: Sequence[str], entered: Entered, limit_s: float) -> Iterator[list[str]]:
+    """Yield tests in parts that take longer and longer, up to a limit of their usual seconds."""
+    part, took, longest, together = list[str](), 0.0, 15.0, 0.0
+    for test in tests:
+        together += entered.seconds.get(test, 0.0)
+        if part and (took > longest or together > limit_s):
+            yield part
+            part, took, longest = [], 0.0, 2 * longest
+        if together > limit_s:
+            return
+        part.append(test)
+        took += entered.seconds.get(test, 0.0)
     if part:
         yield part
 
 
 def decide(
-    mutant: Mutant, copied: Path, stages: Sequence[str], entered: Entered
-) -> tuple[str, str]:
-    """Run tests until one fails; return the stage that killed the mutant, and the test."""
-    path = copied / mutant.path
+    mutant: Mutant, copied: Path, tests: Sequence[str], entered: Entered, limit_s: float
+) -> tuple[str, int]:
+    """Run tests until one fails.
+
+    Args:
+        mutant: The mutant.
+        copied: A copy of the repository.
+        tests: Test files, in order.
+        entered: How long they take.
+        limit_s: Seconds after which no further ones run.
+
+    Returns:
+        The test that fails, or no name, and how many files pass.
+    """
+    path, passed = copied / mutant.path, 0
     whole = path.read_text()
     places = _Places(mutant.number)
     try:
         path.write_text(ast.unparse(ast.fix_missing_locations(places.visit(ast.parse(whole)))))
-        for stage in stages:
-            for tests in tests_of(stage, mutant, entered):
-                usual = sum(entered.seconds.get(test, 0.0) for test in tests)
-                killer = _first_that_fails(tests, copied, STARTING_S + 3 * usual)
-                if killer is not None:
-                    return stage, killer
+        for part in in_parts(tests, entered, limit_s):
+            usual = sum(entered.seconds.get(test, 0.0) for test in part)
+            killer = _first_that_fails(part, copied, STARTING_S + 3 * usual)
+            if killer is not None:
+                return killer, passed
+            passed += len(part)
     finally:
         path.write_text(whole)
-    return "survived", ""
+    return "", passed
 
 
 def _first_that_fails(tests: Sequence[str], copied: Path, limit_s: float) -> str | None:
@@ -281,14 +299,19 @@ def _entered(path: Path, processes: int) -> Entered:
     return Entered.load(path)
 
 
-def render(results: Sequence[dict[str, object]]) -> Table:
+def render(results: Sequence[dict[str, Any]]) -> Table:
     """Return a row for each room."""
-    table = Table("room", "mutants", *(f"killed by: {stage}" for stage in STAGES), "survived")
+    table = Table("room", "mutants", "killed", "survived", "not yet met by all tests")
     for room in (*ROOMS, "together"):
-        ends = [r["end"] for r in results if room in ("together", Path(str(r["path"])).parts[2])]
-        counts = [ends.count(end) for end in (*STAGES, "survived")]
-        table.add_row(room, str(len(ends)), *map(str, counts))
+        rows = [r for r in results if room in ("together", Path(r["path"]).parts[2])]
+        killed = sum(bool(row["killer"]) for row in rows)
+        undecided = sum(_is_undecided(row) for row in rows)
+        table.add_row(room, *map(str, (len(rows), killed, len(rows) - killed, undecided)))
     return table
+
+
+def _is_undecided(result: dict[str, Any]) -> bool:
+    return not result["killer"] and result["passed"] < result["tests"]
 
 
 def main() -> None:
@@ -297,36 +320,40 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=400, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
-    parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds of tests for each")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, default=Path("mutants.json"), metavar="FILE")
     options = parser.parse_args()
     results = json.loads(options.json.read_text()) if options.json.exists() else []
     known = {(r["path"], r["change"], r["above"]): r for r in results}
-    waiting = []
-    for mutant in draw(options.count, options.seed, options.rooms):
-        before = known.get(mutant.key)
-        stages = [s for s in options.stages if before is None or s not in before["tried"]]
-        if before is None or (before["end"] == "survived" and stages):
-            waiting.append((mutant, stages, before or {}))
     console = Console(soft_wrap=True)
     entered = _entered(options.json.with_suffix(".tests.json"), options.processes)
     if entered.failed:
         console.print("These fail, and decide nothing:", *entered.failed, markup=False)
     with _copies(options.processes) as free, ThreadPoolExecutor(options.processes) as pool:
 
-        def work(mutant: Mutant, stages: Sequence[str], before: dict[str, Any]) -> None:
+        def work(mutant: Mutant, before: dict[str, Any] | None) -> None:
+            tests, passed = tests_of(mutant, entered), 0
+            if before is not None and before["tests"] == len(tests):
+                passed = before["passed"]
             copied = free.get()
-            end, killer = decide(mutant, copied, stages, entered)
+            killer, further = decide(mutant, copied, tests[passed:], entered, options.limit)
             free.put(copied)
-            tried = [*before.get("tried", ()), *stages]
-            if before in results:
+            if before is not None:
                 results.remove(before)
-            results.append({**asdict(mutant), "end": end, "killer": killer, "tried": tried})
+            ended = {"killer": killer, "passed": passed + further, "tests": len(tests)}
+            results.append({**asdict(mutant), **ended})
             options.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-            console.print(f"{end:8}  {mutant.path}:{mutant.line}  {mutant.change}", markup=False)
+            told = (f"{mutant.path}:{mutant.line}", mutant.change, killer or "survived")
+            console.print(*told, sep="  ", markup=False)
 
-        for done in [pool.submit(work, *each) for each in waiting]:
+        drawn = draw(options.count, options.seed, options.rooms)
+        waiting = [(mutant, known.get(mutant.key)) for mutant in drawn]
+        for done in [
+            pool.submit(work, mutant, before)
+            for mutant, before in waiting
+            if before is None or _is_undecided(before)
+        ]:
             done.result()
     console.print(render(results))
 

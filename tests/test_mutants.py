@@ -116,23 +116,33 @@ def test_ranks_note_the_test_that_they_are_of(copied: Path):
 
 
 @pytest.mark.parametrize(
-    ("change", "end", "killer"),
+    ("change", "killer", "passed"),
     [
-        ("_is_secret(name) → not _is_secret(name)", "near", "tests/core/test_secrets.py::"),
-        (None, "survived", ""),
+        ("_is_secret(name) → not _is_secret(name)", "tests/core/test_secrets.py::", 0),
+        (None, "", 1),
     ],
 )
-def test_a_mutant_is_decided_by_tests(copied: Path, change, end, killer):
+def test_a_mutant_is_decided_by_tests(copied: Path, change, killer, passed):
     every = mutants.mutants_of(PATH)
     mutant = next((one for one in every if one.change == change), None) or mutants.Mutant(
         PATH, len(every), 0, "nothing"
     )
-    before = (copied / PATH).read_text()
-    entered = mutant_tests.Entered({f"{PATH}::without_secrets": ["tests/core/test_secrets.py"]})
-    decided = mutants.decide(mutant, copied, mutants.STAGES, entered)
-    assert decided[0] == end
-    assert decided[1].startswith(killer)
+    before, entered = (copied / PATH).read_text(), mutant_tests.Entered()
+    decided = mutants.decide(mutant, copied, ["tests/core/test_secrets.py"], entered, 1.0)
+    assert decided[0].partition("::")[0] == killer.partition("::")[0]
+    assert decided[1] == passed
     assert (copied / PATH).read_text() == before
+
+
+def test_tests_of_a_mutant_run_in_parts_up_to_a_limit():
+    entered = mutant_tests.Entered(seconds={"a": 10.0, "b": 10.0, "c": 20.0, "d": 20.0})
+    for limit_s, parts in (
+        (99.0, [["a", "b"], ["c", "d"]]),
+        (45.0, [["a", "b"], ["c"]]),
+        (25.0, [["a", "b"]]),
+        (5.0, []),
+    ):
+        assert list(mutants.in_parts(list("abcd"), entered, limit_s)) == parts
 
 
 def test_a_line_is_decided_by_the_tests_of_its_function():

@@ -214,6 +214,8 @@ def _environment() -> dict[str, str]:
     environment["CUDA_VISIBLE_DEVICES"] = environment["HIP_VISIBLE_DEVICES"] = ""
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # What is larger goes back to the system when it is freed; else glibc would keep ever more.
+    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(256 << 10))
     return environment
 
 

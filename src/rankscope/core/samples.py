@@ -20,7 +20,7 @@ MAX_SHARED_PAIRS = 64
 """Pairs of workers that :class:`SampleCounts` lists at most."""
 
 _MAX_LINKS = 1 << 14
-_PAIRS_PER_SAMPLE = 4
+_FURTHER_OWNERS = 3
 _HIGH = ~np.uint64((1 << (64 - MAX_HALVINGS)) - 1)
 _LOW = ~_HIGH
 _NONE = np.empty(0, np.int64)
@@ -87,13 +87,13 @@ class Draws:
 class SampleLedger(Stateful):
     """Remembers which samples were drawn, and by whom.
 
-    Costs 12 bytes per different sample and 9 per pair of a sample and a worker. Who drew a sample
-    is told by 64-bit hashes: with 4 million pairs, one ledger in a million mistakes a pair.
+    Costs 12 bytes per different sample, and 9 for each further worker that draws it. Further
+    workers are told by 64-bit hashes: with 3 million, one ledger in a million mistakes one.
 
     Args:
-        capacity: Different samples to remember. Beyond it, ``distinct`` is a lower bound. Four
-            times as many pairs are remembered; beyond that, a repeat whose owners are unknown
-            counts as the worker's own: the reading that accuses nobody.
+        capacity: Different samples to remember. Beyond it, ``distinct`` is a lower bound. Three
+            times as many further workers are remembered; beyond that, a repeat whose owners are
+            unknown counts as the worker's own: the reading that accuses nobody.
     """
 
     SETTINGS = ("_capacity",)
@@ -101,7 +101,7 @@ class SampleLedger(Stateful):
     def __init__(self, capacity: int = 1 << 20) -> None:
         self._capacity = capacity
         self._first_owners = SortedMap(np.int32)
-        self._pairs = SortedMap(np.int8)
+        self._pairs = SortedMap(np.int8)  # of a sample and a further owner
         self._pairs_complete = True
         self._exact = True
 
@@ -140,15 +140,16 @@ class SampleLedger(Stateful):
             shared_P = (np.bincount(sample_of_P) > 1)[sample_of_P]
         seen_U, owners_U = self._first_owners.find(samples_U)
         new_U = ~seen_U
-        keys_P = _pair_keys(samples_P, ranks_P)
-        own_P, cross_P = self._owned(keys_P, seen_U[sample_of_P])
+        own_P, cross_P = self._owned(samples_P, ranks_P, seen_U[sample_of_P], owners_U[sample_of_P])
         at_C = cross_P.nonzero()[0]
         at_C = at_C[_differs_from_previous(samples_P[at_C])]  # the first others to draw it
         samples_C, owners_C = samples_P[at_C], owners_U[sample_of_P][at_C]
         crossing = self._cross(
             samples_C, ranks_P[at_C], np.zeros_like(at_C), owners_C, (1, len(samples))
         )
-        self._remember(samples_U[new_U], firsts_U[new_U], keys_P[~own_P])
+        further_P = cross_P | (new_U[sample_of_P] & ~first_P)
+        self._remember_first(samples_U[new_U], firsts_U[new_U])
+        self._remember_further(samples_P[further_P], ranks_P[further_P])
         sharing = () if shared_P is None else np.unique(ranks_P[shared_P]).tolist()
         links = () if shared_P is None else _links(samples_P[shared_P], ranks_P[shared_P])
         return SampleCounts(
@@ -166,8 +167,7 @@ class SampleLedger(Stateful):
 
     def has_room(self, count: int) -> bool:
         """Return whether it can remember so many more samples, each of one worker."""
-        pairs = _PAIRS_PER_SAMPLE * self._capacity - len(self._pairs)
-        return count <= min(self._capacity - len(self._first_owners), pairs)
+        return count <= min(self._capacity - len(self._first_owners), self._room_for_pairs)
 
     def observe_many(self, drawn: "Draws", num_steps: int, num_workers: int) -> list[SampleCounts]:
         """Count the draws of steps that share no sample, then remember them.
@@ -175,12 +175,12 @@ class SampleLedger(Stateful):
         The same as :meth:`observe` of one after the other, as long as there is room for them.
         """
         seen_D, owners_D = self._first_owners.find(drawn.samples)
-        keys_D = _pair_keys(drawn.samples, drawn.ranks)
-        own_D, cross_D = self._owned(keys_D, seen_D)
+        own_D, cross_D = self._owned(drawn.samples, drawn.ranks, seen_D, owners_D)
         crossers = (drawn.samples[cross_D], drawn.ranks[cross_D], drawn.steps[cross_D])
         crossing = self._cross(*crossers, owners_D[cross_D], (num_steps, num_workers))
         new_D = ~seen_D
-        self._remember(drawn.samples[new_D], drawn.ranks[new_D], keys_D[~own_D])
+        self._remember_first(drawn.samples[new_D], drawn.ranks[new_D])
+        self._remember_further(drawn.samples[cross_D], drawn.ranks[cross_D])
         counts_S4 = np.stack(
             [
                 np.bincount(drawn.steps[which], minlength=num_steps)
@@ -236,28 +236,41 @@ class SampleLedger(Stateful):
         return takers
 
     def _owned(
-        self, keys_P: Ints, seen_P: NDArray[np.bool_]
+        self, samples_P: Ints, ranks_P: Ints, seen_P: NDArray[np.bool_], owners_P: NDArray[Any]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which draws repeat the worker's own samples, and which only those of others."""
-        own_P = seen_P.copy()
-        if self._pairs_complete and seen_P.any():
-            keys = keys_P[seen_P]
+        """Return which draws repeat the worker's own samples, and which only those of others.
+
+        Args:
+            samples_P: The samples.
+            ranks_P: The workers that draw them.
+            seen_P: Which were drawn before.
+            owners_P: The first to draw each; -1 minus its rank where it has crossed already.
+        """
+        own_P = seen_P & (np.maximum(owners_P, -1 - owners_P) == ranks_P)
+        others_P = seen_P & ~own_P
+        if not self._pairs_complete:
+            return seen_P, np.zeros_like(seen_P)
+        if others_P.any():
+            keys = _pair_keys(samples_P[others_P], ranks_P[others_P])
             order = keys.argsort()  # sorted questions are answered much faster
             found = np.empty(len(order), bool)
             found[order] = self._pairs.find(keys[order])[0]
-            own_P[seen_P] = found
+            own_P[others_P] = found
         return own_P, seen_P & ~own_P
 
-    def _remember(self, new_samples: Ints, first_owners: Ints, new_keys: Ints) -> None:
-        if not len(new_keys):  # then no sample is new either
-            return
+    def _remember_first(self, new_samples: Ints, owners: Ints) -> None:
         room = max(self._capacity - len(self._first_owners), 0)
         self._exact = self._exact and len(new_samples) <= room
-        self._first_owners.add(new_samples[:room], first_owners[:room])
-        room = _PAIRS_PER_SAMPLE * self._capacity - len(self._pairs)
-        self._pairs_complete = self._pairs_complete and len(new_keys) <= room
-        if self._pairs_complete:
-            self._pairs.add(np.sort(new_keys), np.zeros(len(new_keys), np.int8))
+        self._first_owners.add(new_samples[:room], owners[:room])
+
+    def _remember_further(self, samples: Ints, ranks: Ints) -> None:
+        self._pairs_complete = self._pairs_complete and len(samples) <= self._room_for_pairs
+        if self._pairs_complete and len(samples):
+            self._pairs.add(np.sort(_pair_keys(samples, ranks)), np.zeros(len(samples), np.int8))
+
+    @property
+    def _room_for_pairs(self) -> int:
+        return _FURTHER_OWNERS * self._capacity - len(self._pairs)
 
 
 def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
