@@ -117,8 +117,8 @@ def test_copies_of_the_reduced_gradient_are_counted(steps, mode):
     assert all(seen.reduced_copies == copies for seen in each(steps))
 
 
-def test_the_loss_scale_is_told(steps, mode):
-    assert all(seen.gradient_scale == mode.loss_scale for seen in each(steps))
+def test_the_loss_scale_is_known(steps, mode):
+    assert all(seen.loss_scale == mode.loss_scale for seen in each(steps))
 
 
 def test_nothing_is_carried_over_from_step_to_step(steps):

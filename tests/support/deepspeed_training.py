@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.capture import GradientTotals, ReadReduced, Sketcher
+from rankscope.capture.canary.engine import loss_scale
 from rankscope.capture.taps.deepspeed import DeepSpeedTap
 from rankscope.capture.taps.tap import Guarded, LocalGradient
 from rankscope.core.groups import group_parameters
@@ -41,7 +42,7 @@ class Observation:
     micro_norms: list[float]
     gradient: dict[str, Any]
     estimated: bool
-    gradient_scale: float
+    loss_scale: float
     reduced_copies: int
 
 
@@ -92,7 +93,6 @@ def observe(rank: int, mode: Mode, steps: int) -> list[Observation]:
         assert not tap.aborted
         gradient = tap.collect()
         assert gradient is not None
-        assert tap.gradient_scale is not None
         total = accumulated(mode, micro)
         seen.append(
             Observation(
@@ -100,7 +100,7 @@ def observe(rank: int, mode: Mode, steps: int) -> list[Observation]:
                 micro_norms=[_norm(part) for part in micro],
                 gradient=to_numpy(gradient),
                 estimated=gradient.norm_estimated,
-                gradient_scale=float(tap.gradient_scale),
+                loss_scale=float(loss_scale(engine)),
                 reduced_copies=tap.reduced_copies,
             )
         )

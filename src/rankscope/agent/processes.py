@@ -138,15 +138,6 @@ def lower_priority() -> None:
             ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT_LAST)
 
 
-def resident_bytes() -> int:
-    """Return how much memory this process occupies; 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def permit_inspection(agent_pid: int) -> None:
     """Permit a process of the same user to read this one's memory: its Python stacks in a hang.
 

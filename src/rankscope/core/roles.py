@@ -65,11 +65,6 @@ def role_word(role: Role, tied_to: str = "") -> int:
     return int(role) | (digest_of(tied_to.encode()) >> _TIED_FROM << _TIED_FROM if tied_to else 0)
 
 
-def role_of(word: int) -> Role:
-    """Return the role that a word tells."""
-    return Role(word & 15)
-
-
 def tie_of(word: int) -> int:
     """Return the digest of what a parameter is tied to; 0 if it is not."""
     return word >> _TIED_FROM

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rankscope.capture.canary.batch import CanaryDeclined
@@ -16,7 +17,6 @@ from rankscope.capture.canary.cost import check_room
 from rankscope.capture.canary.reference import WholeModel
 from rankscope.capture.canary.unsharded import plain_copy
 from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.deepspeed import loss_scale
 from rankscope.capture.taps.deepspeed_reading import ReducedReader
 from rankscope.capture.taps.reduced_types import reduced_types
 from rankscope.capture.totals import GradientTotals
@@ -81,3 +81,15 @@ class EngineModel(WholeModel):
     def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
         """Measure this worker's part of what was reduced."""
         sketcher.measure_many(list(self._shards.shards()), into)
+
+
+def loss_scale(engine: Any) -> Tensor:
+    """Return what DeepSpeed multiplies a loss by, besides dividing it by accumulation steps."""
+    with torch.enable_grad():
+        one = torch.ones((), device=engine.device, dtype=torch.float32, requires_grad=True)
+        loss = one.clone()
+        if hasattr(engine.optimizer, "scale_if_loss"):
+            loss = engine.optimizer.scale_if_loss(loss)
+        elif engine.torch_autocast_z0_gradscaler:
+            loss = engine.torch_autocast_z0_gradscaler.scale(loss)
+    return loss.detach()

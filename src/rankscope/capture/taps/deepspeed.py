@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -93,10 +92,6 @@ class DeepSpeedTap(GradientTap):
         reduced: What to read of the reduced gradient. Nothing is read where it has been moved off
             the device (ZeRO-Offload) or has become an update already (Muon).
 
-    Attributes:
-        gradient_scale: Scalar tensor: the loss scale that the gradient of the last measured step
-            carries, 1 without one; None before such a step.
-
     Raises:
         UnsupportedError: The engine works in a way that cannot be watched.
     """
@@ -121,7 +116,6 @@ class DeepSpeedTap(GradientTap):
         self._measure = self._running = self._ending = False
         self._last = self._stepped = False
         self._num_backwards = self._most_backwards = 0
-        self.gradient_scale: Tensor | None = None
         self._guarded = guarded
         self._stops = [
             Relay(engine, _BEGIN).tell(before=self._begin_backward),
@@ -230,7 +224,6 @@ class DeepSpeedTap(GradientTap):
     def _finish(self) -> None:
         self._last = True
         if self._measure:
-            self.gradient_scale = loss_scale(self._engine)
             self._measure_reduced()
 
     def _measure_reduced(self) -> None:
@@ -243,15 +236,3 @@ class DeepSpeedTap(GradientTap):
             self._sketcher.measure_norms(norms, self._reduced)
         else:
             self._sketcher.measure_many(shards, self._reduced)
-
-
-def loss_scale(engine: Any) -> Tensor:
-    """Return what DeepSpeed multiplies a loss by, besides dividing it by accumulation steps."""
-    with torch.enable_grad():
-        one = torch.ones((), device=engine.device, dtype=torch.float32, requires_grad=True)
-        loss = one.clone()
-        if hasattr(engine.optimizer, "scale_if_loss"):
-            loss = engine.optimizer.scale_if_loss(loss)
-        elif engine.torch_autocast_z0_gradscaler:
-            loss = engine.torch_autocast_z0_gradscaler.scale(loss)
-    return loss.detach()
