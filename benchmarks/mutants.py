@@ -336,8 +336,9 @@ def main() -> None:
             tests, passed = tests_of(mutant, entered), 0
             if before is not None and before["tests"] == len(tests):
                 passed = before["passed"]
+            left_s = options.limit - sum(entered.seconds.get(t, 0.0) for t in tests[:passed])
             copied = free.get()
-            killer, further = decide(mutant, copied, tests[passed:], entered, options.limit)
+            killer, further = decide(mutant, copied, tests[passed:], entered, left_s)
             free.put(copied)
             if before is not None:
                 results.remove(before)
