@@ -173,7 +173,6 @@ PLAIN_MODEL = {"docs/reproducible.md"}
 """Pages whose blocks wrap the model themselves."""
 
 RECORDED = {
-    "docs/metrics.md": ("runs/norms/runs/sharded-s1-1",),
     "docs/runs.md": ("runs/sft",),
 }
 """Runs that a page reads."""
