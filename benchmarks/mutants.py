@@ -301,17 +301,21 @@ def _entered(path: Path, processes: int) -> Entered:
 
 def render(results: Sequence[dict[str, Any]]) -> Table:
     """Return a row for each room."""
-    table = Table("room", "mutants", "killed", "survived", "not yet met by all tests")
+    ends = ("killed", "survived", "not yet met by all tests", "entered by no test")
+    table = Table("room", "mutants", *ends)
     for room in (*ROOMS, "together"):
         rows = [r for r in results if room in ("together", Path(r["path"]).parts[2])]
-        killed = sum(bool(row["killer"]) for row in rows)
-        undecided = sum(_is_undecided(row) for row in rows)
-        table.add_row(room, *map(str, (len(rows), killed, len(rows) - killed, undecided)))
+        found = Counter(map(_end_of, rows))
+        table.add_row(room, str(len(rows)), *(str(found[end]) for end in ends))
     return table
 
 
-def _is_undecided(result: dict[str, Any]) -> bool:
-    return not result["killer"] and result["passed"] < result["tests"]
+def _end_of(result: dict[str, Any]) -> str:
+    if result["killer"]:
+        return "killed"
+    if not result["tests"]:
+        return "entered by no test"
+    return "survived" if result["passed"] == result["tests"] else "not yet met by all tests"
 
 
 def main() -> None:
@@ -353,7 +357,7 @@ def main() -> None:
         for done in [
             pool.submit(work, mutant, before)
             for mutant, before in waiting
-            if before is None or _is_undecided(before)
+            if before is None or _end_of(before).startswith("not yet")
         ]:
             done.result()
     console.print(render(results))
