@@ -206,20 +206,17 @@ def render(results: dict[str, list[Row]]) -> str:
     given = partial(_given, results)
     parts = [
         "# Performance",
-        "Measured by `make bench`. The training process measures and hands over a message; the "
-        "agent does the rest. A ratio is the median of pairs that ran in turns, with the 95 % "
+        "Measured by `make bench`. A ratio is the median of pairs that ran in turns, with the 95 % "
         "interval of that median.",
         f"torch {torch.__version__}, {platform.machine()}, one thread per rank, 2 ranks over gloo, "
         f"{num_parameters() / 1e6:.1f} M parameters, every step observed, unless stated. "
         "[Accelerators](#on-an-accelerator) are at the end.",
         "## Added CPU time of the training process",
-        "CPU time of the monitor on the training's thread, with default settings and both reads "
-        "of the gradient. Other processes disturb the tenth percentile least. "
-        "`python benchmarks/probe_cost.py` shows the parts.",
+        "CPU time of the monitor on the training's thread, with default settings "
+        "(`python benchmarks/probe_cost.py`).",
         given("probe"),
         "## The agent's CPU time",
-        "Statistics, detectors and record of a step, on another core if there is one "
-        "(`python benchmarks/agent_cost.py`).",
+        "Statistics, detectors and record of a step (`python benchmarks/agent_cost.py`).",
         given("agent"),
         "## Step time, watched / unwatched",
         "Blocks of ten steps in turns, default settings (`python benchmarks/in_turns.py`).",
@@ -250,8 +247,8 @@ def render(results: dict[str, list[Row]]) -> str:
         _naive(results.get("naive", [])),
         "## The kernel",
         kernel.render(results.get("kernel", [])),
-        "The native kernel needs a C compiler. The rows of operations alone bound what plain torch "
-        "can reach: signs by element, the sum of rows and the squared norm, by chunks in cache.",
+        "The native kernel needs a C compiler. The row of operations alone bounds what plain torch "
+        "can reach.",
     ]
     return gpu_page.put_into("\n\n".join(parts), results)
 

@@ -64,7 +64,6 @@ class Trial:
         left: What was left behind.
         seconds: How much longer the training took.
         hit: Whether there was something that it could happen to; else it does not count.
-        whole: Whether the record has all steps.
         said: What the ranks have written, where a promise is broken.
     """
 
@@ -75,7 +74,6 @@ class Trial:
     left: list[str] = field(default_factory=list)
     seconds: float = 0.0
     hit: bool = True
-    whole: bool = False
     said: str = ""
 
     @property
@@ -190,7 +188,7 @@ def try_out(stage: Stage, folder: Path, kind: Kind, seed: int) -> dict[str, Any]
             return asdict(Trial(kind.name, seed, hit=False))
     scene, outcome = _play(stage, folder / "watched", kind, seed, watched=True)
     trial = Trial(kind.name, seed, left=outcome.left, seconds=outcome.seconds - plain.seconds)
-    trial.hit, trial.whole = scene.hit, outcome.steps is not None and len(outcome.steps) == STEPS
+    trial.hit = scene.hit
     trial.harmed = list(harm(kind, outcome, plain, trial.seconds))
     trial.lost = [*scene.lost, *losses(kind, outcome, scene.due)]
     if not trial.good:
@@ -299,28 +297,34 @@ def until_interrupted(trials: Iterator[Trial]) -> Iterator[Trial]:
 
 
 def table_of(kinds: Sequence[Kind], trials: Sequence[Trial]) -> str:
-    """Return a Markdown table of the kinds, and what it adds up to."""
-    heads = ("accident", "hits", "promised of the record", "tried", "harmed", "steps lost")
-    more = ("left behind", "all steps", "longest delay, bound")
-    lines = ["| " + " | ".join((*heads, *more)) + " |", "|---" * 9 + "|"]
-    for kind in kinds:
-        own = [trial for trial in trials if trial.kind == kind.name]
-        if own:
-            delay = max(0.0, *(trial.seconds for trial in own))
-            cells = (kind.name, kind.hits, kind.record, str(len(own)), *_broken(own))
-            whole = str(sum(trial.whole for trial in own))
-            lines.append(f"| {' | '.join(cells)} | {whole} | {delay:.1f} s, {kind.seconds:g} s |")
-    names = {trial.kind for trial in trials}
+    """Return Markdown tables of the kinds, after what they add up to."""
+    tried = {kind.name: [trial for trial in trials if trial.kind == kind.name] for kind in kinds}
+    counts = [len(own) for own in tried.values() if own]
+    usual = max(counts, key=counts.count, default=0)
     harmed, lost, left = _broken(trials)
-    lines += [
-        "",
-        f"{len(trials)} accidents of {len(names)} kinds: {harmed} trainings harmed, {lost} records "
-        f"without what was promised, {left} with something left after {LEFT_SECONDS:g} s.",
+    lines = [
+        f"{len(trials)} accidents of {len(counts)} kinds, {usual} of each unless stated: {harmed} "
+        f"trainings harmed, {lost} records without what was promised, {left} with something left "
+        f"after {LEFT_SECONDS:g} s. Delays are the longest."
     ]
-    untried = [kind.name for kind in kinds if kind.name not in names]
+    for hits in Hits:
+        lines += ["", f"| accident of the {hits} | record | delay, s |", "|---|---|---|"]
+        shown = [kind for kind in kinds if kind.hits is hits and tried[kind.name]]
+        lines += [_row(kind, tried[kind.name], usual) for kind in shown]
+    untried = [name for name, own in tried.items() if not own]
     if untried:
         lines += ["", f"Not tried on this machine: {'; '.join(untried)}."]
     return "\n".join(lines)
+
+
+def _row(kind: Kind, own: Sequence[Trial], usual: int) -> str:
+    """Return a kind's row, with what is unusual in it."""
+    times = "" if len(own) == usual else f" ({len(own)} ×)"
+    bound = "" if kind.seconds == Kind.seconds else f" (bound {kind.seconds:g})"
+    delay = max(0.0, *(trial.seconds for trial in own))
+    words = zip(_broken(own), ("harmed", "lost", "left behind"), strict=True)
+    broken = "".join(f", {count} {what}" for count, what in words if count != "0")
+    return f"| {kind.name}{times} | {kind.record} | {delay:.1f}{bound}{broken} |"
 
 
 def _broken(trials: Sequence[Trial]) -> list[str]:

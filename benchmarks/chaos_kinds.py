@@ -38,12 +38,12 @@ class Hits(StrEnum):
 
 
 class Record(StrEnum):
-    """What has to be in the record."""
+    """What has to be in the record; ``docs/chaos.md`` explains the words."""
 
     WHOLE = "all steps"
-    HANDED = "all steps handed over"
-    WRITTEN = "what was written"
-    SAID = "what could be written; the rest is said"
+    HANDED = "handed over"
+    WRITTEN = "written"
+    SAID = "possible"
 
 
 @dataclass(frozen=True)

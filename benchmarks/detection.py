@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import detection_cost as cost
 import detection_faults as faults
 import detection_null as null
 import detection_outside as outside
@@ -59,17 +58,11 @@ def bench_training(options: argparse.Namespace) -> Results:
     return {"rows": rows}
 
 
-def bench_cost(options: argparse.Namespace) -> Results:
-    """Time a step."""
-    return {"rows": cost.measure()}
-
-
 PARTS: dict[str, Callable[[argparse.Namespace], Results]] = {
     "null": bench_null,
     "faults": bench_faults,
     "rules": bench_rules,
     "training": bench_training,
-    "cost": bench_cost,
 }
 
 

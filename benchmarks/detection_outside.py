@@ -33,22 +33,23 @@ def unequal(gathered: GatheredStep, step: int) -> dict[str, Any]:
     return {"num_samples": sizes_W}
 
 
-def measure(scale: float) -> dict[str, list[str]]:
-    """Return for each stream what is said of it, and in how many runs."""
+def measure(scale: float) -> dict[str, Any]:
+    """Return the number of runs, and for each stream in how many of them something is said."""
     runs = max(2, int(RUNS * scale))
     cases: list[tuple[str, str, Known | None]] = [(name, name, None) for name in streams.OUTSIDE]
     cases += [
         (f"{REPLAYED}, samples known", REPLAYED, replayed),
         (f"{UNEQUAL}, samples known", UNEQUAL, unequal),
     ]
-    return {name: _say(name, stream, known, runs) for name, stream, known in cases}
+    streams_say = {name: _say(name, stream, known, runs) for name, stream, known in cases}
+    return {"runs": runs, "steps": STEPS, "streams": streams_say}
 
 
-def _say(name: str, stream: str, known: Known | None, runs: int) -> list[str]:
+def _say(name: str, stream: str, known: Known | None, runs: int) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for run in range(runs):
         counts.update(_findings(streams.OUTSIDE[stream], known, [zlib.crc32(name.encode()), run]))
-    return [f"{what} in {count} of {runs} runs" for what, count in counts.most_common()]
+    return dict(counts.most_common())
 
 
 def _findings(make: streams.Make, known: Known | None, seed: list[int]) -> set[str]:
@@ -69,5 +70,5 @@ def _findings(make: streams.Make, known: Known | None, seed: list[int]) -> set[s
 
 
 if __name__ == "__main__":
-    for words, says in measure(0.2).items():
+    for words, says in measure(0.2)["streams"].items():
         print(words, says)

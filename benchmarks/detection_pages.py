@@ -24,32 +24,8 @@ def render(results: dict[str, Any]) -> str:
         *_rules(results.get("rules", {}).get("rows", []), rows, null),
         "## Real training jobs",
         *_training(results.get("training", {}).get("rows", [])),
-        "## What a step costs",
-        *_cost(results.get("cost", {}).get("rows", [])),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _cost(rows: list[Row]) -> list[str]:
-    if not rows:
-        return [_NOT_YET]
-    return [
-        f"Milliseconds per step in the agent, numpy on one core: 3 totals and "
-        f"{rows[0]['groups']} groups, median of {rows[0]['steps']} steps (90 % within). The state "
-        "does not grow over time.",
-        _table(
-            ("workers", "comparison of workers", "whole diagnosis", "state"),
-            [
-                (
-                    f"{row['workers']:,}",
-                    f"{row['outliers_median']:.1f} ({row['outliers_p90']:.1f})",
-                    f"{row['diagnosis_median']:.1f} ({row['diagnosis_p90']:.1f})",
-                    f"{row['state_bytes'] / 1e6:.1f} MB",
-                )
-                for row in rows
-            ],
-        ),
-    ]
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -63,11 +39,11 @@ def _healthy(null: Row) -> list[str]:
     healthy, rare, whole = null["healthy"], null["rare"], null["whole"]
     steps = healthy[0]["steps"]
     worst = max(healthy, key=lambda row: row["low"] / row["bound"])
+    highest = max(row["high"] for row in healthy)
     workers = sorted({row["workers"] for row in healthy})
     return [
-        f"Share of runs with an alarm (upper end of its 95 % Clopper-Pearson interval): one "
-        f"signal, all bets, {steps} steps, threshold 1,000. The guarantee allows {steps} / 1,000 "
-        f"= {healthy[0]['bound']:.2f}. Runs: {_runs(healthy)}.",
+        f"Share of runs with an alarm: one signal, all bets, {steps} steps, threshold 1,000. The "
+        f"guarantee allows {steps} / 1,000 = {healthy[0]['bound']:.2f}. Runs: {_runs(healthy)}.",
         _table(
             ("stream", *(f"W = {count:,}" for count in workers)),
             [
@@ -75,32 +51,15 @@ def _healthy(null: Row) -> list[str]:
                 for stream in dict.fromkeys(row["stream"] for row in healthy)
             ],
         ),
-        f"No interval is above the bound: the highest lower end is {worst['low']:.3f}. Evidence "
-        "usually jumps past the threshold, so the bound is not sharp.",
-        "At the threshold in use, 10⁶:",
+        f"No 95 % interval (Clopper-Pearson) is above the bound: the highest lower end is "
+        f"{worst['low']:.3f}, the highest upper end {highest:.3f}. Evidence usually jumps past the "
+        "threshold, so the bound is not sharp.",
+        "At the threshold in use, 10⁶, with 8 workers:",
         _table(
-            (
-                "workers",
-                "stream",
-                "healthy steps in all",
-                "alarms",
-                "95 % interval of their expectation",
-                "bound",
-            ),
-            [
-                (
-                    f"{row['workers']}",
-                    row["stream"],
-                    f"{row['repetitions'] * row['steps']:,}",
-                    f"{row['alarms']}",
-                    _interval(row["repetitions"] * row["low"], row["repetitions"] * row["high"], 1),
-                    f"{row['repetitions'] * row['bound']:.0f}",
-                )
-                for row in rare
-            ]
+            ("stream", "healthy steps in all", "alarms", "95 % interval", "bound"),
+            [_rare_row(row) for row in rare]
             + [
                 (
-                    "8",
                     "normal, the whole diagnosis, 3 totals and 40 groups",
                     f"{whole['steps']:,}",
                     f"{whole['alarms']}",
@@ -110,6 +69,18 @@ def _healthy(null: Row) -> list[str]:
             ],
         ),
     ]
+
+
+def _rare_row(row: Row) -> tuple[str, ...]:
+    low, high, bound = (row["repetitions"] * row[name] for name in ("low", "high", "bound"))
+    steps = row["repetitions"] * row["steps"]
+    return (
+        row["stream"],
+        f"{steps:,}",
+        f"{row['alarms']}",
+        f"{low:.1f} – {high:.1f}",
+        f"{bound:.0f}",
+    )
 
 
 def _runs(rows: list[Row]) -> str:
@@ -125,44 +96,45 @@ def _runs(rows: list[Row]) -> str:
 
 
 def _share(rows: list[Row], stream: str, workers: int) -> str:
-    """Return one cell: the share, and the upper end of its interval."""
+    """Return one cell."""
     for row in rows:
         if row["stream"] == stream and row["workers"] == workers:
-            return f"{row['share']:.3f} ({row['high']:.3f})"
+            return f"{row['share']:.3f}"
     return "–"
-
-
-def _interval(low: float, high: float, digits: int) -> str:
-    return f"{low:.{digits}f} – {high:.{digits}f}"
 
 
 def _outside(null: Row) -> list[str]:
     if not null:
         return [_NOT_YET]
+    counted, says = {row["stream"]: row for row in null["outside"]}, null["says"]
+    row = null["outside"][0]
     return [
         "Healthy jobs with workers that are [not "
         "exchangeable](statistics.md#what-breaks-the-assumption). An alarm is a true difference, "
-        f"but no fault. W = 8, one signal, {null['outside'][0]['steps']:,} steps, threshold 10⁶.",
+        f"but no fault. W = 8, threshold 10⁶. One signal: {row['repetitions']:,} runs of "
+        f"{row['steps']:,} steps. Whole diagnosis, if loss, gradient norm and direction all behave "
+        f"like this: {says['runs']} runs of {says['steps']} steps.",
         _table(
-            ("stream", "runs", "runs with an alarm", "95 % interval", "median step of the alarm"),
+            ("stream", "runs with an alarm", "median step", "warnings, in how many runs"),
             [
-                (
-                    row["stream"],
-                    f"{row['repetitions']:,}",
-                    f"{row['share']:.3f}",
-                    _interval(row["low"], row["high"], 3),
-                    "–" if row["median"] is None else f"{row['median']:.0f}",
-                )
-                for row in null["outside"]
+                (name, *_alarmed(counted.get(name)), _warnings(found))
+                for name, found in says["streams"].items()
             ],
         ),
-        "The whole diagnosis within 300 steps, if loss, gradient norm and direction all behave "
-        "like this:",
-        _table(
-            ("stream", "findings"),
-            [(name, "; ".join(says) or "nothing") for name, says in null["says"].items()],
-        ),
     ]
+
+
+def _alarmed(row: Row | None) -> tuple[str, str]:
+    """Return the share of runs with an alarm, and its median step."""
+    if row is None:
+        return "–", "–"
+    return f"{100 * row['share']:.1f} %", _steps(row["median"])
+
+
+def _warnings(found: dict[str, int]) -> str:
+    loud = {what: count for what, count in found.items() if not what.endswith(" (note)")}
+    words = (f"{what.removesuffix(' (warning)')}: {count}" for what, count in loud.items())
+    return ", ".join(words) or "none"
 
 
 def _faults(rows: list[Row]) -> list[str]:
@@ -171,19 +143,10 @@ def _faults(rows: list[Row]) -> list[str]:
     return [
         "The whole diagnosis at threshold 10⁶: loss, gradient norm and direction of 8 workers, "
         "norm and direction of 40 groups. Unless stated, the fault begins after 50 healthy steps. "
-        "Delay: steps until the first warning, with the first faulty one. Right workers: all open "
-        "warnings, up to 30 steps later, name exactly the faulty ones. Onset: median error of the "
-        "estimated first step. " + _before(rows),
+        "Delay: steps until the first warning, with the first faulty one. Onset: median error of "
+        "the estimated first step. " + _in_all(rows),
         _table(
-            (
-                "fault",
-                "runs",
-                "found",
-                "median delay",
-                "90 % within",
-                "right workers",
-                "onset off by",
-            ),
+            ("fault", "runs", "median delay", "90 % within", "onset off by"),
             [_fault_row(row) for row in rows],
         ),
         *[
@@ -194,22 +157,23 @@ def _faults(rows: list[Row]) -> list[str]:
     ]
 
 
-def _before(rows: list[Row]) -> str:
-    """Return how many alarms came before the faults, and how many findings a fault had."""
-    alarms, most = sum(row["before"] for row in rows), max(row["findings"] for row in rows)
-    return f"Alarms before the fault: {alarms}. Findings per run: at most {most:.1f} on average."
+def _in_all(rows: list[Row]) -> str:
+    """Return what holds in all rows, or in how many runs at least."""
+    missed = [f"{row['words']} ({100 * row['found']:.0f} %)" for row in rows if row["found"] < 1]
+    right, alarms = min(row["right"] for row in rows), sum(row["before"] for row in rows)
+    most = max(row["findings"] for row in rows)
+    but = f", except {', '.join(missed)}" if missed else ""
+    runs = "all runs" if right == 1 else f"at least {100 * right:.1f} % of a fault's runs"
+    return (
+        f"Found in all runs{but}. All open warnings, up to 30 steps later, name exactly the faulty "
+        f"workers in {runs}. Alarms before the fault: {alarms}. Findings per run: at most "
+        f"{most:.1f} on average."
+    )
 
 
 def _fault_row(row: Row) -> tuple[str, ...]:
-    return (
-        row["words"],
-        f"{row['repetitions']}",
-        f"{100 * row['found']:.0f} %",
-        _steps(row["median"]),
-        _steps(row["late"]),
-        f"{100 * row['right']:.1f} %",
-        _steps(row["onset"]),
-    )
+    delays = _steps(row["median"]), _steps(row["late"])
+    return row["words"], f"{row['repetitions']}", *delays, _steps(row["onset"])
 
 
 def _rules(rows: list[Row], found: list[Row], null: Row) -> list[str]:
@@ -261,49 +225,38 @@ def _training(rows: list[Row]) -> list[str]:
         return [_NOT_YET]
     faulty = [row for row in rows if row["faulty"] is not None]
     healthy = [row for row in rows if row["faulty"] is None]
+    alarms = [row["words"] for row in healthy if row["alarms"]]
     return [
-        "The study's tiny model on 8 gloo ranks, batches of 4, one run each. The fault begins at "
-        "the first step unless stated.",
+        f"The study's tiny model on 8 gloo ranks, batches of 4, {rows[0]['steps']} steps, one run "
+        "each. The fault is on rank 5, and begins at the first step unless stated.",
         _table(
-            ("fault on rank 5", "steps", "first warning", "delay", "estimated start", "at the end"),
+            ("fault", "first warning", "delay", "estimated start"),
             [_faulty_row(row) for row in faulty],
         ),
-        "Healthy jobs that look odd:",
-        _table(
-            ("job", "steps", "warnings and errors", "notes"),
-            [_healthy_row(row) for row in healthy],
-        ),
+        "Healthy jobs that look odd, and their notes. Warnings or errors: "
+        f"{'; '.join(alarms) or 'none'}.",
+        _table(("job", "notes"), [(row["words"], _notes(row)) for row in healthy]),
     ]
 
 
 def _faulty_row(row: Row) -> tuple[str, ...]:
     if not row["alarms"]:
-        return row["words"], f"{row['steps']}", "none", "–", "–", _list(row["last"])
+        return row["words"], "none", "–", "–"
     first = row["alarms"][0]
     return (
         row["words"],
-        f"{row['steps']}",
         f"{first['cause']}, {_ranks(first['ranks'])}",
         f"{first['step'] - row['start'] + 1}",
         f"{first['first_step']}",
-        _list(row["last"]),
     )
 
 
-def _healthy_row(row: Row) -> tuple[str, ...]:
-    notes = [event for event in row["last"] if event["severity"] == "note"]
-    return row["words"], f"{row['steps']}", _list(row["alarms"]) or "none", _list(notes) or "none"
-
-
-def _list(events: list[Row]) -> str:
-    return "; ".join(
-        f"{event['cause']} ({event['severity']}, {_ranks(event['ranks'])})" for event in events
-    )
+def _notes(row: Row) -> str:
+    notes = [event["cause"] for event in row["last"] if event["severity"] == "note"]
+    return ", ".join(dict.fromkeys(notes)) or "–"
 
 
 def _ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return "no rank"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

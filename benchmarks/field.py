@@ -417,24 +417,34 @@ def make_assets(folder: Path) -> None:
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table."""
-    heads = ("script", "package", "steps logged, recorded", "loss against its log")
-    more = ("output, exit code", "healthy run", "rank 1's loss × 8")
-    lines = ["| " + " | ".join((*heads, *more)) + " |", "|---" * 7 + "|"]
+    """Return a Markdown table: scripts of one package with the same findings share a row."""
+    scripts: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        same = "same" if row.same else "**differ**"
-        steps = "**nothing**" if row.steps is None else f"{row.steps[0]}, {row.steps[1]}"
-        far = f"**{row.apart:.1f} half digits apart**"
-        apart = "–" if row.steps is None else far if row.apart > 1 else "equal as printed"
-        found = _in_words(row.findings) + ", and it is right" * bool(row.true)
-        cells = (row.script, row.package, steps, apart, same, found)
-        lines.append("| " + " | ".join((*cells, _in_words(row.found))) + " |")
+        found = _in_words(row.findings, Severity.NOTE) + ", and it is right" * bool(row.true)
+        name = f"{row.script}: **broken**" if not row.good else row.script
+        faulty = _in_words(row.found, Severity.WARNING)
+        scripts.setdefault((row.package, found, faulty), []).append(name)
+    kept = sum(row.good for row in rows)
+    lines = [
+        f"{kept} of {len(rows)} scripts keep every promise.",
+        "",
+        "| package | scripts | notes of the healthy run | warnings, rank 1's loss × 8 |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {package} | {'; '.join(names)} | {found} | {faulty} |"
+        for (package, found, faulty), names in scripts.items()
+    ]
     return "\n".join(lines)
 
 
-def _in_words(findings: Sequence[str]) -> str:
+def _in_words(findings: Sequence[str], usual: Severity) -> str:
+    """Return the causes, with a severity that is not the usual one."""
     split = [finding.partition(": ") for finding in findings]
-    return ", ".join(f"`{cause}` ({severity})" for severity, _, cause in split) or "no finding"
+    words = (
+        f"`{cause}`" + f" ({severity})" * (severity != str(usual)) for severity, _, cause in split
+    )
+    return ", ".join(words) or "–"
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from rankscope.core.groups import group_parameters
 Work = Callable[[], object]
 WARM_UP = 3
 _AHEAD = 5_000_000  # cycles that the device is busy while the host prepares what is timed
-NORM, COPY = "torch's norm", "a copy, read and written"
+NORM, COPY = "torch's norm", "a copy"
 
 
 def measure_bandwidth(setup: Setup) -> Iterator[Values]:

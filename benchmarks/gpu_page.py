@@ -16,20 +16,17 @@ HEADING = "## On an accelerator"
 NOT_MEASURED = "not measured"
 PREFIX = "gpu "
 """Parts of the results that are ours begin so."""
+_COLUMN = re.compile(r"^\{\}: | of \{\}|, \{\}")
 
 DTYPES = ("float32", "bfloat16", "float16")
-TENSORS = (10, 100, 1000)
+TENSORS = {f"{count:,} tensors": count for count in (10, 100, 1000)}
 DDP_WAYS = (
     "DDP, one rank",
     "DDP, 2 ranks on one device over gloo",
     "DDP, a rank on each device over NCCL",
 )
 FSDP2_WAYS = ("FSDP2, a rank on each device over NCCL", "FSDP2, 2 ranks on one device over gloo")
-LAUNCHES = (
-    "launches and copies, {:,} tensors",
-    "by the probe's own clock, {:,} tensors",
-    "CPU time, {:,} tensors",
-)
+LAUNCHES = ("launches and copies, {}", "by the probe's own clock, {}", "CPU time, {}")
 ANSWERS = {
     # what is trained: how, by how many ranks, and what is to be found
     "a healthy training, one rank": ("healthy", 1, "verify.agrees"),
@@ -65,36 +62,45 @@ class Part:
     Attributes:
         title: Its heading.
         needs: Packages without which it is left out.
-        rows: What it measures, and in which unit; an empty one for words and counts.
+        templates: What it measures, and in which unit; an empty one for words and counts. ``{}`` is
+            each of its columns.
+        columns: Columns of its table.
     """
 
     title: str
     needs: tuple[str, ...]
-    rows: Mapping[str, str]
+    templates: Mapping[str, str]
+    columns: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The name and the unit of each of its rows."""
+        return {
+            template.format(column): unit
+            for template, unit in self.templates.items()
+            for column in (self.columns if "{}" in template else ("",))
+        }
 
 
 WATCHING = ("numpy", "pyarrow")
 """Packages of a watched training on one host."""
 
 
-def _step_rows(ways: Sequence[str]) -> dict[str, str]:
-    rows = {"parameters": "", "tokens a step and rank": ""}
-    for way in ways:
-        rows |= {RATIO.format(way): "", PLAIN.format(way): "ms"}
-        rows |= {OWN.format(way): "ms", OBSERVED.format(way): "%"}
-    return rows
-
-
-def _bandwidth_rows() -> dict[str, str]:
-    rows = {"elements": "", "tensors": ""}
-    for dtype in ("bfloat16", "float32"):
-        for what in ("sketch", "norms", "digests", "torch's norm", "a copy, read and written"):
-            rows[f"{dtype}: {what}"] = "GB/s"
-        for what in ("sketch", "digests"):
-            rows[f"{dtype}: {what} / torch's norm"] = ""
-            rows[f"{dtype}: {what} / a copy, read and written"] = ""
-    return rows
-
+_STEP = {
+    "parameters": "",
+    "tokens a step and rank": "",
+    RATIO: "",
+    PLAIN: "ms",
+    OWN: "ms",
+    OBSERVED: "%",
+}
+_COMPARED = ("torch's norm", "a copy")
+_BANDWIDTH = {
+    "elements": "",
+    "tensors": "",
+    **{f"{{}}: {what}": "GB/s" for what in ("sketch", "norms", "digests", *_COMPARED)},
+    **{f"{{}}: {what} / {than}": "" for what in ("sketch", "digests") for than in _COMPARED},
+}
 
 PARTS: dict[str, Part] = {
     "environment": Part(
@@ -112,28 +118,28 @@ PARTS: dict[str, Part] = {
         "Kernels against plain torch",
         ("numpy", "triton"),
         {
-            **{f"sketches of {dtype}: largest difference over their RMS": "" for dtype in DTYPES},
-            **{f"squared norms of {dtype}: largest relative difference": "" for dtype in DTYPES},
-            **{f"largest and non-finite of {dtype}: equal": "" for dtype in DTYPES},
+            "sketches of {}: largest difference over their RMS": "",
+            "squared norms of {}: largest relative difference": "",
+            "largest and non-finite of {}: equal": "",
             "sketches in sections: largest difference over their RMS": "",
             "the same bits when measured twice": "",
             "digests: equal to those by the host": "",
             "sums of squares beside digests: largest relative difference": "",
             "handover in one launch: equal to plain torch's": "",
         },
+        DTYPES,
     ),
-    "bandwidth": Part("Bandwidth of the kernels", ("numpy", "triton"), _bandwidth_rows()),
+    "bandwidth": Part(
+        "Bandwidth of the kernels", ("numpy", "triton"), _BANDWIDTH, ("bfloat16", "float32")
+    ),
     "launches": Part(
         "What the probe starts in a step",
         WATCHING,
-        {
-            row.format(count): unit
-            for row, unit in zip(LAUNCHES, ("", "ms", "ms"), strict=True)
-            for count in TENSORS
-        },
+        dict(zip(LAUNCHES, ("", "ms", "ms"), strict=True)),
+        tuple(TENSORS),
     ),
-    "steps": Part("Step time under DDP", WATCHING, _step_rows(DDP_WAYS)),
-    "fsdp2": Part("Step time under FSDP2", WATCHING, _step_rows(FSDP2_WAYS)),
+    "steps": Part("Step time under DDP", WATCHING, _STEP, DDP_WAYS),
+    "fsdp2": Part("Step time under FSDP2", WATCHING, _STEP, FSDP2_WAYS),
     "bits": Part(
         "What must stay as it is",
         WATCHING,
@@ -176,14 +182,22 @@ def merge(results: Results, part: str, rows: list[Row]) -> None:
 
 def render(results: Mapping[str, list[Row]]) -> str:
     """Return the section, without an empty line at its end."""
+    rows_of = {part.title: results.get(PREFIX + name, []) for name, part in PARTS.items()}
+    place = _place([row for rows in rows_of.values() for row in rows])
+    remarks: dict[str, list[str]] = {}
+    for title, rows in rows_of.items():
+        for remark in dict.fromkeys(row["remark"] for row in rows if "remark" in row):
+            remarks.setdefault(remark, []).append(title)
     parts = [
         HEADING,
         "`make gpu` measures all; `make gpu GPU_FLAGS='--parts kernels'` one part. Medians, with "
         "95 % intervals in brackets. Bandwidths are the device's alone, and count the bytes of the "
-        "gradient; a copy counts bytes read and written.",
+        "gradient; a copy counts bytes read and written." + (f" {place}" if place else ""),
+        *(f"*{'*, *'.join(titles)}*: {remark}" for remark, titles in remarks.items()),
     ]
-    for name, part in PARTS.items():
-        parts += [f"### {part.title}", _table(part, results.get(PREFIX + name, []))]
+    for part in PARTS.values():
+        own = "" if place else _place(rows_of[part.title])
+        parts += [f"### {part.title}", *([own] if own else []), *_tables(part, rows_of[part.title])]
     return "\n\n".join(parts)
 
 
@@ -206,23 +220,37 @@ def text_of(row: Row) -> str:
     return text
 
 
-def _table(part: Part, rows: list[Row]) -> str:
-    """Return the rows of a part as a table; one line while none is measured."""
+def _tables(part: Part, rows: list[Row]) -> list[str]:
+    """Return the tables of a part; one line while none is measured."""
     if not rows:
-        return f"All {len(part.rows)} rows: {NOT_MEASURED}."
-    found = {row["what"]: row for row in rows}
-    where = list(dict.fromkeys(map(_where, rows)))
-    said = [f"On {where[0]}."] if len(where) == 1 else []
-    said += dict.fromkeys(row["remark"] for row in rows if "remark" in row)
-    lines = [" ".join(said), ""] if said else []
-    several = len(where) > 1
-    lines += ["| what | value |" + " where |" * several, "|---|---|" + "---|" * several]
-    for what in part.rows:
-        row = found.get(what)
-        text = NOT_MEASURED if row is None else text_of(row).replace("|", "/")
-        place = "–" if row is None else _where(row)
-        lines.append(f"| {what} | {text} |" + f" {place} |" * several)
-    return "\n".join(lines)
+        return [f"All {len(part.rows)} rows: {NOT_MEASURED}."]
+    texts, somewhere = dict.fromkeys(part.rows, NOT_MEASURED), _place(rows)
+    for row in rows:
+        place = "" if somewhere else f" ({_where(row)})"
+        texts[row["what"]] = text_of(row).replace("|", "/") + place
+    wide = [template for template in part.templates if "{}" in template]
+    columns = {name: [texts[each.format(name)] for each in wide] for name in part.columns}
+    alike = {name: cells[0] for name, cells in columns.items() if len({*cells}) == 1}
+    plain = [(what, texts[what]) for what in part.templates if what not in wide]
+    shown = [name for name in columns if name not in alike]
+    lines = [
+        (_COLUMN.sub("", each), *(columns[name][number] for name in shown))
+        for number, each in enumerate(wide)
+    ]
+    tables = [_table(("what", "value"), plain)] if plain else []
+    tables += [_table(("what", *shown), lines)] if shown else []
+    return [*tables, *(f"{name}: {text}." for name, text in alike.items())]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _place(rows: Sequence[Row]) -> str:
+    """Return where all rows were measured; empty if there are several places, or no row."""
+    places = {_where(row) for row in rows}
+    return f"On {places.pop()}." if len(places) == 1 else ""
 
 
 def _where(row: Row) -> str:

@@ -42,8 +42,8 @@ MOST_BLOCKS = 40
 
 def measure_launches(setup: Setup) -> Iterator[Values]:
     """Count what watching starts on the device, by the profiler, and the host's time for it."""
-    for count in TENSORS:
-        rows = [row.format(count) for row in LAUNCHES]
+    for column, count in TENSORS.items():
+        rows = [row.format(column) for row in LAUNCHES]
         yield attempt(rows, partial(_launches, setup, count, rows))
 
 

@@ -122,8 +122,8 @@ def _watch_something_small(kind: str) -> None:
 def render(rows: list[dict[str, Any]]) -> str:
     """Return the table and what it says, in Markdown."""
     lines = [
-        "| what | peak of a step, watched − unwatched | held between steps, watched − unwatched "
-        "| sketches | a bucket | unwatched peak |",
+        "| watched − unwatched | peak of a step | held between steps | sketches | a bucket "
+        "| unwatched peak |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
@@ -136,12 +136,9 @@ def render(rows: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "`python benchmarks/bench.py --parts memory`: all that malloc has given to rank 0, by all "
-        "threads and libraries, Python's smallest objects and the monitor's rows and threads "
-        f"included; medians over {2 * STEPS} steps of {TOKENS} tokens each, after {WARM_UP} "
-        "others, in one process, unwatched before and after watched. In brackets the least and "
-        "the most of the unwatched steps: a reduced buffer of FSDP2 is freed by gloo's own thread, "
-        "now before the next is made and now after. Sketches: those of all groups, once. A bucket: "
-        "what is reduced at once, 25 MB of DDP's, the largest module of FSDP2's.",
+        f"threads and libraries; medians over {2 * STEPS} steps of {TOKENS} tokens each, after "
+        f"{WARM_UP} others, unwatched before and after watched. In brackets the least and the most "
+        "of the unwatched steps. A bucket is what is reduced at once.",
     ]
     return "\n".join(lines)
 

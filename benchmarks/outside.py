@@ -176,13 +176,21 @@ def make_row(workload: Workload, outcome: Outcome) -> str:
     if workload.why and "**" in verdict:
         verdict += f": {workload.why}"
     should = " or ".join(f"`{cause}`" for cause in workload.causes) or "nothing"
-    said = "<br>".join(map(_words, outcome.findings)) or "no finding"
+    said = _words(outcome.findings) or "no finding"
     return f"| {workload.name} | {workload.what} | {should} | {said} | {verdict} |"
 
 
-def _words(finding: Finding) -> str:
-    ranks = f", rank {finding.ranks[0]}" if len(finding.ranks) == 1 else ""
-    return f"`{finding.cause}` ({finding.severity}{ranks}, step {finding.first_step})"
+def _words(findings: Sequence[Finding]) -> str:
+    """Return the causes, the worst severity, the worker if it is one, and the first step."""
+    if not findings:
+        return ""
+    worst = max(finding.severity for finding in findings)
+    all_ranks = {finding.ranks for finding in findings}
+    ranks = all_ranks.pop() if len(all_ranks) == 1 else ()
+    worker = f", rank {ranks[0]}" if len(ranks) == 1 else ""
+    first = min(finding.first_step for finding in findings)
+    causes = ", ".join(f"`{finding.cause}`" for finding in findings)
+    return f"{causes} ({worst}{worker}, step {first})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,8 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if outcome.exit_code:
                 print(outcome.errors[-2000:], file=sys.stderr)
     if options.write and not options.only:
-        head = "| workload | what is wrong | should say | says | |\n| --- | --- | --- | --- | --- |"
-        fill_table(PAGE, "python benchmarks/outside.py --write", "\n".join([head, *rows]))
+        head = "| workload | what is wrong | should say | says: worst severity, first step | |"
+        table = "\n".join([head, "| --- | --- | --- | --- | --- |", *rows])
+        fill_table(PAGE, "python benchmarks/outside.py --write", table)
     return 0
 
 

@@ -121,10 +121,12 @@ class Tool:
     Attributes:
         packages: What its environment holds besides torch; empty for this environment.
         title: What the table calls it.
+        judges: Whether it reports faults.
     """
 
     packages: tuple[str, ...] = ()
     title = ""
+    judges = True
 
     def __init__(self, name: str, environments: Path) -> None:
         self.name = name
@@ -169,7 +171,7 @@ class Tool:
     def judge(self, fault: str, said: set[str], healthy: set[str]) -> Verdict:
         """Return what it says of a fault, beyond what it says of the healthy runs."""
         new = said - healthy
-        return {"found": bool(new), "named": False, "words": f"{len(new)} beyond the healthy runs"}
+        return {"found": bool(new), "named": False, "words": f"{len(new)} new"}
 
 
 class Plain(Tool):
@@ -297,8 +299,7 @@ class Msprobe(Tool):
         alarms = {name for name in said - healthy if name.startswith("alarm")}
         ranks = {name.split("/")[1] for name in alarms}
         seen = sorted(name.removeprefix("record ") for name in said - healthy - alarms)
-        words = f"{len(alarms)} alarms beyond the healthy runs"
-        words += f"; its records of {', '.join(seen)} differ between ranks" if seen else ""
+        words = f"{len(alarms)} new" + (f"; {', '.join(seen)} differ" if seen else "")
         return {"found": bool(alarms), "named": ranks == {f"rank{HIT}"}, "words": words}
 
 
@@ -307,6 +308,7 @@ class AdaptDL(Tool):
 
     packages = ("adaptdl==0.2.11", "requests", "setuptools<81", "semver<3")
     title = "AdaptDL 0.2.11"
+    judges = False
 
     def names(self, fault: str, out: Path) -> set[str]:
         """Return its noise scale at the end."""
@@ -408,10 +410,10 @@ def measured(
 def render(results: dict[str, Any]) -> str:
     """Return both tables: what was found at what cost, and what was said."""
     tools = [name for name in TOOLS if name in results]
-    lines = ["| tool | step-time ratio | found of 8 | worker of 4 | alarms on 2 healthy runs |"]
+    lines = ["| tool | step-time ratio | found of 8 | worker of 4 | alarms of healthy runs |"]
     lines += ["| --- | --- | --- | --- | --- |"]
     lines += [_summary(name, results[name]) for name in tools]
-    judged = [name for name in tools if "faults" in results[name]]
+    judged = [name for name in tools if "faults" in results[name] and TOOLS[name].judges]
     lines += ["", f"| fault | {' | '.join(TOOLS[name].title for name in judged)} |"]
     lines += ["| --- |" + " --- |" * len(judged)]
     for fault in FAULTS:
@@ -424,32 +426,27 @@ def _summary(name: str, result: dict[str, Any]) -> str:
     cost, faults = result.get("cost"), result.get("faults")
     ratio = "did not run" if cost else "not measured"
     if cost and "error" not in cost:
-        low, middle, high = (
-            min(cost["ratios"]),
-            statistics.median(cost["ratios"]),
-            max(cost["ratios"]),
-        )
-        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f}, pairs: {len(cost['ratios'])})"
+        ratios = cost["ratios"]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     if faults is None:
         return f"| {TOOLS[name].title} | {ratio} | – | – | – |"
     if "error" in faults:
         return f"| {TOOLS[name].title} | {ratio} | did not run | did not run | did not run |"
-    found = [faults[fault]["found"] for fault in FAULTS if fault in faults]
-    if not any(one is not None for one in found):
+    if not TOOLS[name].judges:
         return f"| {TOOLS[name].title} | {ratio} | logs only | – | – |"
+    found = sum(faults[fault]["found"] for fault in FAULTS if fault in faults)
     named = sum(faults[fault]["named"] for fault in FAULTS if fault in faults and hits_one(fault))
     alarms = [sum(not one.startswith("record") for one in names) for names in faults["healthy"]]
-    told = f"{sum(map(bool, alarms))} ({', '.join(map(str, alarms))} alarms)"
-    return f"| {TOOLS[name].title} | {ratio} | {sum(map(bool, found))} | {named} | {told} |"
+    told = ", ".join(map(str, alarms))
+    return f"| {TOOLS[name].title} | {ratio} | {found} | {named} | {told} |"
 
 
 def _cell(faults: dict[str, Any], fault: str) -> str:
     if fault not in faults:
         return "did not run" if "error" in faults else "not measured"
     verdict = faults[fault]
-    mark = {True: "found", False: "–", None: ""}[verdict["found"]]
     named = ", worker named" if verdict["named"] and hits_one(fault) else ""
-    return f"{mark}{named}{': ' if mark else ''}{verdict['words']}"
+    return f"{verdict['words']}{named}"
 
 
 def hits_one(fault: str) -> bool:

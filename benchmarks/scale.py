@@ -182,9 +182,8 @@ def render(rows: Sequence[Row]) -> str:
         "",
         f"Hosts of {PER_HOST} workers; {NUM_GROUPS} groups, the audit on, {BATCH} samples each. "
         "A worker's bytes stay on its host; those of the root are what travels between hosts. "
-        f"Up to {MAX_PAIRED_WORKERS} workers the messages travel as they are and all pairs are "
-        "compared; beyond, each host narrows sketches and sums its part of the audit. Times are "
-        "processor time, the least of several steps; a cosine errs less the nearer it is to 1.",
+        f"Beyond {MAX_PAIRED_WORKERS} workers each host narrows sketches and sums its part of the "
+        "audit. Times are processor time, the least of several steps.",
     ]
     return "\n".join(lines) + "\n"
 

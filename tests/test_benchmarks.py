@@ -19,6 +19,12 @@ def test_the_page_is_of_the_results():
     assert of_any_machine(rendered) == of_any_machine(page)
 
 
+def test_the_page_on_detection_is_of_the_results():
+    results = json.loads((ROOT / "docs" / "detection.json").read_text())
+    page = (ROOT / "docs" / "detection.md").read_text()
+    assert load_benchmark("detection_pages").render(results) == page
+
+
 def of_any_machine(page):
     return [line for line in page.splitlines() if not line.startswith("torch ")]
 

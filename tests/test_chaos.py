@@ -66,12 +66,12 @@ def test_harm_is_seen(chaos, kept, change, seconds, word):
         ("all steps", {"steps": [*range(39)]}, None),
         ("all steps", {"status": "incomplete"}, None),
         ("all steps", {"steps": None}, None),
-        ("all steps handed over", {"steps": [*range(38)]}, None),
-        ("all steps handed over", {"steps": [*range(20), *range(21, 40)]}, None),
-        ("all steps handed over", {"status": "running"}, None),
-        ("what was written", {"steps": [*range(19)]}, 20),
-        ("what was written", {"steps": None}, None),
-        ("what could be written; the rest is said", {"steps": [*range(39)]}, None),
+        ("handed over", {"steps": [*range(38)]}, None),
+        ("handed over", {"steps": [*range(20), *range(21, 40)]}, None),
+        ("handed over", {"status": "running"}, None),
+        ("written", {"steps": [*range(19)]}, 20),
+        ("written", {"steps": None}, None),
+        ("possible", {"steps": [*range(39)]}, None),
     ],
 )
 def test_lost_steps_are_seen(chaos, kept, record, change, due):
@@ -84,7 +84,9 @@ def test_a_broken_promise_stands_out_in_the_table(chaos):
     kinds = chaos.KINDS[:3]
     trials = [chaos.Trial(kinds[0].name, 1), chaos.Trial(kinds[1].name, 1, lost=["a step"])]
     table = chaos.table_of(kinds, trials)
-    assert [line.count("**1**") for line in table.splitlines()[2:]] == [0, 1, 0, 1, 0, 0]
+    total, row = [line for line in table.splitlines() if "**1**" in line]
+    assert "**1** records without what was promised" in total
+    assert row.startswith(f"| {kinds[1].name} | {kinds[1].record} | 0.0, **1** lost |")
     assert f"Not tried on this machine: {kinds[2].name}." in table
 
 

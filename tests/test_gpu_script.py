@@ -105,14 +105,25 @@ def test_rows_from_several_places_tell_where():
     first, second, *_ = page.PARTS["study"].rows
     rows = [row(first, 1), row(second, 2.0) | {"torch": "2.14"}]
     text = page.render({"gpu study": rows})
-    assert f"| {first} | 1 ms | a device, torch 2.13, 2030-01-01 |" in text
-    assert f"| {second} | 2 ms | a device, torch 2.14, 2030-01-01 |" in text
+    assert f"| {first} | 1 ms (a device, torch 2.13, 2030-01-01) |" in text
+    assert f"| {second} | 2 ms (a device, torch 2.14, 2030-01-01) |" in text
+
+
+def test_rows_of_several_columns_are_one_row():
+    part = page.PARTS["steps"]
+    one, shared, each = part.columns
+    values = {what: n for n, what in enumerate(part.rows, 1) if what.startswith((one, shared))}
+    text = page.render({"gpu steps": [row(what, value) for what, value in values.items()]})
+    assert f"| what | {one} | {shared} |" in text
+    ratios = [f"{values[page.RATIO.format(way)]} ms" for way in (one, shared)]
+    assert f"| step, watched / unwatched | {' | '.join(ratios)} |" in text
+    assert f"{each}: {page.NOT_MEASURED}." in text
 
 
 def test_a_remark_goes_when_its_row_is_measured_again():
     first, second, *_ = page.PARTS["study"].rows
     results = {"gpu study": [row(first, 1, remark="On a busy machine."), row(second, 2)]}
-    assert "2030-01-01. On a busy machine." in page.render(results)
+    assert f"*{page.PARTS['study'].title}*: On a busy machine." in page.render(results)
     page.merge(results, "study", [row(first, 3)])
     assert "busy" not in page.render(results)
 
