@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,8 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
     catch.prepare()
     atexit.register(catch.tell_if_nothing_was_watched)
-    try:
-        _interpret(*command[1:])
+    try:  # without Python's own flags, such as -B
+        _interpret(*dropwhile(lambda word: word[0] == "-" and word != "-m", command[1:]))
     finally:
         atexit._run_exitfuncs()  # which a fork leaves out
 
