@@ -7,9 +7,10 @@ name its file run first, then the others; the first that fails kills the mutant.
 equivalent to the code as it is, or wants a test. Files are changed in copies of the repository
 alone.
 
-Run ``make mutants``, or ``python benchmarks/mutants.py --count 400 --json mutants.json``. A file of
-results is read first, so that a run goes on where another ended, and with a higher ``--limit``
-survivors meet the tests that are left. Which tests enter what is kept beside it.
+Run ``make mutants``, or ``python benchmarks/mutants.py --count 400``. The file of results is read
+first, so that a run goes on where another ended, and with a higher ``--limit`` survivors meet the
+tests that are left. Which tests enter what is kept beside it. A survivor that somebody has found to
+be equivalent gets ``"equivalent"`` and the reason there, by hand.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/mutants.json"
 ROOMS = ("core", "diagnose", "capture", "record")
 STARTING_S = 120
 """Tests that take this and three times their usual seconds hang, which kills a mutant as well."""
@@ -299,9 +301,15 @@ def _entered(path: Path, processes: int) -> Entered:
     return Entered.load(path)
 
 
+def save(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a line for each mutant."""
+    lines = sorted(json.dumps(result, ensure_ascii=False) for result in results)
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
 def render(results: Sequence[dict[str, Any]]) -> Table:
     """Return a row for each room."""
-    ends = ("killed", "survived", "not yet met by all tests", "entered by no test")
+    ends = ("killed", "equivalent", "survived", "not yet met by all tests", "entered by no test")
     table = Table("room", "mutants", *ends)
     for room in (*ROOMS, "together"):
         rows = [r for r in results if room in ("together", Path(r["path"]).parts[2])]
@@ -313,6 +321,8 @@ def render(results: Sequence[dict[str, Any]]) -> Table:
 def _end_of(result: dict[str, Any]) -> str:
     if result["killer"]:
         return "killed"
+    if result.get("equivalent"):
+        return "equivalent"
     if not result["tests"]:
         return "entered by no test"
     return "survived" if result["passed"] == result["tests"] else "not yet met by all tests"
@@ -326,7 +336,7 @@ def main() -> None:
     parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of tests for each")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=Path("mutants.json"), metavar="FILE")
+    parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE")
     options = parser.parse_args()
     results = json.loads(options.json.read_text()) if options.json.exists() else []
     known = {(r["path"], r["change"], r["above"]): r for r in results}
@@ -348,7 +358,7 @@ def main() -> None:
                 results.remove(before)
             ended = {"killer": killer, "passed": passed + further, "tests": len(tests)}
             results.append({**asdict(mutant), **ended})
-            options.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            save(results, options.json)
             told = (f"{mutant.path}:{mutant.line}", mutant.change, killer or "survived")
             console.print(*told, sep="  ", markup=False)
 
