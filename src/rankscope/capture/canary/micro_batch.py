@@ -74,7 +74,7 @@ class MicroBatch:
         self._buffers = {
             name: (buffer, buffer._version, local_of(buffer.detach()).clone())
             for name, buffer in module.named_buffers()
-            if buffer.nbytes <= AT_ONCE_BYTES
+            if buffer.layout is torch.strided and buffer.nbytes <= AT_ONCE_BYTES
         }
         self._device = device
         self._returned: list[_Returned] = []
@@ -169,9 +169,10 @@ class MicroBatch:
     def _fill_buffers(self, module: nn.Module) -> None:
         """Put into small buffers what they held in the training, but where they hold it still."""
         for name, buffer in module.named_buffers():
-            known, version, before = self._buffers.get(name, (None, 0, buffer))
-            if buffer is not known or buffer._version != version:
-                buffer.copy_(before)
+            if name in self._buffers:
+                known, version, before = self._buffers[name]
+                if buffer is not known or buffer._version != version:
+                    buffer.copy_(before)
 
     def _used(self, tensors: Sequence[Tensor]) -> "tuple[_Pairs, _Pairs]":
         """Return what was returned with the gradients that start here, and what lies behind it."""
