@@ -1,8 +1,10 @@
 """A canary on one worker: batches that are kept, and a run that leaves nothing behind."""
 
 import enum
+import itertools
 import random
 from collections import OrderedDict, deque, namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,13 @@ from rankscope.capture.canary.batch import (
     restore_batch,
     samples_of,
 )
-from rankscope.capture.canary.replay import loss_of, loss_without_gradient, run_batch, state_digest
+from rankscope.capture.canary.replay import (
+    PendingCanary,
+    loss_of,
+    loss_without_gradient,
+    run_batch,
+    state_digest,
+)
 from rankscope.core.batches import PlainBatch, pack_batch, unpack_batch
 from support.models import make_batch, make_model
 
@@ -248,6 +256,12 @@ def test_equal_models_agree_in_every_bit_and_unequal_ones_do_not():
         other.head.bias[4] += 1e-5
     assert run(model, **batch).digest != run(other, **batch).digest
     assert state_digest(model) != state_digest(other)
+
+
+@pytest.mark.parametrize("arrived", list(itertools.product([False, True], repeat=3)))
+def test_a_canary_can_be_read_once_all_its_results_have_arrived(arrived):
+    results = tuple(SimpleNamespace(ready=one) for one in arrived)
+    assert PendingCanary(0, 1, results).ready == all(arrived)
 
 
 class SideEffects(nn.Module):

@@ -287,6 +287,7 @@ def test_watch_reads_what_is_taken_away(ends, tmp_path, num_ranks, first, tier):
     # the sum over workers is recorded as the mean of what they contribute, like the loss
     expected = np.array(ranks[0][1]) / num_ranks / scale
     np.testing.assert_allclose(steps["grad_norm_reduced"], expected, rtol=1e-5)
+    assert (run.per_worker("grad_norm_estimated")[1] == (num_ranks < MICRO_BATCHES)).all()
     if tier == "sketch":
         assert (steps["reduction_residual"] < 1e-5).all()
     assert all(finding.severity != "error" for finding in run.findings())
