@@ -275,12 +275,12 @@ def _differentiable(output: object) -> list[Tensor]:
     return list(found.values())
 
 
-def _behind(tensors: Sequence[Tensor]) -> list[list[int]]:
+def _behind(tensors: Sequence[Tensor]) -> list[set[int]]:
     """Return for each tensor the numbers of those that were computed from it."""
     places: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):
         places.setdefault((tensor.grad_fn, tensor.output_nr), []).append(number)
-    above: list[list[int]] = [[] for _ in tensors]
+    above: list[set[int]] = [set() for _ in tensors]
     for number, tensor in enumerate(tensors):
         seen: set[Any] = set()
         waiting = [tensor.grad_fn]
@@ -292,6 +292,5 @@ def _behind(tensors: Sequence[Tensor]) -> list[list[int]]:
             waiting += [following for following, _ in node.next_functions]
             for edge in node.next_functions:
                 for other in places.get(edge, ()):
-                    if other != number and number not in above[other]:
-                        above[other].append(number)
+                    above[other].add(number)
     return above
