@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.capture.canary.batch import (
@@ -369,6 +370,21 @@ def test_a_compiled_model_is_run_as_it_is_written():
     model, batch = make_model(), make_batch(0, 0)
     compiled = torch.compile(model, backend="eager")
     assert run(compiled, **batch) == run(model, **batch)
+
+
+class Attending(nn.Linear):
+    """Attends by an operator of higher order, whose backward pass no CPU knows."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        attended = flex_attention(*[hidden.detach()[None, None]] * 3)
+        return (hidden * attended).mean()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_operators_of_higher_order_are_run():
+    model, x = Attending(16, 16), torch.randn(8, 16)
+    assert run(model, x).loss == model(x).item()
 
 
 def test_a_frozen_parameter_stays_out_of_it():
