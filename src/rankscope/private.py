@@ -211,7 +211,8 @@ USES = (
     Use(
         "torch.Tensor",
         "_indices _values",
-        "capture.kernels.flat capture.sketch capture.state.digest capture.state.readings",
+        "capture.canary.tensors capture.kernels.flat capture.sketch capture.state.digest"
+        " capture.state.readings",
         "sparse gradients and state that is not coalesced",
         _SWITCHES_OFF,
     ),

@@ -4,6 +4,8 @@ import functools
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -401,6 +403,21 @@ def test_there_must_be_room_for_another_step_and_its_gradients(free, fits, monke
     else:
         with pytest.raises(CanaryDeclined, match="needs room for what a step takes"):
             memory.check(parameters)
+
+
+@pytest.mark.parametrize(
+    ("left", "needed", "fits"),
+    [(30, 50, True), (30, 51, False), (0, 21, False)],
+)
+def test_what_the_allocator_holds_unused_is_room_too(left, needed, fits, monkeypatch):
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (left, 1000),
+        memory_reserved=lambda device: 120,
+        memory_allocated=lambda device: 100,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    with nullcontext() if fits else pytest.raises(CanaryDeclined, match="needs room for a second"):
+        canary_memory.check_room(needed, torch.device("cuda", 0))
 
 
 def test_steps_in_which_the_users_peak_was_reset_are_left_out(monkeypatch):

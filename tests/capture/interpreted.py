@@ -8,7 +8,7 @@ import functools
 import io
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -103,7 +103,10 @@ def _run_many(
 
 
 def launch_interpreted(
-    process: ProcessPoolExecutor, measured: LocalGradient, folding: Folding
+    process: ProcessPoolExecutor,
+    measured: LocalGradient,
+    folding: Folding,
+    take: Callable[[int], Tensor],
 ) -> Tensor:
     """Gather what was measured, as :func:`rankscope.capture.transfer.launch` does."""
     totals = [t and (t.memory, *t.sketches.shape) for t in (measured.totals, measured.reduced)]
@@ -111,9 +114,8 @@ def launch_interpreted(
         *(measured.micro_squared_norms, measured.carried_over),
         *(measured.reduced_product, measured.kept),
     )
-    gathered: Tensor
     [gathered] = _unpacked(process.submit(_run_launch, _packed(totals, others), folding).result())
-    return gathered
+    return take(len(gathered)).view(torch.float64).copy_(gathered)
 
 
 def _run_launch(sent: bytes, folding: Folding) -> bytes:

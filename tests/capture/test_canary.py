@@ -1,13 +1,16 @@
 """A canary on one worker: batches that are kept, and a run that leaves nothing behind."""
 
 import enum
+import itertools
 import random
 from collections import OrderedDict, deque, namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.capture.canary.batch import (
@@ -17,7 +20,13 @@ from rankscope.capture.canary.batch import (
     restore_batch,
     samples_of,
 )
-from rankscope.capture.canary.replay import loss_of, loss_without_gradient, run_batch, state_digest
+from rankscope.capture.canary.replay import (
+    PendingCanary,
+    loss_of,
+    loss_without_gradient,
+    run_batch,
+    state_digest,
+)
 from rankscope.core.batches import PlainBatch, pack_batch, unpack_batch
 from support.models import make_batch, make_model
 
@@ -247,7 +256,21 @@ def test_equal_models_agree_in_every_bit_and_unequal_ones_do_not():
     with torch.no_grad():
         other.head.bias[4] += 1e-5
     assert run(model, **batch).digest != run(other, **batch).digest
-    assert state_digest(model) != state_digest(other)
+
+
+def test_the_state_of_a_model_has_another_digest_when_any_tensor_of_it_changes():
+    model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(20)))
+    digests = [state_digest(model)]
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data += 1
+        digests.append(state_digest(model))
+    assert len(set(digests)) == 1 + 20 * 5
+
+
+@pytest.mark.parametrize("arrived", list(itertools.product([False, True], repeat=3)))
+def test_a_canary_can_be_read_once_all_its_results_have_arrived(arrived):
+    results = tuple(SimpleNamespace(ready=one) for one in arrived)
+    assert PendingCanary(0, 1, results).ready == all(arrived)
 
 
 class SideEffects(nn.Module):
@@ -347,6 +370,21 @@ def test_a_compiled_model_is_run_as_it_is_written():
     model, batch = make_model(), make_batch(0, 0)
     compiled = torch.compile(model, backend="eager")
     assert run(compiled, **batch) == run(model, **batch)
+
+
+class Attending(nn.Linear):
+    """Attends by an operator of higher order, whose backward pass no CPU knows."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        attended = flex_attention(*[hidden.detach()[None, None]] * 3)
+        return (hidden * attended).mean()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_operators_of_higher_order_are_run():
+    model, x = Attending(16, 16), torch.randn(8, 16)
+    assert run(model, x).loss == model(x).item()
 
 
 def test_a_frozen_parameter_stays_out_of_it():

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -298,6 +299,26 @@ def test_a_write_that_cannot_be_undone_is_declined():
     with pytest.raises(CanaryDeclined, match="writes into a tensor of the kind"):
         run(model, torch.ones(1, 3))
     assert model.pair.a.tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("hold", [torch.clone, partial(nn.Parameter, requires_grad=False)])
+def test_sparse_tensors_get_their_values_back_and_a_write_into_them_is_declined(layout, hold):
+    def replace(model: Calls) -> None:
+        model.graph.data = model.graph.data * 2
+
+    def write(model: Calls) -> None:
+        with torch.no_grad():
+            model.graph.mul_(2)
+
+    model = Calls(replace)
+    model.graph = hold(torch.eye(3).to_sparse(layout=layout))
+    run(model, torch.ones(1, 3))
+    model.act = write
+    with pytest.raises(CanaryDeclined, match=f"writes into a tensor of the kind .*{layout}"):
+        run(model, torch.ones(1, 3))
+    assert torch.equal(model.graph.to_dense(), torch.eye(3))
 
 
 # Attributes ------------------------------------------------------------------------------------

@@ -176,6 +176,14 @@ def test_with_bucket_views_new_gradients_are_kept_until_they_are_read_together()
         assert passes.reading._kept == []
 
 
+def test_with_bucket_views_what_was_zeroed_in_place_is_read_in_its_hook():
+    passes = Pass(in_buckets=True)
+    passes.run()
+    for _ in range(LEARNT_IN + 1):  # DDP reduces it where it lies, before the pass ends
+        counted, _ = passes.run(zero=NAMES)
+        assert (counted, passes.calls) == ([], [[name] for name in NAMES])
+
+
 def test_no_more_than_some_megabytes_are_kept(monkeypatch):
     monkeypatch.setattr("rankscope.capture.taps.ddp_reading._KEPT_BYTES", 16)
     passes = Pass(in_buckets=True)

@@ -8,13 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.capture.sketch import NormMeter
 from rankscope.capture.taps.fsdp2 import FSDP2Tap
-from rankscope.capture.taps.fsdp2_model import _groups, fsdp2_parameters, is_fsdp2
+from rankscope.capture.taps.fsdp2_model import (
+    _groups,
+    fsdp2_parameters,
+    is_fsdp2,
+    managed_parameters,
+)
 from rankscope.capture.taps.tap import ReadReduced
 from rankscope.core.groups import block_of, group_parameters
 from rankscope.errors import UnsupportedError
@@ -231,6 +236,20 @@ def parameters_of_one_mesh_are_chosen() -> None:
         fsdp2_parameters(net, [2, 1, 0])
 
 
+def gradients_are_summed_in_the_type_of_the_policy() -> None:
+    full, half = torch.float32, torch.bfloat16
+    for computed, reduced, expected in (
+        (None, None, full),
+        (half, full, full),
+        (half, half, half),
+        (None, half, half),
+        (half, None, full if SINCE_TORCH_2_15 else half),
+    ):
+        policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
+        net = fully_shard(make_net(), mp_policy=policy)
+        assert {p.summed_in for p in managed_parameters(net)} == {expected}
+
+
 def a_model_that_is_not_sharded_is_refused() -> None:
     net = make_net()
     assert not is_fsdp2(net)
@@ -257,6 +276,7 @@ SCENARIOS = [
     the_reduced_gradient_is_left_out_when_nobody_waits_for_it,
     a_parameter_that_is_unfrozen_later_is_told,
     parameters_of_one_mesh_are_chosen,
+    gradients_are_summed_in_the_type_of_the_policy,
     a_model_that_is_not_sharded_is_refused,
     an_unknown_torch_is_told,
 ]

@@ -150,6 +150,7 @@ class TestAgainstTheUnshardedModel:
                 if mode.accumulate == 1 or mode.mesh == "TP":
                     assert worker["micro"] is None
                     continue
+                assert len(worker["micro"]) == mode.accumulate
                 first, *others = worker["micro"] / worker["exact micro"]
                 assert first == pytest.approx(1, rel=1e-5)
                 tolerance = 1e-5 if mode.parts else 5 * SKETCH_NORM_ERROR

@@ -9,6 +9,7 @@ import torch
 
 from rankscope.capture.names import canonical_name
 from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps import fsdp2_model
 from rankscope.capture.taps.calls import Relay, expect
 from rankscope.capture.taps.fsdp2_shard import ShardPlace, measure_shards
 from rankscope.core.groups import group_parameters
@@ -152,3 +153,10 @@ class TestListening:
         assert not Relay(torch, "no_such_function").exists
         with pytest.raises(UnsupportedError, match=r"expected torch\.no_such_function in torch"):
             expect(torch, "no_such_function")
+
+    @pytest.mark.parametrize("relay", [fsdp2_model._BEGIN, fsdp2_model._REDUCE, fsdp2_model._END])
+    def test_a_torch_without_a_function_of_fsdp2_is_refused(self, monkeypatch, relay):
+        monkeypatch.delattr(relay._owner, relay._name)
+        moments = ("backward_begins", "before_reduce", "backward_ends", "finalized")
+        with pytest.raises(UnsupportedError, match=rf"\.{relay._name} in torch, which"):
+            fsdp2_model.listen(**dict.fromkeys(moments, Ear().hear))

@@ -19,6 +19,7 @@ from rankscope.capture import (
     transfer,
 )
 from rankscope.capture.fold import fold
+from rankscope.capture.kernels.build import Launching
 from rankscope.core.groups import cut_sections, group_parameters
 from rankscope.core.measured import measured_of
 
@@ -81,6 +82,11 @@ def way(request, monkeypatch, process):
     if request.param == "triton":
         monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)
         monkeypatch.setattr(transfer, "launch", partial(launch_interpreted, process))
+        monkeypatch.setattr(transfer._gathering, "give_up", fail)
+
+
+def fail(error):
+    raise error
 
 
 def norm(*tensors):
@@ -276,7 +282,7 @@ def test_the_precision_of_the_gradient_does_not_change_what_arrives(dtype):
 def test_a_kernel_that_fails_is_replaced_by_plain_torch_and_told_of_once(monkeypatch, caplog):
     monkeypatch.setattr(transfer, "_is_compiled", lambda: False)
     monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)
-    monkeypatch.setattr(transfer._gathering, "possible", True)
+    monkeypatch.setattr(transfer, "_gathering", Launching("what is measured is gathered"))
     monkeypatch.setattr(transfer, "launch", None)  # to call it raises
     gradient = make_gradient()
     with caplog.at_level("INFO", logger="rankscope"):

@@ -90,7 +90,7 @@ def test_the_user_can_forbid_it(caplog, monkeypatch):
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [("no-such-compiler", "no C compiler"), ("false", "failed"), ("true", "failed"),
-     (f"{sys.executable} -c 'raise SystemExit(3)'", "failed")],
+     (f"{sys.executable} -c 'raise SystemExit(\"no such flag\")'", "failed: no such flag")],
 )  # fmt: skip
 def test_without_a_compiler_that_works_it_is_plain_torch(
     caplog, monkeypatch, empty_cache, compiler, reason

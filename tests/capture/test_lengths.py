@@ -18,7 +18,9 @@ def test_length_and_padding_of_a_batch(mask, inside):
     lengths = meter.collect()
     assert lengths.ready
     assert lengths.read() == {"sequence_length": 4.0, "padding": pytest.approx(5 / 12)}
-    assert meter.collect().read() == {}
+    nothing = meter.collect()
+    assert nothing.ready
+    assert nothing.read() == {}
 
 
 def test_micro_batches_count_by_their_samples_and_idle_ones_do_not():

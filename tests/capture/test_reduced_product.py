@@ -1,5 +1,7 @@
 """The inner product of local and reduced gradient, read while the one is copied over the other."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch.autograd import Variable
 from capture.kernel_checks import needs_compiler
 from rankscope.capture.guard import Guard
 from rankscope.capture.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
-from rankscope.capture.taps.reduced_product import ReducedProduct
+from rankscope.capture.taps.reduced_product import ReducedProduct, product_is_asked_for
+from rankscope.capture.taps.tap import ReadReduced
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
@@ -133,3 +136,21 @@ def test_when_the_reduction_raises_nothing_stays_behind():
     assert torch._C._len_torch_dispatch_stack() == 0
     assert backward.run(lambda: backward.copy("abc"))[1] is not None
     assert backward.failures == []
+
+
+@pytest.mark.parametrize(
+    ("sketches", "reduced", "workers", "in_buckets", "asked"),
+    [
+        (False, ReadReduced.NORM, 3, False, True),
+        (True, ReadReduced.NORM, 3, False, False),
+        (False, ReadReduced.OFF, 3, False, False),
+        (False, ReadReduced.NORM, 2, False, False),
+        (False, ReadReduced.NORM, 3, True, False),
+    ],
+)
+def test_it_is_asked_for_where_nothing_else_tells_directions(
+    sketches, reduced, workers, in_buckets, asked
+):
+    group = SimpleNamespace(size=lambda: workers)
+    model = SimpleNamespace(process_group=group, gradient_as_bucket_view=in_buckets)
+    assert product_is_asked_for(model, SimpleNamespace(sketches=sketches), reduced) == asked

@@ -28,6 +28,7 @@ class Net(nn.Module):
         self.unused = nn.Linear(3, 3)
         self.own = torch.Generator().manual_seed(3)
         self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("graph", torch.eye(12).to_sparse())
         self.returns, self.noise, self.calls = returns, noise, 0
 
     def forward(self, ids, labels=None):

@@ -1,6 +1,7 @@
 """Exact digests of a model's state: what is read, and what is told of it."""
 
 import copy
+import math
 import random
 import weakref
 
@@ -14,6 +15,7 @@ from rankscope.capture.kernels.bits import signed
 from rankscope.capture.state import readings
 from rankscope.capture.state.digest import PendingDigest, digest_bits
 from rankscope.capture.state.meter import StateMeter
+from rankscope.capture.state.turn import odd_factors
 from rankscope.core.replicas import StateKind, differences
 from support.state import KINDS, Model, look, make, of, reductions, train
 
@@ -104,6 +106,23 @@ def test_the_scale_between_reduction_and_optimizer():
     assert not {"applied_scale", "applied_digest"} & values.keys()
     assert set(of(state, StateKind.APPLIED).values()) == {0}
     assert of(state, StateKind.APPLIED).keys() == of(state, StateKind.PARAMETER).keys()
+
+
+@pytest.mark.parametrize(
+    ("reduced", "applied", "found"),
+    [
+        ([4.0, 1.0, 9.0, 0.0], [1.0, 0.25, 81.0, 0.0], (6.0, (2,))),
+        ([1.0] * 5, [1.0, 1.0, 9.0, 1.0, 0.25], (3.0, (2, 4))),
+        ([1.0] * 5, [1.0, 1.0, 2.25, 1.0, 0.0], (0.0, (2, 4))),
+        ([1.0] * 5, [4.0] * 5, (1.0, ())),
+        ([1.0] * 5, [4.0, 4.0, 16.0, 4.0, 1.44], (2.0, (2, 4))),
+        ([1.0] * 6, [4.0, 4.0, 16.0, 4.0, 1.44, 9.0], (math.nan, ())),
+        ([1.0] * 2, [1.0, 4.0], (math.nan, ())),
+    ],
+)
+def test_of_several_factors_the_one_furthest_from_that_of_most_is_told(reduced, applied, found):
+    factor, odd = odd_factors(reduced, applied)
+    assert (factor, odd) == (pytest.approx(found[0], nan_ok=True), found[1])
 
 
 def test_missing_and_sparse_gradients():
@@ -378,6 +397,19 @@ def test_what_changes_between_two_steps_of_a_turn_is_read_as_it_is(change):
         np.testing.assert_array_equal(found.digests_D, state.digests_D)
         np.testing.assert_array_equal(found.unchanged_D, state.unchanged_D)
         assert values == expected
+
+
+def test_as_long_as_tensors_are_alike_they_are_not_looked_at_one_by_one(monkeypatch):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    meter = StateMeter(model, optimizer, replicated=True, turns=1)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state, values = look(meter, 0)
+    monkeypatch.setattr(readings, "lies_in_memory", None)  # to call it raises
+    again, same = look(meter, 1)
+    np.testing.assert_array_equal(again.digests_D, state.digests_D)
+    assert same == values
 
 
 def test_nothing_that_is_read_again_and_again_is_held():

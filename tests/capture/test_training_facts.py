@@ -1,6 +1,7 @@
 """What a run says of its training, by name."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -43,13 +44,14 @@ def test_parameters_are_counted_and_their_layout_has_a_digest():
 def test_every_setting_of_the_optimizer_has_its_name():
     model = make_model()
     groups = [{"params": [model[0].weight], "lr": torch.tensor(0.5)}, {"params": model[1].weight}]
+    groups[0]["max_norm"] = math.inf
     optimizer = torch.optim.AdamW(groups, lr=0.25, betas=(0.8, 0.99), weight_decay=0.125)
     facts = facts_of(model, optimizer)["optimizer"]
     first, second = facts["groups"]
     assert (facts["class"], facts["num_groups"]) == ("torch.optim.adamw.AdamW", 2)
     assert (first["lr"], second["lr"]) == (0.5, 0.25)
     assert (second["betas"], second["weight_decay"], second["tensors"]) == ([0.8, 0.99], 0.125, 1)
-    assert "params" not in second
+    assert (first["max_norm"], "params" in second) == ("inf", False)
 
 
 def test_the_loader_is_told_without_reading_it():

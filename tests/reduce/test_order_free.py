@@ -12,6 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from rankscope.capture import NormMeter, ReadReduced
+from rankscope.capture.taps.ddp import DDPTap
+from rankscope.core.groups import group_parameters
 from rankscope.core.signals import Table
 from rankscope.reduce import reduction
 from rankscope.reduce.accumulator import Accumulator
@@ -287,6 +290,44 @@ def test_watch_reads_what_is_taken_away(ends, tmp_path, num_ranks, first, tier):
     # the sum over workers is recorded as the mean of what they contribute, like the loss
     expected = np.array(ranks[0][1]) / num_ranks / scale
     np.testing.assert_allclose(steps["grad_norm_reduced"], expected, rtol=1e-5)
+    assert (run.per_worker("grad_norm_estimated")[1] == (num_ranks < MICRO_BATCHES)).all()
     if tier == "sketch":
         assert (steps["reduction_residual"] < 1e-5).all()
     assert all(finding.severity != "error" for finding in run.findings())
+
+
+class Witness:
+    wanted_names = ("weight",)
+
+    def __init__(self):
+        self.seen = []
+
+    def see_local(self, name, gradient):
+        self.seen.append((name, gradient.clone()))
+
+    def see_reduced(self):
+        pass
+
+
+def test_a_witness_is_shown_the_gradient_of_each_micro_batch():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, witness = nn.Linear(3, 1), Witness()
+        ddp = DistributedDataParallel(model)
+        order_free(ddp)
+        parameters = dict(model.named_parameters())
+        meter = NormMeter(torch.device("cpu"), group_parameters(parameters))
+        tap = DDPTap(
+            ddp, parameters, meter, lambda work: work(),
+            reduced=ReadReduced.OFF, observer=witness, shadowed=lambda: None,
+        )  # fmt: skip
+        batches = torch.randn(2, 1, 3)
+        for number, batch in enumerate(batches):
+            ddp.require_backward_grad_sync = number == 1
+            tap.begin_forward(measure=True)
+            ddp(batch).sum().backward()
+        tap.remove()
+    finally:
+        dist.destroy_process_group()
+    assert [name for name, _ in witness.seen] == ["weight", "weight"]
+    assert all(map(torch.equal, (gradient for _, gradient in witness.seen), batches))

@@ -117,11 +117,13 @@ def test_the_training_keeps_its_bits(trained, name):
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_every_step_is_recorded_with_its_loss(trained, name):
+def test_every_step_is_recorded_with_its_loss_and_whether_it_was_reduced(trained, name):
     run = Run.open(trained[1] / name)
     assert run.table(Table.STEPS).num_rows == STEPS - (name in MERGED)
     _, losses_TW = run.per_worker("loss")
     assert (losses_TW > 0).all()
+    _, unreduced_TW = run.per_worker("unreduced")
+    assert (unreduced_TW == (LOOPS[name][1] or name in MERGED)).all()
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -74,7 +74,7 @@ class MicroBatch:
         self._buffers = {
             name: (buffer, buffer._version, local_of(buffer.detach()).clone())
             for name, buffer in module.named_buffers()
-            if buffer.nbytes <= AT_ONCE_BYTES
+            if buffer.layout is torch.strided and buffer.nbytes <= AT_ONCE_BYTES
         }
         self._device = device
         self._returned: list[_Returned] = []
@@ -169,9 +169,10 @@ class MicroBatch:
     def _fill_buffers(self, module: nn.Module) -> None:
         """Put into small buffers what they held in the training, but where they hold it still."""
         for name, buffer in module.named_buffers():
-            known, version, before = self._buffers.get(name, (None, 0, buffer))
-            if buffer is not known or buffer._version != version:
-                buffer.copy_(before)
+            if name in self._buffers:
+                known, version, before = self._buffers[name]
+                if buffer is not known or buffer._version != version:
+                    buffer.copy_(before)
 
     def _used(self, tensors: Sequence[Tensor]) -> "tuple[_Pairs, _Pairs]":
         """Return what was returned with the gradients that start here, and what lies behind it."""
@@ -274,12 +275,12 @@ def _differentiable(output: object) -> list[Tensor]:
     return list(found.values())
 
 
-def _behind(tensors: Sequence[Tensor]) -> list[list[int]]:
+def _behind(tensors: Sequence[Tensor]) -> list[set[int]]:
     """Return for each tensor the numbers of those that were computed from it."""
     places: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):
         places.setdefault((tensor.grad_fn, tensor.output_nr), []).append(number)
-    above: list[list[int]] = [[] for _ in tensors]
+    above: list[set[int]] = [set() for _ in tensors]
     for number, tensor in enumerate(tensors):
         seen: set[Any] = set()
         waiting = [tensor.grad_fn]
@@ -291,6 +292,5 @@ def _behind(tensors: Sequence[Tensor]) -> list[list[int]]:
             waiting += [following for following, _ in node.next_functions]
             for edge in node.next_functions:
                 for other in places.get(edge, ()):
-                    if other != number and number not in above[other]:
-                        above[other].append(number)
+                    above[other].add(number)
     return above

@@ -40,10 +40,10 @@ class KeptTensors:
             self._wait_for_write(kept)
         for kept in self._others:
             tensor = kept.tensor
-            if tensor.nbytes > AT_ONCE_BYTES or _is_wrapper(tensor) or kept.node is not None:
-                self._wait_for_write(kept)
-            else:
+            if _is_plain(tensor) and tensor.nbytes <= AT_ONCE_BYTES and kept.node is None:
                 kept.keep_bits()
+            else:
+                self._wait_for_write(kept)
         self._gradients = [(p, p.grad) for p in (k.tensor for k in self._parameters) if p.is_leaf]
         for parameter, gradient in self._gradients:
             parameter.grad = gradient  # raises now if this could not be done again
@@ -107,7 +107,7 @@ class _Kept:
                 "a canary puts back what the forward pass changes, and this one writes into a "
                 "tensor that is part of a graph of the training, which cannot be"
             )
-        if _is_wrapper(self._before) or not _is_writable(self._before):
+        if not (_is_plain(self._before) and _is_writable(self._before)):
             raise CanaryDeclined(
                 "a canary puts back what the forward pass changes, and this one writes into a "
                 f"tensor of the kind {type(self.tensor).__name__}, {self.tensor.layout}, which "
@@ -130,16 +130,16 @@ class _Kept:
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
 
-def _is_wrapper(tensor: object) -> bool:
-    """Return whether a tensor is made of others."""
-    return is_traceable_wrapper_subclass(tensor)
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor's bits can be copied: it is neither sparse nor made of others."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 def _is_writable(tensor: Tensor) -> bool:
     """Return whether the forward pass can write into a tensor: no two elements share memory."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_inference():
+    if tensor.is_meta or tensor.is_inference() or tensor.is_mkldnn:
         return False
-    return not any(
+    return tensor.layout is not torch.strided or not any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
 
@@ -154,11 +154,14 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _storages(tensor: Tensor) -> list[int]:
-    """Return which memory a tensor lies in: none known of one that is sparse, several of others."""
-    if _is_wrapper(tensor):
-        outer: Any = tensor
+    """Return which memory a tensor lies in: of one that is made of others, theirs.
+
+    Whatever writes into a sparse tensor writes into its values.
+    """
+    outer: Any = tensor
+    if is_traceable_wrapper_subclass(outer):
         names, _ = outer.__tensor_flatten__()
         return [storage for name in names for storage in _storages(getattr(outer, name))]
     if tensor.layout is not torch.strided:
-        return []
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
     return [tensor.untyped_storage()._cdata]

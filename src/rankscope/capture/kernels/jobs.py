@@ -141,11 +141,11 @@ class _Placed:
 
 
 def _first_signs(placed: Sequence[_Placed]) -> dict[int, int]:
-    """Return where the row signs of each piece begin."""
+    """Return where the row signs of each piece begin, if pieces have signs: all have, or none."""
     firsts, first = {}, 0
     for part in placed:
         firsts[id(part)] = first
-        first += part.num_rows if part.piece.signs is not None else 0
+        first += part.num_rows
     return firsts
 
 

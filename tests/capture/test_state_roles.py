@@ -1,0 +1,26 @@
+"""What a look at a model's parameters sees of each."""
+
+import torch
+from torch import nn
+
+from rankscope.capture.state.roles import look_at
+from rankscope.core.roles import Role, role_word
+
+
+def test_the_role_of_each_parameter_is_seen():
+    layers = {name: nn.Linear(2, 2, bias=False) for name in ("held", "twice", "forgotten", "tied")}
+    layers["frozen"] = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    layers["tied"].weight = layers["held"].weight
+    model = nn.ModuleDict(layers)
+    optimizer = torch.optim.SGD(layers[name].weight for name in ("held", "twice", "frozen"))
+    optimizer.param_groups[0]["params"].append(layers["twice"].weight)
+    look = look_at(model, optimizer, left_out={"forgotten.weight", "frozen.weight"})
+    held = Role.TRAINED | Role.OWNED
+    assert dict(zip(look.roles.names, look.roles.words, strict=True)) == {
+        "held.weight": held,
+        "twice.weight": held | Role.TWICE,
+        "forgotten.weight": Role.TRAINED | Role.LEFT_OUT,
+        "tied.weight": role_word(held, "held.weight"),
+        "frozen.weight": Role.OWNED | Role.LEFT_OUT,
+    }
+    assert look.left_out == {"forgotten.weight (2, 2)": layers["forgotten"].weight}
