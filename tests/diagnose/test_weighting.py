@@ -372,7 +372,10 @@ def test_a_worker_with_a_factor_of_its_own_is_named(width):
 
 def test_of_two_workers_nobody_tells_who_is_wrong():
     found = watch(LossScale(2), [(np.full((2, 1), 64.0), np.array([[1.0], [2.0]]))] * 5)
-    assert found[ONE_WORKER].ranks == (0, 1)
+    evidence = found[ONE_WORKER]
+    assert evidence.ranks == (0, 1)
+    words, _ = describe(ONE_WORKER, evidence.severity, evidence.fields)
+    assert "loss of rank 1 is multiplied by 2 times rank 0's factor" in words
 
 
 def test_a_worker_behind_a_gradient_scaler_is_named_too():
