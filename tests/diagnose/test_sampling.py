@@ -85,11 +85,13 @@ def test_data_of_different_kinds_are_a_note():
     assert found[-1][1].numbers["dispersion_ratio"] > 1.2
 
 
-def test_gradient_norms_alone_show_kinds_and_shared_data():
+@pytest.mark.parametrize("micro", [3, 4])
+def test_gradient_norms_alone_show_kinds_and_shared_data(micro):
     def without_losses(job, t):
         return replace(job.step(t), micro_losses=(), micro_weights=())
 
-    kinds, shared = Job(4, kinds=1.0, gradients=True), Job(4, shared=1.0, gradients=True)
+    kinds = Job(4, micro=micro, kinds=1.0, gradients=True)
+    shared = Job(4, micro=micro, shared=1.0, gradients=True)
     found = watch([without_losses(kinds, t) for t in range(60)])
     assert opened(found, DIFFERENT) < 50
     assert "gradient norms" in found[0][1].fields["what"]
