@@ -232,6 +232,12 @@ def test_a_large_epoch_that_goes_on_is_silent(at):
     assert restart(islice(stream, at), islice(stream, 1000), capacity=1 << 10) == []
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_more_and_more_samples_drawn_with_replacement_are_silent(seed):
+    stream = with_replacement(600_000, W, 64, seed)
+    assert restart(islice(stream, 80), islice(stream, 300), capacity=1 << 14) == []
+
+
 def test_a_large_epoch_from_an_older_checkpoint_is_a_note():
     batches = list(islice(epochs(10_000), 600))
     (note,) = restart(batches[:300], batches[240:], capacity=1 << 10)
