@@ -367,3 +367,9 @@ def test_a_worker_that_was_found_to_differ_does_not_count_as_spread():
     steps = [micro_step(t, 2 + spread + 0.1 * rng.standard_normal((8, 4))) for t in range(80)]
     assert {found.key for _, found in watch(steps)} == {DIFFERENT}
     assert watch(steps, detector=Sampling(8, lambda: (5,))) == []
+
+
+def test_two_workers_that_are_left_are_compared_and_one_is_not():
+    steps = steps_of(Job(1, workers=3, shared=1.0), 60)
+    assert opened(watch(steps, detector=Sampling(3, lambda: (2,))), SIMILAR) is not None
+    assert watch(steps, detector=Sampling(3, lambda: (1, 2))) == []
