@@ -137,6 +137,7 @@ def test_a_worker_of_another_weight_is_named():
     finding = verified(found, 20, W, M)
     assert (found.answer, finding.ranks) == (Answer.WEIGHTING, (1,))
     assert "rank 1 1.9 times what is meant" in finding.explanation
+    np.testing.assert_allclose(finding.evidence["ratios"], weights / EQUAL, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
