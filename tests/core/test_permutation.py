@@ -165,6 +165,7 @@ def test_shift_and_scale_of_all_values_change_nothing(same_index):
         np.full((4, 3), 0.1),
         np.full((4, 3), 1e300),
         np.array([[0.1 + 0.2, 0.3], [0.3, 0.1 + 0.2]]),
+        np.repeat([[0.1 + 0.2], [0.3]], 4000, axis=1),
         np.zeros((2, 2)),
     ],
 )
