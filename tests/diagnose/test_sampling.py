@@ -212,6 +212,8 @@ def test_a_ratio_that_drifts_makes_a_note_and_one_that_wanders_with_the_loss_non
     assert numbers["early"] == pytest.approx(1.0, abs=0.1)
     assert numbers["late"] == pytest.approx(1.35, abs=0.1)
     assert numbers["standard_errors"] > 5
+    early = watch([per_sample_step(t, 1.0 if t < 66 else 2.0, rng) for t in range(132)])
+    assert opened(early, DRIFT) == 131
 
 
 def test_gradients_that_drift_apart_make_a_note():

@@ -138,6 +138,8 @@ def test_means_of_means_between_workers_are_a_warning():
     assert evidence.first_step == 0
     assert evidence.count == 40
     assert evidence.numbers["token_weight_ratio"] == pytest.approx(4, rel=0.03)
+    assert watch(TokenWeighting(W, None), steps[:15]) == {}
+    assert watch(TokenWeighting(W, None), steps[:16]).keys() == found.keys()
 
 
 def test_small_differences_are_a_note():
