@@ -46,8 +46,9 @@ def test_steps_that_are_not_finite_are_left_out():
     assert blocks.sums().sum(axis=0).tolist() == [6.0, 3.0]
 
 
-def test_the_interval_is_the_textbook_jackknife():
-    sums = np.random.default_rng(0).gamma(3.0, 1.0, (20, 2))
+@pytest.mark.parametrize("unit", [1.0, 1e-9])
+def test_the_interval_is_the_textbook_jackknife(unit):
+    sums = unit * np.random.default_rng(0).gamma(3.0, 1.0, (20, 2))
     n, d = sums.sum(axis=0)
     left_out = [math.sqrt((n - a) / (d - b)) for a, b in sums]
     mean = math.fsum(left_out) / 20

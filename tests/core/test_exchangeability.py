@@ -268,6 +268,15 @@ def test_a_unit_set_apart_is_compared_fairly(num_units):
             assert abs(e.mean() - 1) < 4 * e.std() / np.sqrt(len(e))
 
 
+@pytest.mark.parametrize("num_units", [3, 5, 9])
+def test_a_unit_set_apart_is_compared_with_the_others_as_before(num_units):
+    values = np.random.default_rng(0).standard_normal((50, num_units))
+    ranked = rank_units(np.where(np.arange(num_units) == 1, np.nan, values))
+    e_BS = compare_with_others(values[:, 1], np.zeros(50, np.float32), ranked, BETS)
+    by_rank_B = [bet.kind is not Kind.RARE for bet in BETS]
+    np.testing.assert_allclose(e_BS[by_rank_B], values_of_bets(values)[by_rank_B, :, 1], rtol=1e-5)
+
+
 def test_a_foreign_state_is_refused():
     with pytest.raises(StateError):
         make(8).restore(make(9).state())

@@ -1,6 +1,7 @@
 """The governor on simulated jobs: it finds the right interval, keeps to it, and never disagrees."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -177,6 +178,20 @@ def test_it_measures_more_often_again_when_the_cost_falls():
     assert job.intervals[-1] == 1
     narrowing = [d for d in job.governor.decisions if d.interval < d.interval_before]
     assert [d.interval for d in narrowing] == [4, 2, 1]
+
+
+def test_what_had_to_be_undone_is_tried_again_after_twice_as_many_measurements():
+    job = Job()
+    for step in range(3800):
+        job.observed = 0.03 if job.governor.interval_at(step) == 1 else 0.005
+        job.run(1)
+    measured = [step for step, interval in enumerate(job.intervals) if step % interval == 0]
+    waits = [
+        sum(before.decided_at < step <= narrowed.decided_at for step in measured)
+        for before, narrowed in pairwise(job.governor.decisions)
+        if narrowed.interval == 1
+    ]
+    assert waits == [16, 32, 64, 128, 128, 128]
 
 
 def test_it_reacts_faster_when_the_cost_rises():

@@ -48,6 +48,11 @@ def test_units_without_label_tokens_are_left_out_whatever_their_loss():
     assert found == (2.0, 1.0)
 
 
+def test_a_unit_with_all_the_weight_to_rounding_has_next_to_no_error():
+    found = weighted_mean_and_sem(np.array([2.0, 5.0]), np.array([1e20, 1.0]))
+    np.testing.assert_allclose(found, (2.0, 0.0), atol=1e-15)
+
+
 def test_unknown_weights_count_all_units_alike():
     assert weighted_mean_and_sem(np.array([1.0, 3.0]), np.array([np.nan, 9.0])) == (2.0, 1.0)
 

@@ -130,11 +130,12 @@ def test_within_an_index_the_same_data_show_nothing():
         np.testing.assert_allclose(e, 1.0)
 
 
-def test_a_kind_of_data_per_worker_is_the_highest_spread_under_both_nulls():
+@pytest.mark.parametrize("lengths", [(4,) * 8, (4, 1, 3, 2, 4, 2, 3, 4)])
+def test_a_kind_of_data_per_worker_is_the_highest_spread_under_both_nulls(lengths):
     rng = np.random.default_rng(0)
-    values = 10.0 * np.arange(8)[:, None] + rng.standard_normal((8, 4))
+    values = [10.0 * rank + rng.standard_normal(length) for rank, length in enumerate(lengths)]
     for same_index in (False, True):
-        low, high = bets(units_of(values), same_index=same_index)
+        low, high = bets(pool_units(values), same_index=same_index)
         assert high[1] > 5
         assert (low < 1).all()
 
@@ -164,6 +165,7 @@ def test_shift_and_scale_of_all_values_change_nothing(same_index):
         np.full((4, 3), 0.1),
         np.full((4, 3), 1e300),
         np.array([[0.1 + 0.2, 0.3], [0.3, 0.1 + 0.2]]),
+        np.repeat([[0.1 + 0.2], [0.3]], 4000, axis=1),
         np.zeros((2, 2)),
     ],
 )

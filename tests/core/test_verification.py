@@ -137,6 +137,14 @@ def test_a_worker_of_another_weight_is_named():
     finding = verified(found, 20, W, M)
     assert (found.answer, finding.ranks) == (Answer.WEIGHTING, (1,))
     assert "rank 1 1.9 times what is meant" in finding.explanation
+    np.testing.assert_allclose(finding.evidence["ratios"], weights / EQUAL, rtol=1e-4)
+
+
+def test_a_missing_micro_batch_among_others_of_unequal_weights_is_one_of_the_weights():
+    weights = EQUAL * [[1, 1, 1, 0], [1] * M, [1.9] * M]
+    found = ask(summed(gradients(), weights))
+    assert found.answer is Answer.WEIGHTING
+    np.testing.assert_allclose(found.ratios, weights / EQUAL, atol=1e-4)
 
 
 @pytest.mark.parametrize(

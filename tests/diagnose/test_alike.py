@@ -38,6 +38,7 @@ def test_a_block_that_is_too_much_alike_is_named(block):
     assert told[-1].ranks == block
     assert told[-1].severity is Severity.WARNING
     assert abs(told[0].first_step - 100) <= 5
+    assert told[0].count == told[0].last_step - told[0].first_step
     text, _ = describe(told[-1].key, told[-1].severity, told[-1].fields)
     assert "cosine +0." in text
     assert all(float(one.fields["bound"]) >= one.numbers["false_alarm_probability"] for one in told)

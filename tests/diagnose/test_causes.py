@@ -41,11 +41,13 @@ def test_a_note_does_not_explain_an_error():
 
 def test_stale_rollouts_explain_outliers_of_the_same_workers_alone():
     stale = finding("rollout.worker_outlier", Severity.WARNING, id="rollout-1", ranks=(1, 2))
-    same = finding("data.worker_outlier", Severity.WARNING, 5, "outlier-1", ranks=(2,))
-    other = finding("data.worker_outlier", Severity.WARNING, 5, "outlier-2", ranks=(2, 3))
-    causes = explanations([same, other, stale])
-    assert causes[same.id] is stale
-    assert causes[other.id] is None
+    named = {"outlier-1": (2,), "outlier-2": (1, 2), "outlier-3": (2, 3)}
+    outliers = [
+        finding("data.worker_outlier", Severity.WARNING, 5, name, ranks)
+        for name, ranks in named.items()
+    ]
+    causes = explanations([*outliers, stale])
+    assert [causes[name] for name in named] == [stale, stale, None]
 
 
 def test_among_causes_the_most_severe_and_then_the_earliest_is_first():

@@ -43,6 +43,7 @@ def test_numbers_that_change_from_step_to_step_or_at_an_epochs_end_are_healthy(w
     assert told_of(lambda step: short if step % 3 == 2 else [4] * width, 600, width) == []
 
 
-def test_of_two_workers_both_are_named():
-    told = told_of(lambda step: [2, 4], 40, 2)
+def test_of_two_workers_both_are_named_and_all_steps_are_counted():
+    told = told_of(lambda step: [4 if step < 20 else 2, 4], 80, 2)
     assert {one.ranks for one in told} == {(0, 1)}
+    assert told[0].evidence["steps"] == told[0].step - 19

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -385,6 +386,17 @@ def test_a_gradient_that_is_far_out_in_every_fifth_step_is_told_within_60_steps(
     assert note.ranks == (2,)
     assert note.step - start < 60
     assert "8 of the last 8 values that were far out belong to rank 2" in note.explanation
+
+
+def test_what_chance_makes_of_gross_outliers_is_told_where_not_all_belong_to_one_worker():
+    job, diagnosis, told = Job(4, seed=2), Diagnosis(4), []
+    for step in range(60):
+        factor = 10.0 if step % 5 == 4 else 1.0
+        told += diagnosis.observe(job.report(times("grad_norm", [0 if step == 9 else 2], factor)))
+    [note] = [one for one in told if one.id == "gross-outliers"]
+    assert "10 of the last 11 values that were far out belong to rank 2" in note.explanation
+    of_11 = reduce(np.convolve, [[3 / 4, 1 / 4]] * 11)  # binomial
+    assert note.evidence["chance"] == pytest.approx(4 * of_11[10:].sum())
 
 
 @pytest.mark.parametrize(("width", "named"), [(2, (0, 1)), (3, (1,)), (4, (1,))])

@@ -8,7 +8,7 @@ import pytest
 from diagnose.streams import gathered, replicated, shard, sharded, with_replacement
 from rankscope.core.finding import Severity
 from rankscope.core.summarize import summarize
-from rankscope.diagnose.evidence import Observation
+from rankscope.diagnose.evidence import observations
 from rankscope.diagnose.resume import ResumeMismatch
 from rankscope.diagnose.rules import describe
 from rankscope.record.states import pack_state, unpack_state
@@ -16,25 +16,28 @@ from rankscope.record.states import pack_state, unpack_state
 W, BATCH = 4, 4
 
 
-def feed(detector, batches, first, lr=None):
-    found = []
+def feed(detector, batches, first, lr=None, together=1):
+    reports, found = [], []
     for step, samples in enumerate(batches, start=first):
         columns = {} if lr is None else {"lr": [lr(step)] * len(samples)}
-        found += detector.observe(Observation(summarize(gathered(step, samples, **columns))))
+        reports.append(summarize(gathered(step, samples, **columns)))
+    for start in range(0, len(reports), together):
+        for one in observations(reports[start : start + together]):
+            found += detector.observe(one)
     for evidence in found:
         rule = evidence.key or evidence.cause
         assert "{" not in "".join(describe(rule, evidence.severity, evidence.fields))
     return found
 
 
-def restart(before, after, *, lr=(None, None), num_workers=W, capacity=1 << 18):
+def restart(before, after, *, lr=(None, None), num_workers=W, capacity=1 << 18, together=1):
     """Return the evidence of a job that is stopped and goes on in a new process."""
     before = list(before)
     old, new = (ResumeMismatch(num_workers, capacity) for _ in range(2))
-    assert feed(old, before, 0, lr[0]) == []
+    assert feed(old, before, 0, lr[0], together) == []
     assert old.close() == ()
     new.restore(unpack_state(pack_state(old.state())))
-    return feed(new, after, len(before), lr[1])
+    return feed(new, after, len(before), lr[1], together)
 
 
 def epochs(num_samples, first_epoch=0, **kwargs):
@@ -55,13 +58,16 @@ def shuffled_again(num_samples, steps, seed=7):
     return chain(rest, epochs(num_samples, 50))
 
 
+@pytest.mark.parametrize("together", [1, 5])
 @pytest.mark.parametrize("epoch", [0, 1, 3])
 @pytest.mark.parametrize(("num_samples", "stop"), [(512, 16), (512, 9), (512, 29), (1001, 31)])
-def test_another_permutation_after_the_restart_is_an_error(epoch, num_samples, stop):
+def test_another_permutation_after_the_restart_is_an_error(epoch, num_samples, stop, together):
     length = -(-num_samples // (W * BATCH))
     at = epoch * length + stop
     found = restart(
-        islice(epochs(num_samples), at), islice(shuffled_again(num_samples, stop), 2 * length)
+        islice(epochs(num_samples), at),
+        islice(shuffled_again(num_samples, stop), 2 * length),
+        together=together,
     )
     assert found
     assert {(one.cause, one.severity, one.key) for one in found} == {
@@ -230,6 +236,12 @@ def test_a_large_epoch_is_followed_in_a_share_of_its_samples():
 def test_a_large_epoch_that_goes_on_is_silent(at):
     stream = epochs(10_000)
     assert restart(islice(stream, at), islice(stream, 1000), capacity=1 << 10) == []
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_more_and_more_samples_drawn_with_replacement_are_silent(seed):
+    stream = with_replacement(600_000, W, 64, seed)
+    assert restart(islice(stream, 80), islice(stream, 300), capacity=1 << 14) == []
 
 
 def test_a_large_epoch_from_an_older_checkpoint_is_a_note():

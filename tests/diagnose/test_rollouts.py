@@ -65,7 +65,9 @@ def test_a_worker_that_gets_the_weights_again_has_healed():
     told = told_of(DifferentRollouts(4), engines(4), FIRST + 140, changed)
     assert told[0].status == "open"
     assert told[-1].status == "closed"
-    assert told[-1].numbers["gap"] > 0.1
+    gaps = [one.numbers["gap"] for one in told]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 0.1
 
 
 def test_half_of_the_workers_are_a_note_that_names_them():

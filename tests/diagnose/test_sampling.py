@@ -85,11 +85,13 @@ def test_data_of_different_kinds_are_a_note():
     assert found[-1][1].numbers["dispersion_ratio"] > 1.2
 
 
-def test_gradient_norms_alone_show_kinds_and_shared_data():
+@pytest.mark.parametrize("micro", [3, 4])
+def test_gradient_norms_alone_show_kinds_and_shared_data(micro):
     def without_losses(job, t):
         return replace(job.step(t), micro_losses=(), micro_weights=())
 
-    kinds, shared = Job(4, kinds=1.0, gradients=True), Job(4, shared=1.0, gradients=True)
+    kinds = Job(4, micro=micro, kinds=1.0, gradients=True)
+    shared = Job(4, micro=micro, shared=1.0, gradients=True)
     found = watch([without_losses(kinds, t) for t in range(60)])
     assert opened(found, DIFFERENT) < 50
     assert "gradient norms" in found[0][1].fields["what"]
@@ -210,6 +212,8 @@ def test_a_ratio_that_drifts_makes_a_note_and_one_that_wanders_with_the_loss_non
     assert numbers["early"] == pytest.approx(1.0, abs=0.1)
     assert numbers["late"] == pytest.approx(1.35, abs=0.1)
     assert numbers["standard_errors"] > 5
+    early = watch([per_sample_step(t, 1.0 if t < 66 else 2.0, rng) for t in range(132)])
+    assert opened(early, DRIFT) == 131
 
 
 def test_gradients_that_drift_apart_make_a_note():
@@ -365,3 +369,9 @@ def test_a_worker_that_was_found_to_differ_does_not_count_as_spread():
     steps = [micro_step(t, 2 + spread + 0.1 * rng.standard_normal((8, 4))) for t in range(80)]
     assert {found.key for _, found in watch(steps)} == {DIFFERENT}
     assert watch(steps, detector=Sampling(8, lambda: (5,))) == []
+
+
+def test_two_workers_that_are_left_are_compared_and_one_is_not():
+    steps = steps_of(Job(1, workers=3, shared=1.0), 60)
+    assert opened(watch(steps, detector=Sampling(3, lambda: (2,))), SIMILAR) is not None
+    assert watch(steps, detector=Sampling(3, lambda: (1, 2))) == []

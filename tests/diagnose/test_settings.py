@@ -226,6 +226,11 @@ def test_updates_are_counted_not_steps():
     assert follow(DifferentSettings(4, planned(DECAY)), DECAY[1::2], calls=2) == []
 
 
+def test_updates_whose_learning_rate_is_unknown_are_counted_too():
+    rates = [NAN if 10 <= step < 20 else rate for step, rate in enumerate(DECAY)]
+    assert follow(DifferentSettings(4, planned(DECAY)), rates) == []
+
+
 def test_one_worker_off_the_plan_differs_and_the_plan_is_kept():
     detector = DifferentSettings(4, planned(1e-4))
     told = run(detector, 10, **alike(lr=[1e-4, 1e-4, 3e-4, 1e-4]))

@@ -8,7 +8,14 @@ from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis, hosts_of
 from rankscope.diagnose.evidence import Observation
-from rankscope.diagnose.stragglers import WARM_UP, WINDOW, Stragglers, find_onset, typical_worker
+from rankscope.diagnose.stragglers import (
+    WARM_UP,
+    WINDOW,
+    Lateness,
+    Stragglers,
+    find_onset,
+    typical_worker,
+)
 
 TWO_WINDOWS = WARM_UP + 2 * WINDOW
 HOSTS = ["a"] * 4 + ["b"] * 4
@@ -127,6 +134,14 @@ def test_two_slow_workers_have_a_finding_each():
     found = watch(simulate(slow=slow))
     assert {one.ranks for _, one in found} == {(1,), (4,)}
     assert found[0][1].ranks == (1,)
+
+
+@pytest.mark.parametrize(("last", "slow"), [(24, [False, True, False]), (25, [False] * 3)])
+def test_a_worker_is_slow_only_if_slow_ones_are_the_last_in_most_steps(last, slow):
+    behind_SW = np.tile([0.0, 1.0, 0.0], (50, 1))
+    behind_SW[:last, 2] = 2.0
+    found = Lateness.of(np.arange(50), np.full(50, 3.0), behind_SW)
+    assert found.slow_W.tolist() == slow
 
 
 def test_a_slow_host_is_one_finding():

@@ -83,6 +83,10 @@ def short_batches(step):
 def not_finite(step):
     if step.step % 31 != 4:
         return step
+    if step.sketches_WK is not None:
+        sketches_WK = step.sketches_WK.copy()
+        sketches_WK[0] = np.nan
+        step = replace(step, sketches_WK=sketches_WK)
     step = with_column(step, "nonfinite", lambda flags_W: flags_W.__setitem__(0, True))
     return with_column(step, "loss", lambda losses_W: losses_W.__setitem__(0, np.nan))
 

@@ -138,6 +138,8 @@ def test_means_of_means_between_workers_are_a_warning():
     assert evidence.first_step == 0
     assert evidence.count == 40
     assert evidence.numbers["token_weight_ratio"] == pytest.approx(4, rel=0.03)
+    assert watch(TokenWeighting(W, None), steps[:15]) == {}
+    assert watch(TokenWeighting(W, None), steps[:16]).keys() == found.keys()
 
 
 def test_small_differences_are_a_note():
@@ -372,7 +374,10 @@ def test_a_worker_with_a_factor_of_its_own_is_named(width):
 
 def test_of_two_workers_nobody_tells_who_is_wrong():
     found = watch(LossScale(2), [(np.full((2, 1), 64.0), np.array([[1.0], [2.0]]))] * 5)
-    assert found[ONE_WORKER].ranks == (0, 1)
+    evidence = found[ONE_WORKER]
+    assert evidence.ranks == (0, 1)
+    words, _ = describe(ONE_WORKER, evidence.severity, evidence.fields)
+    assert "loss of rank 1 is multiplied by 2 times rank 0's factor" in words
 
 
 def test_a_worker_behind_a_gradient_scaler_is_named_too():

@@ -226,10 +226,11 @@ def test_the_end_of_one_row_group_is_read(one_group):
         np.testing.assert_array_equal(values, every[name][-number:])
 
 
-def test_single_rows_of_one_row_group_are_found(one_group):
+@pytest.mark.parametrize("number", [7, 12])  # of 12, one begins a piece
+def test_single_rows_of_one_row_group_are_found(one_group, number):
     steps, cosines = one_group.cosines()
-    few, chosen = one_group.cosines(max_frames=7)
-    assert len(few) == 7
+    few, chosen = one_group.cosines(max_frames=number)
+    assert len(few) == number
     assert (few[0], few[-1]) == (steps[0], steps[-1])
     np.testing.assert_array_equal(chosen, cosines[np.isin(steps, few)])
 

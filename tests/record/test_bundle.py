@@ -169,9 +169,9 @@ def test_damaged_files(tmp_path):
 def zipped(shape: str, content: bytes, times: int = 1) -> bytes:
     """Return an archive whose array says of itself what it wants, and has content repeatedly."""
     head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-    file = BytesIO()
+    file = BytesIO(archive_of({"samples": np.arange(2)}))
     with (
-        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+        zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive,
         archive.open("array-0.npy", "w") as array,
     ):
         array.write(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode())
@@ -211,6 +211,7 @@ def test_archives_that_hold_no_batch_are_refused_in_one_line(tmp_path, content):
         with pytest.raises(RunError, match=r"peer\.npz.*the bundle is damaged") as refused:
             load_bundle(path)
         assert "\n" not in str(refused.value)
+        assert ("more than 256 MiB" in str(refused.value)) is (content == "a bomb")
         assert len(str(refused.value)) < len(str(path)) + 300
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100 * 2**10
 

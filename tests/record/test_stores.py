@@ -152,6 +152,8 @@ def test_what_an_earlier_run_left_behind_is_sent_by_the_next(tmp_path):
         (store.copy / ".unsent").write_text(str(store))
     assert Mirror(second.copy, second).close(20)
     assert {path.name for path in (tmp_path / "shelf").iterdir()} == {"a", "b"}
+    waiting = [store for store in (first, second, running) if (store.copy / ".unsent").exists()]
+    assert waiting == [running]
 
 
 def test_changed_files_only_are_brought_and_none_from_outside(tmp_path):

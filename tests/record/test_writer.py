@@ -2,6 +2,7 @@ import json
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 import duckdb
@@ -162,7 +163,7 @@ def test_steps_that_are_added_together_leave_the_same_files(tmp_path):
     alone, together = RunWriter(tmp_path / "alone", {}), RunWriter(tmp_path / "together", {})
     for report in reports:
         alone.add(report)
-    for first, end in [(0, 1), (1, 40), (40, 41), (41, 150), (150, 150), (150, len(reports))]:
+    for first, end in pairwise([0, 1, 3, 40, 41, 150, 150, len(reports)]):
         together.add_many(reports[first:end])
     alone.close()
     together.close()

@@ -74,6 +74,7 @@ def test_what_watching_costs_is_said_in_every_step_and_for_each_read(tmp_path):
     assert said.values["overhead_fixed_seconds"] == pytest.approx(0.004)
     assert said.values["overhead_read_seconds"] == pytest.approx(0.003)
     [cost] = [line for line in said.statements if line.startswith("Watching took")]
+    assert "gradients were measured every 2 steps at the widest" in cost
     assert "4 ms in every step whatever its length, and 3 ms to read the gradient" in cost
     assert cost.endswith("A step of 1 second would pay 0.70%.")
     info = json.loads((run.path / "run.json").read_text())

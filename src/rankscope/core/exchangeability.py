@@ -175,7 +175,7 @@ class ExchangeabilityTest(Stateful):
         """Compute what :meth:`observe` would of T steps in which nothing is set apart.
 
         Args:
-            values_TRU: Finite values of the signals named by ``rows``.
+            values_TRU: Values of the signals named by ``rows``, finite or NaN.
             rows: Indices of the signals that these steps measure, ascending.
 
         Returns:

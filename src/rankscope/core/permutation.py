@@ -198,8 +198,6 @@ def _each_twice(order_U: Ints, sizes: list[int]) -> Ints:
 
 
 def _mid_ranks(spreads_B: Floats, tie: float) -> Floats:
-    if not tie > 0:
-        return np.full(len(spreads_B), 0.5)
     doubled_B = rank_units(np.rint(spreads_B / tie)[None]).doubled_SU[0]
     middles: Floats = (doubled_B + 1) / 2 / len(spreads_B)
     return middles

@@ -86,7 +86,7 @@ class AlikePairs(Detector):
         return (self._evidence(),) if self._active else ()
 
     def _take_ahead(self, step: Observation) -> bool:
-        """Take a step in which all pairs are compared, if there are others to look ahead in.
+        """Take a step in which no pair is left out, if there are others to look ahead in.
 
         The same, bit for bit, as if the step were compared by itself.
         """
@@ -108,13 +108,10 @@ class AlikePairs(Detector):
             if report.cosines_WW is None:
                 break
             pairs.append(upper_triangle(report.cosines_WW))
-        values_TU = np.array(pairs, np.float64)
-        finite_T = np.asarray(np.isfinite(values_TU).all(axis=1))
-        length = len(finite_T) if finite_T.all() else int(finite_T.argmin())
-        if length < 2:
+        if len(pairs) < 2:
             return None
-        ahead = self._test.look_ahead(values_TU[:length, None], _ROW)
-        return step.stretch, range(step.index, step.index + length), ahead
+        ahead = self._test.look_ahead(np.array(pairs, np.float64)[:, None], _ROW)
+        return step.stretch, range(step.index, step.index + len(pairs)), ahead
 
     def _cosines(self, cosines_WW: Floats, step: Observation) -> Floats:
         """Return the cosine of each pair that is to be compared, NaN for others."""
