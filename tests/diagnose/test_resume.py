@@ -217,6 +217,11 @@ def test_jobs_without_samples_are_silent():
     assert restart([nothing] * 20, [nothing] * 20) == []
 
 
+def test_samples_that_are_known_from_the_restart_on_are_silent():
+    nothing = [np.empty(0, np.int64)] * W
+    assert restart([nothing] * 20, islice(epochs(400), 60)) == []
+
+
 def test_a_run_that_was_never_closed_has_no_restart():
     detector, again = ResumeMismatch(W), ResumeMismatch(W)
     feed(detector, islice(epochs(512), 16), 0)
