@@ -359,6 +359,12 @@ def test_a_last_step_with_fewer_micro_batches_is_silent():
     assert watch(LossScale(W), epochs) == {}
 
 
+def test_last_steps_with_fewer_micro_batches_look_like_no_gradient_scaler():
+    last = constant(1.0, micro=2, steps=1) + constant(1.0, micro=1, steps=1)
+    found = watch(LossScale(W), constant(1.0, micro=4, steps=5) + last + constant(1.0, micro=4))
+    assert found["loss.scale"].first_step == 7
+
+
 @pytest.mark.parametrize("width", [3, 4, 8])
 def test_a_worker_with_a_factor_of_its_own_is_named(width):
     scales = np.ones((width, 1))
