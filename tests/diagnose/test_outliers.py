@@ -455,6 +455,20 @@ def test_heavy_tails_early_in_training_raise_hardly_a_note(width):
     assert [one.key for one in told if one.key == "gross-value"] == []
 
 
+def test_gross_values_of_a_run_that_has_them_now_and_then_are_told_a_few_times():
+    """As of two workers whose losses are rounding errors by now."""
+    job, diagnosis, told = Job(2, seed=6), Diagnosis(2), []
+    for step in range(4000):
+        factor = {3000: 40.0, 3100: 70.0}.get(step, 12.0)
+        change = times("loss", [1], factor if step % 100 == 0 else 1.0)
+        told += diagnosis.observe(job.report(change))
+    notes = [one for one in told if one.id == "gross-value"]
+    opened = [note.step for note in notes if note.status == "open"]
+    assert opened == [*range(0, 800, 100), 3000]
+    assert notes[-1].status == "closed"
+    assert notes[-1].evidence["steps"] == 31  # all of them, up to there
+
+
 def test_values_far_out_on_any_worker_are_no_sign_of_one():
     job, detector = Job(4, seed=2), WorkerOutliers(4)
     told = []

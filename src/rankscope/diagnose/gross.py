@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats
-from rankscope.core.canary_plan import LATELY, TIMES_LATELY
+from rankscope.core.canary_plan import LATELY, OFTEN, TIMES_LATELY
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
@@ -70,6 +70,7 @@ _FIRST_SCALES = 3  # steps until the robust scale means something
 _WARM_UP = 50
 _FEWEST_WORKERS = 4
 _STEPS_TOLD = 8
+_FREELY = 8  # steps with gross values that are all told
 
 
 class GrossOutliers(Stateful):
@@ -186,9 +187,10 @@ class GrossValues(Stateful):
     at 0.5, one is 12 times the second one with a probability of 6e-6 for W = 4, 4e-4 for W = 2.
     With a tail like that of x to the power −a it is 8 to the power −a, whatever W is. So heavy
     tails show now and then: that is no fault, one finding for the whole run, and never more than a
-    note. Of a signal that has been negative, as losses in reinforcement learning are, ratios say
-    nothing. A worker whose values are ten times the others' is seen through their spread: hence 8,
-    not 10.
+    note. After 8 such steps another one is counted, but told only if it is twice as far out as any
+    before, or the third within 50 steps. Of a signal that has been negative, as losses in
+    reinforcement learning are, ratios say nothing. A worker whose values are ten times the others'
+    is seen through their spread: hence 8, not 10.
 
     Args:
         num_workers: W.
@@ -201,6 +203,7 @@ class GrossValues(Stateful):
         self._seen = Lasting()
         self._lately: list[int] = []
         self._signed: set[str] = set()
+        self._excess = self._record = 0.0  # over what is gross: of this step, and of all before
         self._said = ""
         self._numbers: dict[str, object] = {}
 
@@ -212,18 +215,27 @@ class GrossValues(Stateful):
             left_out: Workers that are not compared.
         """
         step, ranks = gathered.step, set[int]()
+        self._excess = 0.0
         for column in reversed(GROSS):
             ranks |= self._compare(column, gathered.workers[column.name], left_out, step)
         self._lately = [at for at in self._lately if at > step - LATELY]
         if ranks:
             self._lately.append(step)
-        if not self._seen.observe(step, ranks):
-            return []
         seen, said = self._seen, {"what": self._said}
+        quiet = bool(ranks) and not self._speaks()
+        self._record = max(self._record, self._excess)
+        seen.count += quiet
+        if not seen.observe(step, () if quiet else ranks):
+            return []
         numbers = {"steps": seen.count, TIMES_LATELY: len(self._lately), **self._numbers}
         return [
             seen.evidence("inconclusive", Severity.NOTE, seen.ranks, said, numbers, key=KEY_AT_ONCE)
         ]
+
+    def _speaks(self) -> bool:
+        """Return whether a step with gross values is told, after those that came before."""
+        broken = self._excess >= 2 * self._record
+        return self._seen.count < _FREELY or broken or len(self._lately) >= OFTEN
 
     def _compare(
         self, column: Gross, values_W: Floats, left_out: Sequence[int], step: int
@@ -240,6 +252,7 @@ class GrossValues(Stateful):
         value, peer = float(values_W[first]), float(values_W[second])
         if value < column.times * peer:
             return set()
+        self._excess = max(self._excess, value / peer / column.times)
         self._numbers = {"signal": label, "times": value / peer, "value": value, "next": peer}
         if self._num_workers == 2:
             self._said = (
