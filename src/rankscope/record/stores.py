@@ -315,6 +315,8 @@ class Mirror:
                 self._closing.wait(wait)
         self._sender.finish()
         self._done.set()
+        if looks_back:
+            _send_left_behind()
 
 
 class _Sender:
