@@ -246,10 +246,10 @@ class SampleLedger(Stateful):
             seen_P: Which were drawn before.
             owners_P: The first to draw each; -1 minus its rank where it has crossed already.
         """
-        own_P = seen_P & (np.maximum(owners_P, -1 - owners_P) == ranks_P)
-        others_P = seen_P & ~own_P
         if not self._pairs_complete:
             return seen_P, np.zeros_like(seen_P)
+        own_P = seen_P & (np.maximum(owners_P, -1 - owners_P) == ranks_P)
+        others_P = seen_P & ~own_P
         if others_P.any():
             keys = _pair_keys(samples_P[others_P], ranks_P[others_P])
             order = keys.argsort()  # sorted questions are answered much faster

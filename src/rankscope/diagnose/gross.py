@@ -12,6 +12,7 @@ belong: were all alike, k or more of n would fall on one worker with a probabili
 within the budget, which grows by a factor W a step at most, has reached its level.
 
 A gross value needs no past: it is so many times the largest of its peers' (:class:`GrossValues`).
+Only how often it is told depends on those before.
 """
 
 import math
