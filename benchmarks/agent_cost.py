@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.core.summarize import summarize
 from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.evidence import columns_of
 from rankscope.record import RunWriter
 
 GROUPS = ("embedding", *(f"layers.{layer}" for layer in range(24)), "head")
@@ -124,7 +125,7 @@ class MadeUpJob:
             s.name: np.full(width, _MISSING[s.dtype], _NUMPY[s.dtype])
             if s.name not in columns
             else np.broadcast_to(np.asarray(columns[s.name], _NUMPY[s.dtype]), width).copy()
-            for s in signals(Table.WORKERS, Source.LOCAL)
+            for s in columns_of(Table.WORKERS, Source.LOCAL)
         }
 
     def _sharded(self) -> Iterator[tuple[np.ndarray[Any, Any], ...]]:

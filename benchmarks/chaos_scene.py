@@ -24,7 +24,7 @@ from typing import Any
 from chaos_training import NUM_RANKS, STEPS, Board, Loop, Work, be_rank
 
 from rankscope import Run
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 
 HANGS_SECONDS = 30.0
 """A training that takes so long hangs."""

@@ -13,10 +13,11 @@ import numpy as np
 from detection_streams import Floats
 from numpy.random import Generator
 
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.finding import Finding, Severity
-from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.evidence import columns_of
 
 Row = dict[str, Any]
 GROUPS = tuple(f"layers.{index}" for index in range(40))
@@ -66,7 +67,7 @@ class Noise:
         workers = len(self.loss_W)
         local: dict[str, Any] = {
             s.name: np.full(workers, _MISSING[s.dtype], _DTYPES[s.dtype])
-            for s in signals(Table.WORKERS, Source.LOCAL)
+            for s in columns_of(Table.WORKERS, Source.LOCAL)
         }
         local["loss"] = 3 + 0.1 * self.loss_W
         local["grad_norm"] = 2 * np.exp(0.07 * self.norm_W)
@@ -84,7 +85,7 @@ class Noise:
         )
         return StepReport(
             gathered,
-            {s.name: float("nan") for s in signals(Table.STEPS, Source.DERIVED)},
+            {s.name: float("nan") for s in columns_of(Table.STEPS, Source.DERIVED)},
             {"cosine_rest": 0.2 + 0.03 * self.cosine_W},
             cosines_WW if workers <= 64 else None,
             0.2 + 0.05 * self.group_cosine_WG,

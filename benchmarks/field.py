@@ -29,7 +29,7 @@ from typing import Any
 from tables import fill_table
 
 from rankscope import Run, Severity
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "field.md"

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from rankscope.core.signals import DType, Signal, Table, signals
+from rankscope.bus.columns import Column, DType, Table
+from rankscope.evidence import columns_of
 from rankscope.record.begin import SCHEMA_VERSION
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.schema import arrow_schema, schema_of, to_arrow
@@ -94,7 +95,7 @@ def _write_workers(path: Path, num_workers: int, num_steps: int) -> None:
 class _Part:
     """The parts of a roll-up, a row group per bin as in the writer, but each file written once."""
 
-    def __init__(self, folder: Path, columns: Sequence[Signal]) -> None:
+    def __init__(self, folder: Path, columns: Sequence[Column]) -> None:
         self._folder, self._part, self._number = folder, GrowingPart(), 0
         self._content: list[bytes] = []
         self._columns, self._schema = columns, schema_of(columns)
@@ -124,7 +125,7 @@ class _Values:
         self._noise_TW = np.round(rng.normal(size=size) * 64) / 64
         self._same = {
             s.name: to_arrow(_constant(s.dtype, BLOCK_ROWS), s.dtype)
-            for s in signals(Table.WORKERS)
+            for s in columns_of(Table.WORKERS)
             if s.name not in VARYING
         }
         self._spike = int(SPIKE_STEP_SHARE * num_steps), num_workers // 2
@@ -157,7 +158,7 @@ class _Values:
             "rank": np.tile(np.arange(self._num_workers), len(steps_T)),
             **{
                 s.name: floats[s.name].ravel() if s.name in floats else _constant(s.dtype, count)
-                for s in signals(Table.WORKERS)[2:]
+                for s in columns_of(Table.WORKERS)[2:]
             },
             "num_samples": np.full(count, BATCH),
         }
@@ -169,7 +170,7 @@ class _Values:
             self._same[s.name].slice(0, count)
             if s.name in self._same
             else to_arrow(rows[s.name], s.dtype)
-            for s in signals(Table.WORKERS)
+            for s in columns_of(Table.WORKERS)
         ]
         return pa.table(columns, schema=arrow_schema(Table.WORKERS))
 
@@ -208,7 +209,7 @@ def _step_blocks(num_workers: int, num_steps: int) -> Iterator[pa.Table]:
     }
     columns = [
         to_arrow(values.get(s.name, np.full(num_steps, np.nan)), s.dtype)
-        for s in signals(Table.STEPS)
+        for s in columns_of(Table.STEPS)
     ]
     yield pa.table(columns, schema=arrow_schema(Table.STEPS))
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.bus.columns import Table
 from rankscope.core.rollup import bins_of_steps
-from rankscope.core.signals import Table
 from rankscope.record import Run
 from rankscope.web import bins, figures, series
 from rankscope.web.document import png_of

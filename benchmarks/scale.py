@@ -19,12 +19,13 @@ from rankscope.agent.frames import Kind, pack
 from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage, pack_values
 from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with_directions
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.consensus import narrowing_for
 from rankscope.core.measured import sizes_of
-from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep
 from rankscope.core.summarize import summarize
+from rankscope.evidence import columns_of
 
 WORKERS = (8, 64, 1024, 10_240)
 PER_HOST = 8
@@ -77,7 +78,7 @@ def make_messages(layout: Layout, ranks: Sequence[int], step: int) -> dict[int, 
     reduced_GK = shared.normal(size=(NUM_GROUPS, layout.audit_width))
     reduced_squares_G = np.square(reduced_GK).sum(axis=1)
     digests_D = shared.integers(2**62, size=NUM_DIGESTS)
-    local = signals(Table.WORKERS, Source.LOCAL)
+    local = columns_of(Table.WORKERS, Source.LOCAL)
     messages = {}
     for rank in ranks:
         rng = np.random.default_rng((rank, step))

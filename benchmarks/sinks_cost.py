@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.step import GatheredStep, StepReport
+from rankscope.evidence import columns_of
 from rankscope.sinks.base import step_values
 
 REPEATS = 300
@@ -33,7 +34,7 @@ def make_report(num_workers: int) -> StepReport:
     def column(dtype: DType) -> Any:
         return (100 * rng.random(num_workers)).astype(NUMPY[dtype])
 
-    local = {s.name: column(s.dtype) for s in signals(Table.WORKERS, Source.LOCAL)}
+    local = {s.name: column(s.dtype) for s in columns_of(Table.WORKERS, Source.LOCAL)}
     gathered = GatheredStep(
         step=0,
         time=0.0,
@@ -42,8 +43,8 @@ def make_report(num_workers: int) -> StepReport:
         sketches_WK=None,
         samples=(np.empty(0, np.int64),) * num_workers,
     )
-    values = {s.name: 1.0 for s in signals(Table.STEPS, Source.DERIVED)}
-    derived = {s.name: rng.random(num_workers) for s in signals(Table.WORKERS, Source.DERIVED)}
+    values = {s.name: 1.0 for s in columns_of(Table.STEPS, Source.DERIVED)}
+    derived = {s.name: rng.random(num_workers) for s in columns_of(Table.WORKERS, Source.DERIVED)}
     return StepReport(gathered, values, derived)
 
 

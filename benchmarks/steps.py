@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.agent.message import StepMessage, pack_values
+from rankscope.bus.columns import Table
 from rankscope.core.audit import AUDIT_WIDTH
-from rankscope.core.signals import Table
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "scalars": {"tier": "scalars"},

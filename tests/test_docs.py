@@ -13,11 +13,13 @@ import pytest
 import rankscope
 from rankscope.agent.frames import Kind, pack
 from rankscope.agent.message import StepMessage, pack_values
+from rankscope.bus.columns import Table
 from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.measured import sizes_of
 from rankscope.core.plan import Plan
-from rankscope.core.signals import Table, signals
+from rankscope.diagnose.causes import page_of_causes
 from rankscope.diagnose.rules import RULES
+from rankscope.evidence import columns_of
 from rankscope.session.instruments import GROUP_WIDTH
 from record.run_files import write
 from record.step_reports import make_report
@@ -135,6 +137,10 @@ def given_by(call):
     return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
+def test_the_page_of_causes_is_made_from_the_findings():
+    assert page_of_causes() == CAUSES, "rankscope causes --page > docs/causes.md"
+
+
 def test_every_cause_has_one_section_and_no_section_is_of_anything_else():
     names = re.findall(r"^#{2,} (.*)$", CAUSES, re.M)
     assert sorted(names) == sorted(f"`{cause}`" for cause in RULES)
@@ -157,7 +163,7 @@ def test_a_section_says_what_a_cause_looks_like_where_it_comes_from_and_what_to_
 
 
 def test_columns_that_causes_and_evidence_speak_of_exist():
-    known = {signal.name for table in Table for signal in signals(table)}
+    known = {signal.name for table in Table for signal in columns_of(table)}
     words = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", CAUSES + EVIDENCE)
     assert set(words) - known <= NO_COLUMNS
 
@@ -168,7 +174,7 @@ def test_columns_are_in_the_tables_that_pages_name(page):
     named = rf"({column}(?:(?:, | and ){column})*) of {table}"
     for columns, of in re.findall(named, page.read_text()):
         names = re.findall(r"[a-z_]+", columns.replace(" and ", " "))
-        assert {*names} <= {signal.name for signal in signals(Table(of))}, (columns, of)
+        assert {*names} <= {signal.name for signal in columns_of(Table(of))}, (columns, of)
 
 
 def message(tier, num_workers, num_groups):

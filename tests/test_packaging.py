@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "rankscope"
 DATA = {
-    *("py.typed", "diagnose/rules.toml", "faults/catalogue.toml", "reduce/accumulator.c"),
+    *("py.typed", "faults/catalogue.toml", "reduce/accumulator.c"),
     *("capture/kernels/digest.c", "capture/kernels/dot.c", "capture/kernels/sketch.c"),
     "capture/kernels/inputs.c",
     "capture/kernels/vectors.h",
@@ -22,7 +22,7 @@ DATA = {
 
 ALLOWED = {
     *("web/templates/*", "web/live/*", "sinks/*.json", "integrations/*.json"),
-    *("diagnose/causes.md", *DATA),
+    *("evidence/*/findings.toml", *DATA),
 }
 HEAVY = {
     *("torch", "numpy", "pyarrow", "typer", "rich", "altair", "jinja2", "transformers", "pandas"),

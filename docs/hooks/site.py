@@ -21,9 +21,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from rankscope.bus.columns import Table
 from rankscope.cli.main import NAME, app
-from rankscope.core.signals import Table, signals
 from rankscope.diagnose.rules import RULES
+from rankscope.evidence import columns_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -154,7 +155,7 @@ def _cli_page() -> str:
 
 def _columns(table: Table) -> str:
     """Return the columns of a table of the record."""
-    rows = [f"| `{s.name}` | `{s.dtype}` | {s.unit} | {s.meaning} |" for s in signals(table)]
+    rows = [f"| `{s.name}` | `{s.dtype}` | {s.unit} | {s.meaning} |" for s in columns_of(table)]
     return "\n".join(["| column | type | unit | meaning |", "|---|---|---|---|", *rows])
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rankscope import Run
 from rankscope.agent import link
 from rankscope.agent.sockets import unread_bytes
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.web.live.catalog import Place, glance, stamp
 from support.accidents import Job, state_of, train, wait_until

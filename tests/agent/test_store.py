@@ -11,7 +11,7 @@ import pytest
 from rankscope import Run
 from rankscope.agent import recorder
 from rankscope.agent.recorder import Recorder
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.errors import RunError
 from rankscope.record import RunWriter, files
 from record.run_files import make_finding

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankscope import Run
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from support.accidents import wait_until
 from support.two_hosts import TwoHosts, why_not
 

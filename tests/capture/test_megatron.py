@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from rankscope import Run, Severity
+from rankscope.bus.columns import Table
 from rankscope.capture.taps.megatron_model import (
     factor_of_mean,
     is_megatron,
     plain_megatron_optimizer,
 )
-from rankscope.core.signals import Table
 from rankscope.errors import UnsupportedError
 from rankscope.session.wrapping import find_wrapper, plain_optimizer
 from support.megatron_training import (

@@ -5,14 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.direction import gram
-from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.core.summarize import summarize
 from rankscope.core.weighting import undo_common_scale
+from rankscope.evidence import columns_of
 
 W, K, G, NARROW = 4, 50, 3, 7
-LOCAL = signals(Table.WORKERS, Source.LOCAL)
+LOCAL = columns_of(Table.WORKERS, Source.LOCAL)
 MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
 NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
 FLOAT32 = 2.0**-22

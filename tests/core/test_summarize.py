@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.summarize import summarize
+from rankscope.evidence import columns_of
 
-LOCAL = signals(Table.WORKERS, Source.LOCAL)
+LOCAL = columns_of(Table.WORKERS, Source.LOCAL)
 MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
 NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
 
@@ -58,8 +59,8 @@ def rest_cosine(rows, i):
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
 def test_every_derived_column_is_filled_and_no_other(num_workers):
     report = summarize(gathered(num_workers))
-    assert set(report.values) == {s.name for s in signals(Table.STEPS, Source.DERIVED)}
-    assert set(report.derived) == {s.name for s in signals(Table.WORKERS, Source.DERIVED)}
+    assert set(report.values) == {s.name for s in columns_of(Table.STEPS, Source.DERIVED)}
+    assert set(report.derived) == {s.name for s in columns_of(Table.WORKERS, Source.DERIVED)}
     unknown = {name: value for name, value in report.values.items() if name != "interval"}
     assert all(math.isnan(value) for value in unknown.values())
     assert np.isnan(report.derived["cosine_rest"]).all()

@@ -8,9 +8,10 @@ from itertools import islice
 
 import numpy as np
 
-from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.summarize import summarize
+from rankscope.evidence import columns_of
 
 _MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
 _NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
@@ -23,7 +24,7 @@ def gathered(step: int, samples: Batches, sketches_WK=None, **columns) -> Gather
     width = len(samples)
     workers = {
         s.name: np.full(width, _MISSING[s.dtype], _NUMPY[s.dtype])
-        for s in signals(Table.WORKERS, Source.LOCAL)
+        for s in columns_of(Table.WORKERS, Source.LOCAL)
     }
     workers["num_samples"] = np.array([len(batch) for batch in samples], np.int64)
     for name, values in columns.items():

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
+from rankscope.bus.columns import Column, Compared, DType, Source, Table, Tail
 from rankscope.core.finding import Severity
-from rankscope.core.signals import SIGNALS, Compared, DType, Signal, Source, Table, Tail
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.rules import describe
+from rankscope.evidence import COLUMNS
 from rankscope.record.schema import arrow_schema
 
 NO_SAMPLES = np.empty(0, np.int64)
@@ -557,7 +558,7 @@ def test_a_worker_that_differs_in_some_steps_only_is_not_steadily_apart(every, s
 
 
 def test_a_signal_that_is_declared_as_compared_is_compared_and_recorded(monkeypatch):
-    momentum = Signal(
+    momentum = Column(
         "momentum_norm",
         Table.WORKERS,
         DType.FLOAT,
@@ -567,7 +568,7 @@ def test_a_signal_that_is_declared_as_compared_is_compared_and_recorded(monkeypa
         Tail.BOTH,
         Compared("momentum norm", observed=False),
     )
-    monkeypatch.setattr("rankscope.core.signals.SIGNALS", (*SIGNALS, momentum))
+    monkeypatch.setattr("rankscope.evidence.COLUMNS", (*COLUMNS, momentum))
     detector, rng, told = WorkerOutliers(4), np.random.default_rng(0), []
     for step in range(60):
         samples = [np.array([100 * step + rank]) for rank in range(4)]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.bus.columns import Table
 from rankscope.cli.main import app
-from rankscope.core.signals import Table, signals
 from rankscope.diagnose.rules import RULES
+from rankscope.evidence import columns_of
 
 ROOT = Path(__file__).parents[2]
 LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
@@ -92,8 +93,8 @@ def test_every_column_of_the_record_is_explained_and_no_other(site, table):
     page = (site / "runs.html").read_text()
     [text] = re.findall(rf'<h3 id="{table}">(.*?)(?=<h3|</article>)', page, re.S)
     cells = re.findall(r"<tr>\s*<td><code>(\w+)</code></td>(.*?)</tr>", text, re.S)
-    assert [name for name, _ in cells] == [s.name for s in signals(table)]
-    for (_, cell), signal in zip(cells, signals(table), strict=True):
+    assert [name for name, _ in cells] == [s.name for s in columns_of(table)]
+    for (_, cell), signal in zip(cells, columns_of(table), strict=True):
         assert html.escape(signal.meaning, quote=False) in cell
 
 

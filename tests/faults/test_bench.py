@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankscope import Run, Severity
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.errors import UsageError
 from rankscope.faults.bench import Bench
 from rankscope.faults.catalogue import catalogue

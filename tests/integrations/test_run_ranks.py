@@ -24,7 +24,7 @@ from integrations.run_commands import (
     watch,
 )
 from rankscope import Run
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from support.ranks import run_ranks
 
 pytestmark = [

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.replicas import TRACE_WIDTH, StateDifference, StateKind, Trace
-from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
 
 SIZES = {"embedding": 305, "layers.0": 244, "head": 122}
@@ -169,7 +170,7 @@ def _report(
     width = training.workers
     workers = {
         s.name: np.full(width, MISSING[s.dtype], NUMPY[s.dtype])
-        for s in signals(Table.WORKERS, Source.LOCAL)
+        for s in columns_of(Table.WORKERS, Source.LOCAL)
     }
     workers["loss"][:] = losses
     workers["loss_weight"][:] = BATCH // width
@@ -183,7 +184,7 @@ def _report(
     if training.random is not None:
         for rank in range(width):
             workers["rng_digest"][rank] = word(f"{training.random} {step} {rank}".encode())
-    values = {s.name: np.nan for s in signals(Table.STEPS, Source.DERIVED)}
+    values = {s.name: np.nan for s in columns_of(Table.STEPS, Source.DERIVED)}
     values |= {"loss_mean": float(np.mean(losses)), "grad_norm_reduced": reduced_norm}
     differences = ()
     if step in training.disagreements:
@@ -200,7 +201,7 @@ def _report(
         differences=differences,
         trace=trace if training.traced else None,
     )
-    derived = {s.name: np.full(width, np.nan) for s in signals(Table.WORKERS, Source.DERIVED)}
+    derived = {s.name: np.full(width, np.nan) for s in columns_of(Table.WORKERS, Source.DERIVED)}
     return StepReport(gathered, values, derived)
 
 

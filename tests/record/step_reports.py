@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.bus.columns import Column, DType, Source, Table
 from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.signals import DType, Signal, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.evidence import columns_of
 
 GROUPS = ("embedding", "layers.0", "head")
 NUMPY = {DType.INT: np.int64, DType.FLOAT: np.float64, DType.BOOL: np.bool_}
 
 
-def cell(signal: Signal, step: int, rank: int) -> Any:
+def cell(signal: Column, step: int, rank: int) -> Any:
     """Return the value of one column in one row; None for every seventh or so."""
     mark = 31 * step + 7 * rank + len(signal.name)
     if signal.dtype is DType.BOOL:
@@ -41,7 +42,7 @@ def local_values(step: int, num_workers: int) -> dict[str, Any]:
         s.name: np.array(
             [filled(cell(s, step, rank), s.dtype) for rank in range(num_workers)], NUMPY[s.dtype]
         )
-        for s in signals(Table.WORKERS, Source.LOCAL)
+        for s in columns_of(Table.WORKERS, Source.LOCAL)
     }
 
 
@@ -104,11 +105,11 @@ def make_report(
         gathered,
         values={
             s.name: float(filled(cell(s, step, 0), DType.FLOAT))
-            for s in signals(Table.STEPS, Source.DERIVED)
+            for s in columns_of(Table.STEPS, Source.DERIVED)
         },
         derived={
             s.name: np.array([filled(cell(s, step, rank), s.dtype) for rank in ranks])
-            for s in signals(Table.WORKERS, Source.DERIVED)
+            for s in columns_of(Table.WORKERS, Source.DERIVED)
         },
         cosines_WW=make_cosines(step, num_workers) if observed else None,
         group_cosine_rest_WG=np.tile([0.25, np.nan, 0.75], (num_workers, 1)) if groups else None,
@@ -119,7 +120,7 @@ def expected_steps(num_steps: int) -> list[dict[str, Any]]:
     """Return the rows of the steps table after ``num_steps`` reports."""
     return [
         {"step": step, "time": 1_700_000_000.0 + step, "observed": True}
-        | {s.name: cell(s, step, 0) for s in signals(Table.STEPS, Source.DERIVED)}
+        | {s.name: cell(s, step, 0) for s in columns_of(Table.STEPS, Source.DERIVED)}
         for step in range(num_steps)
     ]
 
@@ -130,7 +131,7 @@ def expected_workers(num_steps: int, num_workers: int = 4) -> list[dict[str, Any
         {"step": step, "rank": rank}
         | {
             s.name: cell(s, step, rank)
-            for s in signals(Table.WORKERS, Source.LOCAL, Source.DERIVED)
+            for s in columns_of(Table.WORKERS, Source.LOCAL, Source.DERIVED)
         }
         for step in range(num_steps)
         for rank in range(num_workers)

@@ -5,9 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rankscope.bus.columns import Table
 from rankscope.core import share as core_share
 from rankscope.core.share import DistinctSamples
-from rankscope.core.signals import Table
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run, RunWriter, rollups, tables, writer
 from rankscope.record.schema import arrow_schema

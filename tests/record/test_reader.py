@@ -5,8 +5,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from rankscope.bus.columns import Table
 from rankscope.core.finding import Finding, Severity
-from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run, RunWriter, arrow_schema

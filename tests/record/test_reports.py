@@ -6,11 +6,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, as_recorded
 from rankscope.core.summarize import summarize
 from rankscope.errors import RunError
+from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
 from record.step_reports import make_report
 from support.same import assert_same
@@ -22,7 +23,7 @@ NAMES = ("embedding", "layers.0", "layers.1", "head")
 def local_values(rng, width):
     """Return the columns that workers send: any values, and every fifth or so missing."""
     columns = {}
-    for s in signals(Table.WORKERS, Source.LOCAL):
+    for s in columns_of(Table.WORKERS, Source.LOCAL):
         missing = rng.random(width) < 0.2
         if s.dtype is DType.FLOAT:
             values = np.where(missing, np.nan, rng.normal(size=width) * 10.0 ** rng.integers(-9, 9))

@@ -8,9 +8,10 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
+from rankscope.bus.columns import DType, Table
 from rankscope.core.rollup import bin_width, bins_of_steps, joined, quantities, rollup_signals
-from rankscope.core.signals import DType, Table, signals
 from rankscope.errors import UsageError
+from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter, rollups, writer
 from record.step_reports import make_report
 
@@ -81,7 +82,7 @@ def test_amounts_are_rolled_up_and_names_and_digests_are_not():
     names = {signal.name for signal in quantities()}
     assert {"loss", "grad_norm", "cosine_rest", "step_seconds", "num_samples"} <= names
     assert not names & {"step", "rank", "batch_digest", "precision", "nonfinite", "replica"}
-    floats = {s.name for s in signals(Table.WORKERS) if s.dtype is DType.FLOAT}
+    floats = {s.name for s in columns_of(Table.WORKERS) if s.dtype is DType.FLOAT}
     assert floats <= names
     assert [s.name for s in rollup_signals()][3:7] == [
         f"loss_{end}" for end in ("count", "mean", "low", "high")

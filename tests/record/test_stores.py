@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import rankscope
+from rankscope.bus.columns import Table
 from rankscope.cli.main import app
-from rankscope.core.signals import Table
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.stores import Mirror, Store, at_hand, begin_copy

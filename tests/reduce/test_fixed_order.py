@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.errors import UnsupportedError
 from rankscope.reduce.bucket_means import BucketMeans
 from rankscope.reduce.reduction import OrderedMean

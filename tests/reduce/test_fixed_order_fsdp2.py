@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.reduce.fixed_order import OrderedReduceScatter
 from support.exact import gather_rows
 from support.fixed_order import in_order, rounded

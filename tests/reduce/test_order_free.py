@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from rankscope.bus.columns import Table
 from rankscope.capture import NormMeter, ReadReduced
 from rankscope.capture.taps.ddp import DDPTap
 from rankscope.core.groups import group_parameters
-from rankscope.core.signals import Table
 from rankscope.reduce import reduction
 from rankscope.reduce.accumulator import Accumulator
 from rankscope.reduce.order_free import order_free

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Finding, Run, Severity
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.diagnose.diagnosis import diagnose_run
 from support.ranks import run_ranks
 

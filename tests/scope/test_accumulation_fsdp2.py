@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope import Finding, Run, Severity
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.diagnosis import diagnose_run
 from support.fsdp2_accumulating import HEALTHY, IN_FOUR, LATE, STEPS, Waits, cases

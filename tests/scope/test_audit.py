@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from rankscope import Run
+from rankscope.bus.columns import Table
 from rankscope.core.groups import cut_sections, group_parameters
-from rankscope.core.signals import Table
 from rankscope.diagnose.diagnosis import diagnose_run
 from support.audited import (
     ODD_RANK,

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.session import rendezvous
 from rankscope.session.start import speak_on_stderr
 from support.loops import Loop

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import rankscope
 from rankscope import Run
+from rankscope.bus.columns import Table
 from rankscope.core import canary_plan
-from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import diagnose_run

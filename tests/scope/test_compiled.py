@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from support.mode_runs import STEPS, ModeRun, train_in_modes
 from support.modes import Mode
 from support.ranks import run_ranks

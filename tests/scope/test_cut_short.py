@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rankscope import Run
+from rankscope.bus.columns import Table
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Table
 from support.cut import Cut
 from support.loops import Loop
 from support.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rankscope
 from rankscope import Finding, Run, Severity
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.diagnose.rules import explanations
 from support.deepspeed_modes import Mode, import_deepspeed, make_engine, run_micro_batch

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import rankscope
 from rankscope import Run
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.errors import UnsupportedError
 from rankscope.faults.mesh_faults import exchange
 from support.loops import collect_warnings

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope import Run
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.record import files
 from support.loops import Loop, root_of
 from support.models import make_batch

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
+from rankscope.bus.columns import Table
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import UnsupportedError
 from rankscope.session import inbox

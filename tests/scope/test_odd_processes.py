@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from rankscope import Run
+from rankscope.bus.columns import Table
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Table
 from rankscope.web import write_report
 from support.loops import Loop
 from support.models import make_batch

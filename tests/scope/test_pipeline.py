@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 
 import rankscope
 from rankscope import Run
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.faults.mesh_faults import SequenceParallelNorm, sum_parts
 from rankscope.integrations import torchtitan
 from support.loops import collect_warnings

@@ -10,7 +10,7 @@ import torch
 
 from rankscope import Run
 from rankscope.agent.layout import Layout
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.core.step import as_recorded
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.errors import RunError

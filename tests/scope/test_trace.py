@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 import rankscope
 from rankscope import Run
+from rankscope.bus.columns import Table
 from rankscope.capture.state.digest import digest_tensor
 from rankscope.core.replicas import TRACE_WIDTH
-from rankscope.core.signals import Table
 from rankscope.errors import UnsupportedError
 from support.loops import Loop
 from support.models import make_batch, make_model

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rankscope.bus.columns import Source, Table
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Source, Table, signals
+from rankscope.evidence import columns_of
 from rankscope.sinks.base import (
     MAX_NAMED,
     MAX_RANKS,
@@ -128,7 +129,7 @@ def test_findings_are_counted_while_they_are_open(serve):
 def test_the_number_of_series_is_bounded(serve, num_workers, ranks):
     sink = serve()
     report = make_report(0, num_workers)
-    for signal in signals(Table.WORKERS, Source.LOCAL):
+    for signal in columns_of(Table.WORKERS, Source.LOCAL):
         report.gathered.workers[signal.name][:] = 1
     derived = {name: np.ones(num_workers) for name in report.derived}
     report = replace(report, derived=derived, values=dict.fromkeys(report.values, 1.0))

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rankscope.bus.columns import Table, Tail
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Table, Tail, signals
 from rankscope.core.step import MISSING_INT
+from rankscope.evidence import columns_of
 from rankscope.record.rows import rows_of
 from rankscope.sinks.base import MAX_NAMED, STEP_SIGNALS, WORKER_SIGNALS, plain_finding, step_values
 from rankscope.sinks.hub import Sinks
@@ -45,7 +46,7 @@ def test_spreads_and_ranks_are_those_of_the_workers_that_have_a_value(step):
         if column.dtype != bool:
             column[index % 4] = MISSING_INT if column.dtype.kind == "i" else np.nan
     values, rows = step_values(report), rows_of([report])[Table.WORKERS]
-    shown = [s for s in signals(Table.WORKERS) if s.tail is not Tail.NONE]
+    shown = [s for s in columns_of(Table.WORKERS) if s.tail is not Tail.NONE]
     assert [s.name for s in shown] == [s.name for s in WORKER_SIGNALS]
     partly = 0
     for name in [s.name for s in shown]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from rankscope.bus.columns import Table
 from rankscope.cli import main
-from rankscope.core.signals import Table
 from rankscope.record import Run
 from support.forked_ranks import run_on_ranks
 from support.study_command import (

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.record import Run
 from rankscope.study.builtin import generate
 from support.study_host import Host

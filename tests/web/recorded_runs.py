@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.signals import DType, Source, Table, signals
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
 
 BATCH = 4
@@ -74,7 +75,7 @@ def gathered(step: int, batches: Sequence[np.ndarray], num_steps: int) -> Gather
     }
     workers = {
         s.name: np.array(known.get(s.name, [MISSING[s.dtype]] * num_workers), NUMPY[s.dtype])
-        for s in signals(Table.WORKERS, Source.LOCAL)
+        for s in columns_of(Table.WORKERS, Source.LOCAL)
     }
     return GatheredStep(
         step=step,

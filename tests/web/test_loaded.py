@@ -8,10 +8,11 @@ import pyarrow as pa
 import pytest
 
 import rankscope
+from rankscope.bus.columns import Table
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Table, signals
 from rankscope.core.step import GatheredStep
 from rankscope.errors import RunError
+from rankscope.evidence import columns_of
 from rankscope.record import Run
 from web.recorded_runs import record_run, with_everything
 
@@ -27,7 +28,7 @@ def test_every_table_is_there_with_all_of_its_columns(run: Run, table: Table):
     loaded = rankscope.load(run.path)
     rows = getattr(loaded, table)
     assert isinstance(rows, pa.Table)
-    assert rows.column_names == [signal.name for signal in signals(table)]
+    assert rows.column_names == [signal.name for signal in columns_of(table)]
     assert rows.equals(run.table(table))
     assert len(rows.to_pandas()) == len(rows)
 

@@ -8,7 +8,7 @@ import pytest
 import vl_convert
 
 from diagnose.micro_jobs import Job
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run, RunWriter

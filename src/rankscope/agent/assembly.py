@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.agent.layout import Layout
-from rankscope.agent.message import StepMessage, columns_of
+from rankscope.agent.message import StepMessage, unpack_columns
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.audit import residuals_of_all
 from rankscope.core.direction import sum_shares
@@ -116,7 +116,7 @@ class Assembly:
         """Return what all workers' messages of a step say together."""
         first, means_W = messages_W[0], _as_means(messages_W)
         divided, messages_W = means_W is not messages_W, means_W
-        workers = columns_of([message.slots for message in messages_W])
+        workers = unpack_columns([message.slots for message in messages_W])
         workers["loss_divided"][:] = divided
         losses, weights = _losses(messages_W, workers)
         measured_W = [self._measured(message) for message in messages_W]

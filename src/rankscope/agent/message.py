@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.agent.frames import Content
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.arrays import Floats, Floats32, Ints
-from rankscope.core.signals import DType, Source, Table, schema_hash, signals
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RankscopeError
+from rankscope.evidence import columns_of, schema_hash
 
 Bytes = NDArray[np.uint8]
 
@@ -43,7 +44,7 @@ _ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (
     ("names", np.uint8),
 )
 _HEADER = struct.Struct(f"<qqdq{len(_ARRAYS)}I")  # schema, step, time, items
-_LOCAL = signals(Table.WORKERS, Source.LOCAL)
+_LOCAL = columns_of(Table.WORKERS, Source.LOCAL)
 _MISSING: dict[DType, float] = {DType.FLOAT: math.nan, DType.INT: MISSING_INT, DType.BOOL: 0}
 _NO_VALUES = [_MISSING[signal.dtype] for signal in _LOCAL]
 _SLOTS = struct.Struct("=" + "".join("d" if s.dtype is DType.FLOAT else "q" for s in _LOCAL))
@@ -190,7 +191,7 @@ def pack_values(values: Mapping[str, float]) -> bytes:
     return _SLOTS.pack(*slots)
 
 
-def columns_of(slots_W: Sequence[Ints]) -> dict[str, NDArray[Any]]:
+def unpack_columns(slots_W: Sequence[Ints]) -> dict[str, NDArray[Any]]:
     """Return all workers' values ``[W]`` by name, each column an array of its own."""
     slots_NW = np.stack(slots_W).T.copy()
     columns: dict[str, NDArray[Any]] = {}

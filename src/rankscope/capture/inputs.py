@@ -1,7 +1,7 @@
 """What is measured of a model's inputs, besides which samples they are.
 
 A new meter is a module like :mod:`rankscope.capture.lengths`, and a line here. Its values are
-columns of the workers table (:mod:`rankscope.core.signals`), and nothing else lists them.
+columns of the workers table (:mod:`rankscope.evidence`), and nothing else lists them.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence

@@ -8,7 +8,7 @@ from rich.markdown import Markdown
 from rich.table import Table as Grid
 
 from rankscope.cli.output import JsonOption, heading, plain, show, terminal
-from rankscope.diagnose.causes import cause_pages
+from rankscope.diagnose.causes import cause_pages, page_of_causes
 from rankscope.diagnose.rules import RULES
 from rankscope.errors import UsageError
 
@@ -22,10 +22,16 @@ def causes(
             show_default=False,
         ),
     ] = None,
+    page: Annotated[
+        bool, typer.Option("--page", help="Print the whole page of causes as Markdown.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a finding means: how it looks, what led to it elsewhere, and what to do."""
-    known = {rule: RULES[rule].title for rule in cause_pages() if rule in RULES}
+    if page:
+        print(page_of_causes(), end="")
+        return
+    known = {name: rule.title for name, rule in RULES.items()}
     if name is not None and name not in known:
         raise UsageError(
             f"expected the name of a cause, got {name!r}: rankscope causes lists all of them"

@@ -14,21 +14,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.columns import Column, DType, Source, Table
 from rankscope.core.arrays import Floats, Ints
-from rankscope.core.signals import DType, Signal, Source, Table, signals
+from rankscope.evidence import columns_of
 
 LEVELS = (64, 512)
 """Steps in a bin of each level, each a multiple of the one before."""
 
 
 @cache
-def quantities() -> tuple[Signal, ...]:
+def quantities() -> tuple[Column, ...]:
     """Return the columns of the workers table that are rolled up: its amounts."""
-    return tuple(signal for signal in signals(Table.WORKERS) if signal.is_quantity)
+    return tuple(signal for signal in columns_of(Table.WORKERS) if signal.is_quantity)
 
 
 @cache
-def rollup_signals() -> tuple[Signal, ...]:
+def rollup_signals() -> tuple[Column, ...]:
     """Return the columns of a roll-up, which follow from those of the workers table.
 
     A row is a bin and a worker. For each quantity ``x`` it has ``x_count``, ``x_mean``, ``x_low``
@@ -40,7 +41,7 @@ def rollup_signals() -> tuple[Signal, ...]:
         ("rank", "as in workers"),
     )
     declared = [
-        Signal(name, Table.WORKERS, DType.INT, "", meaning, Source.KEY) for name, meaning in keys
+        Column(name, Table.WORKERS, DType.INT, "", meaning, Source.KEY) for name, meaning in keys
     ]
     for signal in quantities():
         words = (
@@ -50,7 +51,7 @@ def rollup_signals() -> tuple[Signal, ...]:
             ("high", DType.FLOAT, signal.unit, "largest in these steps of"),
         )
         declared += [
-            Signal(f"{signal.name}_{end}", Table.WORKERS, dtype, unit, f"{text} {signal.name}",
+            Column(f"{signal.name}_{end}", Table.WORKERS, dtype, unit, f"{text} {signal.name}",
                    Source.DERIVED)
             for end, dtype, unit, text in words
         ]  # fmt: skip
@@ -58,7 +59,7 @@ def rollup_signals() -> tuple[Signal, ...]:
 
 
 @cache
-def coverage_signals() -> tuple[Signal, ...]:
+def coverage_signals() -> tuple[Column, ...]:
     """Return the columns of the roll-up of samples: a row every ``LEVELS[0]`` steps."""
     rows = (
         ("step", DType.INT, "", Source.KEY, "step up to which is counted"),
@@ -67,7 +68,7 @@ def coverage_signals() -> tuple[Signal, ...]:
         ("exact", DType.BOOL, "", Source.DERIVED, "whether that is exact, not an estimate"),
     )
     return tuple(
-        Signal(name, Table.SAMPLES, dtype, unit, meaning, source)
+        Column(name, Table.SAMPLES, dtype, unit, meaning, source)
         for name, dtype, unit, source, meaning in rows
     )
 

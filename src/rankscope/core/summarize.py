@@ -5,6 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.columns import Source, Table
 from rankscope.core.arrays import Floats
 from rankscope.core.consensus import step_values
 from rankscope.core.direction import (
@@ -18,13 +19,13 @@ from rankscope.core.direction import (
     norm_weighted_cosine_from_mean,
 )
 from rankscope.core.dispersion import expected_std, mean_and_std, value_range
-from rankscope.core.signals import Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.weighting import follow_tokens
+from rankscope.evidence import columns_of
 
-_STEPS = tuple(signal.name for signal in signals(Table.STEPS, Source.DERIVED))
+_STEPS = tuple(signal.name for signal in columns_of(Table.STEPS, Source.DERIVED))
 _ALL_STEPS = set(_STEPS)
-_ALL_WORKERS = {signal.name for signal in signals(Table.WORKERS, Source.DERIVED)}
+_ALL_WORKERS = {signal.name for signal in columns_of(Table.WORKERS, Source.DERIVED)}
 
 
 def summarize(gathered: GatheredStep) -> StepReport:

@@ -17,10 +17,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.columns import Compares
 from rankscope.core.arrays import Floats
 from rankscope.core.budget import AMOUNTS
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Compares
 from rankscope.core.state import State
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.blame import OutlierSearch

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rankscope.bus.columns import Table
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.dispersion import finite_mean
 from rankscope.core.finding import Finding, Severity
-from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.canary import CANARIES
 from rankscope.diagnose.checks import checks_of

@@ -1,15 +1,21 @@
-"""The page of causes, ``docs/causes.md``: what each finding means, shipped with the package."""
+"""The page of causes: what each finding means, made from the ``findings.toml`` of each evidence."""
 
 import re
 from functools import cache
-from importlib.resources import files
-from pathlib import Path
 
-import rankscope
 from rankscope.diagnose.rules import RULES
 
-_HEADING = re.compile(r"^## `(.+)`$", re.M)
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]*\)")
+
+_INTRODUCTION = """\
+# Causes
+
+A section is named after the `cause` in `findings.jsonl`; a name without a dot (except `inconclusive`) is the `id`
+of a special case. Issue numbers are public reports of real jobs; the [fault
+catalogue](../src/rankscope/faults/catalogue.toml) has more. Evidence is [exact](evidence.md) or
+[statistical](statistics.md).
+"""
+_HEAD = "| finding | meaning | evidence | severity |\n|---|---|---|---|"
 
 
 def section_of(finding_id: str, cause: str) -> str:
@@ -19,19 +25,36 @@ def section_of(finding_id: str, cause: str) -> str:
 
 def page_of(finding_id: str, cause: str) -> str:
     """Return where the documentation explains a finding: a file of the project, and its section."""
-    return f"docs/causes.md#{section_of(finding_id, cause).replace('.', '')}"
+    return f"docs/causes.md#{_anchor(section_of(finding_id, cause))}"
 
 
 @cache
 def cause_pages() -> dict[str, str]:
-    """Return the sections about causes, as Markdown without links to other pages, by their names.
+    """Return the sections about causes, as Markdown without links to other pages, by their names."""
+    return {name: _LINK.sub(r"\1", rule.page) for name, rule in RULES.items()}
 
-    Empty where the package was installed without its page.
-    """
-    own = files("rankscope.diagnose").joinpath("causes.md")
-    checkout = Path(rankscope.__file__).parents[2] / "docs" / "causes.md"
-    page = next((place for place in (own, checkout) if place.is_file()), None)
-    if page is None:
-        return {}
-    _, *parts = _HEADING.split(_LINK.sub(r"\1", page.read_text("utf-8")))
-    return {name: body.strip() for name, body in zip(parts[::2], parts[1::2], strict=True)}
+
+def page_of_causes() -> str:
+    """Return the whole page, ``docs/causes.md``: an overview by family, then all sections."""
+    families = dict.fromkeys(rule.family for rule in RULES.values())
+    overviews = [f"**{family}**\n\n{_HEAD}\n{_rows(family)}" for family in families]
+    sections = [f"## `{name}`\n\n{RULES[name].page}" for family in families for name in _of(family)]
+    return "\n\n".join([_INTRODUCTION.strip(), *overviews, *sections]) + "\n"
+
+
+def _of(family: str) -> list[str]:
+    return [name for name, rule in RULES.items() if rule.family == family]
+
+
+def _rows(family: str) -> str:
+    rows = []
+    for name in _of(family):
+        rule = RULES[name]
+        severities = ", ".join(map(str, rule.advice))
+        link = f"[`{name}`](#{_anchor(name)})"
+        rows.append(f"| {link} | {rule.meaning} | {rule.evidence} | {severities} |")
+    return "\n".join(rows)
+
+
+def _anchor(name: str) -> str:
+    return name.replace(".", "")

@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.finding import Severity
 from rankscope.core.samples import identical_groups
-from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.thinning import DrawnSamples
 from rankscope.core.weighting import log_spread, token_products
 from rankscope.diagnose.rules import count, name_ranks
+from rankscope.evidence import columns_of
 
 _NAMES = {
-    dtype: tuple(s.name for s in signals(Table.WORKERS, Source.LOCAL) if s.dtype is dtype)
+    dtype: tuple(s.name for s in columns_of(Table.WORKERS, Source.LOCAL) if s.dtype is dtype)
     for dtype in (DType.INT, DType.FLOAT, DType.BOOL)
 }
 _PLACES = {name: (dtype, at) for dtype, names in _NAMES.items() for at, name in enumerate(names)}

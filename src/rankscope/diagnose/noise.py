@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.bus.columns import Table
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.block_ratio import BlockRatio, Estimate, ratio_of_sums
 from rankscope.core.noise_scale import NoiseOfSteps, micro_shares, noise_of_steps, noise_scale
 from rankscope.core.norm_null import MIN_WORKERS, stds_of_norms
-from rankscope.core.signals import Table
 from rankscope.core.step import MAX_PAIRED_WORKERS, MISSING_INT
 from rankscope.record import Columns, Run
 

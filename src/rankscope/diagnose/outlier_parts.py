@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.columns import Compares, Source, Table
 from rankscope.core.arrays import Floats, Ints, median
 from rankscope.core.bets import Rows, worker_bets
 from rankscope.core.exchangeability import Ahead, ExchangeabilityTest, as_slice
-from rankscope.core.signals import Compares, Source, Table, compared_signals
 from rankscope.core.state import Stateful
 from rankscope.core.step import StepReport
 from rankscope.diagnose.outlier_words import WorkerSignal
+from rankscope.evidence import compared_columns
 
 _KEPT = 0.99
 """What is left of a step's weight in the next one: about 100 steps count."""
@@ -241,13 +242,13 @@ class Levelled(Part):
 
 def total_signals(by: Compares = Compares.RESULTS) -> list[WorkerSignal]:
     """Return the signals of a worker as a whole in which one search compares the workers."""
-    declared = compared_signals(Table.WORKERS)
+    declared = compared_columns(Table.WORKERS)
     return [WorkerSignal(s) for s in declared if s.compared is not None and s.compared.by is by]
 
 
 def group_signals(groups: Sequence[str]) -> list[WorkerSignal]:
     """Return the signals of groups of parameters: all norms, then all directions."""
-    declared = compared_signals(Table.GROUPS)
+    declared = compared_columns(Table.GROUPS)
     return [WorkerSignal(signal, name) for signal in declared for name in groups]
 
 

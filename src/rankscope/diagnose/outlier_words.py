@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rankscope.bus.columns import Column, Compared, Compares, Table
 from rankscope.core.bets import Kind
 from rankscope.core.budget import bound_in_words, false_alarm_bound
 from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Compared, Compares, Signal, Table
-from rankscope.core.signals import signal as find_signal
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.rules import count
+from rankscope.evidence import find_column
 
 NAMED_WORKERS = 16
 """Workers whose differences a finding tells one by one."""
@@ -30,7 +30,7 @@ class WorkerSignal:
         group: Group of parameters; empty for the worker as a whole.
     """
 
-    declared: Signal
+    declared: Column
     group: str = ""
 
     @property
@@ -135,7 +135,7 @@ def _trace_to_plain(signal: WorkerSignal, trace: Trace) -> list[Any]:
 def _trace_from_plain(
     name: str, group: str, place: int, kind: str, *numbers: Any
 ) -> tuple[WorkerSignal, Trace]:
-    declared = find_signal(Table.GROUPS if group else Table.WORKERS, name)
+    declared = find_column(Table.GROUPS if group else Table.WORKERS, name)
     return WorkerSignal(declared, group), Trace(place, Kind(kind), *numbers)
 
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.columns import Compares
 from rankscope.core.arrays import Floats
 from rankscope.core.budget import ROLLOUTS
 from rankscope.core.finding import Severity
-from rankscope.core.signals import Compares
 from rankscope.core.state import State, StateError
 from rankscope.diagnose.blame import OutlierSearch
 from rankscope.diagnose.evidence import Detector, Evidence, Observation

@@ -1,23 +1,27 @@
-"""Reads the table of causes, ``rules.toml``: what each finding says, and what to check next.
+"""What each finding says, and what to check next: read from the ``findings.toml`` of each evidence.
 
-Explanations are templates. Their fields come from the detector that found the evidence; a cause
-has one entry for each severity that it can have.
+One entry per cause, under the stable name that findings, records and command lines use:
 
-One fault leaves many traces: when a worker's gradients are not reduced, its parameters drift, and
-its loss follows. The table also says what explains what (``explains``), and which finding answers
-the question that another one leaves open (``settles``).
+- ``title``: the cause in a few words;
+- ``family``, ``meaning``, ``evidence``: its row in the overview of ``docs/causes.md``;
+- ``page``: its section there, in Markdown;
+- ``explains``: causes whose findings are mere consequences where this one is found;
+- ``explains_own``: the same of those that name the same workers alone;
+- ``settles``: causes whose open question this one answers;
+- a table for each severity that it can have, with ``explanation`` (what happens) and ``next_check``
+  (what to look at next). Words in {braces} are filled in by the judge that found the evidence.
 """
 
 import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 from rankscope.core.finding import Finding, Severity
+from rankscope.evidence import EVIDENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,10 @@ class Rule:
 
     Attributes:
         title: The cause in a few words.
+        family: The part of the overview that lists it.
+        meaning: What the overview says of it.
+        evidence: What it rests on, in a word or two.
+        page: What it looks like, where it comes from and what to do, in Markdown.
         advice: What to say, by severity.
         explains: Causes whose findings are consequences of this one.
         explains_own: The same of findings that concern no other workers.
@@ -46,18 +54,23 @@ class Rule:
     """
 
     title: str
+    family: str
+    meaning: str
+    evidence: str
+    page: str
     advice: Mapping[Severity, Advice]
     explains: tuple[str, ...] = ()
     explains_own: tuple[str, ...] = ()
     settles: tuple[str, ...] = ()
 
 
-_LISTS = "explains", "explains_own", "settles"
+_WORDS = ("title", "family", "meaning", "evidence", "page")
+_LISTS = ("explains", "explains_own", "settles")
 
 
 def _load() -> Mapping[str, Rule]:
-    text = files("rankscope.diagnose").joinpath("rules.toml").read_text("utf-8")
-    return {cause: _rule(entry) for cause, entry in tomllib.loads(text).items()}
+    entries = [tomllib.loads(each.findings) for each in EVIDENCE]
+    return {cause: _rule(entry) for each in entries for cause, entry in each.items()}
 
 
 def _rule(entry: Mapping[str, Any]) -> Rule:
@@ -67,7 +80,8 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         if str(severity) in entry
     }
     also = {name: tuple(entry.get(name, ())) for name in _LISTS}
-    return Rule(entry["title"], advice, **also)
+    words = {name: entry[name].strip() for name in _WORDS}
+    return Rule(**words, advice=advice, **also)
 
 
 RULES: Mapping[str, Rule] = _load()

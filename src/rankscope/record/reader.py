@@ -9,13 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope.bus.columns import DType, Table
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.direction import from_upper_triangle
 from rankscope.core.finding import MAX_WORKERS, Finding
 from rankscope.core.share import DistinctSamples
-from rankscope.core.signals import DType, Table, signal, signals
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError, UsageError
+from rankscope.evidence import columns_of, find_column
 from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run
 from rankscope.record.files import is_directory, parse, read_file, unreadable
 from rankscope.record.lock import writer_is_gone
@@ -176,7 +177,7 @@ class Run:
             The steps ``[T]`` that have rows, and the values ``[T, W]``: NaN where a worker has no
             row or no value.
         """
-        signal(Table.WORKERS, name)
+        find_column(Table.WORKERS, name)
         rows = self._rows(Table.WORKERS, ("step", "rank", name))
         cells = Cells(
             to_numpy(rows["step"], DType.INT), to_numpy(rows["rank"], DType.INT), self.num_workers
@@ -202,7 +203,7 @@ class Run:
         What was returned is kept until there are new steps: its arrays are shared.
         """
         for name in names:
-            signal(Table.WORKERS, name)
+            find_column(Table.WORKERS, name)
         seen = (self.version, max_bins)
         known = self._overviews if self._seen == seen else {}
         missing = [name for name in dict.fromkeys(names) if name not in known]
@@ -370,7 +371,7 @@ def _table(name: Table | str) -> Table:
 
 
 def _names(table: Table) -> tuple[str, ...]:
-    return tuple(s.name for s in signals(table))
+    return tuple(s.name for s in columns_of(table))
 
 
 def _read_info(file: Path) -> dict[str, Any]:

@@ -6,18 +6,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.direction import from_upper_triangle
 from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RunError
+from rankscope.evidence import columns_of
 from rankscope.record.schema import arrow_schema, to_numpy
 from rankscope.record.tables import Columns, from_step, parts_in, read_part, read_pieces
 
-_LOCAL = tuple(s.name for s in signals(Table.WORKERS, Source.LOCAL))
-_DERIVED = tuple(s.name for s in signals(Table.WORKERS, Source.DERIVED))
-_VALUES = signals(Table.STEPS, Source.DERIVED)
+_LOCAL = tuple(s.name for s in columns_of(Table.WORKERS, Source.LOCAL))
+_DERIVED = tuple(s.name for s in columns_of(Table.WORKERS, Source.DERIVED))
+_VALUES = columns_of(Table.STEPS, Source.DERIVED)
 _OTHERS = (Table.WORKERS, Table.SAMPLES, Table.MICRO, Table.PAIRS, Table.GROUPS, Table.DIGESTS)
 
 _BLOCK_ROWS = 8192
@@ -201,7 +202,7 @@ def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
     for file in parts_in(run / table):
         for rows in read_pieces(file, schema, from_step(first_step)):
             for block in map(pa.table, rows.to_batches(_BLOCK_ROWS)):
-                yield {s.name: to_numpy(block[s.name], s.dtype) for s in signals(table)}
+                yield {s.name: to_numpy(block[s.name], s.dtype) for s in columns_of(table)}
 
 
 def _last_step_of(run: Path) -> int | None:

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope.bus.columns import Column, DType, Table
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.rollup import (
     LEVELS,
@@ -35,7 +36,6 @@ from rankscope.core.rollup import (
     rollup_signals,
 )
 from rankscope.core.share import DistinctSamples
-from rankscope.core.signals import DType, Signal, Table
 from rankscope.core.step import MISSING_INT
 from rankscope.record.rows import Rows
 from rankscope.record.schema import Array, schema_of, schema_with, to_numpy
@@ -55,7 +55,7 @@ def folder_of(run: Path, kind: int | str) -> Path:
     return run / "rollups" / str(kind)
 
 
-def columns_by_folder() -> dict[str, tuple[Signal, ...]]:
+def columns_by_folder() -> dict[str, tuple[Column, ...]]:
     """Return the columns of all roll-ups, by the name of their directory."""
     return {**{str(level): rollup_signals() for level in LEVELS}, SAMPLES: coverage_signals()}
 

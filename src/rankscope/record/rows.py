@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rankscope.bus.columns import Source, Table
 from rankscope.core.arrays import Floats
 from rankscope.core.direction import upper_triangle
 from rankscope.core.replicas import Trace
-from rankscope.core.signals import Source, Table, signals
 from rankscope.core.step import (
     MAX_PAIRED_WORKERS,
     GatheredStep,
@@ -15,6 +15,7 @@ from rankscope.core.step import (
     has_micro_batches,
     known_micro_norms,
 )
+from rankscope.evidence import columns_of
 from rankscope.record.schema import Array
 
 Rows = Mapping[str, Array | list[Array]]
@@ -54,7 +55,7 @@ def _step_rows(reports: Sequence[StepReport]) -> Rows:
         "time": np.array([report.gathered.time for report in reports]),
         "observed": np.array([report.gathered.observed for report in reports]),
     }
-    for signal in signals(Table.STEPS, Source.DERIVED):
+    for signal in columns_of(Table.STEPS, Source.DERIVED):
         rows[signal.name] = np.array([report.values[signal.name] for report in reports])
     return rows
 
@@ -66,9 +67,9 @@ def _worker_rows(reports: Sequence[StepReport]) -> Rows:
         "step": np.repeat([step.step for step in steps], widths),
         "rank": np.concatenate([np.arange(width) for width in widths]),
     }
-    for signal in signals(Table.WORKERS, Source.LOCAL):
+    for signal in columns_of(Table.WORKERS, Source.LOCAL):
         rows[signal.name] = np.concatenate([step.workers[signal.name] for step in steps])
-    for signal in signals(Table.WORKERS, Source.DERIVED):
+    for signal in columns_of(Table.WORKERS, Source.DERIVED):
         rows[signal.name] = np.concatenate([report.derived[signal.name] for report in reports])
     return rows
 

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rankscope.core.signals import DType, Signal, Source, Table, signal, signals
+from rankscope.bus.columns import Column, DType, Source, Table
 from rankscope.core.step import MISSING_INT
+from rankscope.evidence import columns_of, find_column
 from rankscope.record.begin import SCHEMA_VERSION
 
 Array = NDArray[Any]
@@ -39,10 +40,10 @@ _LISTS = (DType.INTS, DType.FLOATS)
 
 def arrow_schema(table: Table) -> pa.Schema:
     """Return the Arrow schema of one table."""
-    return schema_of(signals(table))
+    return schema_of(columns_of(table))
 
 
-def schema_of(columns: Sequence[Signal]) -> pa.Schema:
+def schema_of(columns: Sequence[Column]) -> pa.Schema:
     """Return the Arrow schema of declared columns.
 
     Every field carries its unit and meaning as metadata. Only columns that name the row (source
@@ -68,13 +69,13 @@ def schema_with(table: Table, names: Sequence[str]) -> pa.Schema:
     """
     full = arrow_schema(table)
     for name in names:
-        signal(table, name)
+        find_column(table, name)
     return pa.schema([field for field in full if field.name in set(names)], full.metadata)
 
 
 def row_keys(table: Table) -> tuple[str, ...]:
     """Return the columns that order a table: step, then rank and micro-batch where it has them."""
-    names = {signal.name for signal in signals(table)}
+    names = {signal.name for signal in columns_of(table)}
     return tuple(name for name in ("step", "rank", "micro") if name in names)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.signals import schema_hash
 from rankscope.core.state import State, StateError
+from rankscope.evidence import schema_hash
 from rankscope.record.files import DAMAGES, archive_of, parse, read_file
 
 STATE_FILE = "detectors.npz"

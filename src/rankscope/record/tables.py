@@ -19,10 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rankscope.bus.columns import DType, Table
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import MAX_WORKERS
-from rankscope.core.signals import DType, Table, signal
 from rankscope.errors import RunError
+from rankscope.evidence import find_column
 from rankscope.record.files import open_file, unreadable
 from rankscope.record.schema import Array, arrow_schema, to_numpy
 
@@ -244,7 +245,7 @@ def to_columns(table: Table, rows: pa.Table, names: Sequence[str]) -> Columns:
     Raises:
         KeyError: There is no such column.
     """
-    return {name: to_numpy(rows[name], signal(table, name).dtype) for name in names}
+    return {name: to_numpy(rows[name], find_column(table, name).dtype) for name in names}
 
 
 def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iterator[pa.Table]:

@@ -20,12 +20,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rankscope.bus.columns import Column, DType, Table
 from rankscope.core.finding import Finding
 from rankscope.core.replicas import TRACE_WIDTH
-from rankscope.core.signals import DType, Signal, Table, signals
 from rankscope.core.state import State
 from rankscope.core.step import StepReport
 from rankscope.errors import RunError
+from rankscope.evidence import columns_of
 from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
 from rankscope.record.files import append, extend, is_file, replace, to_plain, write_error
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
@@ -261,7 +262,7 @@ class RunWriter:
         self.path = Path(path)
         self.flush_seconds = flush_seconds
         self._tables = {
-            table: _PartWriter(self.path, self.path / table, signals(table))
+            table: _PartWriter(self.path, self.path / table, columns_of(table))
             for table in _WRITE_ORDER
         }
         self._rolled = {
@@ -411,7 +412,7 @@ class _PartWriter:
     Rows are pending (added), then staged (part of the flush under way), then written.
     """
 
-    def __init__(self, run: Path, folder: Path, columns: Sequence[Signal]) -> None:
+    def __init__(self, run: Path, folder: Path, columns: Sequence[Column]) -> None:
         self._folder = folder
         above = takewhile(lambda path: path != run, folder.parents)
         self._folders = [*reversed([*above]), folder]  # not the run's own: it may have been moved

@@ -31,8 +31,8 @@ from rankscope.agent.layout import Layout
 from rankscope.agent.link import Link
 from rankscope.agent.progress import ProgressMark
 from rankscope.core.secrets import without_secrets
-from rankscope.core.signals import schema_hash
 from rankscope.errors import RankscopeError, RunError, UsageError
+from rankscope.evidence import schema_hash
 from rankscope.record.begin import begin_run, end_lost_run, is_run
 from rankscope.record.files import RunTakenError, parse, read_file, to_plain
 from rankscope.record.states import pack_state

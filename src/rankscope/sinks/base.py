@@ -23,21 +23,22 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from rankscope.bus.columns import Column, DType, Source, Table, Tail
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Finding, Severity
-from rankscope.core.signals import DType, Signal, Source, Table, Tail, signals
 from rankscope.core.step import MISSING_INT, StepReport
 from rankscope.errors import RankscopeError
+from rankscope.evidence import columns_of
 
 _NUMBERS = (DType.INT, DType.FLOAT, DType.BOOL)
 
-STEP_SIGNALS: tuple[Signal, ...] = tuple(
-    s for s in signals(Table.STEPS) if s.dtype in _NUMBERS and s.name not in ("step", "time")
+STEP_SIGNALS: tuple[Column, ...] = tuple(
+    s for s in columns_of(Table.STEPS) if s.dtype in _NUMBERS and s.name not in ("step", "time")
 )
 """Columns of the steps table that are shown: all numbers but the two that are an axis."""
 
-WORKER_SIGNALS: tuple[Signal, ...] = tuple(
-    s for s in signals(Table.WORKERS) if s.dtype in _NUMBERS and s.tail is not Tail.NONE
+WORKER_SIGNALS: tuple[Column, ...] = tuple(
+    s for s in columns_of(Table.WORKERS) if s.dtype in _NUMBERS and s.tail is not Tail.NONE
 )
 """Columns of the workers table that are shown: those in which a worker can stand out."""
 

@@ -15,8 +15,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
+from rankscope.bus.columns import Column
 from rankscope.core.finding import Finding, Severity
-from rankscope.core.signals import Signal
 from rankscope.sinks.base import SPREAD, STEP_SIGNALS, WORKER_SIGNALS, RunInfo, StepValues
 
 _log = logging.getLogger("rankscope")
@@ -130,7 +130,7 @@ class PrometheusSink:
         yield _gauge("findings", "open findings by cause", by_cause, "cause", "severity")
 
 
-def _help(signal: Signal) -> str:
+def _help(signal: Column) -> str:
     return f"{signal.meaning} ({signal.unit})" if signal.unit else signal.meaning
 
 

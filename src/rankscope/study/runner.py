@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.errors import DataError, MissingExtraError, RankscopeError, RunError, UsageError
 from rankscope.record import Run

@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from rankscope.bus.columns import Table
 from rankscope.core.arrays import Floats, Ints
-from rankscope.core.signals import Table
 from rankscope.record import Columns, Overview, Run
 from rankscope.record.rollups import thinned
 from rankscope.web.series import (

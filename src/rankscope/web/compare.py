@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
 
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.errors import RunError
 from rankscope.record import Run

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.record import Run
 from rankscope.record.stores import at_hand

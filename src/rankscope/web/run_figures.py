@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.noise import expected_cosines, expected_norm_stds

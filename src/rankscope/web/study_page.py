@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.core.signals import Table
+from rankscope.bus.columns import Table
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run
 from rankscope.web import bins, series

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from rankscope.bus.columns import DType, Table
 from rankscope.core.arrays import Floats
 from rankscope.core.rounding import UNIT_ROUNDOFF, predicted_error, ulp_distance
-from rankscope.core.signals import DType, Table, signals
+from rankscope.evidence import columns_of
 from rankscope.numerics.diff.result import Curve, Growth, Jump, Moment, Parting
 from rankscope.numerics.diff.signals import BEFORE, Compared, Pair, TensorDistance
 
-_NUMBERS = {s.name for s in signals(Table.WORKERS) if s.dtype is DType.FLOAT}
+_NUMBERS = {s.name for s in columns_of(Table.WORKERS) if s.dtype is DType.FLOAT}
 _TRACED = {Moment.REDUCED: "reduced", Moment.AFTER: "parameter"}
 ONE_BUCKET = 0.95
 """Share of a squared distance in one number of one sketch that shows a single element."""

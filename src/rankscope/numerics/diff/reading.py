@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.columns import DType, Table
 from rankscope.core.arrays import Floats, Ints
-from rankscope.core.signals import DType, Table, signal
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RunError
+from rankscope.evidence import find_column
 from rankscope.numerics.diff.result import Alignment
 from rankscope.record import Run
 from rankscope.record.rollups import Cells
@@ -96,7 +97,7 @@ class Side:
     def column(self, name: str) -> NDArray[Any]:
         """Return a column of the workers ``[T, W]``: NaN, MISSING_INT or False where null."""
         if name not in self._columns:
-            dtype = signal(Table.WORKERS, name).dtype
+            dtype = find_column(Table.WORKERS, name).dtype
             missing: dict[DType, np.generic] = {
                 DType.INT: np.int64(MISSING_INT),
                 DType.BOOL: np.bool_(False),
@@ -150,7 +151,7 @@ class Side:
         table = self.run.table(Table.TRACES)
         if not len(table):
             return {}
-        columns = {s: to_numpy(table[s], signal(Table.TRACES, s).dtype) for s in _TRACED}
+        columns = {s: to_numpy(table[s], find_column(Table.TRACES, s).dtype) for s in _TRACED}
         names, kinds = columns["name"].astype(str), columns["kind"].astype(str)
         steps = columns["step"]
         width = max(len(cell) for cell in columns["sketch"])

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.columns import DType, Table
 from rankscope.core.arrays import Floats
-from rankscope.core.signals import DType, Table, signal
 from rankscope.core.step import MISSING_INT
+from rankscope.evidence import find_column
 from rankscope.numerics.diff.reading import Side, Tensors, same_samples
 from rankscope.numerics.diff.result import Alignment, Moment
 
@@ -314,7 +315,7 @@ class Pair:
     def _column(self, name: str, moment: Moment) -> Compared:
         """Compare a column of the workers by its declared type: number, digest or flag."""
         one, other = self.values(name)
-        dtype = signal(Table.WORKERS, name).dtype
+        dtype = find_column(Table.WORKERS, name).dtype
         if dtype is DType.FLOAT:
             return self._floats(moment, name, one, other)
         if dtype is DType.BOOL:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rankscope.bus.columns import Table
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Finding
-from rankscope.core.signals import Table
 from rankscope.diagnose.checks import checks_of, missing_steps
 from rankscope.diagnose.rules import ranked
 from rankscope.errors import RunError

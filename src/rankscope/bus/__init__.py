@@ -1,0 +1,1 @@
+"""What every part of the monitor knows: evidence, columns, steps, messages, findings."""

@@ -1,0 +1,77 @@
+"""The registry: all kinds of evidence, the only place that names them.
+
+Record, messages, judges, report and sinks are loops over :data:`EVIDENCE`. Kinds of your own join
+by the environment variable ``RANKSCOPE_EVIDENCE``: names of importable packages, separated by
+commas, each with an ``EVIDENCE`` of its own. All processes of a run need the same ones.
+"""
+
+import functools
+import os
+from importlib import import_module
+
+from rankscope.bus.columns import KEYS, Column, Source, Table
+from rankscope.bus.evidence import Evidence
+from rankscope.core.arrays import digest_of
+from rankscope.errors import UsageError
+
+VARIABLE = "RANKSCOPE_EVIDENCE"
+
+NAMES = (
+    *("samples", "loss", "reduction", "state", "mesh", "randomness", "environment"),
+    *("outliers", "rollouts", "canary", "dispersion", "timing", "hangs", "reference"),
+)
+
+
+def _load() -> tuple[Evidence, ...]:
+    packages = [f"{__name__}.{name}" for name in NAMES]
+    packages += [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    return tuple(import_module(package).EVIDENCE for package in packages)
+
+
+EVIDENCE = _load()
+"""All kinds of evidence, in the order of their columns."""
+
+COLUMNS: tuple[Column, ...] = (*KEYS, *(c for each in EVIDENCE for c in each.columns))
+"""All columns of all tables."""
+
+_BY_NAME = {(column.table, column.name): column for column in COLUMNS}
+assert len(_BY_NAME) == len(COLUMNS), "a column is declared twice"
+
+
+def columns_of(table: Table, *sources: Source) -> tuple[Column, ...]:
+    """Return the columns of one table in order, all or those of the given sources."""
+    return tuple(
+        column
+        for column in COLUMNS
+        if column.table is table and (not sources or column.source in sources)
+    )
+
+
+def compared_columns(table: Table) -> tuple[Column, ...]:
+    """Return the columns of one table in which detectors compare the workers, in order."""
+    return tuple(column for column in columns_of(table) if column.compared is not None)
+
+
+def find_column(table: Table, name: str) -> Column:
+    """Return the declaration of one column.
+
+    Raises:
+        UsageError: There is no such column.
+    """
+    try:
+        return _BY_NAME[table, name]
+    except KeyError:
+        there = [each for each in Table if (each, name) in _BY_NAME]
+        elsewhere = f" ({name} is a column of {', '.join(there)})" if there else ""
+        expected = ", ".join(each.name for each in columns_of(table))
+        raise UsageError(
+            f"expected columns of {table}, got {name!r}{elsewhere}; it has {expected}"
+        ) from None
+
+
+@functools.cache
+def schema_hash() -> int:
+    """Return a 63-bit digest of all declarations; equal on workers that can talk to each other."""
+    columns = [f"{c.table} {c.name} {c.dtype} {c.source}" for c in COLUMNS]
+    arrays = [f"{a.name} {a.dtype.__name__}" for each in EVIDENCE for a in each.arrays]
+    return digest_of("\n".join([*columns, *arrays]).encode())

@@ -1,0 +1,24 @@
+"""The same batches run on all workers: data, state, hardware or chance."""
+
+from rankscope.bus.columns import DType, Source, Table, Tail, declare
+from rankscope.bus.evidence import Evidence
+
+# fmt: off
+COLUMNS = (
+    *declare(
+        Table.WORKERS,
+        ("canary_of", DType.INT, "", Source.LOCAL, Tail.NONE, "in a canary step: the rank whose batch every worker replayed"),
+        ("canary_loss", DType.FLOAT, "nats/token", Source.LOCAL, Tail.NONE, "loss of that batch, or a projection of the outputs where the model returns no loss"),
+        ("canary_norm", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "L2 norm of its gradient"),
+        ("canary_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of all bits of its loss and gradient"),
+        ("canary_again", DType.INT, "", Source.LOCAL, Tail.NONE, "the same of a second run of the same batch"),
+        ("canary_against", DType.INT, "", Source.LOCAL, Tail.NONE, "the rank whose batch every worker replayed as well"),
+        ("canary_against_loss", DType.FLOAT, "nats/token", Source.LOCAL, Tail.NONE, "loss of that batch"),
+        ("canary_against_norm", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "L2 norm of its gradient"),
+        ("canary_against_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of all bits of its loss and gradient"),
+        ("canary_seconds", DType.FLOAT, "s", Source.LOCAL, Tail.NONE, "time that the canary took from this worker, which is no part of overhead_seconds"),
+    ),
+)
+# fmt: on
+
+EVIDENCE = Evidence("canary", __name__, COLUMNS)

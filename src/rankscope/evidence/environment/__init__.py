@@ -1,0 +1,20 @@
+"""Versions, devices, precision and the optimizer's settings of each worker."""
+
+from rankscope.bus.columns import DType, Source, Table, Tail, declare
+from rankscope.bus.evidence import Evidence
+
+# fmt: off
+COLUMNS = (
+    *declare(
+        Table.WORKERS,
+        ("lr", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "learning rate of the optimizer's first parameter group"),
+        ("weight_decay", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "weight decay of the optimizer's first parameter group"),
+        ("rates_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the learning rates of the optimizer's other parameter groups; null when there is one group"),
+        ("settings_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of all other settings of all parameter groups of the optimizer"),
+        ("optimizer_steps", DType.INT, "", Source.LOCAL, Tail.LOW, "calls of optimizer.step since the step before"),
+        ("precision", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the precision of the forward pass: types of parameters, autocast, TF32, determinism"),
+    ),
+)
+# fmt: on
+
+EVIDENCE = Evidence("environment", __name__, COLUMNS)

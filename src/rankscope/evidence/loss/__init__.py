@@ -1,0 +1,30 @@
+"""The local loss: its value, its label tokens, what it was multiplied by."""
+
+from rankscope.bus.columns import Compared, Compares, DType, Source, Table, Tail, declare
+from rankscope.bus.evidence import Evidence
+
+# fmt: off
+COLUMNS = (
+    *declare(
+        Table.STEPS,
+        ("loss_mean", DType.FLOAT, "nats/token", Source.DERIVED, Tail.NONE, "mean of the workers' losses, each weighted as in the reduction: what dashboards show"),
+    ),
+    *declare(
+        Table.WORKERS,
+        ("loss", DType.FLOAT, "nats/token", Source.LOCAL, Tail.BOTH, "local loss per label token, before averaging; micro-batches count as they do in the gradient", Compared("loss", observed=False)),
+        ("loss_weight", DType.FLOAT, "tokens", Source.LOCAL, Tail.NONE, "label tokens behind the loss, or the weight that was given", Compared("label tokens", observed=False, by=Compares.AMOUNTS)),
+        ("loss_divided", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether the training sums its loss over label tokens and divides it by those of all workers, as all workers' counts prove"),
+        ("loss_sem", DType.FLOAT, "nats/token", Source.LOCAL, Tail.NONE, "standard error of the local loss, from its micro-batches or samples"),
+        ("grad_scale", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "what the loss was multiplied by before backward (scaler, accumulation), summed over micro-batches; its median over workers is undone in all gradient columns"),
+        ("nonfinite", DType.BOOL, "", Source.LOCAL, Tail.HIGH, "whether the local loss or gradient holds an infinity or NaN"),
+    ),
+    *declare(
+        Table.MICRO,
+        ("loss", DType.FLOAT, "nats/token", Source.SEQUENCE, Tail.NONE, "local loss of the micro-batch per label token"),
+        ("loss_weight", DType.FLOAT, "tokens", Source.SEQUENCE, Tail.NONE, "label tokens in the micro-batch"),
+        ("loss_scale", DType.FLOAT, "", Source.SEQUENCE, Tail.NONE, "what the micro-batch's loss was multiplied by before backward"),
+    ),
+)
+# fmt: on
+
+EVIDENCE = Evidence("loss", __name__, COLUMNS)

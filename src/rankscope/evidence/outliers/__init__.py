@@ -1,0 +1,5 @@
+"""Which worker differs from the others, by statistics with a bounded rate of false alarms."""
+
+from rankscope.bus.evidence import Evidence
+
+EVIDENCE = Evidence("outliers", __name__)

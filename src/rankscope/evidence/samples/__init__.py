@@ -1,0 +1,29 @@
+"""Which samples each worker draws: identity, amounts, order over epochs and restarts."""
+
+from rankscope.bus.columns import Compared, Compares, DType, Source, Table, Tail, declare
+from rankscope.bus.evidence import Evidence
+
+# fmt: off
+COLUMNS = (
+    *declare(
+        Table.STEPS,
+        ("samples_drawn", DType.INT, "samples", Source.DERIVED, Tail.NONE, "samples in the global batch"),
+        ("samples_distinct", DType.INT, "samples", Source.DERIVED, Tail.LOW, "different samples in the global batch"),
+    ),
+    *declare(
+        Table.WORKERS,
+        ("num_samples", DType.INT, "samples", Source.LOCAL, Tail.NONE, "samples in the local batch", Compared("number of samples", observed=False, by=Compares.AMOUNTS)),
+        ("sequence_length", DType.FLOAT, "tokens", Source.LOCAL, Tail.NONE, "tokens per sample that enter the model, padding included: the mean over samples; null unless token ids do", Compared("sequence length", observed=False, by=Compares.AMOUNTS)),
+        ("padding", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "share of these tokens that the attention mask leaves out; null without a mask", Compared("share of padding", relative=False, observed=False, by=Compares.AMOUNTS)),
+        ("micro_batches", DType.INT, "micro-batches", Source.LOCAL, Tail.NONE, "forward passes behind the local gradient"),
+        ("samples_named", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether the training names its samples; else digests of their content stand for them"),
+        ("batch_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the set of samples in the local batch"),
+    ),
+    *declare(
+        Table.SAMPLES,
+        ("samples", DType.INTS, "", Source.SEQUENCE, Tail.NONE, "one id or content digest per sample of the local batch"),
+    ),
+)
+# fmt: on
+
+EVIDENCE = Evidence("samples", __name__, COLUMNS)

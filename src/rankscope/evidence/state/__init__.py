@@ -1,0 +1,32 @@
+"""Exact digests of parameters, buffers, optimizer state and gradients, which should agree."""
+
+from rankscope.bus.columns import DType, Source, Table, Tail, declare
+from rankscope.bus.evidence import Evidence
+
+# fmt: off
+COLUMNS = (
+    *declare(
+        Table.WORKERS,
+        ("replica", DType.INT, "", Source.LOCAL, Tail.NONE, "workers with equal numbers hold the same parameters and optimizer state; null where these have one owner each"),
+        ("state_layout", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of names, shapes and types of parameters, buffers and optimizer state"),
+        ("param_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the parameters whose turn it was, after the step; null where each has one owner"),
+        ("buffer_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the buffers whose turn it was, after the step"),
+        ("optimizer_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the optimizer's state for the parameters whose turn it was, after the step"),
+        ("reduced_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the gradients whose turn it was, right after the reduction"),
+        ("applied_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the same gradients when optimizer.step was called"),
+    ),
+    *declare(
+        Table.DIGESTS,
+        ("digest", DType.INT, "", Source.SEQUENCE, Tail.NONE, "digest of its bits on this worker; of a role, its bits"),
+        ("unchanged", DType.BOOL, "", Source.SEQUENCE, Tail.NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were; for a resting parameter: whether it rests still"),
+    ),
+    *declare(
+        Table.TRACES,
+        ("digest", DType.INT, "", Source.DERIVED, Tail.NONE, "digest of its bits"),
+        ("norm", DType.FLOAT, "", Source.DERIVED, Tail.NONE, "its L2 norm; null for an optimizer's state"),
+        ("sketch", DType.FLOATS, "", Source.DERIVED, Tail.NONE, "its linear sketch, 61 numbers, none without a finite norm: the difference of two runs' sketches is the sketch of the difference"),
+    ),
+)
+# fmt: on
+
+EVIDENCE = Evidence("state", __name__, COLUMNS)
