@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.core.summarize import summarize
 from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.evidence import columns_of

@@ -16,15 +16,15 @@ import numpy as np
 
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.frames import Kind, pack
-from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage, pack_values
+from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with_directions
 from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.layout import Layout
 from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.consensus import narrowing_for
 from rankscope.core.measured import sizes_of
 from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep
-from rankscope.core.summarize import summarize
 from rankscope.evidence import columns_of
 
 WORKERS = (8, 64, 1024, 10_240)

@@ -172,9 +172,13 @@ def measure_own_cost(
 def bytes_of_a_message(num_groups: int) -> int:
     """Return the size of a default message of a model with so many groups."""
     numbers, sketches = 2 * num_groups + 3, 4093 + 2 * num_groups * AUDIT_WIDTH
-    message = StepMessage(0, numbers=np.zeros(numbers), sketches=np.zeros(sketches, np.float32))
-    message.slots = np.frombuffer(pack_values({}), np.int64)
-    message.digests_D = np.zeros(32, np.int64)
+    message = StepMessage(
+        0,
+        slots=np.frombuffer(pack_values({}), np.int64),
+        digests_D=np.zeros(32, np.int64),
+        numbers=np.zeros(numbers),
+        sketches=np.zeros(sketches, np.float32),
+    )
     return len(message.pack())
 
 

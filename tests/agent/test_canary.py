@@ -17,6 +17,7 @@ import rankscope.session.canary
 from diagnose.streams import gathered
 from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.frames import ALL_RANKS, Frame
+from rankscope.agent.summarize import summarize
 from rankscope.capture.canary import cost as canary_memory
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import StepMemory, is_out_of_memory
@@ -25,7 +26,6 @@ from rankscope.core.canary_plan import SPACING, Planned, first_by_default
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.evidence import Observation
 from rankscope.record.bundle import find_bundles, load_bundle

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from rankscope.agent.assembly import Assembly
-from rankscope.agent.layout import Layout
 from rankscope.agent.message import MessageError, StepMessage, pack_values
+from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with_directions
+from rankscope.bus.layout import Layout
 from rankscope.core.consensus import in_turn, narrowing_for
 from rankscope.core.measured import sizes_of
-from rankscope.core.summarize import summarize
 
 COUNTS = (1, 3, 2)  # sections of three groups
 LAYOUT = Layout(
@@ -135,7 +135,7 @@ def test_a_sharded_result_is_put_together():
 
 def test_a_step_that_one_worker_did_not_measure_is_not_observed():
     messages = messages_of(3)
-    messages[5].without_gradient()
+    messages[5].without_bulk()
     found = by_hosts(messages)
     assert not found.observed
     assert found.consensus is None

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.direction import gram
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.core.summarize import summarize
 from rankscope.core.weighting import undo_common_scale
 from rankscope.evidence import columns_of
 

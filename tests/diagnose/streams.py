@@ -8,9 +8,9 @@ from itertools import islice
 
 import numpy as np
 
+from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
-from rankscope.core.summarize import summarize
 from rankscope.evidence import columns_of
 
 _MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered, replicated, sharded, with_replacement
+from rankscope.agent.summarize import summarize
 from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.finding import Finding, Severity
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.checks import fewest_steps
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run

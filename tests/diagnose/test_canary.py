@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
+from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.step import MISSING_INT
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.diagnose.evidence import Observation

@@ -14,8 +14,8 @@ from diagnose.streams import (
     sharded,
     with_replacement,
 )
+from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
 
 DUPLICATES, OVERLAP, NONFINITE, PADDING = (

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from diagnose.streams import accumulated, gathered, sharded, with_replacement
+from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.epochs import PeriodFinder, RepeatedOrder
 from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.rules import describe

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rankscope.agent.summarize import summarize
 from rankscope.core.block_ratio import BlockRatio
 from rankscope.core.noise_scale import noise_of_steps
 from rankscope.core.step import GatheredStep
-from rankscope.core.summarize import summarize
 from rankscope.diagnose import assessment, noise
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run, RunWriter, reader, rollups, tables

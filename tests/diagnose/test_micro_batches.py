@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
+from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
 
 NO_SAMPLES = np.empty(0, np.int64)

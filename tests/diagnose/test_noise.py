@@ -7,8 +7,8 @@ import pytest
 
 from diagnose.micro_jobs import micro_step
 from rankscope import Run
+from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import Table
-from rankscope.core.summarize import summarize
 from rankscope.diagnose import noise
 from rankscope.diagnose.noise import expected_cosines, expected_norm_stds, noise_numbers
 from rankscope.record import RunWriter, reader

@@ -7,9 +7,9 @@ import pytest
 
 from diagnose.streams import gathered, sharded
 from rankscope.agent.assembly import _fill_samples
+from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
 from rankscope.core.plan import Plan
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered, replicated, sharded
+from rankscope.agent.summarize import summarize
 from rankscope.core.state import StateError
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.detectors import NonFinite
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run, diagnosis_of, state_after
 from rankscope.errors import RunError

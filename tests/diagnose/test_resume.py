@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered, replicated, shard, sharded, with_replacement
+from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.evidence import observations
 from rankscope.diagnose.resume import ResumeMismatch
 from rankscope.diagnose.rules import describe

@@ -8,10 +8,10 @@ import pytest
 
 from diagnose.micro_jobs import Job, micro_step
 from diagnose.streams import gathered
+from rankscope.agent.summarize import summarize
 from rankscope.core.budget import SAMPLING, alarm_level
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
 from rankscope.diagnose.evidence import Observation

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered, sharded
-from rankscope.core.summarize import summarize
+from rankscope.agent.summarize import summarize
 from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
+from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT, as_recorded
-from rankscope.core.summarize import summarize
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
 from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.loss_scale import ONE_WORKER, LossScale

@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.step import MISSING_INT, GatheredStep, as_recorded
-from rankscope.core.summarize import summarize
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rankscope import Run
-from rankscope.agent.layout import Layout
 from rankscope.bus.columns import Table
+from rankscope.bus.layout import Layout
 from rankscope.core.step import as_recorded
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.errors import RunError

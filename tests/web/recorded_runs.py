@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.evidence import columns_of

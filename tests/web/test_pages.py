@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.core.summarize import summarize
+from rankscope.agent.summarize import summarize
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.web import document, write_figures, write_report, write_study_report

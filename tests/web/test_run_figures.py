@@ -8,8 +8,8 @@ import pytest
 import vl_convert
 
 from diagnose.micro_jobs import Job
+from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import Table
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.assessment import assess
 from rankscope.record import Run, RunWriter
 from rankscope.web import bins, write_report

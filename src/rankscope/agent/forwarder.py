@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameReader, Kind, pack
-from rankscope.agent.layout import Layout
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import host_summary
+from rankscope.bus.layout import Layout
 from rankscope.core.step import MAX_PAIRED_WORKERS
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Forwarder:
             return
         message = StepMessage.unpack(frame.payload)
         if tight:
-            message.without_gradient()
+            message.without_bulk()
         if self._steps is None:
             self._hand_on(pack(Kind.STEP, message.pack(), rank=rank, step=frame.step), frame.step)
             return

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from rankscope.bus.probe import Content
 from rankscope.errors import RankscopeError
 
 HEADER = struct.Struct("<IHHiq")  # bytes of payload, mark, kind, rank, step
-Content = bytes | bytearray | memoryview
-"""Of bytes: its length is their number."""
-
 MARK = 0x5253
 MAX_PAYLOAD = 1 << 30
 ALL_RANKS = -1

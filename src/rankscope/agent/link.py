@@ -20,8 +20,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rankscope.agent.frames import Content, Frame, FrameError, FrameReader, Kind, pack
+from rankscope.agent.frames import Frame, FrameError, FrameReader, Kind, pack
 from rankscope.agent.sockets import QUIETLY, TELLS_UNREAD, has_incoming, identity, unread_bytes
+from rankscope.bus.probe import Content
 from rankscope.errors import RankscopeError
 
 ROOM_BYTES = 1 << 20

@@ -1,139 +1,83 @@
 """A worker's step as one flat message: a header and arrays, one after the other.
 
 The probe fills it without statistics; whatever can be computed from it is computed by the agent.
-The header says how long each array is, so that a message needs no layout to be read, and holds a
-hash of the signals that it was written for: a message of another version is an error, never a
-wrong number.
+Its arrays are those that each kind of evidence declares, besides two of its own: a number for each
+LOCAL column (``slots``), and names as JSON (``names``). The header says how long each array is, and
+holds a hash of all declarations: a message of another version is an error, never a wrong number.
 """
 
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.agent.frames import Content
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.core.arrays import Floats, Floats32, Ints
+from rankscope.bus.evidence import Array, arrays_of
+from rankscope.bus.probe import Content
+from rankscope.core.arrays import Ints
 from rankscope.core.step import MISSING_INT
 from rankscope.errors import RankscopeError
-from rankscope.evidence import columns_of, schema_hash
+from rankscope.evidence import EVIDENCE, columns_of, schema_hash
 
-Bytes = NDArray[np.uint8]
+ARRAYS = (Array("slots", np.int64), *arrays_of(EVIDENCE), Array("names", np.uint8))
 
-_ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (
-    ("slots", np.int64),
-    ("losses_U", np.float64),
-    ("weights_U", np.float64),
-    ("units_M", np.int64),
-    ("multipliers_M", np.float64),
-    ("sums_M4", np.float64),
-    ("samples_B", np.int64),
-    ("digests_D", np.int64),
-    ("numbers", np.float64),
-    ("sizes", np.int64),
-    ("gram", np.float64),
-    ("traced_digests_N", np.int64),
-    ("traced_norms_N", np.float64),
-    ("sketches", np.float32),
-    ("traced_sketches", np.float32),
-    ("unchanged_D", np.uint8),
-    ("names", np.uint8),
-)
-_HEADER = struct.Struct(f"<qqdq{len(_ARRAYS)}I")  # schema, step, time, items
+_HEADER = struct.Struct(f"<qqdq{len(ARRAYS)}I")  # schema, step, time, items
 _LOCAL = columns_of(Table.WORKERS, Source.LOCAL)
 _MISSING: dict[DType, float] = {DType.FLOAT: math.nan, DType.INT: MISSING_INT, DType.BOOL: 0}
-_NO_VALUES = [_MISSING[signal.dtype] for signal in _LOCAL]
-_SLOTS = struct.Struct("=" + "".join("d" if s.dtype is DType.FLOAT else "q" for s in _LOCAL))
-_PARTS = {name: (place, np.dtype(dtype).itemsize) for place, (name, dtype) in enumerate(_ARRAYS)}
-_PLACES = {signal.name: (place, signal.dtype) for place, signal in enumerate(_LOCAL)}
-
-
-def _no_ints() -> Ints:
-    return np.empty(0, np.int64)
-
-
-def _no_floats() -> Floats:
-    return np.empty(0)
-
-
-def _no_singles() -> Floats32:
-    return np.empty(0, np.float32)
-
-
-def _no_bytes() -> Bytes:
-    return np.empty(0, np.uint8)
+_NO_VALUES = [_MISSING[column.dtype] for column in _LOCAL]
+_SLOTS = struct.Struct("=" + "".join("d" if c.dtype is DType.FLOAT else "q" for c in _LOCAL))
+_SIZES = {array.name: np.dtype(array.dtype).itemsize for array in ARRAYS}
+_PLACES = {array.name: place for place, array in enumerate(ARRAYS)}
+_COLUMNS = {column.name: (place, column.dtype) for place, column in enumerate(_LOCAL)}
+_EMPTY = {array.name: np.empty(0, array.dtype) for array in ARRAYS}
 
 
 class MessageError(RankscopeError):
     """A message that cannot be read."""
 
 
-@dataclass(slots=True)
 class StepMessage:
-    """What one worker says about one step, as it was measured.
+    """One worker's step, as it was measured; its arrays are attributes, by their declared names.
 
-    Attributes:
+    Args:
         step: Step number.
         time: Unix time in seconds at which the step ended.
         items: Digest of kinds and names of what ``digests_D`` are of.
-        slots: A LOCAL signal each, see :func:`pack_values`: floats by their bits.
-        losses_U: Losses of all micro-batches, one after the other, in units: see ``units_M``.
-        weights_U: Label tokens behind each, NaN if unknown.
-        units_M: How many units each micro-batch has.
-        multipliers_M: What each loss was multiplied by before backward; empty if unknown.
-        sums_M4: Of losses that are sums over label tokens, all of them: how many tokens, what the
-            sum was divided by, their mean, and what that was multiplied by before backward.
-        samples_B: Ids or digests of the samples.
-        digests_D: Digests of what should be equal on other workers.
-        unchanged_D: For reduced gradients: whether the reduction left the local bits as they were.
-        numbers: What was measured of the gradient, see :mod:`rankscope.core.measured`; empty
-            without a valid measurement.
-        sizes: How ``numbers`` and ``sketches`` are made up.
-        sketches: Sketches of the gradient.
-        gram: This worker's part of the exact inner products, or empty.
-        traced_digests_N: Digests of traced tensors, and beside them norms and sketches.
-        names: What ``digests_D`` and traced tensors are called, as JSON, where that is new.
+        arrays: Arrays by name; what is absent is empty.
     """
 
-    step: int
-    time: float = 0.0
-    items: int = 0
-    slots: Ints = field(default_factory=_no_ints)
-    losses_U: Floats = field(default_factory=_no_floats)
-    weights_U: Floats = field(default_factory=_no_floats)
-    units_M: Ints = field(default_factory=_no_ints)
-    multipliers_M: Floats = field(default_factory=_no_floats)
-    sums_M4: Floats = field(default_factory=_no_floats)
-    samples_B: Ints = field(default_factory=_no_ints)
-    digests_D: Ints = field(default_factory=_no_ints)
-    unchanged_D: Bytes = field(default_factory=_no_bytes)
-    numbers: Floats = field(default_factory=_no_floats)
-    sizes: Ints = field(default_factory=_no_ints)
-    sketches: Floats32 = field(default_factory=_no_singles)
-    gram: Floats = field(default_factory=_no_floats)
-    traced_digests_N: Ints = field(default_factory=_no_ints)
-    traced_norms_N: Floats = field(default_factory=_no_floats)
-    traced_sketches: Floats32 = field(default_factory=_no_singles)
-    names: Bytes = field(default_factory=_no_bytes)
+    def __init__(self, step: int, time: float = 0.0, items: int = 0, **arrays: Any) -> None:
+        self.step = step
+        self.time = time
+        self.items = items
+        for name, empty in _EMPTY.items():
+            setattr(self, name, arrays.get(name, empty))
+
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        raise AttributeError(f"a step has no array {name!r}")
 
     @property
     def measured(self) -> bool:
         """Whether it holds a gradient."""
         return len(self.numbers) > 0
 
-    def without_gradient(self) -> None:
-        """Leave the gradient out, where there is no room for it."""
-        for name, dtype in _ARRAYS:
-            if name in ("numbers", "sizes", "sketches", "gram"):
-                setattr(self, name, np.empty(0, dtype))
+    def replace(self, **arrays: Any) -> "StepMessage":
+        """Return the same message with other arrays."""
+        own = {name: getattr(self, name) for name in _EMPTY}
+        return StepMessage(self.step, self.time, self.items, **{**own, **arrays})
+
+    def without_bulk(self) -> None:
+        """Leave out what is large, where there is no room for it."""
+        for array in ARRAYS:
+            if array.bulk:
+                setattr(self, array.name, _EMPTY[array.name])
 
     def pack(self) -> bytes:
         """Return the message's bytes."""
-        parts = {n: np.asarray(getattr(self, n), dtype).tobytes() for n, dtype in _ARRAYS}
+        parts = {a.name: np.asarray(getattr(self, a.name), a.dtype).tobytes() for a in ARRAYS}
         return b"".join(pack_step(self.step, self.time, self.items, parts))
 
     @classmethod
@@ -151,14 +95,15 @@ class StepMessage:
                 f"expected a step of schema {schema_hash()}, got one of {schema}: two versions of "
                 "rankscope are at work; install the same one for all ranks"
             )
-        arrays, at = {}, _HEADER.size
-        for (name, dtype), length in zip(_ARRAYS, lengths, strict=True):
-            size = length * np.dtype(dtype).itemsize
+        arrays = {}
+        at = _HEADER.size
+        for (name, dtype, _), length in zip(ARRAYS, lengths, strict=True):
+            size = length * _SIZES[name]
             if at + size > len(content):
                 raise MessageError(f"step {step} is cut short at {name}")
             arrays[name] = np.frombuffer(content, dtype, length, at)
             at += size
-        return cls(step=step, time=time, items=items, **arrays)
+        return cls(step, time, items, **arrays)
 
 
 def pack_step(step: int, time: float, items: int, parts: Mapping[str, Content]) -> list[Content]:
@@ -170,23 +115,22 @@ def pack_step(step: int, time: float, items: int, parts: Mapping[str, Content]) 
         items: Digest of kinds and names.
         parts: The bytes of its arrays; one that is empty may be absent.
     """
-    lengths = [0] * len(_ARRAYS)
-    found: list[Content] = [b""] * len(_ARRAYS)
+    lengths = [0] * len(ARRAYS)
+    found: list[Content] = [b""] * len(ARRAYS)
     for name, part in parts.items():
-        place, size = _PARTS[name]
-        lengths[place], found[place] = len(part) // size, part
-    return [
-        _HEADER.pack(schema_hash(), step, time, items, *lengths),
-        *[part for part in found if part],
-    ]
+        place = _PLACES[name]
+        lengths[place] = len(part) // _SIZES[name]
+        found[place] = part
+    header = _HEADER.pack(schema_hash(), step, time, items, *lengths)
+    return [header, *[part for part in found if part]]
 
 
 def pack_values(values: Mapping[str, float]) -> bytes:
-    """Return a worker's LOCAL signals, 8 bytes each; one that is absent or NaN is missing."""
+    """Return a worker's LOCAL columns, 8 bytes each; one that is absent or NaN is missing."""
     slots = _NO_VALUES.copy()
     for name, value in values.items():
         if value == value:
-            place, dtype = _PLACES[name]
+            place, dtype = _COLUMNS[name]
             slots[place] = value if dtype is DType.FLOAT else int(value)
     return _SLOTS.pack(*slots)
 
@@ -195,7 +139,7 @@ def unpack_columns(slots_W: Sequence[Ints]) -> dict[str, NDArray[Any]]:
     """Return all workers' values ``[W]`` by name, each column an array of its own."""
     slots_NW = np.stack(slots_W).T.copy()
     columns: dict[str, NDArray[Any]] = {}
-    for name, (place, dtype) in _PLACES.items():
+    for name, (place, dtype) in _COLUMNS.items():
         column = slots_NW[place]
         if dtype is DType.FLOAT:
             column = column.view(np.float64)

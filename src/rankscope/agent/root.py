@@ -17,19 +17,19 @@ from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.forwarder import HostSteps
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, Kind, pack
 from rankscope.agent.hang_notes import HangNotes, Hosts
-from rankscope.agent.layout import Layout
 from rankscope.agent.mesh_axes import MeshAxes
 from rankscope.agent.message import StepMessage
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.reports import pack_report
+from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import HostSummary, lean_layout, with_directions
 from rankscope.agent.verification import Verifications
 from rankscope.agent.workers import Workers
+from rankscope.bus.layout import Layout
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG, Governor
 from rankscope.core.plan import Plan
 from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
-from rankscope.core.summarize import summarize
 from rankscope.diagnose.diagnosis import diagnosis_of
 from rankscope.diagnose.rules import first_sentence
 from rankscope.errors import RunError

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.agent.layout import Layout
 from rankscope.agent.message import MessageError, StepMessage
+from rankscope.bus.layout import Layout
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.audit import AuditPart, distinct, residuals_by_row, total_of
 from rankscope.core.consensus import Halves, consensus_of, in_turn, narrow, narrowing_for
@@ -156,8 +156,7 @@ def _lean(message: StepMessage, layout: Layout) -> StepMessage:
     squares, reduced, rest = np.split(message.numbers, [num_rows, num_rows + num_reduced])
     parts = [np.add.reduceat(each, firsts) if len(each) else each for each in (squares, reduced)]
     lean = [len(parts[0]), len(parts[1]), *sizes[2 : len(NUMBERS)], *(0,) * len(SKETCHES)]
-    return replace(
-        message,
+    return message.replace(
         numbers=np.concatenate([*parts, rest]),
         sizes=np.array([*lean, sizes[-1]], np.int64),
         sketches=np.empty(0, np.float32),

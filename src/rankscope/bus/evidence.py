@@ -27,10 +27,12 @@ class Array(NamedTuple):
     Attributes:
         name: Name in messages; its last letter names what it runs over.
         dtype: Type of its elements.
+        bulk: Whether it is left out where the agent does not keep up.
     """
 
     name: str
     dtype: type[np.generic]
+    bulk: bool = False
 
 
 @dataclass(frozen=True, slots=True)

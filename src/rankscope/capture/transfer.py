@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankscope.agent.frames import Content
+from rankscope.bus.probe import Content
 from rankscope.capture.fold import Folding, fold_plain, fold_signs
 from rankscope.capture.host import HostCopy, Share
 from rankscope.capture.kernels.build import BuildError, Launching

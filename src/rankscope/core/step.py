@@ -1,5 +1,6 @@
 """What is known about one step once all workers have reported: inputs, and the derived report."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -152,6 +153,12 @@ class StepReport:
             known = "" if name == "values" else f"; it has {', '.join(self.values)}"
             raise AttributeError(f"a step has no value {name!r}{known}")
         return self.values[name]
+
+
+def reduced_norm(gathered: GatheredStep) -> float:
+    """Return the norm of the reduced gradient, from the parts that the workers hold."""
+    parts_W = gathered.workers["reduced_norm"]
+    return math.sqrt(parts_W @ parts_W) / math.sqrt(gathered.reduced_copies)
 
 
 MAX_PAIRED_WORKERS = 64

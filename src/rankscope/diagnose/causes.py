@@ -10,10 +10,10 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]*\)")
 _INTRODUCTION = """\
 # Causes
 
-A section is named after the `cause` in `findings.jsonl`; a name without a dot (except `inconclusive`) is the `id`
-of a special case. Issue numbers are public reports of real jobs; the [fault
-catalogue](../src/rankscope/faults/catalogue.toml) has more. Evidence is [exact](evidence.md) or
-[statistical](statistics.md).
+A section is named after the `cause` in `findings.jsonl`; a name without a dot (except
+`inconclusive`) is the `id` of a special case. Issue numbers are public reports of real jobs; the
+[fault catalogue](../src/rankscope/faults/catalogue.toml) has more. Evidence is
+[exact](evidence.md) or [statistical](statistics.md).
 """
 _HEAD = "| finding | meaning | evidence | severity |\n|---|---|---|---|"
 
@@ -30,7 +30,7 @@ def page_of(finding_id: str, cause: str) -> str:
 
 @cache
 def cause_pages() -> dict[str, str]:
-    """Return the sections about causes, as Markdown without links to other pages, by their names."""
+    """Return the sections about causes by name, as Markdown without links to other pages."""
     return {name: _LINK.sub(r"\1", rule.page) for name, rule in RULES.items()}
 
 

@@ -79,9 +79,9 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         for severity in reversed(Severity)
         if str(severity) in entry
     }
-    also = {name: tuple(entry.get(name, ())) for name in _LISTS}
     words = {name: entry[name].strip() for name in _WORDS}
-    return Rule(**words, advice=advice, **also)
+    lists: dict[str, Any] = {name: tuple(entry.get(name, ())) for name in _LISTS}
+    return Rule(**words, advice=advice, **lists)
 
 
 RULES: Mapping[str, Rule] = _load()

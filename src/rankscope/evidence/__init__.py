@@ -17,7 +17,7 @@ from rankscope.errors import UsageError
 VARIABLE = "RANKSCOPE_EVIDENCE"
 
 NAMES = (
-    *("samples", "loss", "reduction", "state", "mesh", "randomness", "environment"),
+    *("samples", "loss", "gradient", "reduction", "state", "mesh", "randomness", "environment"),
     *("outliers", "rollouts", "canary", "dispersion", "timing", "hangs", "reference"),
 )
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.agent.layout import Layout
+from rankscope.bus.layout import Layout
 from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
 from rankscope.capture.loss import shifts_labels
 from rankscope.capture.state.exact_evidence import EvidenceMeter, ExactEvidence, NoEvidence

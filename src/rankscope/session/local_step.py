@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.agent.frames import Content
 from rankscope.agent.message import pack_step, pack_values
+from rankscope.bus.probe import Content
 from rankscope.capture import GradientTransfer
 from rankscope.capture.canary.replay import PendingCanary
 from rankscope.capture.device_clock import FeltSeconds

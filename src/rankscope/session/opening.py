@@ -27,9 +27,9 @@ from rankscope import errors
 from rankscope.agent import launch
 from rankscope.agent.frames import Kind, pack
 from rankscope.agent.launch import Started
-from rankscope.agent.layout import Layout
 from rankscope.agent.link import Link
 from rankscope.agent.progress import ProgressMark
+from rankscope.bus.layout import Layout
 from rankscope.core.secrets import without_secrets
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash

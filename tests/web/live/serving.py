@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rankscope.core.summarize import summarize
+from rankscope.agent.summarize import summarize
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.record import RunWriter
 from rankscope.web.live import live_server

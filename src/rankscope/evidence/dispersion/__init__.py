@@ -19,15 +19,7 @@ COLUMNS = (
     ),
     *declare(
         Table.WORKERS,
-        ("grad_norm", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "L2 norm of the local gradient, before the reduction", Compared("gradient norm")),
-        ("grad_norm_estimated", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether grad_norm is an estimate, since the gradient was only seen in parts: ZeRO 2 and 3 or order_free with accumulation"),
-        ("grad_max", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "largest magnitude of an element of the local gradient"),
-        ("grad_nonfinite", DType.INT, "elements", Source.LOCAL, Tail.HIGH, "elements of the local gradient that are infinite or NaN"),
         ("cosine_rest", DType.FLOAT, "", Source.DERIVED, Tail.LOW, "cosine between this worker's gradient and the sum of all others'", Compared("direction", relative=False)),
-    ),
-    *declare(
-        Table.MICRO,
-        ("grad_norm", DType.FLOAT, "", Source.SEQUENCE, Tail.NONE, "L2 norm of the micro-batch's own local gradient; all but the first of a step are estimates"),
     ),
     *declare(
         Table.PAIRS,
@@ -35,7 +27,6 @@ COLUMNS = (
     ),
     *declare(
         Table.GROUPS,
-        ("grad_norm", DType.FLOAT, "", Source.SEQUENCE, Tail.BOTH, "L2 norm of the group's local gradient", Compared("gradient norm")),
         ("cosine_rest", DType.FLOAT, "", Source.DERIVED, Tail.LOW, "cosine between the group's local gradient and the sum of all other workers'", Compared("direction", relative=False)),
     ),
 )

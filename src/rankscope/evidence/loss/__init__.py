@@ -1,7 +1,9 @@
 """The local loss: its value, its label tokens, what it was multiplied by."""
 
+import numpy as np
+
 from rankscope.bus.columns import Compared, Compares, DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import Array, Evidence
 
 # fmt: off
 COLUMNS = (
@@ -27,4 +29,14 @@ COLUMNS = (
 )
 # fmt: on
 
-EVIDENCE = Evidence("loss", __name__, COLUMNS)
+ARRAYS = (
+    Array("losses_U", np.float64),  # of all micro-batches, one after the other, in units
+    Array("weights_U", np.float64),  # label tokens behind each, NaN if unknown
+    Array("units_M", np.int64),  # how many units each micro-batch has
+    Array("multipliers_M", np.float64),  # what each loss was multiplied by before backward
+    # Of losses that are sums over label tokens, all of them: how many tokens, what the sum was
+    # divided by, their mean, and what that was multiplied by before backward.
+    Array("sums_M4", np.float64),
+)
+
+EVIDENCE = Evidence("loss", __name__, COLUMNS, arrays=ARRAYS)

@@ -12,12 +12,10 @@ COLUMNS = (
     ),
     *declare(
         Table.WORKERS,
-        ("grad_carried_over", DType.BOOL, "", Source.LOCAL, Tail.HIGH, "whether the gradient was not zeroed before the step: then it is not measured"),
         ("grad_left_over", DType.BOOL, "", Source.LOCAL, Tail.HIGH, "whether the step's first backward pass added to a gradient that the optimizer had applied before"),
         ("accumulator_change", DType.FLOAT, "", Source.LOCAL, Tail.HIGH, "relative change of the accumulated gradient's norm from the end of one micro-batch's backward pass to the beginning of the next, the largest of the step; DDP with no_sync, FSDP2 (of this rank's shards where each pass reduces), DeepSpeed (of shards under ZeRO 2 and 3), no wrapper"),
         ("accumulator_scale", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "that norm at the beginning over that at the end: 1 if nothing happened, 0 if it was reset"),
         ("accumulator_micro", DType.INT, "", Source.LOCAL, Tail.NONE, "the first micro-batch before which it changed most, from 0"),
-        ("reduced_norm", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "L2 norm of the part of the reduced gradient that this worker holds"),
         ("unreduced", DType.BOOL, "", Source.LOCAL, Tail.HIGH, "whether optimizer.step was called with gradients that no reduction had seen"),
         ("applied_scale", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "norm of these gradients when optimizer.step was called, over their norm right after the reduction: below 1 when clipped"),
         ("applied_odd", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "factor by which some of these gradients were scaled, over that of most; 1 if all have one, as when they are clipped or unscaled"),

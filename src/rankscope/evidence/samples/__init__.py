@@ -1,7 +1,9 @@
 """Which samples each worker draws: identity, amounts, order over epochs and restarts."""
 
+import numpy as np
+
 from rankscope.bus.columns import Compared, Compares, DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import Array, Evidence
 
 # fmt: off
 COLUMNS = (
@@ -26,4 +28,8 @@ COLUMNS = (
 )
 # fmt: on
 
-EVIDENCE = Evidence("samples", __name__, COLUMNS)
+ARRAYS = (
+    Array("samples_B", np.int64),  # ids or digests of the samples
+)
+
+EVIDENCE = Evidence("samples", __name__, COLUMNS, arrays=ARRAYS)

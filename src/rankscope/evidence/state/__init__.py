@@ -1,7 +1,9 @@
 """Exact digests of parameters, buffers, optimizer state and gradients, which should agree."""
 
+import numpy as np
+
 from rankscope.bus.columns import DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import Array, Evidence
 
 # fmt: off
 COLUMNS = (
@@ -29,4 +31,12 @@ COLUMNS = (
 )
 # fmt: on
 
-EVIDENCE = Evidence("state", __name__, COLUMNS)
+ARRAYS = (
+    Array("digests_D", np.int64),  # of what should be equal on other workers
+    Array("unchanged_D", np.uint8),  # of reduced gradients: whether the local bits are still there
+    Array("traced_digests_N", np.int64),  # of traced tensors, beside norms and sketches
+    Array("traced_norms_N", np.float64),
+    Array("traced_sketches", np.float32),
+)
+
+EVIDENCE = Evidence("state", __name__, COLUMNS, arrays=ARRAYS)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
-from rankscope.core.summarize import summarize
 from rankscope.evidence import columns_of
 
 LOCAL = columns_of(Table.WORKERS, Source.LOCAL)

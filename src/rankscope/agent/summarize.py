@@ -1,0 +1,35 @@
+"""From the workers' raw values to the step that the record holds."""
+
+from typing import Any
+
+from rankscope.bus.columns import Source, Table
+from rankscope.core.step import GatheredStep, StepReport
+from rankscope.evidence import EVIDENCE, columns_of
+
+_STEPS = tuple(column.name for column in columns_of(Table.STEPS, Source.DERIVED))
+_WORKERS = {column.name for column in columns_of(Table.WORKERS, Source.DERIVED)}
+_DERIVE = [derive for each in EVIDENCE if (derive := each.find("combine", "derive")) is not None]
+
+
+def summarize(gathered: GatheredStep) -> StepReport:
+    """Compute every DERIVED column of a step.
+
+    Args:
+        gathered: The values of all W workers. Workers' values that are missing or not finite are
+            left out of means and spreads.
+
+    Returns:
+        The report; equal inputs give equal reports.
+    """
+    steps: dict[str, float] = {"interval": float(gathered.interval)}
+    workers: dict[str, Any] = {}
+    report: dict[str, Any] = {}
+    for derive in _DERIVE:
+        derived = derive(gathered)
+        steps.update(derived.steps)
+        workers.update(derived.workers)
+        report.update(derived.report)
+    assert steps.keys() == set(_STEPS), "the steps table has other derived columns"
+    assert workers.keys() == _WORKERS, "the workers table has other derived columns"
+    values = {name: steps[name] for name in _STEPS}
+    return StepReport(gathered, values, workers, **report)

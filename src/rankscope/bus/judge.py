@@ -1,0 +1,75 @@
+"""What a kind of evidence does at the root, with the messages of all workers.
+
+Legend of shapes: W workers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.core.step import MISSING_INT
+
+Columns = Mapping[str, NDArray[Any]]
+"""The workers' LOCAL columns ``[W]`` by name, to be filled in place."""
+
+
+class Message(Protocol):
+    """One worker's step; its arrays are attributes, by the names that evidence declares."""
+
+    step: int
+    time: float
+    items: int
+
+    def __getattr__(self, name: str) -> NDArray[Any]: ...
+
+    @property
+    def measured(self) -> bool:
+        """Whether it holds a gradient."""
+
+    def replace(self, **arrays: Any) -> "Message":
+        """Return the same message with other arrays."""
+
+
+class Combiner:
+    """Turns the messages of all workers into their common step.
+
+    The ``combine.py`` of a kind of evidence has ``make_combiner(layout)``, called once for a run.
+    """
+
+    def learn(self, rank: int, message: Message) -> None:
+        """Learn from a message that has just arrived, before its step is whole."""
+
+    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+        """Fill in columns of the workers; return fields of :class:`GatheredStep`."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What one kind of evidence computes from the values of all workers.
+
+    Its ``combine.py`` has ``derive(gathered) -> Derived``. Gradient columns are NaN in a step that
+    was not observed, sample columns where no worker named its samples.
+
+    Attributes:
+        steps: DERIVED columns of the steps table.
+        workers: DERIVED columns of the workers table ``[W]``.
+        report: Other fields of :class:`rankscope.core.step.StepReport`.
+    """
+
+    steps: Mapping[str, float] = field(default_factory=dict)
+    workers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+def fill(columns: Columns, rank: int, values: Mapping[str, float]) -> None:
+    """Put a worker's values into its columns; NaN is missing."""
+    for name, value in values.items():
+        column = columns[name]
+        if value == value:
+            column[rank] = value
+        else:
+            column[rank] = MISSING_INT if column.dtype == np.int64 else np.nan

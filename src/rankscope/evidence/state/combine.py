@@ -1,0 +1,112 @@
+"""What differs between workers that should hold the same, from their digests."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rankscope.bus.judge import Columns, Combiner, Message
+from rankscope.bus.layout import Layout
+from rankscope.core.arrays import Ints
+from rankscope.core.replicas import (
+    TRACE_WIDTH,
+    StateDifference,
+    StateDigests,
+    StateKind,
+    Trace,
+    differences,
+)
+from rankscope.core.roles import Stillness, changed_gradients, resting, role_differences
+
+_Kinds = tuple[StateKind, ...]
+_Named = tuple[_Kinds, tuple[str, ...]]
+
+
+class ComparedState(Combiner):
+    """Digests of all workers; what they are of is named once, by the first worker."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, _Named] = {}
+        self._stillness = Stillness()
+
+    def learn(self, rank: int, message: Message) -> None:
+        """Learn names from a message that has just arrived."""
+        if rank != 0 or not len(message.names):
+            return
+        named = json.loads(message.names.tobytes())
+        for items, kinds, names in named.get("items", ()):
+            self._names[int(items)] = tuple(map(StateKind, kinds)), tuple(names)
+
+    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+        """Return what differs, and the first worker's traced tensors."""
+        found = (
+            *self._differences(messages_W, columns["replica"]),
+            *self._resting(messages_W, columns),
+            *_named_differences(messages_W),
+        )
+        return {"differences": found, "trace": self._trace(messages_W[0])}
+
+    def _differences(self, messages_W: Sequence[Message], replicas_W: Ints) -> Any:
+        first = messages_W[0]
+        if first.items not in self._names or any(m.items != first.items for m in messages_W):
+            return ()
+        kinds, names = self._names[first.items]
+        own = StateDigests(kinds, names, first.digests_D, first.unchanged_D.astype(bool))
+        return differences(
+            own,
+            np.stack([message.digests_D for message in messages_W]),
+            np.stack([message.unchanged_D for message in messages_W]).astype(bool),
+            replicas_W,
+        )
+
+    def _resting(
+        self, messages_W: Sequence[Message], columns: Columns
+    ) -> tuple[StateDifference, ...]:
+        """Return the parameters of the first worker that do not change, as far as it tells."""
+        first = messages_W[0]
+        kinds, names = self._names.get(first.items, ((), ()))
+        if len(kinds) != len(first.digests_D):
+            return ()
+        updates = bool(columns["optimizer_steps"][0] > 0 and columns["lr"][0] > 0)
+        digests = first.digests_D.tolist()
+        found = self._stillness.see(first.step, kinds, names, digests, updates=updates)
+        return resting(found, len(messages_W))
+
+    def _trace(self, message: Message) -> Trace | None:
+        """Return the tensors of the first worker, where they are traced; its message names them."""
+        if not len(message.traced_digests_N):
+            return None
+        named = json.loads(message.names.tobytes())["traced"]
+        parts = {
+            what: (tuple(map(StateKind, kinds)), tuple(names))
+            for what, (kinds, names) in named.items()
+        }
+        initial = parts.get("initial")
+        count = 0 if initial is None else len(initial[0])
+        before = None if initial is None else _tensors(message, *initial, 0)
+        return replace(_tensors(message, *parts["own"], count), initial=before)
+
+
+def make_combiner(layout: Layout) -> ComparedState:
+    """Return what combines digests."""
+    return ComparedState()
+
+
+def _named_differences(messages_W: Sequence[Message]) -> tuple[StateDifference, ...]:
+    """Return gradients that were changed otherwise than most, and roles where all have looked."""
+    if not any(len(message.names) for message in messages_W):
+        return ()
+    said_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
+    roles_W = [said.get("roles") for said in said_W]
+    roles = role_differences([each for each in roles_W if each]) if all(roles_W) else ()
+    return (*changed_gradients([said.get("changed", ()) for said in said_W]), *roles)
+
+
+def _tensors(message: Message, kinds: _Kinds, names: tuple[str, ...], begin: int) -> Trace:
+    rows = slice(begin, begin + len(kinds))
+    sketches = message.traced_sketches.reshape(-1, TRACE_WIDTH)
+    return Trace(
+        kinds, names, message.traced_digests_N[rows], message.traced_norms_N[rows], sketches[rows]
+    )

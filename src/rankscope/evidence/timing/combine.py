@@ -1,0 +1,15 @@
+"""The time that the monitor takes from a step."""
+
+import math
+
+import numpy as np
+
+from rankscope.bus.judge import Derived
+from rankscope.core.step import GatheredStep
+
+
+def derive(gathered: GatheredStep) -> Derived:
+    """Return the slowest worker's overhead."""
+    seconds_W = gathered.workers["overhead_seconds"]
+    known_W = seconds_W[np.isfinite(seconds_W)]
+    return Derived({"overhead_seconds": float(known_W.max()) if known_W.size else math.nan})
