@@ -123,10 +123,7 @@ class Watched:
         options = WatchOptions(reduced=reduced, evidence=evidence)
         instruments = choose_instruments(find_wrapper(self.model), options)
         self.guard = TimedGuard(_fail)
-        known: set[int] = set()
-        self.collector = StepCollector(
-            instruments, self.optimizer, self.guard, lambda local: _pack(local, known)
-        )
+        self.collector = StepCollector(instruments, self.optimizer, self.guard, _pack)
         self._hook()
 
     def _hook(self) -> None:
@@ -251,9 +248,9 @@ def _profile(watched: Watched, steps: int) -> None:
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(45)
 
 
-def _pack(local: LocalStep, known: set[int]) -> None:
+def _pack(local: LocalStep) -> None:
     """Do all that is done with a step but to send it; on the host, nothing has to be awaited."""
-    local.pack(known)
+    local.pack()
 
 
 def _fail(error: Exception) -> None:

@@ -62,7 +62,7 @@ def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0, g
 
 def read(handover, sections=None):
     """Return what the agent reads in a message."""
-    message = StepMessage.unpack(b"".join(pack_step(0, 0.0, 0, handover.parts())))
+    message = StepMessage.unpack(b"".join(pack_step(0, 0.0, 0, handover.read().arrays)))
     counts = () if sections is None else sections.counts
     handed = measured_of(message.numbers, message.sketches, message.sizes, counts)
     return handed._replace(gradient=replace(handed.gradient, gram=message.gram))
@@ -183,7 +183,7 @@ def test_the_sketch_of_a_group_that_is_one_section_travels_once():
     widths = {"sketch_width": WIDTH, "group_width": NARROW, "section_counts": (1,) * len(GROUPS)}
     apart = GradientTransfer(LocalGradient(local, reduced), **widths, audit_width=NARROW - 2)
     whole = GradientTransfer(LocalGradient(local, reduced), **widths, audit_width=NARROW)
-    lengths = [len(handover.parts()["sketches"]) // 4 for handover in (apart, whole)]
+    lengths = [len(handover.read().arrays["sketches"]) // 4 for handover in (apart, whole)]
     assert lengths == [
         WIDTH + len(GROUPS) * (NARROW + 2 * (NARROW - 2)),
         WIDTH + len(GROUPS) * 2 * NARROW,

@@ -6,12 +6,14 @@ another precision, another temperature.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rankscope.bus.probe import Part
 from rankscope.capture.batches import is_dense
 from rankscope.capture.host import Numbers, copy_numbers
 
@@ -33,11 +35,12 @@ class Gaps:
         """Whether it can be read without waiting."""
         return all(each.ready for each in self._sums)
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> Part:
         """Wait for the device; return ``rollout_gap``, if any token has one."""
         pairs = [each.numpy().tolist() for each in self._sums]
         tokens = sum(count for _, count in pairs)
-        return {"rollout_gap": sum(total for total, _ in pairs) / tokens} if tokens else {}
+        gap = sum(total for total, _ in pairs) / tokens if tokens else math.nan
+        return Part({"rollout_gap": gap})
 
 
 class RolloutMeter:
@@ -67,12 +70,12 @@ class RolloutMeter:
                 problem,
             )
 
-    def collect(self) -> tuple[Gaps, ...]:
+    def collect(self) -> Gaps | None:
         """Return what was collected since the last call, if anything, and start again."""
         if not self._sums:
-            return ()
+            return None
         sums, self._sums = self._sums, []
-        return (Gaps(sums),)
+        return Gaps(sums)
 
 
 @torch.no_grad()

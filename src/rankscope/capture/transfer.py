@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankscope.bus.probe import Content
+from rankscope.bus.probe import Content, Part
 from rankscope.capture.fold import Folding, fold_plain, fold_signs
 from rankscope.capture.host import HostCopy, Share
 from rankscope.capture.kernels.build import BuildError, Launching
@@ -78,13 +78,13 @@ class GradientTransfer:
         arrived = all(copy.ready for copy in self._copies) if self._copies else True
         return arrived and (self._gram is None or self._gram.ready)
 
-    def parts(self) -> dict[str, Content]:
-        """Wait for the copy; return the parts of a step's message that tell of the gradient."""
+    def read(self) -> Part:
+        """Wait for the copy; return the arrays of a step's message that hold the gradient."""
         numbers, sketches = self._read()
-        parts = {"numbers": numbers, "sizes": self._form.sizes, "sketches": sketches}
+        arrays = {"numbers": numbers, "sizes": self._form.sizes, "sketches": sketches}
         if self._gram is not None:
-            parts["gram"] = np.asarray(self._gram.numpy(), np.float64).tobytes()
-        return parts
+            arrays["gram"] = np.asarray(self._gram.numpy(), np.float64).tobytes()
+        return Part(arrays=arrays)
 
     def _read(self) -> tuple[Content, Content]:
         form = self._form

@@ -11,29 +11,22 @@ optimizer on, each call closes a step; from the first one on, where the plan has
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rankscope.capture import (
-    GradientTransfer,
-    LossMeter,
-    OptimizerMeter,
-    RolloutMeter,
-    SampleMeter,
-)
+from rankscope.bus.probe import Evaluated, Probe, StepEnd, overriding
+from rankscope.capture import GradientTransfer
 from rankscope.capture.accumulation import Accumulation
 from rankscope.capture.guard import Guard
 from rankscope.capture.host import begin_copies
-from rankscope.capture.inputs import INPUT_METERS
 from rankscope.capture.passes import ForwardPasses, tensors_in
-from rankscope.capture.state.exact_evidence import NoEvidence
-from rankscope.capture.state.trace import PendingTrace
-from rankscope.capture.taps.tap import BothSee
+from rankscope.capture.taps.tap import ObserverGroup
 from rankscope.core.governor import Intervals
+from rankscope.evidence import EVIDENCE
 from rankscope.reduce.exact import pack_share
 from rankscope.session.canary import LiveCanary
 from rankscope.session.instruments import Instruments
@@ -43,6 +36,12 @@ from rankscope.session.verification import LiveVerification
 from rankscope.session.wrapping import is_compiled, is_training
 
 _log = logging.getLogger("rankscope")
+
+_EVENTS = (
+    *("begin_step", "on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
+    *("on_evaluation", "see_reduced", "before_update", "after_update", "collect", "abort", "close"),
+)
+"""What probes are called for, see :class:`rankscope.bus.probe.Probe`."""
 
 _MOST_PASSES = 8192
 """Forward passes of one step: what more of them leave would only fill the memory."""
@@ -75,7 +74,6 @@ class StepCollector:
     ) -> None:
         self.paused = self._evaluating = self._in_canary = False
         self.step = first_step
-        self._new_losses = partial(LossMeter, shifted=instruments.shifted_labels)
         self._knows_optimizer, self._warned = optimizer is not None, False
         self.intervals = Intervals(instruments.every)
         make_exact = instruments.make_exact
@@ -84,24 +82,24 @@ class StepCollector:
         self._send, self._take_read_seconds = send, instruments.take_read_seconds
         self._canary, self._module = canary, instruments.module
         self._verification, self._replicas = verification, replicas
-        self._losses = self._new_losses()
-        self._samples = SampleMeter()
-        self._inputs = tuple(make() for make in INPUT_METERS)
-        self._rollouts = RolloutMeter()
-        self._optimizer = OptimizerMeter(optimizer)
-        self._evidence = instruments.make_evidence_meter(optimizer)
-        make_trace = instruments.make_trace_meter
-        self._trace = None if make_trace is None else make_trace(optimizer, guard.leave_out)
-        self._replica = math.nan if instruments.replica is None else instruments.replica
+        self._later_seconds = 0.0  # of the present work, that count elsewhere
+        job = instruments.make_job(optimizer, self._leave_out)
+        made = {
+            each.name: make(job) for each in EVIDENCE if (make := each.find("probe", "make_probe"))
+        }
+        self._probes: dict[str, Probe] = {n: one for n, one in made.items() if one is not None}
+        probes = self._probes.values()
+        self._calls = {name: overriding(probes, name) for name in _EVENTS}
         self._unreduced = self._updated = self._forgot = self._handing_over = False
         self._reduced = False  # by some backward pass of the step
         self._left_over: bool | None = None  # whether it adds to a gradient that was applied
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
         self._accumulation = None if optimizer is None else Accumulation(optimizer)
-        others = (self._trace, self._accumulation, verification)
-        told = [other for other in others if other is not None]
-        observer = BothSee(self._evidence, *told) if told else self._evidence
+        observers = [probe for probe in probes if type(probe).see_local is not Probe.see_local]
+        others = [one.see_reduced for one in (self._accumulation, verification) if one is not None]
+        reduced = [*self._calls["see_reduced"], *others]
+        observer = ObserverGroup(observers[0] if observers else None, reduced)
         self._tap = instruments.make_tap(guard, observer, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
         self._layout = instruments.layout
@@ -112,19 +110,14 @@ class StepCollector:
         """How many workers hold each element of the reduced gradient."""
         return self._tap.reduced_copies
 
-    def give_loss(
-        self,
-        value: Any,
-        weight: Any,
-        **more: Any,
-    ) -> None:
+    def give_loss(self, value: Any, weight: Any, **more: Any) -> None:
         """Take the loss of a micro-batch, see :meth:`rankscope.capture.LossMeter.give`."""
-        self._losses.give(value, weight, self._passes.current, **more)
+        self._given("loss", value, weight, self._passes.current, **more)
 
     def give_samples(self, samples: Any) -> None:
         """Take the identity of the next forward pass's samples from the user."""
         self.close_step()
-        self._samples.give(samples, self._passes.current + 1)
+        self._given("samples", samples, self._passes.current + 1)
 
     def give_rollout(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
         """Take log-probabilities of a micro-batch, see :meth:`rankscope.capture.RolloutMeter.give`.
@@ -132,7 +125,20 @@ class StepCollector:
         They belong to the step whose backward pass comes next.
         """
         self.close_step()
-        self._rollouts.give(trainer, rollout, mask)
+        self._given("rollouts", trainer, rollout, mask)
+
+    def _given(self, name: str, *values: Any, **more: Any) -> None:
+        """Hand what the user gives to the evidence that it is for."""
+        probe: Any = self._probes[name]
+        probe.give(*values, **more)
+
+    def _call(self, event: str, *args: Any, **more: Any) -> None:
+        for call in self._calls[event]:
+            call(*args, **more)
+
+    def _leave_out(self, seconds: float) -> None:
+        """Do not count seconds of the present work: they are no part of the budget."""
+        self._later_seconds += seconds
 
     def trains(self, model: torch.nn.Module) -> bool:
         """Return whether a forward pass counts: in training mode, or trained without it."""
@@ -184,17 +190,12 @@ class StepCollector:
             self._guard.leave_out(self._canary.before_forward(self.step, args, kwargs))
         self._begin_pass(bypassed=bypassed)
         self._passes.begin()
-        self._see_inputs(args, kwargs)
-        self._evidence.before_forward(first=not self._passes.current)
-
-    def _see_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._samples.see(args, kwargs, self._passes.current)
-        for meter in self._inputs:
-            meter.see(args, kwargs, self._passes.current)
+        self._call("on_inputs", args, kwargs, self._passes.current)
+        self._call("before_forward", self.step, first=not self._passes.current)
 
     def enter_module(self) -> None:
         """Take notice that a forward pass is about to enter the wrapped module."""
-        self._evidence.enter_module()
+        self._call("enter_module")
 
     def keep_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Take what a forward pass brings into the model, where it is to be run once more."""
@@ -236,9 +237,8 @@ class StepCollector:
         outputs = [t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in inputs]
         if not outputs:
             return
-        losses = self._new_losses()
-        losses.see(output, kwargs)
-        train = partial(self._train_on_evaluation, args, kwargs, losses, self._losses.num_given)
+        kept = [each for call in self._calls["on_evaluation"] if (each := call(output, kwargs))]
+        train = partial(self._train_on_evaluation, args, kwargs, kept)
 
         def reached(gradient: torch.Tensor) -> None:
             self._guard(self._tap.notice_unannounced, train)
@@ -247,19 +247,21 @@ class StepCollector:
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     def _train_on_evaluation(
-        self, args: Any, kwargs: Mapping[str, Any], losses: LossMeter, num_given: tuple[int, int]
+        self, args: Any, kwargs: Mapping[str, Any], kept: Sequence[Evaluated]
     ) -> None:
         """Begin a micro-batch in its backward pass: its forward pass ran in evaluation mode.
 
         From now on forward passes in this mode count, until one in training mode is seen.
         """
-        self._losses.move(num_given, losses)
+        for each in kept:
+            each.before_close()
         self.close_step()
         self._evaluating = True
         self._begin_pass()
         self._passes.begin(reached=True)
-        self._see_inputs(args, kwargs)
-        self._losses.absorb(losses, self._passes.current)
+        self._call("on_inputs", args, kwargs, self._passes.current)
+        for each in kept:
+            each.begin(self._passes.current)
 
     def _end_evaluation(self) -> None:
         """Forget what ran in evaluation mode without a step of the optimizer after it.
@@ -271,13 +273,11 @@ class StepCollector:
         self._evaluating = False
 
     def _begin_pass(self, *, bypassed: bool = False) -> None:
-        self._evidence.begin_step(self.step)
+        self._call("begin_step", self.step, paused=self.paused)
         if self._replicas is not None:
             self._replicas.begin_step(self.step)
         if self._verification is not None:
             self._verification.begin_pass(self.step)
-        if self._trace is not None:
-            self._trace.begin_step(self.step, paused=self.paused)
         due = self.step % self.intervals.interval_at(self.step) == 0
         measure = due and not self.paused
         if self._exact is not None:
@@ -286,9 +286,9 @@ class StepCollector:
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Take what a forward pass in training returned."""
-        self._evidence.after_forward()
+        self._call("after_forward")
         self._passes.end(output)
-        self._losses.see(output, kwargs, self._passes.current)
+        self._call("on_output", output, kwargs, self._passes.current)
 
     def _notice_backward(self, trained: Callable[[], None]) -> None:
         """Take notice, from inside it, that a backward pass has reached what the model returned."""
@@ -308,7 +308,7 @@ class StepCollector:
         self._tap.see_optimizer()
         self._unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
-        self._evidence.see_applied()
+        self._call("before_update")
         if self._replicas is not None:
             self._replicas.see_applied()
 
@@ -325,12 +325,10 @@ class StepCollector:
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Take a call of ``optimizer.step`` that has ended."""
-        self._optimizer.count(optimizer)
         self._updated = True
         if self._accumulation is not None:
             self._accumulation.see_updated(self._passes.current + 1)
-        if self._tap.complete:
-            self._evidence.see_updated()
+        self._call("after_update", optimizer, complete=self._tap.complete)
 
     def close_step(self, *, interrupted: bool = False, last: bool = False) -> None:
         """Close a step, once its synchronising backward pass has ended.
@@ -385,7 +383,7 @@ class StepCollector:
     def remove(self) -> None:
         """Take all hooks out of the model."""
         self._tap.remove()
-        self._evidence.remove()
+        self._call("close")
         if self._replicas is not None:
             self._replicas.close()
         if self._exact is not None:
@@ -396,16 +394,10 @@ class StepCollector:
         self._tap.collect()
         if self._verification is not None:
             self._verification.abandon()
-        self._evidence.abort()
-        for reader in (self._trace, self._replicas):
-            if reader is not None:
-                reader.abort()
+        self._call("abort")
+        if self._replicas is not None:
+            self._replicas.abort()
         self._passes.take_idle()
-        self._losses.collect()
-        self._samples.collect()
-        for meter in self._inputs:
-            meter.collect()
-        self._rollouts.collect()
         self._updated = self._reduced = False
         self._left_over = None
 
@@ -436,49 +428,18 @@ class StepCollector:
         canary = None if self._canary is None else self._canary.collect()
         verified = self._verification is not None and self._verification.end_step()
         busy = math.nan if verified or canary is not None else self._tap.busy_seconds
-        if self._trace is not None:
-            busy -= self._trace.busy_seconds
-        named = self._samples.named
-        num_passes = self._passes.current + 1
-        idle = self._passes.take_idle()
-        losses, multipliers = self._losses.collect(idle)
-        if not comparable:
-            self._evidence.abort()
-            if self._replicas is not None:
-                self._replicas.abort()
-        evidence = self._evidence if comparable else NoEvidence()
         if self._replicas is not None:
+            if not comparable:
+                self._replicas.abort()
             self._replicas.end_step(self.step)
-        state, compared = evidence.collect(self.step)
-        trace, tracing_seconds = self._collect_trace(comparable=comparable)
-        gradient, on_host = self._collect_gradient(), self._guard.take_seconds()
-        local = LocalStep(
-            step=self.step,
-            gradient=gradient,
-            felt=self._guard.take_felt(self.step, on_host, observed=gradient is not None),
-            losses=losses,
-            multipliers=multipliers,
-            summed_workers=self._tap.summed_workers,
-            samples=self._samples.collect(idle),
-            inputs=[*[m.collect(idle) for m in self._inputs], *self._rollouts.collect()],
-            state=state,
-            canary=canary,
-            trace=trace,
-            values={
-                **self._optimizer.collect(),
-                **compared,
-                "samples_named": named,
-                "micro_batches": num_passes - len(idle) or math.nan,
-                "replica": self._replica,
-                "unreduced": self._unreduced,
-                "grad_left_over": bool(self._left_over),
-                "step_seconds": now - self._last_time,
-                "busy_seconds": busy,
-                "overhead_seconds": on_host,
-                "read_seconds": self._take_read_seconds(),
-            },
-        )
-        self._guard.leave_out(tracing_seconds)  # they will count with the next step's
+        gradient = self._collect_gradient()
+        end = self._end_of_step(gradient, now, busy, comparable=comparable)
+        parts = [part for call in self._calls["collect"] if (part := call(end)) is not None]
+        if canary is not None:
+            parts.append(canary)
+        local = LocalStep(self.step, parts, gradient)
+        self._guard.leave_out(self._later_seconds)  # of this work, which counts with the next step
+        self._later_seconds = 0.0
         self.step += 1
         self._unreduced = self._updated = self._reduced = False
         self._left_over = None
@@ -487,12 +448,27 @@ class StepCollector:
         begin_copies()
         self._send(local)
 
-    def _collect_trace(self, *, comparable: bool) -> tuple[PendingTrace | None, float]:
-        if self._trace is None:
-            return None, 0.0
-        if not comparable:
-            self._trace.abort()
-        return self._trace.collect()
+    def _end_of_step(
+        self, gradient: GradientTransfer | None, now: float, busy: float, *, comparable: bool
+    ) -> StepEnd:
+        num_passes = self._passes.current + 1
+        idle = self._passes.take_idle()
+        on_host = self._guard.take_seconds()
+        observed = gradient is not None
+        return StepEnd(
+            step=self.step,
+            comparable=comparable,
+            idle=idle,
+            num_passes=num_passes - len(idle),
+            summed_workers=self._tap.summed_workers,
+            unreduced=self._unreduced,
+            left_over=bool(self._left_over),
+            step_seconds=now - self._last_time,
+            busy_seconds=busy,
+            overhead_seconds=on_host,
+            read_seconds=self._take_read_seconds(),
+            device_overhead=self._guard.take_felt(self.step, on_host, observed=observed),
+        )
 
     def _collect_gradient(self) -> GradientTransfer | None:
         measured = self._tap.collect()

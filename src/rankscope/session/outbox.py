@@ -32,7 +32,6 @@ class Outbox:
         self._link = link
         self._rank = rank
         self._pending: deque[LocalStep] = deque()
-        self._known_names: set[int] = set()
         self.num_without_room = 0
 
     def send(self, step: LocalStep) -> None:
@@ -55,11 +54,10 @@ class Outbox:
             self._hand_over(self._pending.popleft())
 
     def _hand_over(self, step: LocalStep) -> None:
-        known = self._known_names if self._rank == 0 else None
         room = self._link.has_room
-        if step.gradient is not None and not room:
+        if step.bulk is not None and not room:
             self._note_without_room(step.step)
-        message = step.pack(known, gradient=room)
+        message = step.pack(bulk=room)
         self._link.send(Kind.STEP, message, rank=self._rank, step=step.step)
 
     def _note_without_room(self, step: int) -> None:

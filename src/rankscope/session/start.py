@@ -1,7 +1,6 @@
 """``rankscope.watch``: what happens once, before the first step."""
 
 import contextlib
-import dataclasses
 import logging
 import os
 import platform
@@ -159,8 +158,6 @@ def watch(
             announce=options.announce,
         ),
     )
-    if opened.rank != 0:
-        instruments = dataclasses.replace(instruments, make_trace_meter=None)
     mesh = make_replicas = None
     if not local_steps and not opened.problem:
         host, secret = host_name(), opened.hello["secret"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rankscope.bus.probe import Part
 from rankscope.capture.canary.alone import ACCUMULATES, alone
 from rankscope.capture.canary.batch import CanaryDeclined, restore_batch
 from rankscope.capture.canary.cost import Stopwatch, check_gradient_room, is_out_of_memory
@@ -96,12 +97,12 @@ class PendingCanary:
         timed = self._took is None or self._took.ready
         return timed and (self._results is None or all(result.ready for result in self._results))
 
-    def read(self) -> dict[str, float]:
-        """Wait for the device and return LOCAL signals."""
+    def read(self) -> Part:
+        """Wait for the device and return LOCAL columns."""
         if self._results is None:
-            return {"canary_of": self._suspect}
+            return Part({"canary_of": self._suspect})
         first, again, against = (result.read() for result in self._results)
-        return {
+        values = {
             "canary_of": self._suspect,
             "canary_loss": first.loss,
             "canary_norm": first.grad_norm,
@@ -113,6 +114,7 @@ class PendingCanary:
             "canary_against_digest": against.digest,
             "canary_seconds": math.nan if self._took is None else self._took.seconds,
         }
+        return Part(values)
 
 
 def run_batch(

@@ -396,11 +396,6 @@ NOTHING = Turn(())
 _NO_DIGESTS = StateDigests()
 
 
-def nothing_pending(layout: int | None = None) -> PendingState:
-    """Return the digests of a step of which nothing was read."""
-    return PendingState(NOTHING, Seen(None, (), (), {}, None, {}, None), layout)
-
-
 def _only(state: StateDigests, kinds: Collection[StateKind]) -> StateDigests:
     """Return the digests of some kinds; those of others were not read in this step."""
     kept = [d for d, kind in enumerate(state.kinds) if kind in kinds]

@@ -189,25 +189,32 @@ class GradientObserver(SeesReduced, Protocol):
         """Take local gradients of several parameters at once, by name: on a device, one launch."""
 
 
-class BothSee:
-    """Shows a observer everything, and tells others when the reduction is over.
+class ObserverGroup:
+    """Shows local gradients to one observer, and the end of the reduction to several.
 
     Args:
-        observer: Sees it first.
-        others: Are told of the end of the reduction alone.
+        observer: Sees local gradients; None where nobody wants to.
+        reduced: Called when the reduction is over, in order.
     """
 
-    def __init__(self, observer: GradientObserver, *others: SeesReduced) -> None:
-        self.see_local, self.see_locals = observer.see_local, observer.see_locals
-        self._observer, self._others = observer, others
+    def __init__(
+        self, observer: GradientObserver | None, reduced: Iterable[Callable[[], None]]
+    ) -> None:
+        self._observer = observer
+        self._reduced = tuple(reduced)
+        self.see_local = _ignore if observer is None else observer.see_local
+        self.see_locals = _ignore if observer is None else observer.see_locals
 
     @property
     def wanted_names(self) -> Collection[str]:
         """What the observer wants to see."""
-        return self._observer.wanted_names
+        return () if self._observer is None else self._observer.wanted_names
 
     def see_reduced(self) -> None:
-        """Tell all."""
-        self._observer.see_reduced()
-        for other in self._others:
-            other.see_reduced()
+        """Call all that wait for the end of the reduction."""
+        for call in self._reduced:
+            call()
+
+
+def _ignore(*args: object) -> None:
+    pass

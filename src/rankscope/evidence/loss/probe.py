@@ -1,0 +1,159 @@
+"""The local loss of each micro-batch, on its way to the root."""
+
+import math
+from array import array as typed_array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.probe import Content, Evaluated, Job, Part, Probe, StepEnd
+from rankscope.capture.host import Numbers
+from rankscope.capture.loss import LossMeter, MicroBatchLoss, shifts_labels
+
+_DOUBLE = 8  # bytes
+_LEAST_SCALER = 1024.0
+_NAN = np.full(1, np.nan).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLosses:
+    """The losses of one step; they may still be on the device.
+
+    Attributes:
+        losses: One entry per micro-batch.
+        multipliers: What the losses were multiplied by before backward; None if unknown.
+        summed_workers: How many workers' gradients the reduction adds up: 1 for their mean.
+    """
+
+    losses: Sequence[MicroBatchLoss]
+    multipliers: Numbers | None
+    summed_workers: float
+
+    @property
+    def ready(self) -> bool:
+        """Whether all can be read without waiting."""
+        if self.multipliers is not None and not self.multipliers.ready:
+            return False
+        return all(micro.ready for micro in self.losses)
+
+    def read(self) -> Part:
+        """Wait for the device; return losses and weights, one micro-batch after the other."""
+        return Part(arrays=_losses(self.losses, self.multipliers, self.summed_workers))
+
+
+class LossProbe(Probe):
+    """Collects the losses of one worker's steps.
+
+    Args:
+        shifted: Whether the model predicts the next token, so that the first label of each
+            sequence is not a target.
+    """
+
+    def __init__(self, *, shifted: bool) -> None:
+        self._new_meter = partial(LossMeter, shifted=shifted)
+        self._meter = self._new_meter()
+        self.give = self._meter.give
+
+    def on_output(self, output: Any, kwargs: Mapping[str, Any], forward: int) -> None:
+        """Take the loss that the model's output holds, if any."""
+        self._meter.see(output, kwargs, forward)
+
+    def on_evaluation(self, output: Any, kwargs: Mapping[str, Any]) -> Evaluated:
+        """Keep the loss apart until it proves to be trained on."""
+        losses = self._new_meter()
+        losses.see(output, kwargs)
+        move = partial(self._meter.move, self._meter.num_given, losses)
+        return Evaluated(move, partial(self._meter.absorb, losses))
+
+    def collect(self, end: StepEnd) -> PendingLosses:
+        """Return the losses of the passes that took part in the step."""
+        losses, multipliers = self._meter.collect(end.idle)
+        return PendingLosses(losses, multipliers, end.summed_workers)
+
+    def abort(self) -> None:
+        """Forget the step's losses."""
+        self._meter.collect()
+
+
+def make_probe(job: Job) -> LossProbe:
+    """Return what collects the losses of a model."""
+    return LossProbe(shifted=shifts_labels(job.wrapped.module))
+
+
+def _losses(
+    collected: Sequence[MicroBatchLoss], multipliers: Numbers | None, summed_workers: float = 1.0
+) -> dict[str, Content]:
+    """Return losses and weights, one micro-batch after the other, and how many each has."""
+    if multipliers is not None and any(micro.constant is not None for micro in collected):
+        return _trained_losses(collected, multipliers.numpy(), summed_workers)
+    parts = _loss_parts(collected, [_packed(micro.values) for micro in collected])
+    if multipliers is not None:
+        parts["multipliers_M"] = _packed(multipliers)
+    return parts
+
+
+def _trained_losses(
+    collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any], summed_workers: float
+) -> dict[str, Content]:
+    """Return losses of unknown make, as backward was called on them.
+
+    One over the number of micro-batches makes their sum a mean. Any other constant may belong to
+    the loss (a sum over terms or tokens, divided by their number), or not. So it stays in: then
+    the mean over micro-batches is the sum of what backward was called on, and the mean over workers
+    is what they train on together, whether the reduction takes a mean or a sum. A large factor is
+    a gradient scaler's, which is no part of it.
+    """
+    count = len(collected)
+    losses, multipliers = [], np.array(multipliers_M, np.float64)
+    known = _token_means(collected, multipliers_M, summed_workers)
+    for number, micro in enumerate(collected):
+        values: NDArray[Any] = micro.values.numpy()
+        constant = micro.constant
+        if constant is not None:
+            share = count * (float(multipliers[number]) if math.isnan(constant) else constant)
+            if share and abs(share) < _LEAST_SCALER and not math.isclose(share, 1, rel_tol=1e-3):
+                values = values * share
+                multipliers[number] /= share
+            values = values * summed_workers
+        losses.append(_packed(values))
+    return {**_loss_parts(collected, losses), **known, "multipliers_M": multipliers.tobytes()}
+
+
+def _token_means(
+    collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any], summed_workers: float
+) -> dict[str, Content]:
+    """Return what sums over label tokens are as means, if their divisor counts all tokens.
+
+    Whether it does, all workers' counts tell together.
+    """
+    rows = []
+    for micro, multiplier in zip(collected, multipliers_M, strict=True):
+        if micro.summed is None or micro.constant is None:
+            return {}
+        count, divisor = (float(number.numpy().item()) for number in micro.summed)
+        mean = float(micro.values.numpy().item()) * divisor / count if count else 0.0
+        weight = float(multiplier) * summed_workers * count / divisor
+        rows.append((count, divisor / micro.constant, mean, weight))
+    return {"sums_M4": np.array(rows, np.float64).tobytes()}
+
+
+def _loss_parts(collected: Sequence[MicroBatchLoss], losses: list[bytes]) -> dict[str, Content]:
+    units = typed_array("q", [len(each) // _DOUBLE for each in losses])
+    weights = [
+        _NAN * count if micro.weights is None else _packed(micro.weights)
+        for micro, count in zip(collected, units, strict=True)
+    ]
+    return {
+        "losses_U": b"".join(losses),
+        "weights_U": b"".join(weights),
+        "units_M": units.tobytes(),
+    }
+
+
+def _packed(numbers: Numbers | NDArray[Any]) -> bytes:
+    array = numbers if isinstance(numbers, np.ndarray) else numbers.numpy()
+    return array.astype(np.float64, copy=False).tobytes()

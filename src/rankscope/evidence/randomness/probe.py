@@ -1,0 +1,57 @@
+"""Which random generators move in a step, and from which states."""
+
+from rankscope.bus.probe import Job, Part, Probe, Ready, StepEnd
+from rankscope.capture.state.private_rng import PrivateRandomMeter
+from rankscope.capture.state.rng import LoaderMeter, RandomMeter
+
+
+class RandomnessProbe(Probe):
+    """Collects fingerprints of one worker's random generators.
+
+    Args:
+        shared: Reads the generators that all modules share.
+        private: Reads those that modules and data sets hold for themselves.
+        loader: Reads those of data-loader workers.
+    """
+
+    def __init__(
+        self, shared: RandomMeter, private: PrivateRandomMeter, loader: LoaderMeter
+    ) -> None:
+        self._shared = shared
+        self._private = private
+        self._loader = loader
+
+    def before_forward(self, step: int, *, first: bool) -> None:
+        """Look at the generators before the step's first forward pass."""
+        if first:
+            self._shared.before_forward()
+            self._private.before_forward()
+
+    def after_forward(self) -> None:
+        """See which of them have moved."""
+        self._shared.after_forward()
+
+    def collect(self, end: StepEnd) -> Ready | None:
+        """Return the fingerprints of a step after which workers are comparable."""
+        values = {**self._shared.collect(), **self._private.collect()}
+        if not end.comparable:
+            return None
+        return Ready(Part({**values, **self._loader.collect()}))
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._shared.collect()
+        self._private.collect()
+
+    def close(self) -> None:
+        """Give the data loader its own function back."""
+        self._loader.remove()
+
+
+def make_probe(job: Job) -> RandomnessProbe | None:
+    """Return what fingerprints generators; None where it is not compared."""
+    if not job.exact:
+        return None
+    wrapped = job.wrapped
+    private = PrivateRandomMeter(wrapped.module, job.loader)
+    return RandomnessProbe(RandomMeter(wrapped.device), private, LoaderMeter(job.loader))

@@ -1,0 +1,16 @@
+"""Whether the reduction saw all gradients that the optimizer got."""
+
+from rankscope.bus.probe import Job, Part, Probe, Ready, StepEnd
+
+
+class ReductionProbe(Probe):
+    """Collects what the collector knows of reductions."""
+
+    def collect(self, end: StepEnd) -> Ready:
+        """Return the step's flags."""
+        return Ready(Part({"unreduced": end.unreduced, "grad_left_over": end.left_over}))
+
+
+def make_probe(job: Job) -> ReductionProbe:
+    """Return what collects these flags."""
+    return ReductionProbe()

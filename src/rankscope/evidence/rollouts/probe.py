@@ -1,0 +1,25 @@
+"""The gap between trainer and rollout log-probabilities, as the training gives them."""
+
+from rankscope.bus.probe import Job, Pending, Probe, StepEnd
+from rankscope.capture.rollouts import RolloutMeter
+
+
+class RolloutProbe(Probe):
+    """Collects the gap of one worker's steps."""
+
+    def __init__(self) -> None:
+        self._meter = RolloutMeter()
+        self.give = self._meter.give
+
+    def collect(self, end: StepEnd) -> Pending | None:
+        """Return the step's gap, if log-probabilities were given."""
+        return self._meter.collect()
+
+    def abort(self) -> None:
+        """Forget what was given."""
+        self._meter.collect()
+
+
+def make_probe(job: Job) -> RolloutProbe:
+    """Return what collects gaps."""
+    return RolloutProbe()

@@ -1,0 +1,75 @@
+"""Which samples enter the model, how many, and how long they are."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rankscope.bus.probe import Job, Part, Probe, StepEnd
+from rankscope.capture.host import Numbers
+from rankscope.capture.lengths import LengthMeter, Lengths
+from rankscope.capture.samples import SampleMeter
+from rankscope.core.arrays import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSamples:
+    """The samples of one step; they may still be on the device.
+
+    Attributes:
+        samples: Ids or digests, in parts.
+        lengths: How long they are.
+        values: Columns that are known already.
+    """
+
+    samples: Sequence[Numbers | Ints]
+    lengths: Lengths
+    values: Mapping[str, float]
+
+    @property
+    def ready(self) -> bool:
+        """Whether all can be read without waiting."""
+        on_their_way = [one for one in self.samples if not isinstance(one, np.ndarray)]
+        return self.lengths.ready and all(one.ready for one in on_their_way)
+
+    def read(self) -> Part:
+        """Wait for the device."""
+        packed = [_packed(one) for one in self.samples]
+        return Part({**self.values, **self.lengths.read()}, {"samples_B": b"".join(packed)})
+
+
+class SampleProbe(Probe):
+    """Collects the samples of one worker's steps."""
+
+    def __init__(self) -> None:
+        self._samples = SampleMeter()
+        self._lengths = LengthMeter()
+        self.give = self._samples.give
+
+    def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
+        """Digest the batch, unless its ids were given."""
+        self._samples.see(args, kwargs, forward)
+        self._lengths.see(args, kwargs, forward)
+
+    def collect(self, end: StepEnd) -> PendingSamples:
+        """Return the samples of the passes that took part in the step."""
+        values = {"samples_named": self._samples.named, "micro_batches": end.num_passes or math.nan}
+        samples = self._samples.collect(end.idle)
+        return PendingSamples(samples, self._lengths.collect(end.idle), values)
+
+    def abort(self) -> None:
+        """Forget the step's samples."""
+        self._samples.collect()
+        self._lengths.collect()
+
+
+def make_probe(job: Job) -> SampleProbe:
+    """Return what collects samples."""
+    return SampleProbe()
+
+
+def _packed(samples: Numbers | Ints) -> bytes:
+    array = samples if isinstance(samples, np.ndarray) else samples.numpy()
+    return array.astype(np.int64, copy=False).tobytes()

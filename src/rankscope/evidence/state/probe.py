@@ -1,0 +1,310 @@
+"""Digests of parameters, buffers, optimizer state and gradients, and traces of whole tensors."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankscope.bus.probe import Job, Part, Pending, Probe, StepEnd
+from rankscope.capture.state.meter import StateMeter
+from rankscope.capture.state.trace import PendingTrace, TraceMeter
+from rankscope.capture.state.turn import PendingState
+from rankscope.capture.taps.fsdp2_lasting import LastingParameters
+from rankscope.core.replicas import Trace
+from rankscope.session.kinds import FSDP2, MEGATRON
+
+
+class KnownNames:
+    """Names of what digests are of: sent once by the first worker, for they are the same on all.
+
+    Args:
+        sends: Whether this worker sends names.
+    """
+
+    def __init__(self, *, sends: bool) -> None:
+        self.sends = sends
+        self._items: set[int] = set()
+
+    def are_new(self, items: int) -> bool:
+        """Return whether names have to be sent, once for each digest of them."""
+        if not self.sends or items in self._items:
+            return False
+        self._items.add(items)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class PendingDigests:
+    """The digests and traces of one step; they may still be on the device.
+
+    Attributes:
+        state: The digests; None where nothing was compared.
+        trace: The step's tensors, where they are traced.
+        names: What the root knows already.
+        replica: Number of the workers that hold the same; None where each parameter has one owner.
+    """
+
+    state: PendingState | None
+    trace: PendingTrace | None
+    names: KnownNames
+    replica: int | None
+
+    @property
+    def ready(self) -> bool:
+        """Whether all can be read without waiting."""
+        parts = [part for part in (self.trace, self.state) if part is not None]
+        return all(part.ready for part in parts)
+
+    def read(self) -> Part:
+        """Wait for the device."""
+        part = Part()
+        values: dict[str, float] = {}
+        arrays: dict[str, bytes] = {}
+        names: dict[str, Any] = {}
+        if self.replica is not None:
+            values["replica"] = self.replica
+        if self.state is not None:
+            part.items = self._add_digests(self.state, values, arrays, names)
+        if self.trace is not None:
+            names["traced"] = _add_trace(arrays, self.trace.read())
+        part.values = values
+        part.arrays = arrays
+        part.names = names
+        return part
+
+    def _add_digests(
+        self,
+        pending: PendingState,
+        values: dict[str, float],
+        arrays: dict[str, bytes],
+        names: dict[str, Any],
+    ) -> int:
+        state, known = pending.read()
+        values.update(known)
+        arrays["digests_D"] = state.digests_D.tobytes()
+        arrays["unchanged_D"] = state.unchanged_D.tobytes()
+        if len(state.names) and self.names.are_new(state.items):
+            kinds = [str(kind) for kind in state.kinds]
+            names["items"] = [[state.items, kinds, list(state.names)]]
+        if pending.changed:
+            names["changed"] = list(pending.changed)
+        roles = pending.roles
+        if roles is not None:
+            names["roles"] = roles.to_json(named=self.names.sends)
+        return state.items
+
+
+class StateProbe(Probe):
+    """Compares one worker's state exactly.
+
+    Args:
+        meter: Digests what should be equal; None where nothing is compared.
+        tracer: Traces tensors; None without.
+        names: What the root knows already.
+        replica: Workers with equal numbers hold the same parameters; None where each parameter has
+            one owner.
+        updates_all: Whether the model holds what a step leaves as soon as ``optimizer.step``
+            returns. Then it is read there, for what a script does to it after its last step is
+            no part of the training. Else it is read when the step is collected.
+        leave_out: Takes seconds of the present work that count elsewhere.
+    """
+
+    def __init__(
+        self,
+        meter: StateMeter | None,
+        tracer: TraceMeter | None,
+        names: KnownNames,
+        *,
+        replica: int | None,
+        updates_all: bool,
+        leave_out: Callable[[float], None],
+    ) -> None:
+        self._meter = meter
+        self._tracer = tracer
+        self._names = names
+        self._replica = replica
+        self._updates_all = updates_all
+        self._leave_out = leave_out
+        self._step = -1
+        self._is_read = False
+
+    @property
+    def wanted_names(self) -> Collection[str]:
+        """Names of the parameters whose local gradient is compared in this step."""
+        return () if self._meter is None else self._meter.wanted_names
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Choose what to read in a step, unless it has begun already."""
+        self._begin(step)
+        if self._tracer is not None:
+            self._tracer.begin_step(step, paused=paused)
+
+    def before_forward(self, step: int, *, first: bool) -> None:
+        """See whether DDP broadcasts buffers."""
+        if first and self._meter is not None:
+            self._meter.before_forward()
+
+    def enter_module(self) -> None:
+        """Read running statistics that DDP has just broadcast."""
+        if self._meter is not None:
+            self._meter.enter_module()
+
+    def see_local(self, name: str, gradient: Tensor) -> None:
+        """Digest a local gradient."""
+        if self._meter is not None:
+            self._meter.see_local(name, gradient)
+
+    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Digest several local gradients."""
+        if self._meter is not None:
+            self._meter.see_locals(gradients)
+
+    def see_reduced(self) -> None:
+        """Digest and trace gradients right after the reduction."""
+        if self._meter is not None:
+            self._meter.see_reduced()
+        if self._tracer is not None:
+            self._tracer.see_reduced()
+
+    def before_update(self) -> None:
+        """Digest gradients as the optimizer gets them."""
+        if self._meter is not None:
+            self._meter.see_applied()
+
+    def after_update(self, optimizer: Any, *, complete: bool) -> None:
+        """Read what the step has left, if it has left it by now; the last call counts."""
+        if complete and self._updates_all and self._meter is not None:
+            self._meter.see_state()
+            self._is_read = True
+
+    def collect(self, end: StepEnd) -> Pending:
+        """Read what was not read yet, and return all."""
+        state = self._collect_state(end)
+        trace = None
+        if self._tracer is not None:
+            end.busy_seconds -= self._tracer.busy_seconds
+            if not end.comparable:
+                self._tracer.abort()
+            trace, seconds = self._tracer.collect()
+            self._leave_out(seconds)  # it will count with the next step's
+        return PendingDigests(state, trace, self._names, self._replica)
+
+    def _collect_state(self, end: StepEnd) -> PendingState | None:
+        if self._meter is None:
+            return None
+        if not end.comparable:
+            self._forget()
+            return None
+        self._begin(end.step)
+        if not self._is_read:
+            self._meter.see_state()
+        return self._meter.collect()
+
+    def _begin(self, step: int) -> None:
+        if self._meter is not None and self._step != step:
+            self._step = step
+            self._is_read = False
+            self._meter.begin_step(step)
+
+    def _forget(self) -> None:
+        if self._meter is not None:
+            self._meter.collect()
+        self._step = -1
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._forget()
+        if self._tracer is not None:
+            self._tracer.abort()
+
+
+def make_probe(job: Job) -> StateProbe:
+    """Return what compares the state of a model."""
+    wrapped = job.wrapped
+    return StateProbe(
+        _meter(job) if job.exact else None,
+        _tracer(job) if job.trace else None,
+        KnownNames(sends=job.rank == 0),
+        replica=wrapped.replica,
+        updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
+        leave_out=job.leave_out,
+    )
+
+
+def _meter(job: Job) -> StateMeter:
+    wrapped = job.wrapped
+    return StateMeter(
+        wrapped.module,
+        job.optimizer if _keeps_state_alike(wrapped, job.optimizer) else None,
+        replicated=wrapped.replica is not None,
+        reduces=wrapped.reduces(),
+        broadcasts=wrapped.broadcasts(),
+        left_out=wrapped.left_out(),
+        lasting=_lasting(wrapped),
+        device=wrapped.device,
+        spacing=job.state_spacing,
+        local_steps=job.local_steps,
+        sums_by_hand=wrapped.mesh is not None,
+        shards=wrapped.kind is FSDP2 and wrapped.mesh is None,
+    )
+
+
+def _tracer(job: Job) -> TraceMeter:
+    wrapped = job.wrapped
+    return TraceMeter(
+        wrapped.module,
+        wrapped.parameters,
+        wrapped.device,
+        job.optimizer,
+        every=job.every,
+        leave_out=job.leave_out,
+    )
+
+
+def _lasting(wrapped: Any) -> LastingParameters | None:
+    if wrapped.kind is not FSDP2:
+        return None
+    return LastingParameters(wrapped.wrapper, dist.get_process_group_ranks(wrapped.group))
+
+
+def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Return whether each worker holds the new parameters as soon as ``optimizer.step`` returns.
+
+    Not where DeepSpeed gathers them afterwards, nor where the optimizer that is known holds a part
+    of them: others update the rest, perhaps on other workers.
+    """
+    if optimizer is None or not wrapped.kind.updates_at_once:
+        return False
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return all(id(parameter) in held for parameter in wrapped.parameters.values())
+
+
+def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Return whether an optimizer's state is kept by parameter, and is the same on replicas.
+
+    DeepSpeed's is sharded, or flat; Megatron-core's, where it updates copies of the parameters.
+    """
+    if wrapped.kind is MEGATRON:
+        return _updates_all(wrapped, optimizer)
+    return bool(wrapped.kind.state_by_parameter)
+
+
+def _add_trace(arrays: dict[str, bytes], trace: Trace) -> dict[str, Any]:
+    """Put a trace into a message; what the model held before comes first. Return the names."""
+    parts = [part for part in (trace.initial, trace) if part is not None]
+    columns: tuple[tuple[str, str, type[np.generic]], ...] = (
+        ("traced_digests_N", "digests_N", np.int64),
+        ("traced_norms_N", "norms_N", np.float64),
+        ("traced_sketches", "sketches_NK", np.float32),
+    )
+    for name, field, dtype in columns:
+        arrays[name] = b"".join([getattr(part, field).astype(dtype).tobytes() for part in parts])
+    return {
+        what: [[str(kind) for kind in part.kinds], list(part.names)]
+        for what, part in (("initial", trace.initial), ("own", trace))
+        if part is not None
+    }

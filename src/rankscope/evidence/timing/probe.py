@@ -1,0 +1,44 @@
+"""Where the time of a step goes on one worker."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rankscope.bus.probe import Job, Part, Probe, StepEnd
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTimes:
+    """The times of one step; what it lost on an accelerator may still be measured.
+
+    Attributes:
+        values: Columns by name.
+        device_overhead: What the step lost to the monitor on an accelerator; None on the host.
+    """
+
+    values: dict[str, float]
+    device_overhead: Any
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self.device_overhead is None or bool(self.device_overhead.ready)
+
+    def read(self) -> Part:
+        """Wait for the device."""
+        if self.device_overhead is None:
+            return Part(self.values)
+        return Part({**self.values, "overhead_seconds": self.device_overhead.read()})
+
+
+class TimingProbe(Probe):
+    """Collects the times that the collector measures."""
+
+    def collect(self, end: StepEnd) -> PendingTimes:
+        """Return the step's times."""
+        names = ("step_seconds", "busy_seconds", "overhead_seconds", "read_seconds")
+        return PendingTimes({name: getattr(end, name) for name in names}, end.device_overhead)
+
+
+def make_probe(job: Job) -> TimingProbe:
+    """Return what collects times."""
+    return TimingProbe()
