@@ -19,6 +19,7 @@ import numpy as np
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.run import RunFacts
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
@@ -149,7 +150,7 @@ class Chain:
 
     def __init__(self, num_workers: int, path: Path) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.diagnosis = Diagnosis(num_workers)
+        self.diagnosis = Diagnosis(RunFacts(num_workers))
         self._writer = RunWriter(path, {"num_workers": num_workers})
 
     def take(self, steps: Sequence[GatheredStep]) -> None:

@@ -14,6 +14,7 @@ from detection_streams import Floats
 from numpy.random import Generator
 
 from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.diagnose.diagnosis import Diagnosis
@@ -224,7 +225,7 @@ class Outcome:
 
 def simulate(fault: Fault, rng: Generator, settle: int = 30) -> Outcome:
     """Run one job with the fault until it is found, and a while longer to see who is named."""
-    diagnosis = Diagnosis(fault.workers, fault.hosts)
+    diagnosis = Diagnosis(RunFacts(fault.workers, fault.hosts))
     outcome, stop = Outcome(), fault.start + fault.steps
     for step in range(fault.start + fault.steps):
         noise, since = Noise.draw(rng, fault.workers), step - fault.start
@@ -284,7 +285,7 @@ def measure(fault: Fault, scale: float = 1.0) -> Row:
 def measure_healthy(steps: int) -> Row:
     """Run the whole diagnosis on a healthy job."""
     rng = np.random.default_rng(99)
-    diagnosis = Diagnosis(8)
+    diagnosis = Diagnosis(RunFacts(8))
     for step in range(steps):
         diagnosis.observe(Noise.draw(rng, 8).to_report(step))
     severe = [f for f in diagnosis.findings if f.severity >= Severity.WARNING]

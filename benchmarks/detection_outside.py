@@ -11,6 +11,7 @@ import detection_streams as streams
 import numpy as np
 from detection_faults import Noise
 
+from rankscope.bus.run import RunFacts
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.diagnosis import Diagnosis
 
@@ -55,7 +56,7 @@ def _say(name: str, stream: str, known: Known | None, runs: int) -> dict[str, in
 def _findings(make: streams.Make, known: Known | None, seed: list[int]) -> set[str]:
     """Run one job; loss, gradient norm and direction follow the stream."""
     rng = np.random.default_rng(seed)
-    diagnosis = Diagnosis(WORKERS)
+    diagnosis = Diagnosis(RunFacts(WORKERS))
     said = set()
     for step, values_SW in enumerate(islice(make(rng, (3, WORKERS)), STEPS)):
         noise = Noise.draw(rng, WORKERS)

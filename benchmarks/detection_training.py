@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.diagnosis import Diagnosis, hosts_of
 from rankscope.record import Run
@@ -109,7 +110,7 @@ def _kinds(indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.d
 def judge(directory: Path, training: Training) -> Row:
     """Diagnose a run from its record, as ``rankscope report`` does, and keep what it says."""
     run = Run.open(directory / training.name)
-    diagnosis = Diagnosis(run.num_workers, hosts_of(run.info))
+    diagnosis = Diagnosis(RunFacts(run.num_workers, hosts_of(run.info)))
     events: list[Finding] = []
     steps = 0
     for steps, report in enumerate(run.iter_reports(), start=1):  # noqa: B007

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture import loss, optimizer, passes, samples, sketch, transfer
 from rankscope.capture.guard import ForeignHook, Guard
-from rankscope.capture.state import exact_evidence, meter, rng
+from rankscope.capture.state import meter, rng
 from rankscope.capture.taps import ddp
 from rankscope.session import collector, local_step
 from rankscope.session.collector import StepCollector
@@ -43,7 +43,7 @@ MODELS = {"2 layers": (64, 2), "24 layers": (64, 24)}
 GRADIENTS = (ddp, sketch, transfer)
 """Modules that read gradients, and hand over what they have read."""
 
-BESIDE = (collector, local_step, exact_evidence, loss, optimizer, passes, rng, samples, meter)
+BESIDE = (collector, local_step, loss, optimizer, passes, rng, samples, meter)
 
 
 class TimedGuard(Guard):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.amounts import UnequalAmounts
@@ -101,7 +102,7 @@ def test_a_sampler_that_deals_sorted_lengths_by_rank_is_healthy(width, batch):
 
 def test_amounts_that_differ_by_worker_are_a_note_and_hide_no_other_fault():
     """Domains of other lengths on each worker; then the labels of one are wrong."""
-    rng, diagnosis, told = np.random.default_rng(0), Diagnosis(4), []
+    rng, diagnosis, told = np.random.default_rng(0), Diagnosis(RunFacts(4)), []
     for step in range(160):
         losses = 2 + 0.1 * rng.standard_normal(4)
         losses[2] *= 1.5 if step >= 80 else 1

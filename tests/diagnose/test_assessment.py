@@ -9,6 +9,7 @@ import pytest
 
 from diagnose.streams import gathered, replicated, sharded, with_replacement
 from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
 from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import assess
@@ -47,7 +48,7 @@ def step_of(t, batches, *, identified=True, per_sample=True, shift=0.0):
 
 def record(path, stream, steps=STEPS, num_workers=8, status="complete", **options):
     """Record a run with its live findings; return it and them. ``running``: it is not closed."""
-    diagnosis = Diagnosis(num_workers)
+    diagnosis = Diagnosis(RunFacts(num_workers))
     writer = RunWriter(path / "run", {"num_workers": num_workers})
     for t, batches in enumerate(islice(stream, steps)):
         report = summarize(step_of(t, batches, **options))
@@ -61,7 +62,7 @@ def record(path, stream, steps=STEPS, num_workers=8, status="complete", **option
 
 
 def test_a_run_that_grows_while_it_is_read(tmp_path, monkeypatch):
-    diagnosis, writer = Diagnosis(4), RunWriter(tmp_path / "run", {"num_workers": 4})
+    diagnosis, writer = Diagnosis(RunFacts(4)), RunWriter(tmp_path / "run", {"num_workers": 4})
     stream = sharded(4096, 4, 4)
     values = {"step_seconds": np.full(4, 2.0), "overhead_seconds": np.full(4, 0.5)}
 
@@ -334,7 +335,7 @@ def test_a_run_without_steps_that_ends_early_is_still_one_that_recorded_nothing(
 
 def test_the_promise_about_a_run_that_continues_another_counts_the_steps_before(tmp_path):
     stream = sharded(4096, 8, 4)
-    before = Diagnosis(8)
+    before = Diagnosis(RunFacts(8))
     for t, batches in enumerate(islice(stream, 11)):
         before.observe(summarize(step_of(t, batches)))
     info = {"num_workers": 8, "continues": "sft"}
@@ -381,7 +382,7 @@ def test_gradients_that_do_not_differ_are_not_said_to(tmp_path, norms, cosine, s
     ],
 )
 def test_nobody_is_sent_to_a_checkpoint_that_there_cannot_be(tmp_path, bad, start, advice):
-    diagnosis = Diagnosis(4)
+    diagnosis = Diagnosis(RunFacts(4))
     writer = RunWriter(tmp_path / "run", {"num_workers": 4})
     for t in range(start, 8):
         loss = [math.nan if t == bad else 1.0, 1.0, 1.0, 1.0]

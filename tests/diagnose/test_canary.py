@@ -7,6 +7,7 @@ import pytest
 
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.step import MISSING_INT
@@ -123,7 +124,7 @@ def test_a_canary_that_a_worker_missed_says_nothing():
     ],
 )
 def test_findings_are_in_plain_words(how, words):
-    diagnosis = Diagnosis(4)
+    diagnosis = Diagnosis(RunFacts(4))
     [finding] = [f for f in diagnosis.observe(step(**how).report) if f.id.startswith("canary")]
     assert words in finding.explanation
     assert "before step 32" in finding.explanation.lower()

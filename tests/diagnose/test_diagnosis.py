@@ -15,6 +15,7 @@ from diagnose.streams import (
     with_replacement,
 )
 from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.diagnose.diagnosis import Diagnosis
 
@@ -28,7 +29,7 @@ DUPLICATES, OVERLAP, NONFINITE, PADDING = (
 
 def diagnose(stream, num_steps, *, num_workers=8, named=True):
     """Return final findings by cause, and all events in order."""
-    diagnosis = Diagnosis(num_workers)
+    diagnosis = Diagnosis(RunFacts(num_workers))
     events = [
         e for report in reports(stream, num_steps, named=named) for e in diagnosis.observe(report)
     ]
@@ -304,7 +305,7 @@ def test_shards_of_the_simulated_sampler_are_what_they_should_be():
 
 def steps_with(rows):
     """Return findings and events of two workers: (nonfinite, loss, optimizer_steps) per step."""
-    diagnosis = Diagnosis(2)
+    diagnosis = Diagnosis(RunFacts(2))
     events = []
     for t, (nonfinite, loss, calls) in enumerate(rows):
         columns = {"nonfinite": nonfinite, "loss": loss, "optimizer_steps": calls}
@@ -321,7 +322,7 @@ NO_GRADIENT = "loss.no_gradient"
 
 def with_norms(norms_TW):
     """Return events and findings of steps whose gradients have these norms; None: not measured."""
-    diagnosis, events = Diagnosis(2), []
+    diagnosis, events = Diagnosis(RunFacts(2)), []
     for t, norms_W in enumerate(norms_TW):
         columns = {} if norms_W is None else {"grad_norm": norms_W}
         step = gathered(t, [[2 * t], [2 * t + 1]], loss=[1.0, 2.0], **columns)
@@ -392,7 +393,7 @@ def test_a_gradient_that_never_recovers_is_an_error():
 
 
 def test_closing_twice_tells_nothing_twice():
-    diagnosis = Diagnosis(8)
+    diagnosis = Diagnosis(RunFacts(8))
     for report in reports(replicated(900, 4, [0] * 8), 7):
         diagnosis.observe(report)
     (last,) = diagnosis.close()

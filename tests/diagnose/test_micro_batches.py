@@ -5,6 +5,7 @@ import pytest
 
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.diagnose.diagnosis import Diagnosis
 
@@ -12,7 +13,7 @@ NO_SAMPLES = np.empty(0, np.int64)
 
 
 def told_of(counts_of, steps, width=4):
-    diagnosis, told = Diagnosis(width), []
+    diagnosis, told = Diagnosis(RunFacts(width)), []
     for step in range(steps):
         one = gathered(step, [NO_SAMPLES] * width, None, micro_batches=counts_of(step))
         told += diagnosis.observe(summarize(one))

@@ -9,6 +9,7 @@ import pytest
 
 from diagnose.streams import gathered
 from rankscope.bus.columns import Column, Compared, DType, Source, Table, Tail
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis
@@ -363,7 +364,7 @@ def test_a_canary_in_which_all_agree_turns_a_difference_to_data(suspect, digests
 
 def test_a_single_value_far_out_is_a_note_at_once_and_not_every_time():
     job = Job(seed=15)
-    diagnosis = Diagnosis(8)
+    diagnosis = Diagnosis(RunFacts(8))
     told = []
     for step in range(200):
         factor = 5.0 if step in (100, 150) else 1.0
@@ -378,7 +379,7 @@ def test_a_single_value_far_out_is_a_note_at_once_and_not_every_time():
 @pytest.mark.parametrize("start", [0, 100])
 def test_a_gradient_that_is_far_out_in_every_fifth_step_is_told_within_60_steps(start):
     job = Job(4, seed=2)
-    diagnosis = Diagnosis(4)
+    diagnosis = Diagnosis(RunFacts(4))
     told = []
     for step in range(start + 60):
         bad = step >= start and step % 5 == 4
@@ -390,7 +391,7 @@ def test_a_gradient_that_is_far_out_in_every_fifth_step_is_told_within_60_steps(
 
 
 def test_what_chance_makes_of_gross_outliers_is_told_where_not_all_belong_to_one_worker():
-    job, diagnosis, told = Job(4, seed=2), Diagnosis(4), []
+    job, diagnosis, told = Job(4, seed=2), Diagnosis(RunFacts(4)), []
     for step in range(60):
         factor = 10.0 if step % 5 == 4 else 1.0
         told += diagnosis.observe(job.report(times("grad_norm", [0 if step == 9 else 2], factor)))
@@ -405,7 +406,7 @@ def test_what_chance_makes_of_gross_outliers_is_told_where_not_all_belong_to_one
 def test_a_value_far_above_its_peers_is_told_in_that_step_and_once_per_episode(
     width, named, column
 ):
-    job, diagnosis, told = Job(width, seed=3), Diagnosis(width), []
+    job, diagnosis, told = Job(width, seed=3), Diagnosis(RunFacts(width)), []
     lately = {}
     factor = 16.0 if column == "grad_max" else 10.0  # an element may be 12 times the others'
     for step in range(60):
@@ -458,7 +459,7 @@ def test_heavy_tails_early_in_training_raise_hardly_a_note(width):
 
 def test_gross_values_of_a_run_that_has_them_now_and_then_are_told_a_few_times():
     """As of two workers whose losses are rounding errors by now."""
-    job, diagnosis, told = Job(2, seed=6), Diagnosis(2), []
+    job, diagnosis, told = Job(2, seed=6), Diagnosis(RunFacts(2)), []
     for step in range(4000):
         factor = {3000: 40.0, 3100: 70.0}.get(step, 12.0)
         change = times("loss", [1], factor if step % 100 == 0 else 1.0)

@@ -5,6 +5,7 @@ import inspect
 import pkgutil
 
 from rankscope import diagnose
+from rankscope.bus.run import RunFacts
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.diagnose.evidence import Detector
 
@@ -17,6 +18,6 @@ def concrete(kind):
 def test_every_detector_is_asked():
     for module in pkgutil.iter_modules(diagnose.__path__, f"{diagnose.__name__}."):
         importlib.import_module(module.name)
-    asked = {type(detector) for detector in Diagnosis(4)._detectors}
+    asked = {type(detector) for detector in Diagnosis(RunFacts(4))._detectors}
     known = {kind for kind in concrete(Detector) if kind.__module__.startswith("rankscope.")}
     assert known == asked

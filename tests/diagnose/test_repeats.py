@@ -8,13 +8,14 @@ import pytest
 from diagnose.streams import gathered, sharded
 from rankscope.agent.assembly import _fill_samples
 from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.plan import Plan
 from rankscope.diagnose.diagnosis import Diagnosis
 
 
 def told_of(stream, steps, width, plan=None):
-    diagnosis, told = Diagnosis(width, plan=plan), []
+    diagnosis, told = Diagnosis(RunFacts(width, plan=plan)), []
     for step, batches in enumerate(islice(stream, steps)):
         one = gathered(step, batches, None, samples_named=[True] * width)
         _fill_samples(one.workers, one.samples)
@@ -79,7 +80,7 @@ def filled(width, fillers, size=8):
 
 
 def of_filled(stream, steps, width, plan=None, **columns):
-    diagnosis, told = Diagnosis(width, plan=plan), []
+    diagnosis, told = Diagnosis(RunFacts(width, plan=plan)), []
     for step, batches in enumerate(islice(stream, steps)):
         one = gathered(step, batches, None, samples_named=[True] * width, **columns)
         told += diagnosis.observe(summarize(one))

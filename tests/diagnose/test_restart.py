@@ -9,6 +9,7 @@ import pytest
 
 from diagnose.streams import gathered, replicated, sharded
 from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
 from rankscope.core.state import StateError
 from rankscope.diagnose.detectors import NonFinite
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run, diagnosis_of, state_after
@@ -89,7 +90,7 @@ def spoken(findings):
 @pytest.mark.parametrize("cut", [0, 1, 10, 13, 40])
 def test_a_restored_diagnosis_says_what_one_without_a_break_says(copied, cut):
     reports = stream(80, copied=copied)
-    whole, first, second = (Diagnosis(W, HOSTS) for _ in range(3))
+    whole, first, second = (Diagnosis(RunFacts(W, HOSTS)) for _ in range(3))
     for report in reports[:cut]:
         assert whole.observe(report) == first.observe(report)
     second.restore(through_a_file(first.state()))
@@ -114,10 +115,10 @@ def test_a_restored_diagnosis_says_what_one_without_a_break_says(copied, cut):
     ],
 )
 def test_the_state_of_something_else_is_refused(change):
-    state = Diagnosis(W).state()
+    state = Diagnosis(RunFacts(W)).state()
     change(state)
     with pytest.raises(StateError):
-        Diagnosis(W).restore(state)
+        Diagnosis(RunFacts(W)).restore(state)
 
 
 class Job:
@@ -126,7 +127,7 @@ class Job:
     def __init__(self, path, *, continues=None, groups=()):
         info = {"num_workers": W, "options": {"groups": list(groups)}}
         info["ranks"] = [{"rank": rank, "host": host} for rank, host in enumerate(HOSTS)]
-        self.diagnosis, start = Diagnosis(W, HOSTS), None
+        self.diagnosis, start = Diagnosis(RunFacts(W, HOSTS)), None
         if continues is not None:
             start = state_after(continues, W, HOSTS, groups)
             assert start is not None
@@ -162,7 +163,7 @@ def test_a_killed_run_goes_on_from_the_last_row_on_disk(tmp_path):
     job.run(reports[46:])
     run = job.close()
     assert plain(run.findings()) == plain(diagnose_run(run)) == plain(job.diagnosis.findings)
-    whole = Diagnosis(W, HOSTS)
+    whole = Diagnosis(RunFacts(W, HOSTS))
     for report in reports:
         whole.observe(report)
     whole.close()
@@ -189,7 +190,7 @@ def test_what_a_killed_run_wrote_last_is_held_against_its_own_plan(tmp_path):
     writer.flush()  # and is killed
     start = state_after(tmp_path / "run", W, HOSTS, ())
     live.close()
-    after = Diagnosis(W, HOSTS)
+    after = Diagnosis(RunFacts(W, HOSTS))
     after.restore(through_a_file(start))
     assert plain(after.findings) == plain(live.findings)
     assert {f.id: str(f.severity) for f in after.findings} == {

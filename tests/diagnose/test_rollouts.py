@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis
@@ -106,7 +107,7 @@ def test_the_usual_gap_does_not_depend_on_who_has_it():
 
 
 def test_a_gap_that_is_gross_on_all_workers_is_a_note_after_4_steps():
-    diagnosis, stream = Diagnosis(4), engines(4, spread=0.1)
+    diagnosis, stream = Diagnosis(RunFacts(4)), engines(4, spread=0.1)
     events = []
     for step in range(40):
         gaps_W = next(stream) * (20 if step >= 10 else 1)

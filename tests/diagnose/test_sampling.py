@@ -9,6 +9,7 @@ import pytest
 from diagnose.micro_jobs import Job, micro_step
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
 from rankscope.core.budget import SAMPLING, alarm_level
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT
@@ -120,7 +121,7 @@ def test_identical_batches_are_left_to_exact_evidence():
     batches = [[np.array([3 * t, 3 * t + 1])] * 8 for t in range(30)]
     steps = [replace(job.step(t), samples=tuple(batches[t])) for t in range(30)]
     assert watch(steps) == []
-    diagnosis = Diagnosis(8)
+    diagnosis = Diagnosis(RunFacts(8))
     for step in steps:
         diagnosis.observe(summarize(step))
     assert "data.duplicate_batches" in {f.id for f in diagnosis.findings}
@@ -283,7 +284,7 @@ def test_a_detector_goes_on_after_a_restart_where_it_stood():
 
 
 def record(path, steps, num_workers=8, *, diagnosed=True):
-    diagnosis = Diagnosis(num_workers)
+    diagnosis = Diagnosis(RunFacts(num_workers))
     writer = RunWriter(path / "run", {"num_workers": num_workers})
     for step in steps:
         report = summarize(step)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis, hosts_of
@@ -175,7 +176,7 @@ def test_steps_and_workers_without_a_value_are_left_out():
 
 
 def test_the_diagnosis_tells_when_it_opens_doubles_and_closes():
-    diagnosis = Diagnosis(8, HOSTS)
+    diagnosis = Diagnosis(RunFacts(8, HOSTS))
     busy_TW = simulate(720, slow=on([4, 5, 6, 7], 0.1, range(100, 600)))
     told = [f for t in range(720) for f in diagnosis.observe(report(t, busy_TW[t]))]
     told = [finding for finding in told if finding.cause == "time.straggler"]

@@ -7,6 +7,7 @@ import pytest
 
 from diagnose.streams import gathered, sharded
 from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
 from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
 
@@ -140,7 +141,7 @@ FINDS = {  # on four workers, with every step observed
 )
 def test_findings_and_all_that_is_remembered_are_the_same(change, width, every):
     reports = reports_of(change, width, every)
-    alone, together = Diagnosis(width), Diagnosis(width)
+    alone, together = Diagnosis(RunFacts(width)), Diagnosis(RunFacts(width))
     expected = [alone.observe(report) for report in reports]
     found, sizes = [], np.random.default_rng(width).integers(1, 65, STEPS).tolist()
     while len(found) < STEPS:
@@ -156,4 +157,4 @@ def test_findings_and_all_that_is_remembered_are_the_same(change, width, every):
 
 
 def test_nothing_comes_of_no_steps():
-    assert Diagnosis(2).observe_many([]) == []
+    assert Diagnosis(RunFacts(2)).observe_many([]) == []

@@ -15,6 +15,7 @@ import numpy as np
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.run import RunFacts
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis
@@ -138,7 +139,7 @@ def record_run(
     """Record a simulated run and open it."""
     facts = {"model": "tiny (built-in base)", "data": "simulated", "num_workers": num_workers}
     writer = RunWriter(path, {**facts, **info})
-    diagnosis = Diagnosis(num_workers)
+    diagnosis = Diagnosis(RunFacts(num_workers))
     draw = sampler(reading, setting, num_workers)
     for step in range(num_steps):
         batches = [draw(step, rank) for rank in range(num_workers)]

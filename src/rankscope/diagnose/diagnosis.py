@@ -13,36 +13,15 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Finding
 from rankscope.core.plan import Plan
 from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport, as_recorded
-from rankscope.diagnose.accumulation import AccumulationAudit, ChangedLater
-from rankscope.diagnose.alike import AlikePairs
-from rankscope.diagnose.amounts import UnequalAmounts
-from rankscope.diagnose.audit import ReductionAudit
-from rankscope.diagnose.canary import CanaryVerdicts
-from rankscope.diagnose.detectors import DuplicateBatches, NoGradient, NonFinite
-from rankscope.diagnose.environment import EnvironmentMismatch
-from rankscope.diagnose.epochs import RepeatedOrder
 from rankscope.diagnose.evidence import Detector, Evidence, Observation, observations
-from rankscope.diagnose.learning import NotUpdated
-from rankscope.diagnose.loss_scale import LossScale
-from rankscope.diagnose.micro_batches import MicroBatches
-from rankscope.diagnose.outliers import WorkerOutliers
-from rankscope.diagnose.overlap import OverlappingShards
-from rankscope.diagnose.random import EqualRandom
-from rankscope.diagnose.reduction import ReductionChecks
-from rankscope.diagnose.repeats import FilledBatches, RepeatedBatches
-from rankscope.diagnose.resume import ResumeMismatch
-from rankscope.diagnose.rollouts import DifferentRollouts, GrossRollouts
 from rankscope.diagnose.rules import RULES, describe, go_back
-from rankscope.diagnose.sampling import Sampling
-from rankscope.diagnose.settings import DifferentSettings, PlannedSeed
-from rankscope.diagnose.stragglers import Stragglers
-from rankscope.diagnose.unequal import UnequalState
-from rankscope.diagnose.weighting import TokenWeighting
 from rankscope.errors import RunError
+from rankscope.evidence import EVIDENCE
 from rankscope.record import Run
 from rankscope.record.files import to_plain
 from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
@@ -62,73 +41,12 @@ class Diagnosis:
     severity change, and each time its evidence has doubled.
 
     Args:
-        num_workers: W.
-        hosts: Host of each rank; empty when unknown.
-        facts: Environment of each rank; empty when unknown.
-        plan: What the run is meant to do.
-        reduced_in: By group, the type in which its gradient is meant to be reduced; None if
-            unknown.
-        comm_hook: Whether a communication hook of the training's own reduces gradients.
-        sampler_seeds: Seed of each rank's sampler, None where it is not known.
-        with_replacement: Whether all ranks' data loaders are known to draw with replacement.
-        by_loop: Whether the training's own loop reduces, or its optimizer.
+        run: The run.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        hosts: Sequence[str] = (),
-        facts: Sequence[Mapping[str, Any]] = (),
-        plan: Plan | None = None,
-        *,
-        reduced_in: Mapping[str, str] | None = None,
-        comm_hook: bool = False,
-        sampler_seeds: Sequence[int | None] = (),
-        with_replacement: bool = False,
-        by_loop: bool = False,
-    ) -> None:
-        plan = plan or Plan()
-        outliers = WorkerOutliers(num_workers, hosts)
-        self._detectors: tuple[Detector, ...] = (
-            NonFinite(),
-            NoGradient(num_workers),
-            DuplicateBatches(num_workers, repeats=plan.repeats),
-            OverlappingShards(
-                num_workers, repeats=plan.repeats or with_replacement, seeds=sampler_seeds
-            ),
-            RepeatedOrder(num_workers, repeats=plan.repeats),
-            RepeatedBatches(num_workers, repeats=plan.repeats),
-            FilledBatches(repeats=plan.repeats),
-            ResumeMismatch(num_workers),
-            MicroBatches(num_workers),
-            TokenWeighting(num_workers, plan.loss_weighting),
-            LossScale(num_workers),
-            EnvironmentMismatch(facts),
-            DifferentSettings(num_workers, plan),
-            PlannedSeed(plan.seed, sampler_seeds),
-            UnequalState(
-                num_workers,
-                local_buffers=plan.local_buffers,
-                local_steps=plan.local_steps or 0,
-                replicated=plan.replicated,
-                by_loop=by_loop,
-            ),
-            NotUpdated(),
-            ReductionChecks(num_workers),
-            ReductionAudit(num_workers, reduced_in, hook=comm_hook),
-            AccumulationAudit(),
-            ChangedLater(),
-            EqualRandom(num_workers, plan),
-            outliers,
-            UnequalAmounts(num_workers, hosts),
-            DifferentRollouts(num_workers, hosts),
-            GrossRollouts(num_workers),
-            CanaryVerdicts(num_workers, lambda: outliers.steadily_apart),
-            AlikePairs(num_workers, lambda: outliers.not_compared),
-            Sampling(num_workers, lambda: outliers.set_apart),
-            Stragglers(num_workers, hosts),
-        )
-        self._num_workers = num_workers
+    def __init__(self, run: RunFacts) -> None:
+        self._detectors = judges_of(run)
+        self._num_workers = run.num_workers
         self._num_steps = 0
         self._latest: dict[str, Finding] = {}
         self._told: dict[str, tuple[Finding, int]] = {}
@@ -270,6 +188,12 @@ class Diagnosis:
         )
 
 
+def judges_of(run: RunFacts) -> tuple[Detector, ...]:
+    """Return the judges of all evidence; later ones may leave out what earlier ones flag."""
+    made = (each.find("judge", "make_judges") for each in EVIDENCE)
+    return tuple(judge for make in made if make is not None for judge in make(run))
+
+
 def _character(finding: Finding) -> tuple[object, ...]:
     """Return what may not change without being told."""
     return finding.status, finding.cause, finding.severity, finding.ranks, finding.groups
@@ -348,16 +272,19 @@ def diagnosis_of(run: Run) -> Diagnosis:
     Returns:
         The diagnosis, which has seen no step.
     """
+    info = run.info
     return Diagnosis(
-        run.num_workers,
-        hosts_of(run.info),
-        facts_of(run.info),
-        plan_of(run.info),
-        reduced_in=reduced_in_of(run.info),
-        comm_hook=has_comm_hook(run.info),
-        sampler_seeds=seeds_of(run.info),
-        with_replacement=has_replacement(run.info),
-        by_loop=is_by_loop(run.info),
+        RunFacts(
+            run.num_workers,
+            hosts_of(info),
+            facts_of(info),
+            plan_of(info),
+            reduced_in=reduced_in_of(info),
+            comm_hook=has_comm_hook(info),
+            sampler_seeds=seeds_of(info),
+            with_replacement=has_replacement(info),
+            by_loop=is_by_loop(info),
+        )
     )
 
 
@@ -414,7 +341,9 @@ def state_after(
     """
     try:
         state = _diagnosis_after(previous, num_workers, groups).state()
-        Diagnosis(num_workers, hosts).restore(unpack_state(pack_state(state)))  # as all ranks will
+        Diagnosis(RunFacts(num_workers, hosts)).restore(
+            unpack_state(pack_state(state))
+        )  # as all ranks will
         return state
     except (StateError, RunError) as error:
         reason = str(error)

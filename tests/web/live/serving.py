@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.record import RunWriter
 from rankscope.web.live import live_server
@@ -100,7 +101,7 @@ class Training:
             for name, setting in (("sharded", "s1-1"), ("replicated", "s1-2"))
         }
         self._reading = reading
-        self._diagnosis = Diagnosis(num_workers)
+        self._diagnosis = Diagnosis(RunFacts(num_workers))
         self._began = time.time() - 60
         self.step = 0
 

@@ -1,0 +1,10 @@
+"""What judges the spread of all workers against what sampling explains."""
+
+from rankscope.bus.run import RunFacts
+from rankscope.diagnose.evidence import Detector
+from rankscope.diagnose.sampling import Sampling
+
+
+def make_judges(run: RunFacts) -> tuple[Detector, ...]:
+    """Return what looks for faults in a run."""
+    return (Sampling(run.num_workers, run.flagged.now),)

@@ -1,0 +1,10 @@
+"""What judges random generators."""
+
+from rankscope.bus.run import RunFacts
+from rankscope.diagnose.evidence import Detector
+from rankscope.diagnose.random import EqualRandom
+
+
+def make_judges(run: RunFacts) -> tuple[Detector, ...]:
+    """Return what looks for faults in a run."""
+    return (EqualRandom(run.num_workers, run.plan),)

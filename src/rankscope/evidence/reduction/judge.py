@@ -1,0 +1,17 @@
+"""What judges reductions: their norms, their sketches, and accumulation before them."""
+
+from rankscope.bus.run import RunFacts
+from rankscope.diagnose.accumulation import AccumulationAudit, ChangedLater
+from rankscope.diagnose.audit import ReductionAudit
+from rankscope.diagnose.evidence import Detector
+from rankscope.diagnose.reduction import ReductionChecks
+
+
+def make_judges(run: RunFacts) -> tuple[Detector, ...]:
+    """Return what looks for faults in a run."""
+    return (
+        ReductionChecks(run.num_workers),
+        ReductionAudit(run.num_workers, run.reduced_in, hook=run.comm_hook),
+        AccumulationAudit(),
+        ChangedLater(),
+    )

@@ -1,0 +1,13 @@
+"""What judges rollouts: engines that differ, or are far from the trainer."""
+
+from rankscope.bus.run import RunFacts
+from rankscope.diagnose.evidence import Detector
+from rankscope.diagnose.rollouts import DifferentRollouts, GrossRollouts
+
+
+def make_judges(run: RunFacts) -> tuple[Detector, ...]:
+    """Return what looks for faults in a run."""
+    return (
+        DifferentRollouts(run.num_workers, run.hosts),
+        GrossRollouts(run.num_workers),
+    )

@@ -1,0 +1,181 @@
+"""A kind of evidence of one's own: a folder, from a column in Parquet to the page of causes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+import rankscope
+
+pytestmark = pytest.mark.ranks
+
+FOLDER = {
+    "__init__.py": '''
+        """How large the logits are."""
+
+        from rankscope.bus.columns import DType, Source, Table, Tail, declare
+        from rankscope.bus.evidence import Evidence
+
+        COLUMNS = declare(
+            Table.WORKERS,
+            ("logit_max", DType.FLOAT, "", Source.LOCAL, Tail.HIGH, "largest magnitude of a logit"),
+        )
+        EVIDENCE = Evidence("toy_logits", __name__, COLUMNS)
+        ''',
+    "probe.py": """
+        from rankscope.bus.probe import Part, Probe, Ready
+
+
+        class Logits(Probe):
+            largest = 0.0
+
+            def on_output(self, output, kwargs, forward):
+                self.largest = max(self.largest, float(output.detach().abs().max()))
+
+            def collect(self, end):
+                largest, self.largest = self.largest, 0.0
+                return Ready(Part({"logit_max": largest}))
+
+
+        def make_probe(job):
+            return Logits()
+        """,
+    "judge.py": """
+        import numpy as np
+
+        from rankscope.bus.judge import Detector, PersistentFault, Severity
+
+        class HotLogits(Detector):
+            def __init__(self):
+                self._fault = PersistentFault(1)
+
+            def observe_step(self, step):
+                hot = np.flatnonzero(step.gathered.workers["logit_max"] > 1000).tolist()
+                if not self._fault.observe(step.gathered.step, hot):
+                    return ()
+                numbers = {"steps": self._fault.count}
+                return (
+                    self._fault.evidence(
+                        "toy.hot_logits", Severity.WARNING, self._fault.ranks, {}, numbers
+                    ),
+                )
+
+
+        def make_judges(run):
+            return (HotLogits(),)
+        """,
+    "findings.toml": """
+        ["toy.hot_logits"]
+        title = "Logits explode"
+        family = "Toys"
+        meaning = "some workers' logits are above 1,000"
+        evidence = "exact"
+        page = "**Looks like:** `logit_max` is large.\\n\\n**Comes from:** a toy.\\n\\n**Do:** smile."
+        ["toy.hot_logits".warning]
+        explanation = "{Ranks} had logits above 1,000 in {steps}.{over}"
+        next_check = "Look at the toy."
+        """,
+}
+
+SCRIPT = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 4)
+        self.offset = 0.0
+
+    def forward(self, x):
+        return self.head(x) + self.offset
+
+
+net = Net()
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+generator = torch.Generator().manual_seed(dist.get_rank())
+with rankscope.watch(model, optimizer, run_dir=sys.argv[1]):
+    for step in range(12):
+        net.offset = 1e4 if dist.get_rank() == 1 and step >= 5 else 0.0
+        x = torch.randn(4, 8, generator=generator)
+        loss = torch.nn.functional.cross_entropy(model(x), torch.arange(4))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Write the folder, train with it on two real ranks, and return what runs commands with it."""
+    tmp_path = tmp_path_factory.mktemp("toy")
+    folder = tmp_path / "toy_logits"
+    folder.mkdir()
+    for name, text in FOLDER.items():
+        (folder / name).write_text(dedent(text).lstrip())
+    (tmp_path / "train.py").write_text(SCRIPT)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "RANKSCOPE_EVIDENCE": "toy_logits",
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def command(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", *arguments],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "run")
+    ended = command(*launch)
+    assert ended.returncode == 0, ended.stderr
+    return tmp_path / "run", command
+
+
+def test_its_column_is_in_parquet(run):
+    table = rankscope.load(run[0]).table("workers").to_pandas()
+    hot = table[table["rank"] == 1].sort_values("step")["logit_max"] > 1000
+    assert hot.tolist() == [False] * 5 + [True] * 7
+    assert (table[table["rank"] == 0]["logit_max"] < 100).all()
+
+
+def test_its_finding_names_the_rank(run):
+    events = [json.loads(line) for line in (run[0] / "findings.jsonl").read_text().splitlines()]
+    [last] = [event for event in events if event["id"] == "toy.hot_logits"][-1:]
+    assert (last["ranks"], last["first_step"], last["severity"]) == ([1], 5, "warning")
+
+
+def test_the_report_prints_it(run):
+    folder, command = run
+    report = command("rankscope", "report", str(folder))
+    assert "Logits explode" in report.stdout
+    assert re.search(r"rank 1 · steps? 5 to 11", report.stdout)
+
+
+def test_it_has_a_row_and_a_section_on_the_page_of_causes(run):
+    page = run[1]("rankscope", "causes", "--page").stdout
+    assert "**Toys**" in page
+    assert "| [`toy.hot_logits`](#toyhot_logits) |" in page
+    assert "## `toy.hot_logits`" in page
