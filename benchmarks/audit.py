@@ -21,10 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.capture import GradientTotals, Sketcher
 from rankscope.capture.fold import fold
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.plain import PlainKernel
+from rankscope.capture.sketch import Sketcher
+from rankscope.capture.totals import GradientTotals
 from rankscope.core.audit import AUDIT_WIDTH, AuditPart, residuals, total_of
 from rankscope.core.groups import Groups, cut_sections, group_parameters
 from rankscope.core.step import GatheredStep, StepReport

@@ -12,7 +12,7 @@ from gpu_model import Llama
 from gpu_page import PARTS
 from torch import Tensor
 
-from rankscope.capture import Sketcher
+from rankscope.capture.sketch import Sketcher
 from rankscope.core.groups import group_parameters
 
 Work = Callable[[], object]

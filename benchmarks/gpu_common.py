@@ -18,9 +18,9 @@ import torch.distributed as dist
 from gpu_processes import context_of_ranks, end_with_parent
 from harness import median_interval
 
-from rankscope.capture import Sketcher
 from rankscope.capture.kernels import period_signs
 from rankscope.capture.kernels.plain import PlainKernel
+from rankscope.capture.sketch import Sketcher
 
 CPU = torch.device("cpu")
 T = TypeVar("T")

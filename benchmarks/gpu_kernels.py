@@ -23,8 +23,9 @@ from gpu_common import (
 from gpu_page import DTYPES, PARTS
 from torch import Tensor
 
-from rankscope.capture import GradientTotals, Sketcher
+from rankscope.capture.sketch import Sketcher
 from rankscope.capture.state.digest import digest_bits
+from rankscope.capture.totals import GradientTotals
 from rankscope.core.groups import Sections, cut_sections, group_parameters
 
 Named = Sequence[tuple[str, Tensor]]

@@ -196,8 +196,8 @@ class _Training:
 
     def repeat_turn(self) -> None:
         """Let the next step compare what the last one has compared."""
-        evidence: Any = self.collector._evidence
-        length = evidence._state._plan.length
+        state: Any = self.collector._probes["state"]
+        length = state._meter._plan.length
         self.collector.step = -(-self.collector.step // length) * length
 
     def _watched(self, work: Callable[[], None]) -> None:
@@ -264,8 +264,10 @@ def _total(counts: dict[str, dict[str, int]], areas: tuple[str, ...]) -> int:
 
 def _attribute(counting: _Counting) -> None:
     """From now on, count all that the monitor does, and what it is for."""
-    from rankscope.capture import LossMeter, SampleMeter, host, loss
+    from rankscope.capture import host, loss
     from rankscope.capture.guard import Guard
+    from rankscope.capture.loss import LossMeter
+    from rankscope.capture.samples import SampleMeter
     from rankscope.capture.state.meter import StateMeter
 
     def wrap(kind: Any, names: tuple[str, ...], area: str | None) -> None:
@@ -325,8 +327,8 @@ def _pretend(training: _Training) -> None:
     tap: Any = training.collector._tap
     tap._sketcher._kernel = fused.TritonKernel(cpu, WIDTH, period_signs(0), num_processors=1)
     tap._sketcher._together.clear()
-    evidence: Any = training.collector._evidence
-    evidence._state._turns.clear()  # what was learnt of them is of the host
+    state: Any = training.collector._probes["state"]
+    state._meter._turns.clear()  # what was learnt of them is of the host
     reader = many.DeviceReader(cpu)
     for replaced, name, value in (
         (readings, "native_sum", lambda: None),

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankscope.capture import Sketcher
 from rankscope.capture.fold import fold
+from rankscope.capture.sketch import Sketcher
 from rankscope.core.groups import group_parameters
 
 WIDTH = 4093

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankscope.capture import Sketcher
+from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.ddp_reading import LocalReading
 from rankscope.core.groups import group_parameters
 

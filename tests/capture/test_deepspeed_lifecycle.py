@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope.capture import ReadReduced
 from rankscope.capture.guard import Guard
 from rankscope.capture.sketch import NormMeter
 from rankscope.capture.taps.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
+from rankscope.capture.taps.tap import ReadReduced
 from rankscope.errors import UnsupportedError
 from support.deepspeed_modes import (
     Mode,

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.capture import Sketcher
-from rankscope.capture.sketch import NormMeter
+from rankscope.capture.sketch import NormMeter, Sketcher
 from rankscope.capture.state.meter import StateMeter
 from rankscope.core.groups import group_parameters
 from rankscope.errors import UnsupportedError

@@ -10,16 +10,12 @@ import torch
 
 from capture.interpreted import interpreter, launch_interpreted
 from rankscope.agent.message import StepMessage, pack_step
-from rankscope.capture import (
-    GradientTransfer,
-    LocalGradient,
-    NormMeter,
-    ReadReduced,
-    Sketcher,
-    transfer,
-)
+from rankscope.capture import transfer
 from rankscope.capture.fold import fold
 from rankscope.capture.kernels.build import Launching
+from rankscope.capture.sketch import NormMeter, Sketcher
+from rankscope.capture.taps.tap import LocalGradient, ReadReduced
+from rankscope.capture.transfer import GradientTransfer
 from rankscope.core.groups import cut_sections, group_parameters
 from rankscope.core.measured import measured_of
 

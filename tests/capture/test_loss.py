@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import cross_entropy
 
-from rankscope.capture import LossMeter
-from rankscope.capture.loss import _Multiplier, count_label_tokens
+from rankscope.capture.loss import LossMeter, _Multiplier, count_label_tokens
 from rankscope.errors import UsageError
 from rankscope.integrations.backward_loss import unscaled
 from rankscope.session.local_step import _losses

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.capture import RolloutMeter
+from rankscope.capture.rollouts import RolloutMeter
 
 
 def read(meter):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.capture import NormMeter, Sketcher
+from rankscope.capture.sketch import NormMeter, Sketcher
 from rankscope.capture.taps.fsdp2_shard import ShardPlace, measure_shards
 from rankscope.core.groups import cut_sections, group_parameters
 

@@ -15,10 +15,10 @@ from capture.structures import (
     language_model_gradients,
     normal,
 )
-from rankscope.capture import GradientTotals, Sketcher
 from rankscope.capture.fold import fold
 from rankscope.capture.kernels.flat import flat_parts
-from rankscope.capture.sketch import NormMeter
+from rankscope.capture.sketch import NormMeter, Sketcher
+from rankscope.capture.totals import GradientTotals
 from rankscope.core.groups import group_parameters
 from rankscope.errors import UnsupportedError, UsageError
 

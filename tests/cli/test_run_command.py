@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.test_main import HELP, call, options_of
-from rankscope.capture import ReadReduced
+from rankscope.capture.taps.tap import ReadReduced
 from rankscope.cli.run import ReducedOption
 from rankscope.core.plan import Tier
 from rankscope.integrations import run_script

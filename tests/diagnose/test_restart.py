@@ -11,8 +11,8 @@ from diagnose.streams import gathered, replicated, sharded
 from rankscope.agent.summarize import summarize
 from rankscope.bus.run import RunFacts
 from rankscope.core.state import StateError
-from rankscope.diagnose.detectors import NonFinite
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run, diagnosis_of, state_after
+from rankscope.diagnose.nonfinite import NonFinite
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.record.files import to_plain

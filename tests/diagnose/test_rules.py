@@ -7,9 +7,10 @@ from string import Formatter
 
 import pytest
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.finding import Severity
 from rankscope.diagnose import rules
-from rankscope.diagnose.rules import RULES, count, describe, name_ranks
+from rankscope.diagnose.rules import RULES, describe
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ FOLDER = {
         family = "Toys"
         meaning = "some workers' logits are above 1,000"
         evidence = "exact"
-        page = "**Looks like:** `logit_max` is large.\\n\\n**Comes from:** a toy.\\n\\n**Do:** smile."
+        page = "**Looks like:** `logit_max`.\\n\\n**Comes from:** a toy.\\n\\n**Do:** smile."
         ["toy.hot_logits".warning]
         explanation = "{Ranks} had logits above 1,000 in {steps}.{over}"
         next_check = "Look at the toy."

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.bus.columns import Table
-from rankscope.capture import NormMeter, ReadReduced
+from rankscope.capture.sketch import NormMeter
 from rankscope.capture.taps.ddp import DDPTap
+from rankscope.capture.taps.tap import ReadReduced
 from rankscope.core.groups import group_parameters
 from rankscope.reduce import reduction
 from rankscope.reduce.accumulator import Accumulator

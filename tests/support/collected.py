@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rankscope.capture import HostCopy
+from rankscope.capture.host import HostCopy
 
 
 def to_arrays(collected):

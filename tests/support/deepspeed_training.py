@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rankscope.capture import GradientTotals, ReadReduced, Sketcher
 from rankscope.capture.canary.engine import loss_scale
+from rankscope.capture.sketch import Sketcher
 from rankscope.capture.taps.deepspeed import DeepSpeedTap
-from rankscope.capture.taps.tap import Guarded, LocalGradient
+from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.capture.totals import GradientTotals
 from rankscope.core.groups import group_parameters
 from support.deepspeed_modes import (
     Mode,

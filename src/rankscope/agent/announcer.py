@@ -6,16 +6,10 @@ Detectors update a finding often; who is told of it hears of it when its meaning
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.checks import checks_of, missing_steps
-from rankscope.diagnose.rules import (
-    count,
-    explanations,
-    first_sentence,
-    name_ranks,
-    ranked,
-    settles,
-)
+from rankscope.diagnose.rules import explanations, first_sentence, ranked, settles
 
 MOST_LINES = 20
 """Lines about single findings in one run: a log that scrolls is not read."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 
+from rankscope.bus.words import name_ranks
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.hang import (
     Fate,
@@ -22,7 +23,7 @@ from rankscope.core.hang import (
     judge_stacks,
     words_of,
 )
-from rankscope.diagnose.rules import describe, name_ranks
+from rankscope.diagnose.rules import describe
 
 _FEWEST_STEPS = 3
 _SLOW_STEPS = 20  # median step times that a step may take before it counts as a hang

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.bus.words import count
 from rankscope.cli.output import JsonOption, function_option, plain, print_json, show, terminal
-from rankscope.diagnose.rules import count
 from rankscope.record.files import to_plain
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.cli.output import (
     JsonOption,
     function_option,
@@ -19,7 +20,6 @@ from rankscope.cli.output import (
 )
 from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.rules import count, name_ranks
 from rankscope.errors import UsageError
 from rankscope.record.bundle import ReplayBundle, load_bundle, results_to_json, verdict_to_json
 from rankscope.record.files import to_plain

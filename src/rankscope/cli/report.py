@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from rankscope.bus.words import count
 from rankscope.cli.output import JsonOption, heading, plain, show, table, terminal
 from rankscope.cli.report_files import (
     STDOUT,
@@ -37,7 +38,7 @@ from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import Assessment, assess
 from rankscope.diagnose.causes import page_of
 from rankscope.diagnose.diagnosis import SEEN_LIVE, diagnose_run
-from rankscope.diagnose.rules import count, explanations, ranked
+from rankscope.diagnose.rules import explanations, ranked
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.files import is_directory, is_file, to_plain

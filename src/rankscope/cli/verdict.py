@@ -15,11 +15,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.bus.words import count, listed
 from rankscope.cli.output import LONGEST, heading, plain, points, readable_lines, show, table
 from rankscope.core.finding import Finding
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.causes import section_of
-from rankscope.diagnose.rules import count, explanations, listed, ranked
+from rankscope.diagnose.rules import explanations, ranked
 from rankscope.record import Run
 from rankscope.web.study_words import (
     Entry,

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rankscope.bus.words import count, listed
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateKind
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.rules import count, listed
 
 CAUSE = "sync.accumulation"
 LEFT_OVER = "gradient-left-over"

@@ -11,6 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
+from rankscope.bus.words import count
 from rankscope.core.apart import HEALED
 from rankscope.core.arrays import Floats
 from rankscope.core.bets import AT_ONCE, Kind, pair_bets
@@ -27,7 +28,6 @@ from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
 from rankscope.diagnose.lasting import Span
-from rankscope.diagnose.rules import count
 
 FEWEST, MOST = 3, 64
 """Numbers of workers among which pairs are compared."""

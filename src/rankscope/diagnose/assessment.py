@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rankscope.bus.columns import Table
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.dispersion import finite_mean
 from rankscope.core.finding import Finding, Severity
@@ -16,7 +17,7 @@ from rankscope.diagnose.canary import CANARIES
 from rankscope.diagnose.checks import checks_of
 from rankscope.diagnose.dispersion_words import Values
 from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
-from rankscope.diagnose.rules import count, name_ranks, settled_by
+from rankscope.diagnose.rules import settled_by
 from rankscope.diagnose.verdicts import Course, Verdict, judge, statements
 from rankscope.record import Coverage, Run
 from rankscope.record.bundle import latest_bundle

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import count, listed
 from rankscope.core.arrays import Floats
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.core.weighting import common_scale
@@ -41,7 +42,6 @@ from rankscope.diagnose.audit_levels import (
     sums_of_gradients,
 )
 from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
-from rankscope.diagnose.rules import count, listed
 
 ALIKE = 3.0
 """Times that most groups' residuals may be off their median when one rounding explains them."""

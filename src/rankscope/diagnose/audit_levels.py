@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rankscope.bus.words import count
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.rounding import UNIT_ROUNDOFF, Algorithm, predicted_error
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.rules import count
 
 SKETCH_FLOOR = 2.5e-6
 """Residual that sketches alone do not reach at ``kappa`` 1, twice the largest that was measured in

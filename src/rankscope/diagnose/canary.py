@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.arrays import Floats
 from rankscope.core.canary import (
     CanaryResults,
@@ -18,7 +19,7 @@ from rankscope.core.replicas import StateKind
 from rankscope.core.roles import LOOK_EVERY
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
-from rankscope.diagnose.rules import LATENESS, count, name_ranks
+from rankscope.diagnose.rules import LATENESS
 
 DATA = "canary-data"
 DIFFERS = "canary-differs"

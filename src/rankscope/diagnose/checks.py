@@ -9,12 +9,12 @@ from functools import cache
 
 import numpy as np
 
+from rankscope.bus.words import count
 from rankscope.core.budget import OUTLIERS, alarm_level
 from rankscope.core.governor import LAG
 from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.diagnose import reduction, stragglers, weighting
 from rankscope.diagnose.outlier_parts import Part, total_signals
-from rankscope.diagnose.rules import count
 
 CANARY_STEPS = 3 * LAG
 """Steps in which the first canary is planned, has run and is judged."""

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.environment import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import odd_ranks
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Lasting, known_values, name_values
-from rankscope.diagnose.rules import count, name_ranks
 
 CAUSE = "env.mismatch"
 

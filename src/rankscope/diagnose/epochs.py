@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rankscope.bus.words import count
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import digest_of_digests
@@ -21,7 +22,6 @@ from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Span
 from rankscope.diagnose.repeats import FEW, RecentBatches
-from rankscope.diagnose.rules import count
 
 _GENERATION = 1 << 19
 

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.finding import Severity
 from rankscope.core.samples import identical_groups
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.thinning import DrawnSamples
 from rankscope.core.weighting import log_spread, token_products
-from rankscope.diagnose.rules import count, name_ranks
 from rankscope.evidence import columns_of
 
 _NAMES = {

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import name_ranks
 from rankscope.core.arrays import Floats
 from rankscope.core.canary_plan import LATELY, OFTEN, TIMES_LATELY
 from rankscope.core.finding import Severity
@@ -29,7 +30,6 @@ from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.lasting import Lasting
-from rankscope.diagnose.rules import name_ranks
 
 KEY = "gross-outlier"
 KEY_AGAIN = "gross-outliers"

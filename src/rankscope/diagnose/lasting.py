@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import name_ranks
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import majority
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.rules import name_ranks
 
 _T = TypeVar("_T", bound=Hashable)
 

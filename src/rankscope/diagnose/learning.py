@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import count, listed, name_ranks
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.roles import Role, tie_of
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Span
-from rankscope.diagnose.rules import count, listed, name_ranks
 
 ALONE = "state.not_updated"
 HELD = "not-updated-though-held"

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
@@ -16,7 +17,6 @@ from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, follow_tokens
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Span
-from rankscope.diagnose.rules import count, name_ranks
 
 ONE_WORKER = "loss-scale-one-worker"
 """Key of the finding of a worker whose multiplier differs from the others'."""

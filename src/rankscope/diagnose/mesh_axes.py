@@ -5,10 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rankscope.bus.words import count, listed, name_ranks
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.mesh_axes import Replicated
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.rules import count, describe, go_back, listed, name_ranks
+from rankscope.diagnose.rules import describe, go_back
 
 PARTIAL, DIFFER = "sync.partial_gradient", "state.replicas_differ"
 

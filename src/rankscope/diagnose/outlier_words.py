@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rankscope.bus.columns import Column, Compared, Compares, Table
+from rankscope.bus.words import count
 from rankscope.core.bets import Kind
 from rankscope.core.budget import bound_in_words, false_alarm_bound
 from rankscope.core.exchangeability import Trace
 from rankscope.core.finding import Severity
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.rules import count
 from rankscope.evidence import find_column
 
 NAMED_WORKERS = 16

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rankscope.bus.words import count
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.samples import SampleCounts, flat_samples
@@ -17,7 +18,6 @@ from rankscope.core.state import Stateful
 from rankscope.core.thinning import Followed, ThinningLedger
 from rankscope.diagnose.epochs import Padding
 from rankscope.diagnose.evidence import Detector, Evidence, Groups, Observation
-from rankscope.diagnose.rules import count
 
 SURE = 1e-6
 LIKELY = 1e-4

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import listed, name_ranks
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.plan import Plan
@@ -12,7 +13,6 @@ from rankscope.core.replicas import odd_ranks
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Lasting, known_values
-from rankscope.diagnose.rules import listed, name_ranks
 
 STEPS_NEEDED = 3
 

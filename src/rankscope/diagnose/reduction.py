@@ -18,12 +18,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from rankscope.bus.words import count
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import common_scale
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
-from rankscope.diagnose.rules import count
 
 LEAST_SHARE = 0.25
 """Of ``sum |g_i|^2``: where ``W^2 |m|^2`` is smaller, gradients oppose each other too much."""

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import count
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Lasting, Span
-from rankscope.diagnose.rules import count
 
 Bools = NDArray[np.bool_]
 

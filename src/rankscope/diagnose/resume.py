@@ -11,6 +11,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.samples import flat_samples
@@ -20,7 +21,6 @@ from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.thinning import DrawnSamples
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
-from rankscope.diagnose.rules import count, name_ranks
 
 Bools = NDArray[np.bool_]
 

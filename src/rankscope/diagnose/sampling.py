@@ -20,6 +20,7 @@ from enum import Enum
 
 import numpy as np
 
+from rankscope.bus.words import count
 from rankscope.core.arrays import Floats
 from rankscope.core.block_ratio import ratio_of_sums
 from rankscope.core.budget import (
@@ -38,7 +39,6 @@ from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Span
 from rankscope.diagnose.ratios import RatioWatch
 from rankscope.diagnose.repeats import Repeats
-from rankscope.diagnose.rules import count
 
 SEED = 0x5A3B
 """Seeds the rotations, together with the step's number."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import name_ranks
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.plan import Plan
@@ -13,7 +14,6 @@ from rankscope.core.state import State
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Lasting, known_values, name_values
-from rankscope.diagnose.rules import name_ranks
 
 STEPS_NEEDED = 3
 """Optimizer steps in which the learning rate departs from the plan before it is told."""

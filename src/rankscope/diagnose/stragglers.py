@@ -14,12 +14,12 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import name_ranks
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.state import State
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Span
-from rankscope.diagnose.rules import name_ranks
 
 Bools = NDArray[np.bool_]
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import count
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind, odd_ranks
@@ -21,7 +22,6 @@ from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import known_values
 from rankscope.diagnose.learning import role_words
-from rankscope.diagnose.rules import count
 
 HEALED_AFTER = 128
 """Steps without a difference, after which a fault is over: twice the turn of all tensors."""

@@ -7,6 +7,7 @@ a finding: what is certain comes from findings, and from exact equality.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.budget import bound_in_words
 from rankscope.core.canary_plan import OFTEN, TIMES_LATELY
 from rankscope.core.finding import Finding, Severity
@@ -19,7 +20,7 @@ from rankscope.diagnose.dispersion_words import (
     short,
     spread_in_words,
 )
-from rankscope.diagnose.rules import count, first_sentence, name_ranks, next_check_of, ranked
+from rankscope.diagnose.rules import first_sentence, next_check_of, ranked
 
 NOTHING_TO_CHANGE = "Nothing to change."
 TOO_EARLY = ("Too early to judge", "Too short to judge")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rankscope.bus.words import count, listed, name_ranks
 from rankscope.core.arrays import Floats, median
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.verification import (
@@ -15,7 +16,7 @@ from rankscope.core.verification import (
     missing_by_worker,
 )
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.rules import count, describe, listed, name_ranks
+from rankscope.diagnose.rules import describe
 
 _MOST_NAMED = 3
 _SAME = 0.02

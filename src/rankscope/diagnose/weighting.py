@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from rankscope.bus.words import count
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, log_spread
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Span
-from rankscope.diagnose.rules import count
 
 MICRO, STARVED = "token-weighting-micro-batches", "token-weighting-one-worker"
 """Keys of the findings between micro-batches, and of one worker with very few tokens."""

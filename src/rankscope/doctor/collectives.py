@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankscope.bus.words import name_ranks
 from rankscope.core.replicas import odd_ranks
-from rankscope.diagnose.rules import name_ranks
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
 
 NAME, REPEATED = "collectives", "repeatability"

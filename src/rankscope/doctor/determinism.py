@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankscope.bus.words import name_ranks
 from rankscope.capture.canary.batch import CanaryDeclined, capture_batch
 from rankscope.capture.canary.replay import run_batch
 from rankscope.capture.passes import in_backward
 from rankscope.core.batches import PlainBatch
-from rankscope.diagnose.rules import name_ranks
 from rankscope.doctor.functions import not_asked
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Options, Stage, Status, listed
 from rankscope.private import find, lacking

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rankscope.bus.words import count
 from rankscope.capture.state.environment import environment_facts, source_revision
 from rankscope.core.environment import is_compared
 from rankscope.diagnose.environment import compare_facts
-from rankscope.diagnose.rules import count
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
 
 NAME = "environment"

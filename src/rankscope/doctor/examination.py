@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from rankscope.diagnose.rules import name_ranks
+from rankscope.bus.words import name_ranks
 from rankscope.doctor.functions import in_one_line, where_it_is
 from rankscope.doctor.meeting import Meeting
 from rankscope.doctor.stage import Bench, CheckResult, Stage, Status, ranks_by

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.replicas import odd_ranks
 from rankscope.diagnose.overlap import LIKELY, SURE
-from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.loader_facts import look
 from rankscope.doctor.stage import CheckResult, Facts, Stage, Status
 

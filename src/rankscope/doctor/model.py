@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.capture.state.digest import digest_tensor
 from rankscope.capture.state.fingerprint import digest_of, numpy_state, python_state, torch_state
 from rankscope.core.replicas import odd_ranks
-from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
 from rankscope.errors import UsageError
 from rankscope.private import find

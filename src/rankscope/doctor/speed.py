@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope.diagnose.rules import name_ranks
+from rankscope.bus.words import name_ranks
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status
 
 BANDWIDTH, STRAGGLERS = "bandwidth", "stragglers"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.replicas import odd_ranks
-from rankscope.diagnose.rules import count, name_ranks
 from rankscope.doctor.meeting import choose_backend
 from rankscope.doctor.stage import Bench, CheckResult, Facts, Stage, Status, ranks_by
 

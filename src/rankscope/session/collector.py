@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from rankscope.bus.probe import Evaluated, Probe, StepEnd, overriding
-from rankscope.capture import GradientTransfer
 from rankscope.capture.accumulation import Accumulation
 from rankscope.capture.guard import Guard
 from rankscope.capture.host import begin_copies
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.taps.tap import ObserverGroup
+from rankscope.capture.transfer import GradientTransfer
 from rankscope.core.governor import Intervals
 from rankscope.evidence import EVIDENCE
 from rankscope.reduce.exact import pack_share

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.bus.layout import Layout
 from rankscope.bus.probe import Job
-from rankscope.capture import GradientTap, NormMeter, ReadReduced, Sketcher
+from rankscope.capture.sketch import NormMeter, Sketcher
 from rankscope.capture.taps.reduced_types import reduced_types
-from rankscope.capture.taps.tap import GradientObserver, Guarded
+from rankscope.capture.taps.tap import GradientObserver, GradientTap, Guarded, ReadReduced
 from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.groups import (
     SECTION_ELEMENTS,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rankscope.capture import ReadReduced
+from rankscope.capture.taps.tap import ReadReduced
 from rankscope.core.groups import GroupsOption
 from rankscope.core.plan import Tier
 from rankscope.errors import UsageError

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rankscope.capture import DDPTap, GradientTap, ReadReduced, Sketcher
 from rankscope.capture.names import canonical_name
+from rankscope.capture.sketch import Sketcher
+from rankscope.capture.taps.ddp import DDPTap
 from rankscope.capture.taps.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
 from rankscope.capture.taps.fsdp2 import FSDP2Tap
 from rankscope.capture.taps.fsdp2_mesh import MeshPlace, mesh_place, tell_of_other_mesh
@@ -37,7 +38,7 @@ from rankscope.capture.taps.megatron_model import (
     megatron_process_group,
     plain_megatron_optimizer,
 )
-from rankscope.capture.taps.tap import GradientObserver, Guarded
+from rankscope.capture.taps.tap import GradientObserver, GradientTap, Guarded, ReadReduced
 from rankscope.errors import UnsupportedError
 from rankscope.session.kinds import DDP, DEEPSPEED, FSDP2, LOOP, MEGATRON, REPLICATE, Kind
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankscope.bus.words import count
 from rankscope.core.finding import Severity
-from rankscope.diagnose.rules import count
 from rankscope.diagnose.verdicts import TOO_EARLY
 from rankscope.errors import RunError
 from rankscope.record import Run

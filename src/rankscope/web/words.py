@@ -8,19 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.bus.words import count, name_ranks
 from rankscope.core.finding import Finding
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.causes import section_of
 from rankscope.diagnose.dispersion_words import dispersion_figures, short
-from rankscope.diagnose.rules import (
-    RULES,
-    count,
-    explanations,
-    name_ranks,
-    next_check_of,
-    ranked,
-)
+from rankscope.diagnose.rules import RULES, explanations, next_check_of, ranked
 from rankscope.record import Run
 
 UNKNOWN = "–"

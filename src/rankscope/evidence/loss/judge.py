@@ -1,9 +1,9 @@
 """What judges losses: weighting, scale, values that are not finite, no gradient."""
 
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.detectors import NoGradient, NonFinite
 from rankscope.diagnose.evidence import Detector
 from rankscope.diagnose.loss_scale import LossScale
+from rankscope.diagnose.nonfinite import NoGradient, NonFinite
 from rankscope.diagnose.weighting import TokenWeighting
 
 

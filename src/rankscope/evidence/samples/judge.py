@@ -1,7 +1,7 @@
 """What judges samples: duplicates, overlaps, order, resumption."""
 
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.detectors import DuplicateBatches
+from rankscope.diagnose.duplicates import DuplicateBatches
 from rankscope.diagnose.epochs import RepeatedOrder
 from rankscope.diagnose.evidence import Detector
 from rankscope.diagnose.micro_batches import MicroBatches

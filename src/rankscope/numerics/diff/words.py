@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankscope.diagnose.rules import name_ranks
+from rankscope.bus.words import name_ranks
 from rankscope.numerics.diff.classes import Case, Judgement
 from rankscope.numerics.diff.reading import dealt_otherwise
 from rankscope.numerics.diff.result import Change, DiffClass, Growth, Moment, Parting

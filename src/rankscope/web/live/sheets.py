@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import vl_convert
 from markupsafe import Markup
 
-from rankscope.diagnose.rules import count
+from rankscope.bus.words import count
 from rankscope.record import Run
 from rankscope.web.compare import MOST_RUNS, CompareView, compare_view, overlay_view
 from rankscope.web.document import (

@@ -1,0 +1,33 @@
+"""Ranks, lists and counts as words."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+
+def name_ranks(ranks: Iterable[int], *, limit: int = 6) -> str:
+    """Return ranks as words: ``rank 3``, ``ranks 0, 2 and 5–7``; long lists are cut.
+
+    Args:
+        ranks: Ranks in any order.
+        limit: Runs of ranks that are named before the rest is counted.
+    """
+    ordered = sorted(set(ranks))
+    breaks = [i for i, (a, b) in enumerate(pairwise(ordered), start=1) if b != a + 1]
+    ends = [*breaks, len(ordered)] if ordered else []
+    runs = [ordered[start:end] for start, end in zip([0, *breaks], ends, strict=False)]
+    named = [part for run in runs for part in ([run] if len(run) > 2 else [[rank] for rank in run])]
+    texts = [str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in named]
+    if len(texts) > limit:
+        others = sum(map(len, named[limit:]))
+        return f"ranks {', '.join(texts[:limit])} and {count(others, 'other')}"
+    return f"rank {listed(texts)}" if len(ordered) == 1 else f"ranks {listed(texts)}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list: ``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def count(number: int, singular: str, plural: str | None = None) -> str:
+    """Return a number with its noun: ``1 step``, ``1,200 steps``."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
