@@ -81,8 +81,9 @@ def _load_samples() -> TensorDataset:
     """Return pieces of a text that is made up, no two alike: int64 ``[_LENGTH]`` each."""
     records = generate(_SEED, _RECORDS)
     text = "\n".join(f"{one['instruction']} {one['input']} {one['output']}" for one in records)
-    characters = torch.tensor(list(text.encode("ascii")))
-    return TensorDataset(characters.unfold(0, _LENGTH, _LENGTH).unique(dim=0))
+    pieces = torch.tensor(list(text.encode("ascii"))).unfold(0, _LENGTH, _LENGTH)
+    distinct: Tensor = pieces.unique(dim=0)  # type: ignore[no-untyped-call]
+    return TensorDataset(distinct)
 
 
 def _train(samples: TensorDataset, sampler: Sampler[int], run_dir: Path, num_steps: int) -> None:

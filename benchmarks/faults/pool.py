@@ -14,14 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rankscope.faults.job import Trial
+from .job import Trial
 
-_PRELOAD = [
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "rankscope.session.start",
-    "rankscope.faults.injectors",
-]
+_PRELOAD = ["torch._dynamo", f"{__package__}.injectors"]
 _SECONDS_TO_END = 5.0
 
 
@@ -177,7 +172,7 @@ def _attempt(trial: Trial, rank: int) -> tuple[list[Path], list[str]] | str:
     """
     import torch.distributed as dist
 
-    from rankscope.faults.injectors import INJECTORS
+    from .injectors import INJECTORS
 
     log = _HeldBack(rank)
     logger = logging.getLogger("rankscope")
