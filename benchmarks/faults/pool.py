@@ -128,8 +128,8 @@ class WorkerPool:
 
 
 def _is_echo(failure: str) -> bool:
-    """Return whether a failure rather follows from another rank's."""
-    return "did not finish" in failure or "onnection" in failure
+    """Return whether a failure may follow from another rank's, which has said why."""
+    return any(words in failure for words in ("did not finish", "died", "onnection"))
 
 
 def _work(rank: int, num_workers: int, store: str, pipe: Connection) -> None:
