@@ -12,10 +12,11 @@ DEMO_OUTPUT ?= demo
 # Packages are compiled as they are imported; with this set, anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
 
+FAULTS_FLAGS ?= --all
 FUZZ_FLAGS ?=
 MUTANTS_FLAGS ?=
 
-.PHONY: demo test check bench mutants fuzz field chaos gpu docs packaging format clean
+.PHONY: demo test check bench faults mutants fuzz field chaos gpu docs packaging format clean
 
 demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minutes on 2 cores
 	$(BIN)/rankscope demo --output $(DEMO_OUTPUT)-two-runs --overwrite
@@ -32,6 +33,9 @@ check: $(VENV)/.dev ## format, lint, strict types, import contract
 
 bench: $(VENV)/.dev ## ratios measured side by side in one run
 	$(BIN)/python benchmarks/bench.py
+
+faults: $(VENV)/.dev ## faults and healthy look-alikes in real trainings: what is found, in twenty minutes
+	$(BIN)/python -m benchmarks.faults $(FAULTS_FLAGS)
 
 mutants: $(VENV)/.dev $(VENV)/.s3 ## 400 small faults in rankscope's own code: which of them its tests notice
 	$(BIN)/python benchmarks/mutants.py $(MUTANTS_FLAGS)

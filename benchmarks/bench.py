@@ -14,7 +14,6 @@ from typing import Any
 
 import agent_cost
 import detection
-import evidence
 import gpu_page
 import in_turns
 import kernel
@@ -26,6 +25,8 @@ import steps
 import torch
 from harness import num_parameters, run_ranks
 from rich.console import Console
+
+import evidence
 
 ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, Any]

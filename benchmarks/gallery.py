@@ -12,13 +12,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from faults.bench import Bench, Score
+from faults.catalogue import Fault, catalogue, select
 from PIL import Image
 from rich.progress import track
 
 from rankscope import Finding, Run
 from rankscope.diagnose.causes import section_of
-from rankscope.faults.bench import Bench, Score
-from rankscope.faults.catalogue import Fault, catalogue, select
 from rankscope.web.document import png_of
 from rankscope.web.page import OWN_COLOURS, assessed, panel, run_view
 from rankscope.web.parts import Tables

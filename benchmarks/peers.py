@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from faults.catalogue import Hits, catalogue
 from tables import fill_table
 
 from rankscope import Run, Severity
-from rankscope.faults.catalogue import Hits, catalogue
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

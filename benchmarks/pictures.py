@@ -2,7 +2,7 @@
 
 ::
 
-    rankscope faults run H1 D5 D20 --keep pictures
+    python -m benchmarks.faults H1 D5 D20 --keep pictures
     python benchmarks/pictures.py pictures docs/assets
 """
 

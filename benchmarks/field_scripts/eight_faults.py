@@ -2,7 +2,7 @@
 
 ``benchmarks/peers.py`` starts it, in the environment of that tool. It reads what to do from the
 environment: ``PEERS_TOOL``, ``PEERS_FAULT``, ``PEERS_OUT``, ``PEERS_STEPS``, ``PEERS_WIDTH`` and
-``PEERS_SEED``. Ids of faults are those of ``src/rankscope/faults/catalogue.toml``.
+``PEERS_SEED``. Ids of faults are those of ``benchmarks/faults/catalogue.toml``.
 """
 
 import itertools

@@ -309,7 +309,7 @@ USES = (
         "torch._dynamo.eval_frame",
         "OptimizedModule _orig_mod",
         "capture.loss capture.names integrations.catch reduce.fixed_order session.wrapping"
-        " capture.canary.alone faults.pool study.preloaded",
+        " capture.canary.alone study.demo study.preloaded",
         "the model inside of a compiled one; what the compiler logs is kept out of the output",
         "a compiled model is not recognised, and watch refuses it",
     ),
@@ -371,13 +371,6 @@ USES = (
         "capture.taps.ddp_step reduce.bucket_means",
         "over how many workers a mean is taken in model.join()",
         "fixed_order, order_free and the tier exact refuse, or divide by the initial number",
-    ),
-    Use(
-        _DDP,
-        "_set_params_and_buffers_to_ignore_for_model",
-        "faults.injectors",
-        "to leave a parameter out of the reduction, as its users do",
-        "one fault of the bench fails",
     ),
     Use(
         _DDP,
@@ -495,13 +488,6 @@ USES = (
         "capture.taps.fsdp2_mesh",
         "the other axes of the mesh from which FSDP2's own was cut",
         "only the axes that placements of parameters name are known",
-    ),
-    Use(
-        f"{_FSDP}._fsdp_collectives",
-        "_get_gradient_divide_factors",
-        "faults.injectors",
-        "to inject the fault Y13",
-        "that fault cannot be injected",
     ),
     Use(
         "torch.distributed.pipelining.schedules._PipelineSchedule",

@@ -40,8 +40,15 @@ def test_a_healthy_training_and_one_whose_sampler_was_forgotten(call, tmp_path, 
 
 
 def test_a_training_that_fails_is_said(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "STEPS", 40)
-    monkeypatch.setattr(demo, "TRAININGS", {"unknown": "D99"})
+    monkeypatch.setattr(demo, "STEPS", "no number")
     code, _, err = call("demo", "--output", tmp_path / "demo")
     assert code == 2
-    assert "the training 'unknown' failed" in err
+    assert "the training failed: worker" in err
+    assert "ValueError" in (tmp_path / "demo" / "error.log").read_text()
+
+
+def test_a_directory_that_cannot_be_made_is_said(call, tmp_path):
+    (tmp_path / "file").touch()
+    code, _, err = call("demo", "--output", tmp_path / "file" / "demo")
+    assert code == 2
+    assert "cannot be written" in err

@@ -43,7 +43,7 @@ STUDY = {
 REPORT = {"--again", "--full", "--fail-on", "--format", "--html", "--json", "--no-html", "--output"}
 HELP = {"--help", "-h"}
 COMMANDS = {
-    *("study", "run", "report", "serve", "doctor", "replay", "diff", "numerics", "faults"),
+    *("study", "run", "report", "serve", "doctor", "replay", "diff", "numerics"),
     *("causes", "demo", "verify"),
 }
 
@@ -160,7 +160,6 @@ def test_as_a_module() -> None:
         (["study", "--reading", "both-of-them"], "Invalid value for '--reading'"),
         (["study", "--precision", "fp8"], "Invalid value for '--precision'"),
         (["report"], "Missing argument"),
-        (["faults"], "Missing command; see rankscope faults --help"),
         (["report", "x", "--fail-on", "never"], "Invalid value for '--fail-on'"),
     ],
 )

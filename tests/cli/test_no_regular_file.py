@@ -8,7 +8,6 @@ import pytest
 from torch import nn
 
 from fuzz.readers import forked
-from rankscope.cli.faults import _read_scores
 from rankscope.cli.numerics import RESULT_FILE, _write
 from rankscope.cli.replay_run import _load_checkpoint
 from rankscope.cli.run import _plan
@@ -26,7 +25,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
 READERS: dict[str, Callable[[Path], object]] = {
     "gradients.npz": read,
     "gradients.npy": read,
-    "scores.json": _read_scores,
     "model.pt": lambda path: _load_checkpoint(nn.Linear(1, 1), path),
     "model.safetensors": lambda path: _load_checkpoint(nn.Linear(1, 1), path),
     "data.json": lambda path: load_records(str(path)),

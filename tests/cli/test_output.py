@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankscope.cli import faults, main, study
+from rankscope.cli import main, study
 from rankscope.core.batches import PlainBatch
-from rankscope.core.finding import Finding, Severity
 from rankscope.errors import UsageError
-from rankscope.faults.bench import Score
-from rankscope.faults.catalogue import catalogue
 from rankscope.record.bundle import ReplayBundle, save_bundle
 from rankscope.study.config import StudyConfig
 from rankscope.study.launch import StudyInterrupted
@@ -96,7 +93,6 @@ def test_a_reader_that_has_gone_changes_nothing_in_other_commands(
     runs: Path, call: Call, closed: io.TextIOWrapper, tmp_path: Path
 ) -> None:
     assert call(closed, "diff", runs / "healthy", runs / "copied") == 1
-    assert call(closed, "faults", "list") == 0
     assert call(closed, *NUMBERS, "--json", "--output", tmp_path / "numbers") == 0
     assert (tmp_path / "numbers" / "numerics.json").is_file()
 
@@ -283,22 +279,6 @@ def test_the_path_of_a_bundle_cannot_control_the_terminal(
     assert "a [2J[bold]" in printed.getvalue()
 
 
-def test_what_a_fault_run_says_cannot_control_the_terminal(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault = catalogue()["D5"]
-    finding = Finding("rank-1", "c", Severity.ERROR, (1,), 0, 0, "\x1b[2J[bold]e", "")
-    problem = "[rank1]: \x1b[2J"
-    score = Score(fault, 2, 0, 3, True, 0, True, 1, True, (), (finding,), None, problem, 1.0)
-    monkeypatch.setattr(faults, "_run", lambda *_: [score])
-    for words in (["D5"], ["--all"]):
-        printed = io.StringIO()
-        monkeypatch.setattr(faults, "_runs", lambda *_, **__: [None])
-        assert call(printed, "faults", "run", *words) == 1
-        assert "\x1b" not in printed.getvalue()
-        assert "[rank1]:  [2J" in printed.getvalue()
-
-
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 FIRST = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}
 
@@ -310,7 +290,6 @@ FIRST = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}
         (["study", "--stepz", "3"], {"RANK": "1"}, True),  # no launcher has said so
         (["run"], {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, True),  # a node's number
         (["report"], TORCHRUN, True),
-        (["faults", "run", "--stepz", "3"], TORCHRUN, True),
         (["studi"], TORCHRUN, True),
         (["run"], FIRST, True),
         (["run"], {**FIRST, "SLURM_PROCID": "1"}, True),  # torchrun on node 1

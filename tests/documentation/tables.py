@@ -131,7 +131,7 @@ NOT_RUN = {
         'duckdb -c "select last_step, rank, loss_high from '
         "'RUN/rollups/64/*.parquet' order by loss_high desc limit 5\"",
     ): "run by tests/test_docs.py",
-    ("docs/metrics.md", "rankscope faults run H1 D5 D20 --keep pictures"): MINUTES,
+    ("docs/metrics.md", "python -m benchmarks.faults H1 D5 D20 --keep pictures"): BENCHMARK,
     ("docs/metrics.md", "python benchmarks/pictures.py pictures docs/assets"): BENCHMARK,
     ("docs/numerics.md", "rankscope numerics --output numerics"): MINUTES,
     ("docs/numerics.md", "rankscope numerics --training-steps 0"): MINUTES,

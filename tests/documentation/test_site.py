@@ -84,7 +84,6 @@ def test_every_command_is_in_the_reference(site):
     page = (site / "reference" / "cli.html").read_text()
     for command in app.registered_commands:
         assert f"rankscope {command.name or command.callback.__name__.rstrip('_')}" in page
-    assert "rankscope faults run" in page
     assert "--fail-on" in page
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.faults.mesh_faults import exchange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,6 @@ import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
 from rankscope.errors import UnsupportedError
-from rankscope.faults.mesh_faults import exchange
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.faults.mesh_faults import SequenceParallelNorm, sum_parts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import rankscope
 from rankscope import Run
-from rankscope.faults.mesh_faults import SequenceParallelNorm, sum_parts
 from rankscope.session import mesh_axes, opening, start
 from support.loops import collect_warnings
 from support.ranks import run_ranks

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.faults.mesh_faults import SequenceParallelNorm, sum_parts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,6 @@ from torch.distributed.pipelining import (
 import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.faults.mesh_faults import SequenceParallelNorm, sum_parts
 from rankscope.integrations import torchtitan
 from support.loops import collect_warnings
 from support.ranks import run_ranks

@@ -11,16 +11,13 @@ from rankscope.cli.output import JsonOption, plain, print_json, show, terminal
 from rankscope.cli.report import run_result
 from rankscope.cli.verdict import labelled, verdict_lines
 from rankscope.diagnose.assessment import assess
-from rankscope.errors import MissingExtraError, RunError, UsageError
+from rankscope.errors import MissingExtraError, UsageError
 from rankscope.record import Run
 from rankscope.web import write_comparison
 from rankscope.web.words import run_line, verdict_of
 
-TRAININGS = {"healthy": "H11", "forgotten-sampler": "D5"}
-"""The demo's runs, and the jobs of the fault bench that they are."""
-
+TRAININGS = ("healthy", "forgotten-sampler")
 WORKERS, STEPS = 2, 120
-_SECONDS = 300.0  # a training that takes longer counts as hung
 
 
 def demo(
@@ -64,23 +61,10 @@ def _prepare(output: Path, *, overwrite: bool) -> None:
 
 
 def _train(output: Path) -> dict[str, Run]:
-    """Run both trainings.
+    from rankscope.study.demo import train_both
 
-    Raises:
-        RunError: One did not end, or left no record.
-    """
-    from rankscope.faults.job import Trial
-    from rankscope.faults.pool import WorkerPool
-
-    runs = {}
-    with WorkerPool(WORKERS) as workers:
-        for name, job in TRAININGS.items():
-            outcome = workers.run(Trial(job, WORKERS, 0, STEPS, 0, output / name), _SECONDS)
-            if outcome.problem or not outcome.directories:
-                reason = outcome.problem.strip().rpartition("\n")[2] or "it left no record"
-                raise RunError(f"the training {name!r} failed: {reason}")
-            runs[name] = Run.open(output / name)
-    return runs
+    train_both(output, WORKERS, STEPS)
+    return {name: Run.open(output / name) for name in TRAININGS}
 
 
 def _show(run: Run) -> None:

@@ -16,7 +16,6 @@ from rankscope.cli.causes import causes
 from rankscope.cli.demo import demo
 from rankscope.cli.diff import diff
 from rankscope.cli.doctor import doctor
-from rankscope.cli.faults import faults
 from rankscope.cli.numerics import numerics
 from rankscope.cli.output import guarded_streams, printable, terminal
 from rankscope.cli.replay import replay
@@ -73,7 +72,6 @@ app.command(short_help="Run the batches again that a finding has saved.")(replay
 app.command(short_help="Say whether a reference step found the right gradient.")(verify)
 app.command(short_help="Say where two runs part, by how much, and why.")(diff)
 app.command(short_help="Measure what the order and the type of a sum change.")(numerics)
-app.add_typer(faults, short_help="List and run the fault bench: real faults on real ranks.")
 
 
 def _version(wanted: bool) -> None:

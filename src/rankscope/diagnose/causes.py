@@ -12,7 +12,7 @@ _INTRODUCTION = """\
 
 A section is named after the `cause` in `findings.jsonl`; a name without a dot (except
 `inconclusive`) is the `id` of a special case. Issue numbers are public reports of real jobs; the
-[fault catalogue](../src/rankscope/faults/catalogue.toml) has more. Evidence is
+[fault catalogue](../benchmarks/faults/catalogue.toml) has more. Evidence is
 [exact](evidence.md) or [statistical](statistics.md).
 """
 _HEAD = "| finding | meaning | evidence | severity |\n|---|---|---|---|"

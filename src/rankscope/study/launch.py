@@ -4,20 +4,22 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    record,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rankscope.errors import RankscopeError
-
-_PRELOADED = ["rankscope.study.preloaded"]
-"""What every worker imports: loaded once, in the process that all of them are forked from."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a study to stop: Ctrl-C, a scheduler, a closed terminal."""
@@ -36,7 +38,13 @@ def inside_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def launch(work: Callable[..., None], num_workers: int, *args: Any, error_log: Path) -> None:
+def launch(
+    work: Callable[..., None],
+    num_workers: int,
+    *args: Any,
+    error_log: Path,
+    preloaded: Sequence[str],
+) -> None:
     """Run ``work(*args)`` in ``num_workers`` processes under torch's elastic launcher.
 
     Args:
@@ -44,6 +52,8 @@ def launch(work: Callable[..., None], num_workers: int, *args: Any, error_log: P
         num_workers: Number of processes.
         args: Its arguments; they are pickled.
         error_log: Where the traceback of a worker that failed is written.
+        preloaded: Modules that every worker imports: loaded once, in the process that all of them
+            are forked from.
 
     Raises:
         WorkerFailedError: A worker raised or died.
@@ -64,10 +74,21 @@ def launch(work: Callable[..., None], num_workers: int, *args: Any, error_log: P
     )
     try:
         with _environment(num_workers), _quiet_launcher(), _signals_kept_from_children():
-            multiprocessing.set_forkserver_preload(_PRELOADED)
-            elastic_launch(config, work)(*args)
+            multiprocessing.set_forkserver_preload(list(preloaded))
+            elastic_launch(config, _begin)(work, *args)
     except ChildFailedError as error:
         raise WorkerFailedError(_describe(error, error_log)) from error
+
+
+def _begin(work: Callable[..., None], *args: Any) -> None:
+    """Run ``work(*args)`` in a started process; one of our errors ends it without a traceback."""
+    try:
+        _heed_signals()
+        record(work)(*args)
+    except (RankscopeError, KeyboardInterrupt):
+        sys.exit(1)
+    finally:
+        _ignore_signals()
 
 
 @contextmanager
@@ -93,7 +114,7 @@ def stopping_once() -> Iterator[None]:
 
 def interrupt_once(number: int, frame: FrameType | None) -> Any:
     """Handle a signal: raise KeyboardInterrupt, and ignore all further ones."""
-    ignore_signals()
+    _ignore_signals()
     raise KeyboardInterrupt
 
 
@@ -101,14 +122,14 @@ def _ignore(number: int, frame: FrameType | None) -> Any:
     """Do nothing. Python reports a signal that turns to SIG_IGN while it is being delivered."""
 
 
-def heed_signals() -> None:
+def _heed_signals() -> None:
     """Begin to heed signals in a process that :func:`launch` started, also those that waited."""
     for number in STOP_SIGNALS:
         signal.signal(number, interrupt_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def ignore_signals() -> None:
+def _ignore_signals() -> None:
     """Ignore signals that ask to stop, in a process that is about to end."""
     for number in STOP_SIGNALS:
         signal.signal(number, _ignore)

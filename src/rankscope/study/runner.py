@@ -80,8 +80,8 @@ def _run_here(config: StudyConfig, output: Path, *, resume: bool, overwrite: boo
     if todo:
         prepared = prepare(config)
         _begin(config, output, prepared, todo, overwrite=overwrite)
-        log = output / "error.log"
-        launch(worker.main, config.workers, config, output, prepared, todo, error_log=log)
+        work = (worker.main, config.workers, config, output, prepared, todo)
+        launch(*work, error_log=output / "error.log", preloaded=["rankscope.study.preloaded"])
     return _finish(config, output)
 
 

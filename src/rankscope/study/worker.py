@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,16 +27,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.core.step import StepReport
-from rankscope.errors import RankscopeError
 from rankscope.study.config import Combination, Precision, StudyConfig
 from rankscope.study.encoding import IGNORED, EncodedSet, draw_batches
-from rankscope.study.launch import heed_signals, ignore_signals, is_echo
+from rankscope.study.launch import is_echo
 from rankscope.study.models import LoadedModel, Prepared, load
 from rankscope.study.quiet import quiet_transformers, save_checkpoint
 
@@ -50,19 +47,7 @@ FLUSH_SECONDS = 2.0
 def main(
     config: StudyConfig, output: Path, prepared: Prepared, todo: Sequence[Combination]
 ) -> None:
-    """Entry point of a process that the launcher started; one of our errors ends it quietly."""
-    try:
-        heed_signals()
-        record(_main)(config, output, prepared, todo)
-    except (RankscopeError, KeyboardInterrupt):
-        sys.exit(1)
-    finally:
-        ignore_signals()
-
-
-def _main(
-    config: StudyConfig, output: Path, prepared: Prepared, todo: Sequence[Combination]
-) -> None:
+    """Train in a process that the launcher started."""
     device = join_process_group()
     try:
         run_combinations(config, output, prepared, todo, device)

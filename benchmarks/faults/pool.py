@@ -14,14 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rankscope.faults.job import Trial
+from .job import Trial
 
-_PRELOAD = [
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "rankscope.session.start",
-    "rankscope.faults.injectors",
-]
+_PRELOAD = ["torch._dynamo", f"{__package__}.injectors"]
 _SECONDS_TO_END = 5.0
 
 
@@ -133,8 +128,8 @@ class WorkerPool:
 
 
 def _is_echo(failure: str) -> bool:
-    """Return whether a failure rather follows from another rank's."""
-    return "did not finish" in failure or "onnection" in failure
+    """Return whether a failure may follow from another rank's, which has said why."""
+    return any(words in failure for words in ("did not finish", "died", "onnection"))
 
 
 def _work(rank: int, num_workers: int, store: str, pipe: Connection) -> None:
@@ -177,7 +172,7 @@ def _attempt(trial: Trial, rank: int) -> tuple[list[Path], list[str]] | str:
     """
     import torch.distributed as dist
 
-    from rankscope.faults.injectors import INJECTORS
+    from .injectors import INJECTORS
 
     log = _HeldBack(rank)
     logger = logging.getLogger("rankscope")

@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.faults.bench import Bench
+from benchmarks.faults.catalogue import UsageError, catalogue
+from benchmarks.faults.job import Trial
+from benchmarks.faults.pool import WorkerPool
 
 from rankscope import Run, Severity
 from rankscope.bus.columns import Table
-from rankscope.errors import UsageError
-from rankscope.faults.bench import Bench
-from rankscope.faults.catalogue import catalogue
-from rankscope.faults.job import Trial
-from rankscope.faults.pool import WorkerPool
 from rankscope.record.bundle import find_bundles
 
 pytestmark = pytest.mark.ranks

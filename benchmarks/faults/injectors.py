@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.faults import data_faults, healthy, loop_faults, mesh_faults
-from rankscope.faults.job import INJECTORS, Job, injects, seed_everything
-from rankscope.faults.model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
-from rankscope.private import Patch
+from . import data_faults, healthy, loop_faults, mesh_faults
+from .job import INJECTORS, Job, injects, seed_everything
+from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
 __all__ = ["INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults"]
 
@@ -147,7 +147,7 @@ class WrongDivideFactor(Job):
 
     def train(self) -> list[Path]:
         name = "_get_gradient_divide_factors"
-        with Patch(_fsdp_collectives, name, lambda _: forget_the_replicas):
+        with patch.object(_fsdp_collectives, name, forget_the_replicas):
             return super().train()
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-import rankscope
-from rankscope.faults.model import IGNORED, LENGTH, PAD, Batch, BenchCausalLM, load_samples
+from rankscope import watch
+
+from .model import IGNORED, LENGTH, PAD, Batch, BenchCausalLM, load_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +270,7 @@ class Job:
         for session in range(self.num_sessions):
             self.session = session
             batches = self.batches()
-            with rankscope.watch(
-                self.model, self.optimizer, run_dir=self.trial.run_dir, **options
-            ) as scope:
+            with watch(self.model, self.optimizer, run_dir=self.trial.run_dir, **options) as scope:
                 for step in self.steps_of(session):
                     self.step = step
                     self.train_step(batches)

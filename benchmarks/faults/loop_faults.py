@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankscope.faults.job import Job, injects
+from .job import Job, injects
 
 
 class LoopJob(Job):

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope import Finding, Run, Severity
-from rankscope.core.arrays import Floats
 from rankscope.diagnose.rules import ranked
-from rankscope.errors import UsageError
-from rankscope.faults.catalogue import Fault, FaultClass, Hits
-from rankscope.faults.injectors import INJECTORS
-from rankscope.faults.job import Trial
-from rankscope.faults.pool import Outcome, WorkerPool
+
+from .catalogue import Fault, FaultClass, Hits, UsageError
+from .injectors import INJECTORS
+from .job import Trial
+from .pool import Outcome, WorkerPool
 
 START = 20
 """The step at which a fault begins that can begin in the middle of a run."""
@@ -193,8 +193,10 @@ class Bench:
         yield path
 
 
-def steps_of(fault: Fault) -> int:
-    """Return how many steps a run of a fault has, unless it is said."""
+def steps_of(fault: Fault, *, full: bool = False) -> int:
+    """Return how many steps a run of a fault has, unless the user chooses."""
+    if full and fault.healthy:
+        return FULL_HEALTHY_STEPS
     return _STEPS.get(fault.fault_class, _STEPS_OF_OTHERS)
 
 
@@ -274,7 +276,7 @@ def lasting_shift(run: Run, worker: int, start: int) -> float | None:
     return max(sizes, default=None)
 
 
-def _shift_of(values_TW: Floats, worker: int) -> float | None:
+def _shift_of(values_TW: NDArray[np.float64], worker: int) -> float | None:
     values_TW = values_TW[np.isfinite(values_TW).all(axis=1)]
     others_TV = np.delete(values_TW, worker, axis=1)
     if not len(values_TW) or others_TV.shape[1] < _FEWEST_OTHERS:

@@ -5,11 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from rankscope.core.finding import Severity
-from rankscope.errors import UsageError
+from rankscope import Severity
+
+FILE = Path(__file__).with_name("catalogue.toml")
+
+
+class UsageError(Exception):
+    """What was asked for cannot be run."""
 
 
 class FaultClass(StrEnum):
@@ -85,8 +90,8 @@ class Fault:
 @cache
 def catalogue() -> Mapping[str, Fault]:
     """Return all faults and healthy look-alikes by id, in the order of the table."""
-    text = files("rankscope.faults").joinpath("catalogue.toml").read_text("utf-8")
-    return {name: _fault(name, entry) for name, entry in tomllib.loads(text).items()}
+    entries = tomllib.loads(FILE.read_text("utf-8"))
+    return {name: _fault(name, entry) for name, entry in entries.items()}
 
 
 def select(ids: list[str]) -> list[Fault]:
@@ -99,8 +104,7 @@ def select(ids: list[str]) -> list[Fault]:
     unknown = [name for name in ids if name.upper() not in known]
     if unknown:
         raise UsageError(
-            f"expected ids of the fault catalogue, got {', '.join(unknown)}; see rankscope "
-            "faults list"
+            f"expected ids of the fault catalogue, got {', '.join(unknown)}; see {FILE}"
         )
     return [known[name.upper()] for name in ids]
 

@@ -4,12 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks.faults.catalogue import Fault, FaultClass, UsageError, catalogue, select
+from benchmarks.faults.injectors import INJECTORS
 
-from rankscope.core.finding import Severity
+from rankscope import Severity
 from rankscope.diagnose.rules import RULES
-from rankscope.errors import UsageError
-from rankscope.faults.catalogue import Fault, FaultClass, catalogue, select
-from rankscope.faults.injectors import INJECTORS
 
 FAULTS = {
     "D": [1, 2, 4, 5, 6, 7, 8, 9, 11, 13, 14, 15, 16, 17, *range(19, 28)],
@@ -75,5 +74,5 @@ def test_faults_are_selected_by_id_in_the_order_given() -> None:
 
 
 def test_an_unknown_id_is_told() -> None:
-    with pytest.raises(UsageError, match="got X9; see rankscope faults list"):
+    with pytest.raises(UsageError, match=r"got X9; see .*catalogue\.toml"):
         select(["D1", "X9"])

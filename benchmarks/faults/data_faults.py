@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from rankscope.faults.job import Job, Trial, injects
-from rankscope.faults.model import IGNORED, VOCABULARY, WIDTH, Batch, BenchCausalLM
+from .job import Job, Trial, injects
+from .model import IGNORED, VOCABULARY, WIDTH, Batch, BenchCausalLM
 
 ALTERED = 0.15
 """Share of tokens that an augmentation replaces."""

@@ -11,8 +11,9 @@ import torch
 
 import rankscope
 from rankscope import Severity
-from rankscope.faults.bench import Score
-from rankscope.faults.catalogue import Fault, FaultClass
+
+from .bench import Score
+from .catalogue import Fault, FaultClass
 
 WITHIN = 150
 """Steps within which a statistical fault is to be detected."""
@@ -130,7 +131,7 @@ def markdown(
     parts = [
         "# The fault bench" + ("" if whole else f": {part}"),
         f"Written by `{command}`. {chosen} of the "
-        "catalogue (`src/rankscope/faults/catalogue.toml`, expectations written before the first "
+        "catalogue (`benchmarks/faults/catalogue.toml`, expectations written before the first "
         "run) is injected into a real training job on gloo ranks that `rankscope.watch` watches.",
         f"Workers: {_listed(workers)}. Seeds: {_listed(seeds)}. rankscope {rankscope.__version__}, "
         f"torch {torch.__version__}, numpy {np.__version__}, Python {platform.python_version()}."

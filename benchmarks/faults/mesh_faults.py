@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from rankscope.faults.job import Job, Trial, injects, seed_everything
-from rankscope.faults.model import IGNORED, LENGTH, WIDTH, Batch
+from .job import Job, Trial, injects, seed_everything
+from .model import IGNORED, LENGTH, WIDTH, Batch
 
 
 class MeshJob(Job):

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.faults.bench import Score, check, lasting_shift, read_events, score
+from benchmarks.faults.catalogue import UsageError, catalogue
+from benchmarks.faults.job import Trial
+from benchmarks.faults.pool import Outcome
+from benchmarks.faults.summary import markdown, shares
 
 from rankscope import Finding, Run, Severity
-from rankscope.errors import UsageError
-from rankscope.faults.bench import Score, check, lasting_shift, read_events, score
-from rankscope.faults.catalogue import catalogue
-from rankscope.faults.job import Trial
-from rankscope.faults.pool import Outcome
-from rankscope.faults.summary import markdown, shares
 from record.run_files import write
 from record.step_reports import make_report
 
@@ -144,13 +143,13 @@ def test_the_lasting_shift_is_in_standard_deviations(tmp_path):
 def test_the_page_shows_every_fault_and_judges_the_goals(tmp_path):
     good = scored(tmp_path / "a", T4, finding(23))
     bad = scored(tmp_path / "b", H1, finding(5, severity=Severity.WARNING))
-    page = markdown([good, bad], list(catalogue().values()), "rankscope faults run --all", 2)
+    page = markdown([good, bad], list(catalogue().values()), "faults --all", 2)
     assert page.startswith("# The fault bench\n")
     for fault in catalogue().values():
         assert f"| {fault.id} | {fault.mechanism} |" in page
     assert "| Exact faults: detected | 1 | 100% | ≥ 99% |" in page
     assert "| Healthy look-alikes: notes only | 1 | 0% | all, **missed** |" in page
-    assert "`rankscope faults run --all`" in page
+    assert "`faults --all`" in page
     by_name = {share.what: share for share in shares([good, bad])}
     assert by_name["Exact faults: worker named"].reached
     assert not by_name["Healthy look-alikes: notes only"].reached
@@ -159,12 +158,12 @@ def test_the_page_shows_every_fault_and_judges_the_goals(tmp_path):
 def test_the_page_of_a_selection_is_of_what_was_chosen(tmp_path):
     good = scored(tmp_path / "a", T4, finding(23))
     calm = scored(tmp_path / "b", H1)
-    page = markdown([calm], [H1], "rankscope faults run H1", 1, whole=False)
+    page = markdown([calm], [H1], "faults H1", 1, whole=False)
     assert page.startswith("# The fault bench: healthy look-alikes\n")
     assert f"| H1 | {H1.mechanism} | 1 | " in page
     assert "T4" not in page
     assert "Every fault" not in page
-    page = markdown([calm, good], [H1, T4], "rankscope faults run H1 T4", 2, whole=False)
+    page = markdown([calm, good], [H1, T4], "faults H1 T4", 2, whole=False)
     assert page.startswith("# The fault bench: a selection\n")
     assert page.index("| T4 |") < page.index("| H1 |")
 
@@ -173,7 +172,7 @@ def test_what_is_alike_in_all_rows_is_said_once(tmp_path):
     scores = [scored(tmp_path / "a", T4, finding(23)), scored(tmp_path / "b", T4, finding(26))]
     other = replace(T4, id="T0")
     scores.append(replace(scores[0], fault=other))
-    page = markdown(scores, [T4, other], "rankscope faults run T4 T0", 3, whole=False)
+    page = markdown(scores, [T4, other], "faults T4 T0", 3, whole=False)
     assert "In every row, problems: none, detected: 100%, worker: 100%, cause: 100%" in page
     assert f"| T4 | {T4.mechanism} | 2 | 4 |" in page
     assert f"| T0 | {T4.mechanism} | 1 | 3 |" in page

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rankscope.faults.data_faults import PaddedEpoch
-from rankscope.faults.job import Job, injects
-from rankscope.faults.model import IGNORED, LENGTH, PAD, VOCABULARY, WIDTH, Batch, BenchCausalLM
+from .data_faults import PaddedEpoch
+from .job import Job, injects
+from .model import IGNORED, LENGTH, PAD, VOCABULARY, WIDTH, Batch, BenchCausalLM
 
 
 @injects("H1")
