@@ -20,7 +20,6 @@ from rankscope.agent.layout import Layout
 from rankscope.agent.message import StepMessage, columns_of
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.audit import residuals_of_all
-from rankscope.core.direction import sum_shares
 from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.measured import Measured, measured_of
 from rankscope.core.own_reduction import reduced_between, undo_factor
@@ -174,7 +173,6 @@ class Assembly:
         known = [one for one in measured_W if one is not None]
         known_W = [one.gradient for one in known]
         residuals_WR = self._residuals(known_W) if layout.section_counts else None
-        has_gram = len(messages_W[0].gram) > 0
         return {
             "groups": layout.groups,
             "accumulator_changes_WG": _changes(known),
@@ -185,7 +183,6 @@ class Assembly:
             "group_sketches_WGK": (
                 np.stack([one.group_sketches_GK for one in known_W]) if layout.group_width else None
             ),
-            "gram_WW": sum_shares(np.stack([m.gram for m in messages_W])) if has_gram else None,
             "total_residuals_W": None if residuals_WR is None else residuals_WR[:, 0],
             "residuals_WG": None if residuals_WR is None else residuals_WR[:, 1:],
             "reduced_copies": layout.reduced_copies,

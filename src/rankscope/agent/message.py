@@ -34,7 +34,6 @@ _ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (
     ("digests_D", np.int64),
     ("numbers", np.float64),
     ("sizes", np.int64),
-    ("gram", np.float64),
     ("traced_digests_N", np.int64),
     ("traced_norms_N", np.float64),
     ("sketches", np.float32),
@@ -93,7 +92,6 @@ class StepMessage:
             without a valid measurement.
         sizes: How ``numbers`` and ``sketches`` are made up.
         sketches: Sketches of the gradient.
-        gram: This worker's part of the exact inner products, or empty.
         traced_digests_N: Digests of traced tensors, and beside them norms and sketches.
         names: What ``digests_D`` and traced tensors are called, as JSON, where that is new.
     """
@@ -113,7 +111,6 @@ class StepMessage:
     numbers: Floats = field(default_factory=_no_floats)
     sizes: Ints = field(default_factory=_no_ints)
     sketches: Floats32 = field(default_factory=_no_singles)
-    gram: Floats = field(default_factory=_no_floats)
     traced_digests_N: Ints = field(default_factory=_no_ints)
     traced_norms_N: Floats = field(default_factory=_no_floats)
     traced_sketches: Floats32 = field(default_factory=_no_singles)
@@ -127,7 +124,7 @@ class StepMessage:
     def without_gradient(self) -> None:
         """Leave the gradient out, where there is no room for it."""
         for name, dtype in _ARRAYS:
-            if name in ("numbers", "sizes", "sketches", "gram"):
+            if name in ("numbers", "sizes", "sketches"):
                 setattr(self, name, np.empty(0, dtype))
 
     def pack(self) -> bytes:

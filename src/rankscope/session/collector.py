@@ -34,7 +34,6 @@ from rankscope.capture.state.exact_evidence import NoEvidence
 from rankscope.capture.state.trace import PendingTrace
 from rankscope.capture.taps.tap import BothSee
 from rankscope.core.governor import Intervals
-from rankscope.reduce.exact import pack_share
 from rankscope.session.canary import LiveCanary
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
@@ -78,8 +77,6 @@ class StepCollector:
         self._new_losses = partial(LossMeter, shifted=instruments.shifted_labels)
         self._knows_optimizer, self._warned = optimizer is not None, False
         self.intervals = Intervals(instruments.every)
-        make_exact = instruments.make_exact
-        self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
         self._send, self._take_read_seconds = send, instruments.take_read_seconds
         self._canary, self._module = canary, instruments.module
@@ -280,8 +277,6 @@ class StepCollector:
             self._trace.begin_step(self.step, paused=self.paused)
         due = self.step % self.intervals.interval_at(self.step) == 0
         measure = due and not self.paused
-        if self._exact is not None:
-            self._exact.measure = measure
         self._tap.begin_forward(measure=measure, bypassed=bypassed)
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
@@ -388,8 +383,6 @@ class StepCollector:
         self._evidence.remove()
         if self._replicas is not None:
             self._replicas.close()
-        if self._exact is not None:
-            self._exact.release()
 
     def _forget(self) -> None:
         """Begin the step anew."""
@@ -496,8 +489,7 @@ class StepCollector:
 
     def _collect_gradient(self) -> GradientTransfer | None:
         measured = self._tap.collect()
-        gram = None if self._exact is None else self._exact.take_gram()
-        if measured is None or (self._exact is not None and gram is None):
+        if measured is None:
             return None
         return GradientTransfer(
             measured,
@@ -505,5 +497,4 @@ class StepCollector:
             group_width=self._layout.group_width,
             section_counts=self._layout.section_counts,
             audit_width=self._layout.audit_width,
-            gram=None if gram is None else pack_share(gram),
         )
