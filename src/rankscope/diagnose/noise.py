@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.core.arrays import Floats, Ints
-from rankscope.core.block_ratio import BlockRatio, Estimate, ratio_of_sums
+from rankscope.core.block_ratio import Estimate, block_sums, ratio_of_sums
 from rankscope.core.noise_scale import NoiseOfSteps, micro_shares, noise_of_steps, noise_scale
 from rankscope.core.norm_null import MIN_WORKERS, stds_of_norms
 from rankscope.core.signals import Table
@@ -241,9 +241,7 @@ def _unless_zero(values_T: Floats) -> Floats:
 
 
 def _ratio(numerators_T: Floats, denominators_T: Floats, *, root: bool = False) -> Estimate:
-    blocks = BlockRatio()
-    blocks.add_many(numerators_T, denominators_T)
-    return ratio_of_sums(blocks.sums(), root=root)
+    return ratio_of_sums(block_sums(numerators_T, denominators_T), root=root)
 
 
 def _numbers(name: str, estimate: Estimate) -> dict[str, float | None]:
