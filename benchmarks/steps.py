@@ -38,7 +38,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sketch": {"tier": "sketch"},
     "sketch, without the audit": {"tier": "sketch", "reduced": "norm"},
     "sketch without exact evidence": {"tier": "sketch", "evidence": False},
-    "exact": {"tier": "exact"},
     "sketch and traces": {"tier": "sketch", "trace": True},
 }
 """What ``watch`` is asked for."""

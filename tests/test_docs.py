@@ -38,7 +38,7 @@ NO_COLUMNS = {
 }
 """What else the pages on causes and evidence write like a column: numbers of findings, and options
 of torch and others."""
-TIER_ROWS = ("`scalars`", "`sketch`", "`exact`")
+TIER_ROWS = ("`scalars`", "`sketch`")
 
 
 def section(page, title):
@@ -199,13 +199,12 @@ def message(tier, num_workers, num_groups):
         numbers=np.ones(sum(numbers.values())),
         sizes=np.array(sizes_of(numbers, widths, norm_estimated=False)),
         sketches=np.ones(sum(widths.values()), np.float32),
-        gram=np.ones(num_workers * (num_workers + 1) // 2 if tier == "exact" else 0),
     )
 
 
 def test_bytes_of_the_tiers():
     tiers = [row for row in table_rows(section(TIERS, "Bytes")) if row[0] in TIER_ROWS]
-    assert len(tiers) == 3
+    assert len(tiers) == 2
     for name, *cells in tiers:
         sizes = []
         for num_workers in (8, 64):

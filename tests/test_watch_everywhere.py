@@ -26,11 +26,7 @@ from support.ranks import run_ranks
 
 STEPS, WIDTH, RANKS = 3, 1021, 4
 WRAPPERS = ["DDP", "replicate", "FSDP2", "replicate by FSDP2", "HSDP"]
-CASES = [
-    *((wrapper, tier) for wrapper in WRAPPERS for tier in ("scalars", "sketch")),
-    ("DDP", "exact"),
-    ("replicate", "exact"),
-]
+CASES = [(wrapper, tier) for wrapper in WRAPPERS for tier in ("scalars", "sketch")]
 
 
 def wrap(kind):
@@ -169,7 +165,7 @@ class TestWhatIsRecorded:
             assert run.table(Table.PAIRS).num_rows == 0
             return
         _, cosines_TWW = run.cosines()
-        within = 1e-5 if case[1] == "exact" else 5 / WIDTH**0.5
+        within = 5 / WIDTH**0.5
         for cosines_WW, step in zip(cosines_TWW, steps, strict=True):
             np.testing.assert_allclose(cosines_WW, cosines_of(whole(step)), atol=within)
 
@@ -228,26 +224,32 @@ def test_deepspeed_from_the_engine_to_the_record(tmp_path):
 
 
 def accumulate(rank, folder):
-    for tier in ("scalars", "exact"):
-        model = DistributedDataParallel(make_model(dropout=0.0))
-        with rankscope.watch(model, run_dir=f"{folder}/{tier}", tier=tier, overhead_budget=None):
-            for step in range(STEPS):
-                for micro in range(3):
-                    with model.no_sync() if micro < 2 else contextlib.nullcontext():
-                        (model(**make_batch(rank, 3 * step + micro))["loss"] / 3).backward()
-                model.zero_grad()
+    """Train with micro-batches; return each step's gradient, as one process computes it."""
+    model = DistributedDataParallel(make_model(dropout=0.0))
+    gradients = []
+    with rankscope.watch(model, run_dir=f"{folder}/run", tier="scalars", overhead_budget=None):
+        for step in range(STEPS):
+            batches = [make_batch(rank, 3 * step + micro) for micro in range(3)]
+            parts = [local_gradient(parameters_of(model), batch) for batch in batches]
+            gradients.append({name: sum(part[name] for part in parts) / 3 for name in parts[0]})
+            for micro, batch in enumerate(batches):
+                with model.no_sync() if micro < 2 else contextlib.nullcontext():
+                    (model(**batch)["loss"] / 3).backward()
+            model.zero_grad()
+    return gradients
 
 
-def test_scalars_say_under_accumulation_what_inner_products_say(tmp_path):
-    run_ranks(accumulate, 2, str(tmp_path))
-    scalars, exact = (
-        Run.open(tmp_path / tier).columns(Table.STEPS, "cosine_weighted", "grad_norm_std")
-        for tier in ("scalars", "exact")
-    )
-    rest_TW = Run.open(tmp_path / "scalars").per_worker("cosine_rest")[1]  # of two, the pair's
-    np.testing.assert_array_equal(rest_TW, scalars["cosine_weighted"][:, None].repeat(2, axis=1))
-    np.testing.assert_allclose(scalars["cosine_weighted"], exact["cosine_weighted"], atol=1e-6)
-    np.testing.assert_allclose(scalars["grad_norm_std"], exact["grad_norm_std"], rtol=1e-6)
+def test_scalars_are_exact_under_accumulation(tmp_path):
+    ranks = run_ranks(accumulate, 2, str(tmp_path))
+    run = Run.open(tmp_path / "run")
+    found = run.columns(Table.STEPS, "cosine_weighted", "grad_norm_std")
+    rest_TW = run.per_worker("cosine_rest")[1]  # of two, the pair's
+    np.testing.assert_array_equal(rest_TW, found["cosine_weighted"][:, None].repeat(2, axis=1))
+    steps = [whole([rank[step] for rank in ranks]) for step in range(STEPS)]
+    exact = [cosines_of(step)[0, 1] for step in steps]  # of one pair, weighted or not
+    np.testing.assert_allclose(found["cosine_weighted"], exact, atol=1e-6)
+    spreads = [np.linalg.norm(step, axis=1).std() for step in steps]
+    np.testing.assert_allclose(found["grad_norm_std"], spreads, rtol=1e-5)
 
 
 def refused(rank, folder):
@@ -268,8 +270,9 @@ def refused(rank, folder):
 def test_what_cannot_work_is_refused_in_one_sentence(tmp_path):
     messages = run_ranks(refused, 1, str(tmp_path))[0]
     exact, tier, scalars, groups = messages
-    assert "the exact tier needs a model in DistributedDataParallel" in exact
-    assert "tier must be one of 'scalars', 'sketch', 'exact', got 'everything'" in tier
+    assert exact.startswith("the tier 'exact' was removed: use tier='sketch'")
+    assert "rankscope.fixed_order(model)" in exact
+    assert "tier must be one of 'scalars', 'sketch', got 'everything'" in tier
     assert "the scalars tier reads reduced='norm', got 'off'" in scalars
     assert "groups must be" in groups
     assert not (tmp_path / "run").exists()

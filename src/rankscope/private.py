@@ -363,14 +363,14 @@ USES = (
         "_comm_hooks _get_ddp_logging_data",
         "capture.state.training_facts capture.taps.ddp_step reduce.bucket_means reduce.order_free",
         "whether, and in which hook, something else reduces",
-        "the run's facts name no hook; fixed_order, order_free and the tier exact refuse",
+        "the run's facts name no hook; fixed_order and order_free refuse",
     ),
     Use(
         _DDP,
         "_join_config _divide_by_initial_world_size",
         "capture.taps.ddp_step reduce.bucket_means",
         "over how many workers a mean is taken in model.join()",
-        "fixed_order, order_free and the tier exact refuse, or divide by the initial number",
+        "fixed_order and order_free refuse, or divide by the initial number",
     ),
     Use(
         _DDP,

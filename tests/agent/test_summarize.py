@@ -173,24 +173,6 @@ def test_without_the_reduced_norm_there_is_no_cosine():
     assert math.isnan(report.grad_norm_reduced)
 
 
-@given(st.integers(2, 7), st.integers(0, 2**32 - 1))
-def test_exact_inner_products_win_over_sketches(num_workers, seed):
-    rows = vectors(num_workers, seed)
-    others = vectors(num_workers, seed + 1).astype(np.float32)
-    report = summarize(
-        gathered(num_workers, sketches_WK=others, measured={"gram_WW": rows @ rows.T})
-    )
-    units = rows / np.linalg.norm(rows, axis=1)[:, None]
-    cosines_WW = units @ units.T
-    pairs = cosines_WW[np.triu_indices(num_workers, 1)]
-    np.testing.assert_allclose(report.cosines_WW, cosines_WW, atol=1e-12)
-    np.testing.assert_allclose(report.cosine_mean, pairs.mean(), atol=1e-12)
-    np.testing.assert_allclose(report.cosine_min, pairs.min(), atol=1e-12)
-    np.testing.assert_allclose(report.cosine_weighted, weighted_cosine(rows), atol=1e-12)
-    expected_W = [rest_cosine(rows, i) for i in range(num_workers)]
-    np.testing.assert_allclose(report.derived["cosine_rest"], expected_W, atol=1e-9)
-
-
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_each_group_is_compared_with_the_same_group_of_the_others(num_workers, num_groups, seed):
     rows_WGK = np.stack(

@@ -1,7 +1,6 @@
 """What arrives on the host of a measured gradient, against the gradient itself in float64."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -43,14 +42,13 @@ def measure(gradient, meter=Sketcher, sections=None):
     return totals
 
 
-def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0, gram=None):
+def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0):
     handover = GradientTransfer(
         measured,
         sketch_width=sketch,
         group_width=group,
         section_counts=() if sections is None else sections.counts,
         audit_width=audit,
-        gram=gram,
     )
     assert handover.ready
     return read(handover, sections)
@@ -60,8 +58,7 @@ def read(handover, sections=None):
     """Return what the agent reads in a message."""
     message = StepMessage.unpack(b"".join(pack_step(0, 0.0, 0, handover.read().arrays)))
     counts = () if sections is None else sections.counts
-    handed = measured_of(message.numbers, message.sketches, message.sizes, counts)
-    return handed._replace(gradient=replace(handed.gradient, gram=message.gram))
+    return measured_of(message.numbers, message.sketches, message.sizes, counts)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +107,6 @@ def test_norms_largest_and_sketches():
         handed.gradient.group_sketches_GK, fold(totals.sketches, NARROW), **CLOSE
     )
     assert handed.gradient.sketch_K.dtype == handed.gradient.group_sketches_GK.dtype == np.float32
-    assert handed.gradient.gram.shape == (0,)
     assert handed.gradient.audit is None
 
 
@@ -226,12 +222,6 @@ def test_what_happened_between_micro_batches():
     assert "accumulator_change" not in hand_over(LocalGradient(totals)).values
 
 
-def test_exact_inner_products_keep_float64():
-    gram = torch.tensor([1.0 + 2**-40, 2.0, 3.0], dtype=torch.float64)
-    handed = hand_over(LocalGradient(measure(make_gradient())), gram=gram)
-    assert handed.gradient.gram.tolist() == gram.tolist()
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_handed_over_as_it_is(poison):
     gradient = make_gradient()
@@ -250,21 +240,16 @@ def test_what_is_measured_later_does_not_reach_a_handover_on_its_way():
     gradient = make_gradient()
     sketcher = Sketcher(CPU, GROUPS, WIDTH)
     totals = measure(gradient)
-    gram = torch.ones(3, dtype=torch.float64)
-    expected = hand_over(LocalGradient(totals), gram=gram)
-    on_its_way = GradientTransfer(
-        LocalGradient(totals), sketch_width=WIDTH, group_width=NARROW, gram=gram
-    )
+    expected = hand_over(LocalGradient(totals))
+    on_its_way = GradientTransfer(LocalGradient(totals), sketch_width=WIDTH, group_width=NARROW)
     totals.reset()
     sketcher.measure("head.bias", torch.full((5,), math.nan), totals)
-    gram.zero_()
     handed = read(on_its_way)
     assert handed.values["grad_norm"] == expected.values["grad_norm"]
     np.testing.assert_array_equal(handed.gradient.sketch_K, expected.gradient.sketch_K)
     np.testing.assert_array_equal(
         handed.gradient.group_sketches_GK, expected.gradient.group_sketches_GK
     )
-    assert handed.gradient.gram.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

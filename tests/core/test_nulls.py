@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.core.block_ratio import BlockRatio, ratio_of_sums
+from rankscope.core.block_ratio import block_sums, ratio_of_sums
 from rankscope.core.dispersion import expected_std, population_std, weighted_mean_and_sem
 
 NAN = float("nan")
@@ -83,10 +83,7 @@ def test_expected_std_by_hand_and_without_enough_workers():
 
 def dispersion_ratio(observed_stds, expected_stds):
     """Return observed over expected dispersion, over steps where both are finite."""
-    blocks = BlockRatio()
-    for observed, expected in zip(observed_stds, expected_stds, strict=True):
-        blocks.add(observed**2, expected**2)
-    return ratio_of_sums(blocks.sums(), root=True).value
+    return ratio_of_sums(block_sums(observed_stds**2, expected_stds**2), root=True).value
 
 
 def test_ratio_by_hand_and_without_a_null():

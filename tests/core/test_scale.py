@@ -7,7 +7,6 @@ import pytest
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.core.direction import gram
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.core.weighting import undo_common_scale
 from rankscope.evidence import columns_of
@@ -58,7 +57,6 @@ def seen_by_hooks(factors_WM):
         groups=tuple(f"layers.{group}" for group in range(G)),
         group_norms_WG=np.linalg.norm(narrow_WGN, axis=2) * np.abs(scales_W)[:, None],
         group_sketches_WGK=(narrow_WGN * scales_W[:, None, None]).astype(np.float32),
-        gram_WW=gram(local_WK),
         reduced_products_W=local_WK @ local_WK.mean(axis=0),
         residuals_WG=np.full((W, G), 0.1),
         total_residuals_W=np.full(W, 0.1),
@@ -88,7 +86,6 @@ def test_gradients_are_those_of_the_loss_as_it_is(factors):
     np.testing.assert_allclose(undone.workers["grad_max"], np.abs(true_WK).max(axis=1), rtol=1e-12)
     np.testing.assert_allclose(undone.workers["reduced_norm"], np.linalg.norm(mean_K), rtol=1e-12)
     np.testing.assert_allclose(undone.sketches_WK, sign * true_WK, rtol=FLOAT32)
-    np.testing.assert_allclose(undone.gram_WW, true_WK @ true_WK.T, rtol=1e-10)
     np.testing.assert_allclose(undone.reduced_products_W, true_WK @ mean_K, rtol=1e-9)
     np.testing.assert_allclose(undone.group_sketches_WGK, sign * narrow_WGN, rtol=FLOAT32)
     np.testing.assert_allclose(
@@ -105,7 +102,7 @@ def test_gradients_are_those_of_the_loss_as_it_is(factors):
 def test_nothing_else_changes_and_the_input_stays():
     step, *_ = seen_by_hooks(ALIKE["a scaler"])
     before = {name: values.copy() for name, values in step.workers.items()}
-    sketches_WK, gram_WW = step.sketches_WK.copy(), step.gram_WW.copy()
+    sketches_WK = step.sketches_WK.copy()
     undone = undo_common_scale(step)
     for name, values in before.items():
         np.testing.assert_array_equal(step.workers[name], values)
@@ -113,7 +110,6 @@ def test_nothing_else_changes_and_the_input_stays():
             np.testing.assert_array_equal(undone.workers[name], values)
             assert undone.workers[name].dtype == values.dtype
     np.testing.assert_array_equal(step.sketches_WK, sketches_WK)
-    np.testing.assert_array_equal(step.gram_WW, gram_WW)
     for name in ("sketches_WK", "group_sketches_WGK"):
         assert getattr(undone, name).dtype == np.float32
     for name in ("step", "time", "samples", "micro_losses", "micro_weights", "groups"):
@@ -180,7 +176,6 @@ def test_what_some_workers_measured_in_a_step_that_others_missed_is_undone_too()
         sketches_WK=None,
         group_norms_WG=None,
         group_sketches_WGK=None,
-        gram_WW=None,
         residuals_WG=None,
     )
     undone = undo_common_scale(step)
@@ -192,9 +187,9 @@ def test_what_some_workers_measured_in_a_step_that_others_missed_is_undone_too()
 
 def test_what_was_not_measured_stays_so():
     step, true_WK, *_ = seen_by_hooks(ALIKE["a scaler"])
-    step = replace(step, sketches_WK=None, group_sketches_WGK=None, gram_WW=None)
+    step = replace(step, sketches_WK=None, group_sketches_WGK=None)
     undone = undo_common_scale(step)
-    assert undone.sketches_WK is undone.group_sketches_WGK is undone.gram_WW is None
+    assert undone.sketches_WK is undone.group_sketches_WGK is None
     np.testing.assert_allclose(
         undone.workers["grad_norm"], np.linalg.norm(true_WK, axis=1), rtol=1e-12
     )

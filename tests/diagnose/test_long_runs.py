@@ -3,15 +3,13 @@
 import math
 import shutil
 from dataclasses import astuple
-from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope.agent.summarize import summarize
-from rankscope.core.block_ratio import BlockRatio
 from rankscope.core.noise_scale import noise_of_steps
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose import assessment, noise
@@ -21,7 +19,6 @@ from record.step_reports import local_values
 
 W, STEPS, MICRO = 4, 300, 3
 untimed = settings(deadline=None, max_examples=60)
-NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-4, 4)
 
 
 def gathered(step, rng):
@@ -131,23 +128,6 @@ def test_steps_of_which_there_are_too_many_are_chosen_evenly(path, monkeypatch):
 
 
 # The same numbers as before ----------------------------------------------------------------------
-
-
-@untimed
-@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=40), st.integers(1, 400), st.randoms())
-@example([(0.0, -0.0)], 1, Random(0))
-def test_many_steps_at_once_give_the_bits_of_one_after_the_other(pairs, repeats, random):
-    steps = [*(pairs * repeats)][:6000]
-    one, many = BlockRatio(), BlockRatio()
-    while steps:
-        count = random.randint(1, len(steps))
-        part, steps = steps[:count], steps[count:]
-        with np.errstate(all="ignore"):
-            for pair in part:
-                one.add(*pair)
-            many.add_many(*np.array(part).T)
-        assert (many.complete, many.length) == (one.complete, one.length)
-        assert many.sums().tobytes() == one.sums().tobytes()
 
 
 @untimed

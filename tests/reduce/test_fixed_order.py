@@ -18,7 +18,7 @@ from rankscope.errors import UnsupportedError
 from rankscope.reduce.bucket_means import BucketMeans
 from rankscope.reduce.reduction import OrderedMean
 from support.benchmarks import load_benchmark
-from support.exact import PLAIN, flat_gradient, gather_rows, local_gradient, make_ddp
+from support.ddp import PLAIN, flat_gradient, gather_rows, local_gradient, make_ddp
 from support.fixed_order import in_order, rounded
 from support.fsdp2_modes import mode_named
 from support.fsdp2_training import start
@@ -79,9 +79,7 @@ WATCHED = {
     "alone": {},
     "scalars": {"tier": "scalars"},
     "sketch": {"tier": "sketch", "reduced": "sketch"},
-    "exact": {"tier": "exact", "reduced": "sketch"},
-    "exact first": {"tier": "exact", "reduced": "sketch"},
-    "exact only": {"tier": "exact", "reduced": "sketch"},
+    "sketch first": {"tier": "sketch", "reduced": "sketch"},
 }
 
 
@@ -93,11 +91,11 @@ def train_watched(rank: int, name: str, run_dir: str) -> dict[str, Any]:
     model, ddp, optimizer = make_ddp(PLAIN)
     options = {"run_dir": run_dir, "overhead_budget": None, **WATCHED[name]}
     scope = None
-    if name not in ("exact first", "exact only"):
+    if name != "sketch first":
         rankscope.fixed_order(ddp)
     if name != "alone":
         scope = rankscope.watch(ddp, optimizer, **options)
-    if name == "exact first":
+    if name == "sketch first":
         rankscope.fixed_order(ddp)
     norms = []
     for step in range(STEPS):
@@ -132,21 +130,21 @@ class TestWatchedDDP:
         }
         assert seen == pytest.approx(expected, rel=1e-5)
 
-    @pytest.mark.parametrize("name", ["sketch", "exact", "exact first", "exact only"])
+    @pytest.mark.parametrize("name", ["sketch", "sketch first"])
     def test_has_the_residual_of_an_fp32_sum(self, watched, name):
         run_dir, _ = watched
         rows = rankscope.Run.open(Path(run_dir) / name).table(Table.STEPS).to_pylist()
         assert len(rows) == STEPS
         assert all(0 < row["reduction_residual"] < 5e-7 for row in rows)
 
-    @pytest.mark.parametrize("name", ["exact", "exact first"])
-    def test_has_the_same_inner_products_in_either_order_of_calls(self, watched, name):
+    def test_has_the_same_cosines_in_either_order_of_calls(self, watched):
         run_dir, _ = watched
-        tables = [
-            rankscope.Run.open(Path(run_dir) / n).table(Table.PAIRS) for n in (name, "exact only")
-        ]
-        assert tables[0].column("cosines") == tables[1].column("cosines")
-        assert len(tables[0]) == STEPS
+        before, after = (
+            rankscope.Run.open(Path(run_dir) / name).table(Table.PAIRS)
+            for name in ("sketch", "sketch first")
+        )
+        assert before.column("cosines") == after.column("cosines")
+        assert len(before) == STEPS
 
 
 def run_out_of_data(rank: int, fixed: bool, by_initial: bool) -> list[bytes | float]:
@@ -230,7 +228,17 @@ def refuse(rank: int) -> dict[str, str]:
     sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 3, sparse=True)))
     hooked = DistributedDataParallel(nn.Linear(3, 3))
     hooked.register_comm_hook(None, lambda state, bucket: None)
+    native = DistributedDataParallel(nn.Linear(3, 3))
+    native._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    waiting = nn.Linear(3, 3)
+    delayed = DistributedDataParallel(
+        waiting,
+        delay_all_reduce_named_params=[("bias", waiting.bias)],
+        param_to_hook_all_reduce=waiting.weight,
+    )
     messages = {
+        "got delay_all_reduce_named_params": refused(delayed),
+        "one that has a hook": refused(native),
         "got Linear": refused(nn.Linear(3, 3)),
         "got an embedding with sparse=True": refused(sparse),
         "got complex parameters": refused(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
+import rankscope
 from rankscope import Run
 from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.diagnose.stragglers import WARM_UP, WINDOW
@@ -88,8 +89,9 @@ def compress(run_dir: str, rank: int) -> list[str]:
     return loop.warnings
 
 
-def reduce_exactly(run_dir: str, rank: int) -> list[str]:
-    loop = Loop(rank, run_dir, tier="exact")
+def reduce_in_order(run_dir: str, rank: int) -> list[str]:
+    loop = Loop(rank, run_dir)
+    rankscope.fixed_order(loop.ddp)
     for step in range(STEPS):
         loop.step(step)
     loop.close()
@@ -107,7 +109,7 @@ def train_all(rank: int, folder: str) -> list[str]:
         ("raised", raise_once),
         ("joined", join_late),
         ("hook", compress),
-        ("exact", reduce_exactly),
+        ("fixed order", reduce_in_order),
     ):
         warnings += work(f"{folder}/{name}", rank)
     if DistributedDataParallel._sync_buffers is not untouched:
@@ -171,7 +173,7 @@ def test_from_a_join_on_nothing_is_known(trained):
     assert known_TW.tolist() == [[False] * 3, [True] * 3, *[[False] * 3] * 5]
 
 
-@pytest.mark.parametrize("name", ["hook", "exact"])
+@pytest.mark.parametrize("name", ["hook", "fixed order"])
 def test_with_a_communication_hook_nothing_is_known(trained, name):
     """It may wait inside the backward pass."""
     assert np.isnan(busy(trained, name)).all()

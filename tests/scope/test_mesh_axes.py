@@ -145,7 +145,7 @@ def faults(folder: Path, case: str, told_in: str = "run") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["healthy", "one group is watched"])
+@pytest.mark.parametrize("case", ["healthy", "rounding", "one group is watched"])
 def test_replicas_that_agree_or_are_not_known_are_not_mentioned(folder, case):
     assert faults(folder, case) == {}
 
@@ -193,11 +193,3 @@ def test_replicas_that_begin_with_other_values_are_found(folder):
     [finding] = found.values()
     assert (str(finding.severity), finding.first_step) == ("error", 0)
     assert finding.evidence["parameters"] == ["2.weight", "2.bias"]
-
-
-def test_replicas_that_differ_as_rounding_explains_are_a_note(folder):
-    found = faults(folder, "rounding")
-    assert list(found) == ["state.replicas_differ:tp"]
-    [finding] = found.values()
-    assert str(finding.severity) == "note"
-    assert 0 < finding.evidence["apart"] < 1e-4

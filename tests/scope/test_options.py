@@ -53,7 +53,7 @@ def test_what_cannot_be_meant_is_refused(options, named, said):
 
 
 def test_what_is_read_of_the_reduced_gradient_follows_from_the_tier():
-    assert [WatchOptions().reads(tier) for tier in Tier] == ["norm", "sketch", "sketch"]
+    assert [WatchOptions().reads(tier) for tier in Tier] == ["norm", "sketch"]
     assert WatchOptions(reduced="off").reads(Tier.SKETCH) == "off"
     with pytest.raises(UsageError, match="the scalars tier reads reduced='norm', got 'off'"):
         WatchOptions(reduced="off").reads(Tier.SCALARS)

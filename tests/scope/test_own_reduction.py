@@ -250,7 +250,6 @@ def refusals(rank, folder):
         "alone": (model, optimizer, {"process_group": alone}),
         "DataParallel": (DataParallel(model), optimizer, {}),
         "wrapped inside": (inside, optimizer, {}),
-        "exact": (model, optimizer, {"tier": "exact"}),
         "trace": (model, optimizer, {"trace": True}),
     }
     said = {}
@@ -353,7 +352,6 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence(trained):
         "alone": "UnsupportedError: watch() expected several workers, got Linear",
         "DataParallel": "got DataParallel; pass what the training calls",
         "wrapped inside": "got Sequential, of which DistributedDataParallel wraps a part",
-        "exact": "got Linear",
         "trace": "UnsupportedError: trace=True expected a model under DDP",
     }
     for *_, said in trained[0]:

@@ -38,7 +38,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "unused": {"branch": True, "ddp": {"find_unused_parameters": True}},
     "every second step": {"every": 2},
     "without evidence": {"evidence": False, "tier": "scalars"},
-    "exact tier": {"tier": "exact"},
 }
 
 
@@ -90,7 +89,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
 
 
 def train_untraced(rank: int) -> dict[str, Any]:
-    return {way: train(rank, way, None)["bits"] for way in WAYS if way != "exact tier"}
+    return {way: train(rank, way, None)["bits"] for way in WAYS}
 
 
 @pytest.fixture(scope="module")

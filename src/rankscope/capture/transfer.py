@@ -8,7 +8,6 @@ from ctypes import byref, c_char
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +38,6 @@ class GradientTransfer:
         section_counts: How many rows of the totals each group has, where the reduction is audited;
             empty: one.
         audit_width: Numbers in each section's sketch for the audit; 0 without.
-        gram: This worker's part of the exact inner products ``[W(W+1)/2]``, in the exact tier.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class GradientTransfer:
         group_width: int,
         section_counts: tuple[int, ...] = (),
         audit_width: int = 0,
-        gram: Tensor | None = None,
     ) -> None:
         totals, micro = measured.totals, measured.micro_squared_norms
         self._form = _form(
@@ -70,20 +67,16 @@ class GradientTransfer:
             self._content = self._form.gather(measured)
         else:
             self._copies = _copies(measured, self._form.folding)
-        self._gram = None if gram is None else HostCopy(gram)
 
     @property
     def ready(self) -> bool:
         """Whether everything is on the host."""
-        arrived = all(copy.ready for copy in self._copies) if self._copies else True
-        return arrived and (self._gram is None or self._gram.ready)
+        return all(copy.ready for copy in self._copies)
 
     def read(self) -> Part:
         """Wait for the copy; return the arrays of a step's message that hold the gradient."""
         numbers, sketches = self._read()
         arrays = {"numbers": numbers, "sizes": self._form.sizes, "sketches": sketches}
-        if self._gram is not None:
-            arrays["gram"] = np.asarray(self._gram.numpy(), np.float64).tobytes()
         return Part(arrays=arrays)
 
     def _read(self) -> tuple[Content, Content]:

@@ -1,9 +1,8 @@
-"""Ratios of sums over a stream of any length, with an interval, in constant memory.
+"""Ratios of sums over the steps of a run, with an interval.
 
-The sums are kept per block of consecutive steps. When there is no room for another block,
-neighbours are merged in pairs and blocks become twice as long. The spread of the ratio when one
-block is left out (the jackknife: Quenouille; Tukey; Busing, Meijer and van der Leeden, 1999) tells
-how uncertain it is, and blocks of many steps also cover what neighbouring steps have in common.
+The sums are taken over blocks of consecutive steps. The spread of the ratio when one block is left
+out (the jackknife: Quenouille; Tukey; Busing, Meijer and van der Leeden, 1999) shows how uncertain
+it is, and blocks of many steps also cover what neighbouring steps have in common.
 """
 
 import math
@@ -12,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.core.arrays import Floats
-from rankscope.core.state import Stateful
 
-CAPACITY = 64
+MOST_BLOCKS = 64
 LEAST_BLOCKS = 8
 """Blocks without which no interval is given."""
 
@@ -27,98 +25,33 @@ class Estimate:
 
     Attributes:
         value: The ratio; NaN when its denominator is not positive.
-        error: Standard error; NaN when unknown.
         low: Lower end of the 95 % confidence interval; NaN when unknown.
         high: Upper end.
     """
 
     value: float
-    error: float = math.nan
     low: float = math.nan
     high: float = math.nan
 
 
-class BlockRatio(Stateful):
-    """Sums of two quantities over blocks of steps; up to 64 blocks.
+def block_sums(numerators_T: Floats, denominators_T: Floats) -> Floats:
+    """Return the sums of two quantities over blocks of consecutive steps ``[B, 2]``.
+
+    Steps that are not finite are left out. Blocks hold a power of two of steps, the fewest that
+    give at most 64 whole ones; an unfinished one may follow.
 
     Example:
-        >>> ratio = BlockRatio()
-        >>> ratio.add_many(np.full(100, 3.0), np.full(100, 2.0))
-        >>> ratio.length, ratio.complete, ratio_of_sums(ratio.sums())
-        (2, 50, Estimate(value=1.5, error=0.0, low=1.5, high=1.5))
+        >>> block_sums(np.full(3, 3.0), np.array([2.0, math.nan, 2.0])).tolist()
+        [[3.0, 2.0], [3.0, 2.0]]
     """
-
-    def __init__(self) -> None:
-        self._sums_B2 = np.zeros((CAPACITY, 2))
-        self._blocks = 0
-        self._length = 1
-        self._filled = 0
-        self._open = np.zeros(2)
-
-    @property
-    def complete(self) -> int:
-        """How many complete blocks there are now."""
-        return self._blocks
-
-    @property
-    def length(self) -> int:
-        """How many steps a complete block holds."""
-        return self._length
-
-    def add(self, numerator: float, denominator: float) -> bool:
-        """Take one step; one that is not finite is left out.
-
-        Returns:
-            Whether this completed a block.
-        """
-        if not (math.isfinite(numerator) and math.isfinite(denominator)):
-            return False
-        self._open += numerator, denominator
-        self._filled += 1
-        if self._filled < self._length:
-            return False
-        if self._blocks == CAPACITY:
-            self._sums_B2[: CAPACITY // 2] = self._sums_B2[::2] + self._sums_B2[1::2]
-            self._blocks, self._length = CAPACITY // 2, 2 * self._length
-            if self._length > self._filled:
-                return False
-        self._sums_B2[self._blocks] = self._open
-        self._blocks += 1
-        self._open[:] = 0
-        self._filled = 0
-        return True
-
-    def add_many(self, numerators_T: Floats, denominators_T: Floats) -> None:
-        """Take many steps; the same, bit for bit, as :meth:`add` for one after the other."""
-        pairs_T2 = np.stack([numerators_T, denominators_T], axis=1)
-        pairs_T2 = pairs_T2[np.isfinite(pairs_T2).all(axis=1)]
-        while len(pairs_T2):
-            room = CAPACITY - self._blocks
-            if self._filled or not room or len(pairs_T2) < self._length:
-                taken = max(self._length - self._filled, 1)
-                taken = min(taken, len(pairs_T2))
-                before = np.concatenate([self._open[None], pairs_T2[: taken - 1]])
-                self._open[:] = np.add.accumulate(before)[-1]
-                self._filled += taken - 1
-                self.add(*pairs_T2[taken - 1].tolist())
-            else:
-                count = min(room, len(pairs_T2) // self._length)
-                taken = count * self._length
-                blocks = pairs_T2[:taken].reshape(count, self._length, 2)
-                sums = np.add.accumulate(blocks, axis=1)[:, -1] + 0.0  # a sum of −0 is 0, as in add
-                self._sums_B2[self._blocks : self._blocks + count] = sums
-                self._blocks += count
-            pairs_T2 = pairs_T2[taken:]
-
-    def sums(self) -> Floats:
-        """Return the sums of all blocks ``[B, 2]``, the unfinished one included."""
-        blocks = self._sums_B2[: self._blocks]
-        return np.concatenate([blocks, self._open[None]]) if self._filled else blocks.copy()
-
-    def halves(self) -> tuple[Floats, Floats]:
-        """Return the sums of the earlier and of the later complete blocks."""
-        middle = self._blocks // 2
-        return self._sums_B2[:middle].copy(), self._sums_B2[middle : self._blocks].copy()
+    pairs_T2 = np.stack([numerators_T, denominators_T], axis=1)
+    pairs_T2 = pairs_T2[np.isfinite(pairs_T2).all(axis=1)]
+    length = 1
+    while len(pairs_T2) // length > MOST_BLOCKS:
+        length *= 2
+    firsts_B = np.arange(0, len(pairs_T2), length)
+    sums_B2: Floats = np.add.reduceat(pairs_T2, firsts_B, axis=0) if len(firsts_B) else pairs_T2
+    return sums_B2
 
 
 def ratio_of_sums(sums_B2: Floats, *, root: bool = False) -> Estimate:
@@ -144,23 +77,7 @@ def ratio_of_sums(sums_B2: Floats, *, root: bool = False) -> Estimate:
     error = math.sqrt((count - 1) / count * float(np.sum((left_out_B - left_out_B.mean()) ** 2)))
     reach = student_975(count - 1) * error
     low = max(value - reach, 0.0) if root else value - reach
-    return Estimate(value, error, low, value + reach)
-
-
-def difference(earlier: Estimate, later: Estimate) -> float:
-    """Return later minus earlier in standard errors; NaN when unknown, 0 when equal.
-
-    Example:
-        >>> difference(Estimate(1.0, error=0.3), Estimate(2.0, error=0.4))
-        2.0
-    """
-    if earlier.value == later.value:
-        return 0.0
-    error = math.hypot(earlier.error, later.error)
-    if math.isnan(error):
-        return math.nan
-    step = later.value - earlier.value
-    return step / error if error > 0 else math.copysign(math.inf, step)
+    return Estimate(value, low, value + reach)
 
 
 def student_975(degrees: int) -> float:

@@ -7,7 +7,6 @@ A zero or non-finite gradient has no direction. Its cosines are NaN and every me
 
 import functools
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -308,27 +307,3 @@ def _sums_without_own(matrices_WW: Floats) -> Floats:
     below_right = below[..., ::-1].cumsum(-1)[..., ::-1][..., 2:, 2:]
     beside: Floats = above_left.diagonal(0, -2, -1) + below_right.diagonal(0, -2, -1)
     return beside + 2.0 * above_right.diagonal(2, -2, -1)
-
-
-def sum_shares(packed_WT: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Return the Gram matrix ``[W, W]`` of the local gradients from all workers' packed shares.
-
-    Rows and columns of workers whose gradient holds an infinity or NaN are NaN.
-
-    Args:
-        packed_WT: Upper triangle with diagonal of each worker's share, row by row.
-
-    Example:
-        >>> sum_shares(np.array([[4.0, 1.0, 9.0], [0.0, 1.0, 16.0]])).tolist()  # G_00, G_01, G_11
-        [[4.0, 2.0], [2.0, 25.0]]
-    """
-    num_workers = len(packed_WT)
-    gram_WW = np.zeros((num_workers, num_workers))
-    rows, columns = np.triu_indices(num_workers)
-    with np.errstate(invalid="ignore"):
-        gram_WW[rows, columns] = packed_WT.sum(axis=0, dtype=np.float64)
-    gram_WW[columns, rows] = gram_WW[rows, columns]
-    broken_W = ~np.isfinite(gram_WW.diagonal())
-    gram_WW[broken_W, :] = np.nan
-    gram_WW[:, broken_W] = np.nan
-    return gram_WW

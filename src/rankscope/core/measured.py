@@ -93,7 +93,6 @@ def measured_of(
         group_norms_G=np.sqrt(np.add.reduceat(squares_R, firsts_G)),
         sketch_K=sketch["total"],
         group_sketches_GK=groups_GK,
-        gram=np.empty(0),
         audit=audit,
         reduced_product=float(part["product"][0]) if len(part["product"]) else math.nan,
     )

@@ -30,7 +30,6 @@ Legend of shapes: T steps, W workers, M micro-batches of each.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,23 +112,6 @@ def noise_of_steps(
         )
 
 
-def micro_squares(norms: Sequence[Floats]) -> tuple[Floats | None, int]:
-    """Return the sums of the squared norms of each worker's micro-batches, and their number M.
-
-    Returns:
-        ``[W]`` and M; None and 1 when workers have one each, or not all as many.
-
-    Example:
-        >>> micro_squares([np.array([3.0, 4.0]), np.array([1.0, 2.0])])
-        (array([25.,  5.]), 2)
-    """
-    num_micro = len(norms[0]) if norms else 0
-    if num_micro < 2 or {len(worker) for worker in norms} != {num_micro}:
-        return None, 1
-    norms_WM = np.concatenate(norms).reshape(-1, num_micro)
-    return np.einsum("wm,wm->w", norms_WM, norms_WM), num_micro
-
-
 def micro_shares(sums_TW: Floats, squares_TW: Floats, num_micro_T: Ints) -> Floats:
     """Return s: the sum of the squared shares that micro-batches have in a worker's gradient.
 
@@ -158,25 +140,6 @@ def micro_shares(sums_TW: Floats, squares_TW: Floats, num_micro_T: Ints) -> Floa
     return np.where(known_T, shares_T, math.nan)
 
 
-def micro_share(scales: Sequence[Floats], num_micro: int) -> float:
-    """Return s of one step, as :func:`micro_shares` does.
-
-    Args:
-        scales: Multipliers of each worker's micro-batches.
-        num_micro: M.
-
-    Example:
-        >>> micro_share([np.array([0.25, 0.25, 0.25, 0.25])], num_micro=4)
-        0.25
-    """
-    if not scales or {len(worker) for worker in scales} != {num_micro}:
-        return math.nan
-    scales_1WM = np.concatenate(scales).reshape(1, -1, num_micro)
-    with np.errstate(over="ignore"):
-        squares_1W = np.square(scales_1WM).sum(axis=2)
-    return float(micro_shares(scales_1WM.sum(axis=2), squares_1W, np.array([num_micro]))[0])
-
-
 def noise_scale(inverse: Estimate) -> Estimate:
     """Return noise over signal, given signal over noise.
 
@@ -186,12 +149,11 @@ def noise_scale(inverse: Estimate) -> Estimate:
 
     Example:
         >>> noise_scale(Estimate(0.25, low=0.125, high=0.5))
-        Estimate(value=4.0, error=nan, low=2.0, high=8.0)
+        Estimate(value=4.0, low=2.0, high=8.0)
     """
     low, high = inverse.low, inverse.high
     return Estimate(
         value=1 / inverse.value if inverse.value > 0 else math.inf,
-        error=math.nan,
         low=_turned(high),
         high=math.inf if low <= 0 else _turned(low),
     )

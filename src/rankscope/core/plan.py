@@ -24,10 +24,6 @@ class Tier(StrEnum):
     """Norms, and a sketch of k floats per worker and 251 per group. One read of the gradient.
     Norms are exact; every pair's cosine errs by about (1 − cos²)/√k, a group's by the same with
     251."""
-    EXACT = "exact"
-    """Besides, the exact inner products of all pairs, out of a reduction of our own that takes
-    the place of DDP's all-reduce: all-to-all, sum in the order of ranks, all-gather. The bytes of
-    an all-reduce; the bits of the reduced gradient are those of that order."""
 
 
 LOSS_WEIGHTINGS = ("token", "worker")

@@ -26,8 +26,6 @@ class MeasuredGradient:
         group_norms_G: L2 norm of each group's local gradient.
         sketch_K: Sketch of the local gradient; empty in the tier without sketches.
         group_sketches_GK: Narrow sketch of each group's local gradient, or ``[G, 0]``.
-        gram: This worker's part of the exact inner products: upper triangle with diagonal, row by
-            row ``[W(W+1)/2]``, or empty.
         audit: What it contributes to the audit of the reduction; None without.
         residuals: What came of the audit ``[1 + G]``: how far the reduced gradient that this worker
             holds is from the mean, in all and by group; empty before, or without.
@@ -37,7 +35,6 @@ class MeasuredGradient:
     group_norms_G: Floats
     sketch_K: NDArray[np.float32]
     group_sketches_GK: NDArray[np.float32]
-    gram: Floats
     audit: AuditPart | None = None
     residuals: Floats = field(default_factory=lambda: np.empty(0))
     reduced_product: float = float("nan")
@@ -63,7 +60,6 @@ class GatheredStep:
         groups: Names of the parameter groups ``[G]``; empty when the step was not observed.
         group_norms_WG: Gradient norm by worker and group.
         group_sketches_WGK: Narrow sketches by worker and group.
-        gram_WW: Exact inner products of the local gradients, in the tier that has them.
         reduced_copies: How many workers hold each element of the reduced gradient.
         differences: What differs between workers that should hold the same.
         interval: Sampling interval in force: gradients are measured in multiples of it.
@@ -93,7 +89,6 @@ class GatheredStep:
     groups: tuple[str, ...] = ()
     group_norms_WG: Floats | None = None
     group_sketches_WGK: NDArray[np.float32] | None = None
-    gram_WW: Floats | None = None
     reduced_copies: int = 1
     differences: tuple[StateDifference, ...] = ()
     interval: int = 1
@@ -172,7 +167,7 @@ def as_recorded(report: StepReport) -> StepReport:
     micro-batch of a step without accumulation. A detector that used those could not be asked again
     later. So every detector, live or offline, sees a step reduced to its record.
 
-    Without sketches and inner products; cosines rounded to float32, up to 64 workers; micro-batches
+    Without sketches; cosines rounded to float32, up to 64 workers; micro-batches
     only where some worker had two or more, and their norms only if some were measured; groups only
     if there are two or more.
     """
@@ -196,7 +191,6 @@ def _gathered(step: GatheredStep, *, groups: bool, micro: bool) -> GatheredStep:
         step,
         sketches_WK=None,
         group_sketches_WGK=None,
-        gram_WW=None,
         reduced_copies=1,
         consensus=None,
         groups_in_turn=None,

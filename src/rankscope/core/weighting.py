@@ -191,7 +191,6 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
         sketches_WK=_divided(gathered.sketches_WK, scale),
         group_norms_WG=_divided(gathered.group_norms_WG, scale),
         group_sketches_WGK=_divided(gathered.group_sketches_WGK, scale),
-        gram_WW=_divided(gathered.gram_WW, scale**2),
         reduced_products_W=_divided(gathered.reduced_products_W, scale**2),
     )
 

@@ -90,7 +90,6 @@ class AxisVerdict:
         self._axis, self._begun_at = axis, begun_at
         self._partial: _Fault | None = None
         self._differ: _Fault | None = None
-        self._drift: _Fault | None = None
         self._met: dict[_Line, set[str]] = defaultdict(set)
         self._held: dict[str, set[_Line]] = defaultdict(set)  # by ranks along the axis
         self._own: set[_Line] = set()  # whose models may be meant to differ
@@ -137,15 +136,9 @@ class AxisVerdict:
                 if _is_meant(one) or one.name in met:
                     self._differ.severity = Severity.ERROR
                 self._differ.add(step, one, one.parameter, 0)
-            elif 0 < one.parameter <= one.tolerance:
-                self._drift = self._drift or _Fault(step, Severity.NOTE)
-                self._drift.add(step, one, one.parameter, _ROTATION)
 
     def _changed(self, step: int, workers: Mapping[int, int]) -> Iterator[Finding]:
-        found = [(PARTIAL, self._partial), (DIFFER, self._differ)]
-        if self._partial is None and self._differ is None:
-            found.append((DIFFER, self._drift))
-        for cause, fault in found:
+        for cause, fault in ((PARTIAL, self._partial), (DIFFER, self._differ)):
             if fault is None or fault.last != step:
                 continue
             known = {rank for line in self._met for rank in line}

@@ -1,15 +1,10 @@
 """Workers against sampling: are they all more alike, or all more different, than chance makes them?
 
 A fault that all workers share leaves them exchangeable, so comparing one with the others shows
-nothing. What shows it is the spread *inside* workers. Two kinds of evidence:
-
-- With two or more micro-batches a worker, exact e-values (:mod:`rankscope.core.permutation`).
-  Workers that are too similar are a warning inside the false-alarm budget, or a note where the
-  samples are known to differ; workers whose data differ in kind are a note, since shards by
-  domain are healthy.
-- The ratio of the spread between workers to what the spread inside them predicts
-  (:mod:`rankscope.diagnose.ratios`). Where losses are known by sample only, and not by
-  micro-batch, it is all there is, and makes notes at most; so does a ratio that drifts.
+nothing. What shows it is the spread *inside* workers: with two or more micro-batches a worker,
+exact e-values (:mod:`rankscope.core.permutation`). Workers that are too similar are a warning
+inside the false-alarm budget, or a note where the samples are known to differ; workers whose data
+differ in kind are a note, since shards by domain are healthy.
 """
 
 import math
@@ -32,12 +27,10 @@ from rankscope.core.budget import (
 )
 from rankscope.core.dispersion import expected_std, population_std
 from rankscope.core.finding import Severity
-from rankscope.core.noise_scale import micro_share, micro_squares, noise_of_steps
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.evidence import Detector, Evidence, Observation
 from rankscope.diagnose.lasting import Span
-from rankscope.diagnose.ratios import RatioWatch
 from rankscope.diagnose.repeats import Repeats
 
 SEED = 0x5A3B
@@ -81,12 +74,9 @@ class Sampling(Detector):
         self._high = _Alarm(level, 2, len(STRENGTHS))
         self._similar = Severity.WARNING
         self._steps = 0
-        self._exact = False
         self._averaged = False
         self._recent: deque[tuple[float, float, bool]] = deque(maxlen=RECENT)
         self._repeats = Repeats(num_workers)
-        self._losses = RatioWatch("losses")
-        self._gradients = RatioWatch("gradients", "sampling.gradient_drift")
 
     def observe(self, step: Observation) -> Iterable[Evidence]:
         """Take one step; speaks when workers are too similar or too different, or cease to be.
@@ -104,11 +94,7 @@ class Sampling(Detector):
         gathered = _without(gathered, apart)
         observed, expected = map(_square, _loss_stds(gathered, {} if apart else step.report.values))
         self._recent.append((observed, expected, _all_distinct(step.report)))
-        found = list(self._bet(gathered))
-        found += self._losses.add(gathered.step, observed, expected, exact=self._exact)
-        if not apart:
-            found += self._gradients.add(gathered.step, *noise_of(step.report), exact=True)
-        return found
+        return list(self._bet(gathered))
 
     def _bet(self, gathered: GatheredStep) -> Iterable[Evidence]:
         """Bet on the rank of the spread between workers among other deals of the units."""
@@ -116,7 +102,6 @@ class Sampling(Detector):
         norms = pool_units(gathered.micro_norms)
         if losses is None and norms is None:
             return
-        self._exact = True
         rng = np.random.default_rng([SEED, gathered.step])
         low = self._units_for_low(gathered, losses)
         if low is not None:
@@ -276,28 +261,6 @@ def _loss_stds(gathered: GatheredStep, values: Mapping[str, float]) -> tuple[flo
         return values["loss_std"], values["loss_std_expected"]
     workers = gathered.workers
     return population_std(workers["loss"]), expected_std(workers["loss_sem"])
-
-
-def noise_of(report: StepReport) -> tuple[float, float]:
-    """Return the variance between workers' gradients, and the one that micro-batches explain.
-
-    NaN where unknown, as when the step was not observed.
-    """
-    if not report.observed:
-        return math.nan, math.nan
-    gathered = report.gathered
-    squares_W, num_micro = micro_squares(gathered.micro_norms)
-    with np.errstate(over="ignore"):
-        square = float(np.square(gathered.workers["grad_norm"]).mean())
-    noise = noise_of_steps(
-        np.array([square]),
-        np.array([report.values.get("grad_norm_reduced", math.nan)]),
-        np.array([math.nan if squares_W is None else squares_W.mean()]),
-        np.array([num_micro]),
-        np.array([micro_share(gathered.micro_scales, num_micro)]),
-        gathered.num_workers,
-    )
-    return float(noise.between_T[0]), float(noise.within_T[0])
 
 
 def _all_distinct(report: StepReport) -> bool:

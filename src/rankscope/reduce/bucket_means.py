@@ -1,19 +1,18 @@
-"""The mean of DDP's buckets in rank order: a communication hook that others may look into.
+"""The mean of DDP's buckets in rank order: a communication hook.
 
 A DDP communication hook puts :class:`~rankscope.reduce.reduction.OrderedMean` in the place of
-the all-reduce. Between its halves each worker holds one W-th of every worker's gradient, and shows
-it to whoever watches, as the exact tier does.
+the all-reduce.
 
 A communication hook cannot be taken out of a DDP model again, so a model gets this one at most
 once, and whoever comes later finds it there.
 
-Legend of shapes: W workers, N any number of gradient elements.
+Legend of shapes: W workers.
 """
 
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -23,20 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.capture.passes import in_backward
 from rankscope.reduce.reduction import Exchange, OrderedExchange, OrderedMean, Reduction
-
-
-class Watcher(Protocol):
-    """Looks at the gradients of all workers while they are being reduced; must not raise."""
-
-    def begin(self) -> None:
-        """Note that a backward pass begins; an earlier one that did not end has raised."""
-
-    def look(self, gradients_WN: Tensor) -> None:
-        """See values of all workers side by side; it must not keep them."""
-
-    def end(self) -> None:
-        """Note that all of the pass's gradients have been shown."""
-
 
 _OF_DDP = ("_comm_hooks", "_get_ddp_logging_data", "_module_parameters", "_join_config")
 """What must be there to reduce in DDP's place."""
@@ -83,7 +68,6 @@ class BucketReduction(ABC):
             self._finish_one()
             self._reduction.trim()
             self._num_bytes_missing = 0
-            self._end()
         return exchange.result
 
     @abstractmethod
@@ -97,9 +81,6 @@ class BucketReduction(ABC):
     @abstractmethod
     def _finish(self, exchange: Any) -> None:
         """Finish what :meth:`_start` returned."""
-
-    def _end(self) -> None:  # noqa: B027 - not all have something to do
-        """Note that all buckets of a backward pass have been reduced."""
 
     def _begins_with(self, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
         """Return whether a bucket is the first of a backward pass.
@@ -150,8 +131,6 @@ class BucketMeans(BucketReduction):
     def __init__(self, model: DistributedDataParallel) -> None:
         self._mean = OrderedMean(model.process_group, model.device)
         super().__init__(model, self._mean)
-        self.watchers: list[Watcher] = []
-        """Who is shown the gradients; changes take effect with the next bucket."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
@@ -160,8 +139,8 @@ class BucketMeans(BucketReduction):
         return next((state for hook, state in hooks if isinstance(state, cls)), None)
 
     @classmethod
-    def put_into(cls, model: DistributedDataParallel, refuse: Callable[[str], NoReturn]) -> Self:
-        """Return what averages a model's buckets from now on; it may be there already.
+    def put_into(cls, model: DistributedDataParallel, refuse: Callable[[str], NoReturn]) -> None:
+        """Average a model's buckets from now on, unless that is so already.
 
         Every worker calls it at the same point of the program.
 
@@ -170,35 +149,22 @@ class BucketMeans(BucketReduction):
             refuse: Raises, given what was expected and what was found instead; see
                 :func:`obstacle`.
         """
-        found = cls.of(model)
-        if found is not None:
-            return found
+        if cls.of(model) is not None:
+            return
         wrong = obstacle(model) or try_all_to_all(model.process_group, model.device)
         if wrong is not None:
             refuse(wrong)
-        made = cls(model)
         model._comm_hooks[:] = _hooks(model)  # without what copying has left of another model's
-        model.register_comm_hook(made, reduce_bucket)
-        return made
+        model.register_comm_hook(cls(model), reduce_bucket)
 
     def _begin(self) -> None:
         self._mean.divisor = self._count_workers()
-        for watcher in tuple(self.watchers):
-            watcher.begin()
 
     def _start(self, bucket: dist.GradBucket) -> Exchange:  # type: ignore[name-defined]
         return self._mean.start(bucket.buffer())
 
     def _finish(self, exchange: OrderedExchange) -> None:
-        self._mean.finish(exchange, self._look)
-
-    def _look(self, gradients_WN: Tensor) -> None:
-        for watcher in tuple(self.watchers):
-            watcher.look(gradients_WN)
-
-    def _end(self) -> None:
-        for watcher in tuple(self.watchers):
-            watcher.end()
+        self._mean.finish(exchange)
 
 
 def reduce_bucket(state: BucketMeans, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

@@ -46,9 +46,8 @@ def fixed_order(model: nn.Module) -> None:
     right with unused parameters, rebuilt buckets, static graphs, ``no_sync`` and ``join()``.
 
     Call it once the model is wrapped, at the same point of the program on every worker; a second
-    call does nothing. ``watch(model, tier="exact")`` uses the same reduction, before or after. It
-    cannot be taken out again. A copy of a DDP model reduces as DDP does, until it is given to this
-    function too.
+    call does nothing. It cannot be taken out again. A copy of a DDP model reduces as DDP does,
+    until it is given to this function too.
 
     Under FSDP2 the divisions are FSDP2's: with fp16 gradients, or after
     ``set_force_sum_reduction_for_comms``, it divides the rounded sum, which rounds again. Two

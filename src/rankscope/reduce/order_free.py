@@ -247,7 +247,7 @@ def _obstacle(model: DistributedDataParallel) -> str | None:
     """Return what was expected and what was found, as a part of a sentence; None if all is well."""
     for _, state in getattr(model, "_comm_hooks", ()):
         if isinstance(state, (BucketMeans, OrderFree)):
-            name = "order_free" if isinstance(state, OrderFree) else "fixed_order or the exact tier"
+            name = "order_free" if isinstance(state, OrderFree) else "fixed_order"
             return f"a model that nothing else reduces, got one under {name}"
     if model.mixed_precision is not None:
         return "DDP without a precision of its own, got mixed_precision"

@@ -6,9 +6,9 @@ An all-reduce is a reduce-scatter and an all-gather: each sends all but one W-th
 Here an all-to-all of the same size takes the place of the first. After it each worker holds one
 W-th of *every* worker's values, and adds them up itself: in rank order, in fp32 (float64 for
 float64 values), divided by W, rounded once to the buffer's dtype. So the result has the same bits
-on every worker and in every run, for any network and any order of arrival, and between the halves
-all workers' values can be looked at side by side. The price: nothing is summed on the way, so
-that between nodes of several accelerators more bytes travel than in a hierarchical all-reduce.
+on every worker and in every run, for any network and any order of arrival. The price: nothing is
+summed on the way, so that between nodes of several accelerators more bytes travel than in a
+hierarchical all-reduce.
 
 Legend of shapes: W workers, n elements of a buffer, N = n // W elements of a piece.
 
@@ -36,25 +36,17 @@ from torch.futures import Future, collect_all
 
 from rankscope.reduce.accumulator import Accumulator, add_bounds, convert, verdicts
 
-Look = Callable[[Tensor], None]
-"""Is shown values of all workers side by side, ``[W, any number]``; each element is shown once, on
-one of the workers. It must not keep them, since their memory is used again."""
-
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
-"""Values that are added up and shown at a time, by device type: on a CPU what its cache holds."""
+"""Values that are added up at a time, by device type: on a CPU what its cache holds."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 22
 _MIN_BLOCK_COLUMNS = 8192
 
 
-def look_away(values_WN: Tensor) -> None:
-    """See nothing: nobody wants to, or the values are shown on another worker."""
-
-
 @torch.no_grad()
-def add_up(values_WN: Tensor, into: Tensor, divisor: float, look: Look = look_away) -> None:
+def add_up(values_WN: Tensor, into: Tensor, divisor: float) -> None:
     """Add up all workers' values in rank order, divide once, and round once.
 
     Sum and quotient are in fp32, for float64 values in float64.
@@ -63,7 +55,6 @@ def add_up(values_WN: Tensor, into: Tensor, divisor: float, look: Look = look_aw
         values_WN: All workers' values of some elements.
         into: ``[N]``: gets the result, in its own dtype; no memory in common with the values.
         divisor: What the sum is divided by.
-        look: Is shown the values, block by block.
     """
     num_workers, num_columns = values_WN.shape
     dtype = torch.promote_types(values_WN.dtype, torch.float32)
@@ -72,7 +63,6 @@ def add_up(values_WN: Tensor, into: Tensor, divisor: float, look: Look = look_aw
     for first in range(0, num_columns, width):
         block = values_WN[:, first : first + width]
         place = into[first : first + width]
-        look(block)
         total = place if into.dtype == dtype else block.new_empty(place.shape, dtype=dtype)
         total.copy_(block[0])
         for row in block[1:]:
@@ -223,7 +213,7 @@ class OrderedMean(Reduction):
         return OrderedExchange(buffer, works, future, pieces_WN, ends_WE)
 
     @torch.no_grad()
-    def finish(self, exchange: OrderedExchange, look: Look = look_away) -> None:
+    def finish(self, exchange: OrderedExchange) -> None:
         """Add up what was collected, and begin to send the mean to all workers.
 
         On a CPU this waits for the communication that :meth:`start` began; elsewhere only a
@@ -231,19 +221,17 @@ class OrderedMean(Reduction):
 
         Args:
             exchange: What :meth:`start` returned.
-            look: Is shown this worker's share of all workers' values.
         """
         whole, end = self._split(exchange.buffer)
         with self._stream or contextlib.nullcontext():
             for work in exchange.works:
                 work.wait()
-            shown = look if self._rank == 0 else look_away
-            add_up(exchange.ends_WE, end, self.divisor, shown)
+            add_up(exchange.ends_WE, end, self.divisor)
             if not whole.numel():
                 exchange.result.set_result(exchange.buffer)
                 return
             own = whole.view(self._num_workers, -1)[self._rank]
-            add_up(exchange.pieces_WN, own, self.divisor, look)
+            add_up(exchange.pieces_WN, own, self.divisor)
             self._gather(whole).then(exchange.complete)
 
     def _split(self, buffer: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,6 @@ from rankscope.capture.taps.tap import ObserverGroup
 from rankscope.capture.transfer import GradientTransfer
 from rankscope.core.governor import Intervals
 from rankscope.evidence import EVIDENCE
-from rankscope.reduce.exact import pack_share
 from rankscope.session.canary import LiveCanary
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
@@ -76,8 +75,6 @@ class StepCollector:
         self.step = first_step
         self._knows_optimizer, self._warned = optimizer is not None, False
         self.intervals = Intervals(instruments.every)
-        make_exact = instruments.make_exact
-        self._exact = None if make_exact is None else make_exact(guard)
         self._guard = guard
         self._send, self._take_read_seconds = send, instruments.take_read_seconds
         self._canary, self._module = canary, instruments.module
@@ -280,8 +277,6 @@ class StepCollector:
             self._verification.begin_pass(self.step)
         due = self.step % self.intervals.interval_at(self.step) == 0
         measure = due and not self.paused
-        if self._exact is not None:
-            self._exact.measure = measure
         self._tap.begin_forward(measure=measure, bypassed=bypassed)
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
@@ -386,8 +381,6 @@ class StepCollector:
         self._call("close")
         if self._replicas is not None:
             self._replicas.close()
-        if self._exact is not None:
-            self._exact.release()
 
     def _forget(self) -> None:
         """Begin the step anew."""
@@ -472,8 +465,7 @@ class StepCollector:
 
     def _collect_gradient(self) -> GradientTransfer | None:
         measured = self._tap.collect()
-        gram = None if self._exact is None else self._exact.take_gram()
-        if measured is None or (self._exact is not None and gram is None):
+        if measured is None:
             return None
         return GradientTransfer(
             measured,
@@ -481,5 +473,4 @@ class StepCollector:
             group_width=self._layout.group_width,
             section_counts=self._layout.section_counts,
             audit_width=self._layout.audit_width,
-            gram=None if gram is None else pack_share(gram),
         )

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.bus.layout import Layout
 from rankscope.bus.probe import Job
@@ -24,7 +23,6 @@ from rankscope.core.groups import (
 from rankscope.core.plan import Tier
 from rankscope.core.step import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.errors import UnsupportedError, UsageError
-from rankscope.reduce.exact import ExactGram, check_exact
 from rankscope.session.kinds import LOOP
 from rankscope.session.options import WatchOptions
 from rankscope.session.wrapping import Wrapped
@@ -51,8 +49,6 @@ class Instruments:
         every: Gradients are measured in steps that are multiples of this.
         groups: Names of the parameter groups, and which parameter belongs to which.
         device: Where the gradients live.
-        make_exact: Puts the reduction that yields exact inner products into the model, in the
-            exact tier; all ranks call it at the same point.
         reduced_in: Where the reduction is audited, for each group the type in which its gradient
             is meant to be reduced; else None.
         local_steps: Steps from one average of the workers' parameters to the next; 0 where every
@@ -69,7 +65,6 @@ class Instruments:
     groups: Groups
     device: torch.device
     take_read_seconds: Callable[[], float]
-    make_exact: Callable[[Guarded], ExactGram] | None = None
     reduced_in: Mapping[str, str] | None = None
     local_steps: int = 0
 
@@ -98,8 +93,6 @@ def choose_instruments(
     if not wrapped.parameters:
         raise UsageError("watch() expected a model with parameters that require a gradient")
     reduced = _reads(wrapped, options, tier)
-    if tier is Tier.EXACT:
-        check_exact(wrapped.wrapper)
     if options.trace and not wrapped.kind.traces:
         raise UnsupportedError(
             "trace=True expected a model under DDP, where rank 0 holds whole parameters and "
@@ -110,14 +103,8 @@ def choose_instruments(
     meter = Sketcher if sketches else NormMeter
     sections = _sections(wrapped, groups) if reduced is ReadReduced.SKETCH else None
     sketcher = meter(wrapped.device, groups, options.sketch_width, options.seed, sections)
-    num_workers = wrapped.group.size()
-    if num_workers > MAX_PAIRED and tier is Tier.EXACT:
-        raise UsageError(
-            f"the exact tier compares up to {MAX_PAIRED} workers, got {num_workers}; use "
-            "tier='sketch'"
-        )
     layout = Layout(
-        num_workers=num_workers,
+        num_workers=wrapped.group.size(),
         sketch_width=options.sketch_width if sketches else 0,
         groups=groups.names,
         group_width=GROUP_WIDTH if sketches and len(groups) > 1 else 0,
@@ -160,7 +147,6 @@ def choose_instruments(
         device=wrapped.device,
         take_read_seconds=sketcher.take_seconds,
         reduced_in=None if sections is None else _reduced_in(wrapped, groups),
-        make_exact=_make_exact(wrapped) if tier is Tier.EXACT else None,
         local_steps=local_steps,
     )
 
@@ -188,11 +174,3 @@ def _elements(parameter: torch.Tensor) -> int:
     """Return how many real numbers a parameter's gradient has."""
     count = getattr(parameter, "ds_numel", None) or parameter.numel()  # ZeRO 3 empties it
     return int(count) * (2 if parameter.is_complex() else 1)
-
-
-def _make_exact(wrapped: Wrapped) -> Callable[[Guarded], ExactGram]:
-    def make(guarded: Guarded) -> ExactGram:
-        assert isinstance(wrapped.wrapper, DistributedDataParallel)  # check_exact said so
-        return ExactGram.register(wrapped.wrapper, guarded)
-
-    return make

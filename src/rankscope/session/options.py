@@ -149,6 +149,20 @@ def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
         raise UsageError(f"{name} must be one of {known}, got {value!r}") from None
 
 
+def chosen_tier(tier: Tier | str) -> Tier:
+    """Return the tier that a user named.
+
+    Raises:
+        UsageError: There is no such tier, or no longer.
+    """
+    if tier == "exact":
+        raise UsageError(
+            "the tier 'exact' was removed: use tier='sketch', whose cosines err by about 0.02, and "
+            "rankscope.fixed_order(model) for its order of summation"
+        )
+    return choice(Tier, "tier", tier)
+
+
 _EVERYDAY = ["run_dir", "tier", "plan", "on_finding", "sinks", "loader", "config", "options"]
 
 

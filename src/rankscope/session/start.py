@@ -33,7 +33,7 @@ from rankscope.session.instruments import STATE_SPACING, choose_instruments
 from rankscope.session.kinds import LOOP
 from rankscope.session.mesh_axes import join_mesh, meet_mesh
 from rankscope.session.opening import Intent, Opened, host_name, open_run
-from rankscope.session.options import WatchOptions, choice
+from rankscope.session.options import WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.session.verification import LiveVerification
 from rankscope.session.wrapping import find_wrapper, plain_optimizers
@@ -59,7 +59,7 @@ def watch(
     """Watch every worker of a data-parallel job from now on.
 
     Every rank calls it at the same point of the program, after wrapping the model. It changes
-    neither model, nor synchronisation (but for the exact tier), nor optimizer.
+    neither model, nor synchronisation, nor optimizer.
 
     Args:
         model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, or one
@@ -74,8 +74,8 @@ def watch(
             numbers and detectors go on from the run before. With several data-parallel groups (a
             mesh), each group's first rank writes one: the group of global rank 0 ``run_dir``, any
             other its sibling ``<name>-from-rank-<first rank>``.
-        tier: ``"scalars"``, ``"sketch"`` or ``"exact"``: how much of the gradients is compared,
-            see :class:`rankscope.Tier`.
+        tier: ``"scalars"`` or ``"sketch"``: how much of the gradients is compared, see
+            :class:`rankscope.Tier`.
         plan: What is meant, where only intent can tell a fault: a dict with any of
             ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
             per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers),
@@ -110,7 +110,7 @@ def watch(
     """
     speak_on_stderr()
     options = WatchOptions.of(options, more)
-    tier = choice(Tier, "tier", tier)
+    tier = chosen_tier(tier)
     intended = Plan.of(plan)
     local_steps = intended.local_steps or 0
     wrapped = find_wrapper(model, options.process_group)

@@ -232,8 +232,8 @@ class BusyClock:
     def _waits_elsewhere(self) -> bool:
         """Return whether DDP may have waited for other workers inside the backward pass.
 
-        A communication hook may wait for one bucket before it starts the next, as that of the
-        exact tier does. From a ``join()`` on, the first gradient waits until all workers have
+        A communication hook may wait for one bucket before it starts the next, as that of
+        ``fixed_order`` does. From a ``join()`` on, the first gradient waits until all workers have
         begun their forward pass.
         """
         model = self._model()

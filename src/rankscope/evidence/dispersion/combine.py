@@ -52,7 +52,7 @@ def _spreads(gathered: GatheredStep) -> dict[str, float]:
 def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Floats | None]:
     """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines.
 
-    Without inner products of pairs, the norms of local and reduced gradients still give the
+    Without sketches, the norms of local and reduced gradients still give the
     weighted mean cosine, exactly, and with each worker's product with the reduced one its own.
     """
     values = dict.fromkeys(
@@ -64,16 +64,14 @@ def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Float
     consensus = gathered.consensus
     if consensus is not None:
         return step_values(consensus), consensus.cosine_rest_W, None
-    gram_WW = gathered.gram_WW
-    if gram_WW is None and gathered.sketches_WK is not None:
-        gram_WW = gram(gathered.sketches_WK)
-    if gram_WW is None:
+    if gathered.sketches_WK is None:
         norms_W, reduced = gathered.workers["grad_norm"], reduced_norm(gathered)
         values["cosine_weighted"] = norm_weighted_cosine_from_mean(norms_W, reduced)
         values["directions_undefined"] = float(np.sum(~(np.isfinite(norms_W) & (norms_W > 0))))
         products_W = gathered.reduced_products_W
         products_W = undefined_W if products_W is None else products_W
         return values, leave_one_out_from_mean(norms_W, reduced, products_W), None
+    gram_WW = gram(gathered.sketches_WK)
     cosines_WW = cosines_from_gram(gram_WW)
     mean, smallest = mean_and_min_cosine(cosines_WW)
     values = {

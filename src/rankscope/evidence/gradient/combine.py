@@ -14,7 +14,6 @@ from rankscope.bus.judge import Columns, Combiner, Message, fill
 from rankscope.bus.layout import Layout
 from rankscope.core.arrays import Floats
 from rankscope.core.audit import residuals_of_all
-from rankscope.core.direction import sum_shares
 from rankscope.core.measured import Measured, measured_of
 from rankscope.core.own_reduction import reduced_between, undo_factor
 from rankscope.core.step import MISSING_INT, MeasuredGradient
@@ -46,7 +45,7 @@ class MeasuredGradients(Combiner):
             np.empty(0) if one is None or carried_W[rank] else one.micro_norms
             for rank, one in enumerate(measured_W)
         )
-        found = self._compared(measured_W, messages_W) if observed else {"sketches_WK": None}
+        found = self._compared(measured_W) if observed else {"sketches_WK": None}
         return {"observed": observed, "micro_norms": norms_W, **found}
 
     def _measured(self, message: Message) -> Measured | None:
@@ -55,14 +54,11 @@ class MeasuredGradients(Combiner):
         counts = self._layout.section_counts
         return measured_of(message.numbers, message.sketches, message.sizes, counts)
 
-    def _compared(
-        self, measured_W: Sequence[Measured | None], messages_W: Sequence[Message]
-    ) -> dict[str, Any]:
+    def _compared(self, measured_W: Sequence[Measured | None]) -> dict[str, Any]:
         layout = self._layout
         known = [one for one in measured_W if one is not None]
         known_W = [one.gradient for one in known]
         residuals_WR = self._residuals(known_W) if layout.section_counts else None
-        has_gram = len(messages_W[0].gram) > 0
         return {
             "groups": layout.groups,
             "accumulator_changes_WG": _changes(known),
@@ -73,7 +69,6 @@ class MeasuredGradients(Combiner):
             "group_sketches_WGK": (
                 np.stack([one.group_sketches_GK for one in known_W]) if layout.group_width else None
             ),
-            "gram_WW": sum_shares(np.stack([m.gram for m in messages_W])) if has_gram else None,
             "total_residuals_W": None if residuals_WR is None else residuals_WR[:, 0],
             "residuals_WG": None if residuals_WR is None else residuals_WR[:, 1:],
             "reduced_copies": layout.reduced_copies,

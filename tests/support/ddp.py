@@ -1,7 +1,6 @@
-"""What tests of the exact tier share: a small model under DDP, and gathering on real ranks."""
+"""What tests of reductions share: a small model under DDP, and gathering on real ranks."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.core.direction import sum_shares
-from rankscope.reduce.exact import ExactGram, pack_share
 from support.models import make_model
 from support.modes import MODES, Mode, micro_batches
 
 PLAIN = MODES[0]
 SMALL_BUCKETS = next(mode for mode in MODES if mode.name == "small buckets")
-
-
-def unguarded(work: Callable[..., None], *args: Any) -> None:
-    work(*args)
 
 
 def make_ddp(mode: Mode, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any, Any]:
@@ -34,12 +27,6 @@ def gather_rows(row: Tensor) -> np.ndarray:
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row.contiguous())
     return torch.stack(rows).numpy()
-
-
-def gather_gram(exact: ExactGram) -> np.ndarray:
-    share = exact.take_gram()
-    assert share is not None
-    return sum_shares(gather_rows(pack_share(share)))
 
 
 def local_gradient(rank: int, mode: Mode, step: int, model: nn.Module) -> Tensor:
