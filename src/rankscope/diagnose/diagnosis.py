@@ -7,7 +7,7 @@ has the number after the last one that is known.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -25,13 +25,14 @@ from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.detectors import DuplicateBatches, NoGradient, NonFinite
 from rankscope.diagnose.environment import EnvironmentMismatch
 from rankscope.diagnose.epochs import RepeatedOrder
-from rankscope.diagnose.evidence import Detector, Evidence, Observation, observations
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.learning import NotUpdated
 from rankscope.diagnose.loss_scale import LossScale
 from rankscope.diagnose.micro_batches import MicroBatches
 from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.overlap import OverlappingShards
 from rankscope.diagnose.random import EqualRandom
+from rankscope.diagnose.recent_batches import RecentBatches
 from rankscope.diagnose.reduction import ReductionChecks
 from rankscope.diagnose.repeats import FilledBatches, RepeatedBatches
 from rankscope.diagnose.resume import ResumeMismatch
@@ -39,6 +40,7 @@ from rankscope.diagnose.rollouts import DifferentRollouts, GrossRollouts
 from rankscope.diagnose.rules import RULES, describe, go_back
 from rankscope.diagnose.sampling import Sampling
 from rankscope.diagnose.settings import DifferentSettings, PlannedSeed
+from rankscope.diagnose.steps import StepBatch, batches_of
 from rankscope.diagnose.stragglers import Stragglers
 from rankscope.diagnose.unequal import UnequalState
 from rankscope.diagnose.weighting import TokenWeighting
@@ -96,7 +98,7 @@ class Diagnosis:
             OverlappingShards(
                 num_workers, repeats=plan.repeats or with_replacement, seeds=sampler_seeds
             ),
-            RepeatedOrder(num_workers, repeats=plan.repeats),
+            RepeatedOrder(repeats=plan.repeats),
             RepeatedBatches(num_workers, repeats=plan.repeats),
             FilledBatches(repeats=plan.repeats),
             ResumeMismatch(num_workers),
@@ -129,6 +131,7 @@ class Diagnosis:
             Stragglers(num_workers, hosts),
         )
         self._num_workers = num_workers
+        self._batches = RecentBatches(num_workers)
         self._num_steps = 0
         self._latest: dict[str, Finding] = {}
         self._told: dict[str, tuple[Finding, int]] = {}
@@ -156,6 +159,7 @@ class Diagnosis:
             "num_workers": self._num_workers,
             "num_steps": self._num_steps,
             "step": self._step,
+            "batches": self._batches.state(),
             "detectors": {type(one).__name__: one.state() for one in self._detectors},
             "findings": [to_plain(finding.to_json()) for finding in self._latest.values()],
             "told": [[to_plain(told.to_json()), count] for told, count in self._told.values()],
@@ -175,6 +179,7 @@ class Diagnosis:
                 raise StateError("it is of other detectors")
             for name, detector in detectors.items():
                 detector.restore(state["detectors"][name])
+            self._batches.restore(state["batches"])
             findings = [Finding.from_json(event) for event in state["findings"]]
             told = [(Finding.from_json(event), int(count)) for event, count in state["told"]]
             self._num_steps, self._step = int(state["num_steps"]), int(state["step"])
@@ -198,7 +203,7 @@ class Diagnosis:
         return events
 
     def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
-        """Take consecutive steps: the same, bit for bit, as :meth:`observe` of one after another.
+        """Take consecutive steps; how many at a time makes no difference to the findings.
 
         Args:
             reports: The steps, in order.
@@ -206,16 +211,19 @@ class Diagnosis:
         Returns:
             The events to record, for each step.
         """
-        return [
-            self._take(step) for step in observations([as_recorded(report) for report in reports])
-        ]
+        recorded = [as_recorded(report) for report in reports]
+        batches = batches_of(recorded, self._batches)
+        return [events for steps in batches for events in self._observe(steps)]
 
-    def _take(self, step: Observation) -> list[Finding]:
-        self._step = step.gathered.step
-        if not self._num_steps:
-            self._begun_at = self._step
-        self._num_steps += 1
-        return self._updates(detector.observe(step) for detector in self._detectors)
+    def _observe(self, steps: StepBatch) -> Iterator[list[Finding]]:
+        """Let all detectors take each step before any of them takes the next one."""
+        streams = [detector.observe(steps) for detector in self._detectors]
+        for number in steps.numbers:
+            self._step = number
+            if not self._num_steps:
+                self._begun_at = number
+            self._num_steps += 1
+            yield self._updates([next(stream) for stream in streams])
 
     def close(self) -> list[Finding]:
         """End the run.
