@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.core.finding import Finding
+from rankscope.core.finding_events import FindingEvents
 from rankscope.core.plan import Plan
 from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport, as_recorded
@@ -60,8 +61,8 @@ _TOGETHER = 64  # steps of a record that are diagnosed at a time
 class Diagnosis:
     """Watches a run step by step; equal records give equal findings, live or afterwards.
 
-    Each fault has one finding. It is told when it opens, when its status, cause, ranks, groups or
-    severity change, and each time its evidence has doubled.
+    Each fault has one finding. It is recorded with each of its events, see
+    :class:`~rankscope.core.finding_events.FindingEvent`.
 
     Args:
         num_workers: W.
@@ -134,7 +135,7 @@ class Diagnosis:
         self._batches = RecentBatches(num_workers)
         self._num_steps = 0
         self._latest: dict[str, Finding] = {}
-        self._told: dict[str, tuple[Finding, int]] = {}
+        self._events = FindingEvents()
         self._step = -1
         self._begun_at = 0
 
@@ -162,7 +163,7 @@ class Diagnosis:
             "batches": self._batches.state(),
             "detectors": {type(one).__name__: one.state() for one in self._detectors},
             "findings": [to_plain(finding.to_json()) for finding in self._latest.values()],
-            "told": [[to_plain(told.to_json()), count] for told, count in self._told.values()],
+            "told": [[to_plain(f.to_json()), count] for f, count in self._events.reported],
         }
 
     def restore(self, state: State) -> None:
@@ -188,7 +189,9 @@ class Diagnosis:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise StateError(f"it is not the state of a diagnosis ({error!r})") from error
         self._latest = {finding.id: finding for finding in findings}
-        self._told = {finding.id: (finding, count) for finding, count in told}
+        self._events = FindingEvents()
+        for finding, count in told:
+            self._events.note(finding, count)
 
     def observe(self, report: StepReport) -> list[Finding]:
         """Take one step, in order. Detectors see of it what the record will hold.
@@ -233,10 +236,10 @@ class Diagnosis:
             called again.
         """
         events = self._updates(detector.close() for detector in self._detectors)
-        for key, latest in self._latest.items():
-            told, count = self._told[key]
-            if replace(latest, step=told.step) != told:
-                self._told[key] = latest, count
+        for finding, count in self._events.reported:
+            latest = self._latest[finding.id]
+            if replace(latest, step=finding.step) != finding:
+                self._events.note(latest, count)
                 events.append(latest)
         return events
 
@@ -248,15 +251,9 @@ class Diagnosis:
         ]
 
     def _update(self, evidence: Evidence) -> Finding | None:
-        """Keep the finding; return it when it is to be told."""
-        finding = self._finding(evidence)
-        self._latest[finding.id] = finding
-        told, count = self._told.get(finding.id, (None, 0))
-        same = told is not None and _character(told) == _character(finding)
-        if same and evidence.count < 2 * count:
-            return None
-        self._told[finding.id] = finding, evidence.count
-        return finding
+        """Keep the finding; return it when it is to be recorded."""
+        finding = self._latest[evidence.key or evidence.cause] = self._finding(evidence)
+        return None if self._events.of(finding, evidence.count) is None else finding
 
     def _finding(self, evidence: Evidence) -> Finding:
         rule = evidence.key if evidence.key in RULES else evidence.cause
@@ -276,11 +273,6 @@ class Diagnosis:
             status=evidence.status,
             step=self._step,
         )
-
-
-def _character(finding: Finding) -> tuple[object, ...]:
-    """Return what may not change without being told."""
-    return finding.status, finding.cause, finding.severity, finding.ranks, finding.groups
 
 
 def _by_rank(info: Mapping[str, Any], name: str) -> list[Any]:
