@@ -31,7 +31,7 @@ from rankscope.core.groups import Groups, cut_sections, group_parameters
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.audit_levels import ExpectedResiduals
-from rankscope.diagnose.evidence import Observation
+from rankscope.diagnose.steps import StepBatch
 from rankscope.study.rounding import record_gradients
 
 Row = dict[str, Any]
@@ -212,7 +212,7 @@ class Watched:
         )
         cosines_WG = np.zeros((width, 2))
         report = StepReport(step, {}, group_cosine_rest_WG=cosines_WG)
-        found = list(detector.observe(Observation(report)))
+        found = [one for told in detector.observe(StepBatch([report])) for one in told]
         return any(one.key == "reduction-spike" for one in found)
 
 

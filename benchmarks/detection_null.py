@@ -38,11 +38,10 @@ class Repetitions:
         weights_S = np.full(repetitions, 1 / repetitions)
         self._test = ExchangeabilityTest(num_units, weights_S, np.zeros(repetitions, bool), bets)
         self._shares_B = np.array([bet.weight for bet in bets]) / num_units
-        self._rows = np.arange(repetitions)
 
     def observe(self, values_SU: Floats) -> Floats:
         """Take one step; return the evidence M of each repetition ``[S]``."""
-        self._test.observe(values_SU, self._rows)
+        next(self._test.observe(values_SU[None], [0]))
         detectors = self._test._detectors  # its sum is public, its parts are not
         evidence_BSU = detectors.evidence.astype(np.float64)
         evidence_S: Floats = np.einsum("b,bsu->s", self._shares_B, evidence_BSU)

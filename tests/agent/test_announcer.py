@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.agent.announcer import MOST_LINES, Announcer, Change, Changes, line_of, verdict_line
+from rankscope.agent.announcer import MOST_LINES, Announcer, line_of, verdict_line
 from rankscope.core.finding import Finding, Severity
+from rankscope.core.finding_events import FindingEvent
 from rankscope.session.announcement import announce, where_recorded
 from support.forked_ranks import torchrun
 from support.loops import Loop
@@ -27,31 +28,14 @@ COPIES = Finding(
 SCRIPT = Path(__file__).parents[1] / "support" / "train_forgotten_sampler.py"
 
 
-def test_only_what_changes_the_meaning_is_news():
-    changes = Changes()
-    assert changes.of(COPIES) is Change.OPENED
-    assert changes.of(replace(COPIES, last_step=900)) is None
-    assert changes.of(replace(COPIES, severity=Severity.ERROR)) is Change.WORSENED
-    assert changes.of(replace(COPIES, severity=Severity.NOTE)) is None
-    assert changes.of(replace(COPIES, status="closed")) is Change.CLOSED
-    assert changes.of(replace(COPIES, status="closed", last_step=9)) is None
-    assert changes.of(COPIES) is Change.OPENED
-
-
-def test_what_an_earlier_run_has_told_is_no_news():
-    changes = Changes([COPIES])
-    assert changes.of(replace(COPIES, last_step=900)) is None
-    assert changes.of(replace(COPIES, status="closed")) is Change.CLOSED
-
-
 def test_a_line_says_what_and_since_when():
-    assert line_of(COPIES, Change.OPENED) == (
+    assert line_of(COPIES, FindingEvent.OPENED) == (
         "warning: Ranks 0 and 2 trained on identical batches. "
         "[data.duplicate_batches, since step 5]"
     )
     worse = replace(COPIES, severity=Severity.ERROR)
-    assert line_of(worse, Change.WORSENED).startswith("now error: Ranks 0 and 2 trained")
-    assert line_of(COPIES, Change.CLOSED) == (
+    assert line_of(worse, FindingEvent.WORSE).startswith("now error: Ranks 0 and 2 trained")
+    assert line_of(COPIES, FindingEvent.CLOSED) == (
         "closed: data.duplicate_batches (ranks 0 and 2) has not been seen since step 8."
     )
 
@@ -67,20 +51,25 @@ def said(changed, known=()):
 
 def test_notes_and_the_end_of_what_was_not_said_stay_silent():
     note = replace(COPIES, severity=Severity.NOTE)
-    assert said([(note, Change.OPENED), (replace(COPIES, status="closed"), Change.CLOSED)]) == []
-    opened, closed = said([(COPIES, Change.OPENED), (COPIES, Change.CLOSED)])
+    assert (
+        said([(note, FindingEvent.OPENED), (replace(COPIES, status="closed"), FindingEvent.CLOSED)])
+        == []
+    )
+    opened, closed = said([(COPIES, FindingEvent.OPENED), (COPIES, FindingEvent.CLOSED)])
     assert (opened[1], closed[1]) == (True, False)
 
 
 def test_consequences_of_another_finding_are_not_printed():
     cause = replace(COPIES, id="state", cause="state.parameters_differ", severity=Severity.ERROR)
     effect = replace(COPIES, id="rank-0", cause="data.worker_outlier", first_step=6)
-    assert said([(effect, Change.OPENED)], [cause, effect]) == []
-    assert len(said([(effect, Change.OPENED)], [effect])) == 1
+    assert said([(effect, FindingEvent.OPENED)], [cause, effect]) == []
+    assert len(said([(effect, FindingEvent.OPENED)], [effect])) == 1
 
 
 def test_a_storm_of_findings_does_not_flood_the_log():
-    many = [(replace(COPIES, id=str(number)), Change.OPENED) for number in range(3 * MOST_LINES)]
+    many = [
+        (replace(COPIES, id=str(number)), FindingEvent.OPENED) for number in range(3 * MOST_LINES)
+    ]
     lines = said(many)
     assert len(lines) == MOST_LINES + 1
     assert lines[-1] == ("Further findings are only recorded, not printed.", True)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import rankscope.session.canary
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.frames import ALL_RANKS, Frame
@@ -27,7 +28,6 @@ from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.canary import CanaryVerdicts
-from rankscope.diagnose.evidence import Observation
 from rankscope.record.bundle import find_bundles, load_bundle
 from rankscope.session.canary import LiveCanary
 from rankscope.session.kinds import DDP
@@ -176,7 +176,7 @@ class Job:
     def verdicts(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return what the detector says of all steps."""
         detector = CanaryVerdicts(len(self.workers))
-        told = [e for s in self.seen for e in detector.observe(Observation(summarize(s)))]
+        told = [e for s in self.seen for e in evidence_of(detector, summarize(s))]
         return [(e.cause, str(e.severity), tuple(e.ranks)) for e in told]
 
 

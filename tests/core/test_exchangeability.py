@@ -9,16 +9,17 @@ from rankscope.core.apart import HEALED, compare_with_others
 from rankscope.core.bets import (
     Betting,
     Kind,
-    RobustScale,
     distances,
     normal_scores,
     pair_bets,
     rank_units,
+    steady_scales,
     worker_bets,
 )
 from rankscope.core.budget import ShiryaevRoberts
 from rankscope.core.exchangeability import ExchangeabilityTest
 from rankscope.core.state import StateError
+from rankscope.record.states import pack_state
 
 BETS = worker_bets()
 
@@ -92,27 +93,35 @@ def test_normal_scores_are_odd_and_grow():
     assert (np.diff(scores) > 0).all()
 
 
+def scales_of(current_TS):
+    """Return the scales of steps of which nothing is known before."""
+    nothing_S = np.full(len(current_TS[0]), np.nan)
+    return steady_scales(nothing_S, np.zeros(len(nothing_S)), np.array(current_TS, np.float64))
+
+
 def test_the_scale_remembers_the_past_and_follows_a_common_growth():
-    scale = RobustScale(1)
-    rows = np.zeros(1, np.int64)
-    for _ in range(200):
-        steady = scale.observe(np.array([1.0]), rows)[0]
-    assert steady == pytest.approx(1)
-    assert scale.observe(np.array([0.01]), rows)[0] == pytest.approx(1, abs=0.03)
-    assert scale.observe(np.array([100.0]), rows)[0] == pytest.approx(50)  # half of it at once
+    scales = scales_of([[1.0]] * 200 + [[0.01], [100.0]]).used_TR[:, 0]
+    assert scales[199] == pytest.approx(1)
+    assert scales[200] == pytest.approx(1, abs=0.03)
+    assert scales[201] == pytest.approx(50)  # half of it at once
 
 
-def test_a_step_of_equal_units_teaches_no_scale():
-    scale, usual = RobustScale(2), RobustScale(2)
-    rows = np.arange(2)
-    assert scale.observe(np.zeros(2), rows).tolist() == [0, 0]  # nothing is known yet
-    for _ in range(30):
-        scale.observe(np.array([1.0, 2.0]), rows)
-        usual.observe(np.array([1.0, 2.0]), rows)
-    for nothing in (0.0, np.inf) * 500:
-        scale.observe(np.full(2, nothing), rows)
-    for current_S in np.array([[1e-16, 3.0], [0.5, 1.0]]):
-        assert scale.observe(current_S, rows).tolist() == usual.observe(current_S, rows).tolist()
+def test_a_step_of_equal_units_or_of_too_few_teaches_no_scale():
+    assert scales_of(np.zeros((1, 2))).used_TR.tolist() == [[0, 0]]  # nothing is known yet
+    usual, then = [[1.0, 2.0]] * 30, [[1e-16, 3.0], [0.5, 1.0]]
+    nothing = [[value] * 2 for value in (0.0, np.inf, np.nan) * 300]
+    expected = scales_of([*usual, *then])
+    found = scales_of([[0.0, 0.0], *usual, *nothing, *then])
+    assert found.used_TR[-2:].tolist() == expected.used_TR[-2:].tolist()
+    assert found.past_TR[-1].tolist() == expected.past_TR[-1].tolist()
+    assert found.count_TR[-1].tolist() == expected.count_TR[-1].tolist()
+
+
+def test_scales_go_on_from_what_is_known():
+    steps = np.random.default_rng(0).random((20, 3))
+    whole, half = scales_of(steps), scales_of(steps[:10])
+    rest = steady_scales(half.past_TR[-1], half.count_TR[-1], steps[10:])
+    assert rest.used_TR.tolist() == whole.used_TR[10:].tolist()
 
 
 def test_an_e_detector_is_the_sum_over_beginnings():
@@ -137,12 +146,16 @@ def test_evidence_does_not_overflow():
 
 
 def feed(test, rng, num_steps, change=None, num_signals=1):
-    rows = np.arange(num_signals)
     for _ in range(num_steps):
         values = 2 + 0.1 * rng.standard_normal((num_signals, test.num_units))
         if change is not None:
             change(values)
-        test.observe(values, rows)
+        take(test, values)
+
+
+def take(test, *values):
+    """Let a test take steps ``[S, U]`` together."""
+    assert len(list(test.observe(np.array(values), range(len(values))))) == len(values)
 
 
 def make(num_units=8, num_signals=1):
@@ -159,7 +172,7 @@ def test_evidence_grows_by_one_a_step_on_average_in_a_healthy_run(num_units):
         rng = np.random.default_rng([seed, num_units])
         test = make(num_units)
         for _ in range(steps):
-            test.observe(rng.standard_t(3, (1, num_units)), np.zeros(1, np.int64))
+            take(test, rng.standard_t(3, (1, num_units)))
         final.append(test.evidence)
     error = np.std(final) / np.sqrt(runs)
     assert abs(np.mean(final) - steps) < 4 * error
@@ -173,7 +186,7 @@ def test_a_rounding_after_many_steps_of_equal_units_is_not_far_out():
         values[:] = 0.5
 
     feed(test, np.random.default_rng(0), 2000, equal)
-    test.observe(np.array([[0.5] * 7 + [0.5 + 1e-15]]), np.zeros(1, np.int64))
+    take(test, [[0.5] * 7 + [0.5 + 1e-15]])
     assert 0 < test.z_SU.max() < 1
 
 
@@ -236,8 +249,39 @@ def test_signals_that_a_step_does_not_measure_stay_as_they_are():
     test = make(num_signals=2)
     feed(test, rng, 30, shift(1, 0.4, signal=1), num_signals=2)
     age = test.traces(1)[0].age
-    test.observe(rng.standard_normal((1, 8)), np.zeros(1, np.int64))
+    take(test, np.stack([rng.standard_normal(8), np.full(8, np.nan)]))
     assert test.traces(1)[0].age == age
+
+
+@pytest.mark.parametrize("num_units", [2, 3, 8])
+@pytest.mark.parametrize("together", [2, 7, 60])
+def test_how_many_steps_are_taken_together_makes_no_difference(num_units, together):
+    """With values missing, signals unmeasured, and units set apart and taken back on the way."""
+    rng = np.random.default_rng(num_units)
+    values = rng.lognormal(size=(60, 3, num_units))
+    values[rng.random(values.shape) < 0.1] = np.nan
+    values[rng.random((60, 3)) < 0.2] = np.nan
+    values[5] = np.nan
+
+    def change(test, step):
+        if step in (9, 10, 30):
+            test.set_unit_apart(step % num_units)
+        elif step in (25, 40):
+            test.take_back(test.set_apart[0])
+
+    one, many = make(num_units, 3), make(num_units, 3)
+    for step in range(60):
+        take_numbered(one, values[step : step + 1], [step], change)
+    for start in range(0, 60, together):
+        steps = range(60)[start : start + together]
+        take_numbered(many, values[start : start + together], steps, change)
+    assert pack_state(many.state()) == pack_state(one.state())
+    assert many.z_SU.tolist() == one.z_SU.tolist()
+
+
+def take_numbered(test, values, steps, after):
+    for step in test.observe(values, steps):
+        after(test, step)
 
 
 def test_restoring_goes_on_where_it_stood():
@@ -289,5 +333,5 @@ def test_values_that_are_not_finite_are_left_out():
     for bad in (np.inf, -np.inf, np.nan):
         values = np.arange(8.0)[None]
         values[0, 0] = bad
-        test.observe(values, np.zeros(1, np.int64))
+        take(test, values)
     assert np.isfinite(test.evidence)

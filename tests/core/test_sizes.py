@@ -17,11 +17,17 @@ def step(rng, sizes_U, slopes=(0.6, -0.2), noise=0.0):
     ])  # fmt: skip
 
 
+def free(effect, values, sizes_U):
+    """Return the values of one step freed from sizes."""
+    [left] = effect.take_away(values[None], sizes_U[None])
+    return left
+
+
 def taught(rng, steps=100, noise=0.05):
     effect = SizeEffect(BOTH, UNITS)
     for _ in range(steps):
         sizes_U = 5 + 0.3 * rng.standard_normal(UNITS)
-        effect.take_away(step(rng, sizes_U, noise=noise), np.arange(2), sizes_U)
+        free(effect, step(rng, sizes_U, noise=noise), sizes_U)
     return effect
 
 
@@ -29,7 +35,7 @@ def test_what_follows_sizes_is_taken_away():
     rng = np.random.default_rng(0)
     effect = taught(rng)
     sizes_U = 5 + 0.3 * np.arange(UNITS)
-    left = effect.take_away(step(rng, sizes_U), np.arange(2), sizes_U)
+    left = free(effect, step(rng, sizes_U), sizes_U)
     middle = np.median(sizes_U)
     np.testing.assert_allclose(left[0], 3.0 * np.exp(0.6 * middle), rtol=0.05)
     np.testing.assert_allclose(left[1], 0.4 - 0.2 * middle, atol=0.05)
@@ -40,8 +46,8 @@ def test_a_step_is_freed_from_what_earlier_steps_taught_alone():
     sizes_U = rng.standard_normal(UNITS)
     values = step(rng, sizes_U)
     effect = SizeEffect(BOTH, UNITS)
-    np.testing.assert_array_equal(effect.take_away(values, np.arange(2), sizes_U), values)
-    assert np.ptp(effect.take_away(values, np.arange(2), sizes_U)[0]) < 0.2 * np.ptp(values[0])
+    np.testing.assert_array_equal(free(effect, values, sizes_U), values)
+    assert np.ptp(free(effect, values, sizes_U)[0]) < 0.2 * np.ptp(values[0])
 
 
 def test_the_units_stay_exchangeable():
@@ -49,10 +55,8 @@ def test_the_units_stay_exchangeable():
     rng = np.random.default_rng(2)
     sizes_U, order = rng.standard_normal(UNITS), rng.permutation(UNITS)
     values = step(rng, sizes_U, noise=0.3)
-    left = taught(np.random.default_rng(3)).take_away(values, np.arange(2), sizes_U)
-    permuted = taught(np.random.default_rng(3)).take_away(
-        values[:, order], np.arange(2), sizes_U[order]
-    )
+    left = free(taught(np.random.default_rng(3)), values, sizes_U)
+    permuted = free(taught(np.random.default_rng(3)), values[:, order], sizes_U[order])
     np.testing.assert_array_equal(permuted, left[:, order])
 
 
@@ -64,7 +68,7 @@ def test_one_unit_alone_teaches_nothing():
     for _ in range(200):
         values = step(rng, np.zeros(UNITS), noise=0.05)
         values[0, 3] *= 3
-        left = effect.take_away(values, np.arange(2), sizes_U)
+        left = free(effect, values, sizes_U)
         np.testing.assert_array_equal(left, values)
 
 
@@ -73,15 +77,15 @@ def test_of_two_units_nothing_is_taken_away():
     effect = SizeEffect(BOTH, 2)
     for _ in range(20):
         sizes_U, values = np.array([0.0, 0.5]), np.array([[1.0, 1.5], [0.3, 0.2]]) + rng.random()
-        assert effect.take_away(values, np.arange(2), sizes_U) is values
+        assert free(effect, values, sizes_U).tolist() == values.tolist()
 
 
 def test_values_that_explode_are_told_by_no_warning():
     effect = SizeEffect(BOTH, UNITS)
     sizes_U = 0.1 * np.arange(UNITS)
     for _ in range(20):
-        effect.take_away(np.exp(np.array([300 * sizes_U, sizes_U])), np.arange(2), sizes_U)
-    left = effect.take_away(np.ones((2, UNITS)), np.arange(2), 100 * sizes_U)
+        free(effect, np.exp(np.array([300 * sizes_U, sizes_U])), sizes_U)
+    left = free(effect, np.ones((2, UNITS)), 100 * sizes_U)
     assert np.isinf(left[0, 0])
 
 
@@ -93,7 +97,7 @@ def test_a_fault_stays_whole():
         sizes_U[6] += 0.4  # the faulty one has larger batches, too
         values = step(rng, sizes_U, noise=0.05)
         values[0, 6] *= 1.5
-        left = effect.take_away(values, np.arange(2), sizes_U)
+        left = free(effect, values, sizes_U)
     assert left[0, 6] / np.median(left[0]) == pytest.approx(1.5, rel=0.15)
 
 
@@ -102,10 +106,10 @@ def test_sizes_that_do_not_differ_or_are_unknown_change_nothing(sizes):
     rng = np.random.default_rng(6)
     effect, values = taught(rng), rng.random((2, UNITS))
     before = effect.state()
-    assert effect.take_away(values, np.arange(2), sizes) is values
+    assert free(effect, values, sizes).tolist() == values.tolist()
     one_unknown = np.arange(float(UNITS))
     one_unknown[2] = np.nan
-    assert effect.take_away(values, np.arange(2), one_unknown) is values
+    assert free(effect, values, one_unknown).tolist() == values.tolist()
     assert all(np.array_equal(before[name], value) for name, value in effect.state().items())
 
 
@@ -118,7 +122,7 @@ def test_values_that_are_missing_or_no_logarithm_do_no_harm():
         values[0, :3] = [0.0, -1.0, np.inf]
         values[:, 3] = np.nan
         sizes_U[3] = np.nan  # who is not compared needs no size
-        left = effect.take_away(values, np.arange(2), sizes_U)
+        left = free(effect, values, sizes_U)
         assert np.isnan(left[:, 3]).all()
         assert left[0, 0] == 0
         assert left[0, 2] == np.inf
@@ -130,10 +134,33 @@ def test_signals_that_are_measured_less_often_learn_from_their_own_steps():
     effect = SizeEffect(BOTH, UNITS)
     for number in range(200):
         sizes_U = 5 + 0.3 * rng.standard_normal(UNITS)
-        rows = np.arange(1 if number % 4 else 2)
-        effect.take_away(step(rng, sizes_U, noise=0.05)[rows], rows, sizes_U)
-    left = effect.take_away(step(rng, sizes_U)[1:], np.array([1]), sizes_U)
-    assert np.ptp(left) < 0.1 * np.ptp(step(rng, sizes_U)[1])
+        values = step(rng, sizes_U, noise=0.05)
+        if number % 4:
+            values[1] = np.nan
+        free(effect, values, sizes_U)
+    values = step(rng, sizes_U)
+    values[0] = np.nan
+    left = free(effect, values, sizes_U)
+    assert np.isnan(left[0]).all()
+    assert np.ptp(left[1]) < 0.1 * np.ptp(values[1])
+
+
+@pytest.mark.parametrize("together", [2, 7, 40])
+def test_how_many_steps_are_taken_together_makes_no_difference(together):
+    rng = np.random.default_rng(10)
+    sizes_TU = 5 + 0.3 * rng.standard_normal((40, UNITS))
+    sizes_TU[7] = 5.0
+    sizes_TU[9, 2] = np.nan
+    values_TSU = np.array([step(rng, sizes_U, noise=0.1) for sizes_U in sizes_TU])
+    values_TSU[rng.random(values_TSU.shape) < 0.1] = np.nan
+    values_TSU[11, 0], values_TSU[12] = np.nan, np.nan
+    one, many = SizeEffect(BOTH, UNITS), SizeEffect(BOTH, UNITS)
+    expected = [free(one, *each) for each in zip(values_TSU, sizes_TU, strict=True)]
+    pieces = [slice(start, start + together) for start in range(0, 40, together)]
+    found = [many.take_away(values_TSU[piece], sizes_TU[piece]) for piece in pieces]
+    np.testing.assert_array_equal(np.concatenate(found), expected)
+    for name, value in one.state().items():
+        np.testing.assert_array_equal(many.state()[name], value)
 
 
 def test_what_it_learnt_survives_a_restart():
@@ -143,6 +170,6 @@ def test_what_it_learnt_survives_a_restart():
     sizes_U = rng.standard_normal(UNITS)
     values = step(rng, sizes_U, noise=0.3)
     np.testing.assert_array_equal(
-        after.take_away(values, np.arange(2), sizes_U),
-        before.take_away(values, np.arange(2), sizes_U),
+        free(after, values, sizes_U),
+        free(before, values, sizes_U),
     )

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered as unobserved
 from rankscope.core.direction import gram, leave_one_out
 from rankscope.core.rounding import round_to_bfloat16
 from rankscope.core.step import StepReport
 from rankscope.diagnose.audit import ReductionAudit
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.rules import describe
 
 SIZES = {"embed": 600, "blocks.0": 300, "blocks.1": 300, "norm": 32}
@@ -80,7 +80,7 @@ def watch(num_steps, make, num_workers=4, reduced_in=None, detector=None, seed=0
     told = {}
     for t in range(num_steps):
         local, results_W = make(t, rng)
-        for evidence in detector.observe(Observation(audited(t, local, results_W, rng))):
+        for evidence in evidence_of(detector, audited(t, local, results_W, rng)):
             describe(evidence.key, evidence.severity, evidence.fields)
             told.setdefault(evidence.key, []).append((t, evidence))
     for evidence in detector.close():

@@ -1,18 +1,36 @@
 """Feeds detectors of exact evidence with steps that are given by their columns."""
 
+from weakref import WeakKeyDictionary
+
 import numpy as np
 
 from diagnose.streams import gathered
 from rankscope.core.step import StepReport
-from rankscope.diagnose.evidence import Observation
+from rankscope.diagnose.recent_batches import RecentBatches
 from rankscope.diagnose.rules import RULES, describe
+from rankscope.diagnose.steps import StepBatch
+
+_MEMORIES = WeakKeyDictionary()
+
+
+def evidence_of(detector, *reports, memory=None):
+    """Return what a detector finds in steps that it is given one at a time.
+
+    Without a ``memory``, the batches of earlier calls with this detector are remembered.
+    """
+    found = []
+    for report in reports:
+        width = report.gathered.num_workers
+        batches = memory or _MEMORIES.setdefault(detector, RecentBatches(width))
+        found += [one for told in detector.observe(StepBatch([report], batches)) for one in told]
+    return found
 
 
 def observe(detector, step, width=4, **columns):
     """Return what a detector says of one step in which workers report these columns."""
     columns = {"num_samples": [2] * width, **columns}
     samples = [np.array([100 * step + rank]) for rank in range(width)]
-    return list(detector.observe(Observation(StepReport(gathered(step, samples, **columns), {}))))
+    return evidence_of(detector, StepReport(gathered(step, samples, **columns), {}))
 
 
 def run(detector, num_steps, start=0, **columns):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diagnose.stepping import words
+from diagnose.stepping import evidence_of, words
 from diagnose.streams import gathered
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind
@@ -16,7 +16,6 @@ from rankscope.diagnose.accumulation import (
     AccumulationAudit,
     ChangedLater,
 )
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.lasting import HEALED_AFTER
 
 W = 3
@@ -26,20 +25,18 @@ GROUPS = ("embedding", "block", "head")
 def step(number, *, observed=True, changes_WG=None, names=(), **columns):
     columns = {name: np.array(values) for name, values in columns.items()}
     zeros_W = np.zeros(W, np.int64)
-    return Observation(
-        StepReport(
-            replace(
-                gathered(number, [[]] * W, **columns),
-                observed=observed,
-                groups=GROUPS,
-                group_norms_WG=np.ones((W, 3)),
-                accumulator_changes_WG=changes_WG,
-                differences=tuple(
-                    StateDifference(StateKind.CHANGED, name, zeros_W, zeros_W > 0) for name in names
-                ),
+    return StepReport(
+        replace(
+            gathered(number, [[]] * W, **columns),
+            observed=observed,
+            groups=GROUPS,
+            group_norms_WG=np.ones((W, 3)),
+            accumulator_changes_WG=changes_WG,
+            differences=tuple(
+                StateDifference(StateKind.CHANGED, name, zeros_W, zeros_W > 0) for name in names
             ),
-            {},
-        )
+        ),
+        {},
     )
 
 
@@ -57,7 +54,7 @@ def accumulated(number, change, scale, *, groups=GROUPS, ranks=range(W)):
 
 
 def tell(detector, *steps):
-    return [evidence for one in steps for evidence in detector.observe(one)]
+    return [evidence for one in steps for evidence in evidence_of(detector, one)]
 
 
 @pytest.mark.parametrize(

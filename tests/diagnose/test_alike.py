@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.alike import AlikePairs
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.rules import describe
 
 
@@ -19,14 +19,14 @@ def observation(rng, step, width=8, block=(), above=0.2, samples=None):
         for j in block:
             cosines[i, j] += above * (i != j)
     own = [np.array([100 * step + rank]) for rank in range(width)] if samples is None else samples
-    return Observation(StepReport(gathered(step, own, None), {}, {}, cosines, None))
+    return StepReport(gathered(step, own, None), {}, {}, cosines, None)
 
 
 def run(detector, num_steps, start=0, seed=0, **options):
     rng = np.random.default_rng(seed)
     told = []
     for step in range(start, start + num_steps):
-        told += detector.observe(observation(rng, step, **options))
+        told += evidence_of(detector, observation(rng, step, **options))
     return told
 
 

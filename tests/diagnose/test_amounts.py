@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.amounts import UnequalAmounts
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.evidence import Observation
 
 NO_SAMPLES = np.empty(0, np.int64)
 
@@ -23,7 +23,7 @@ def told_of(num_workers, columns_of, steps, detector=None, first=0):
         step_ = gathered(step, [NO_SAMPLES] * num_workers, None, **columns)
         if sizes is not None:
             step_.workers["num_samples"][:] = sizes
-        told += detector.observe(Observation(StepReport(step_, {})))
+        told += evidence_of(detector, StepReport(step_, {}))
     return told
 
 

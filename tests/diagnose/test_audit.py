@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from diagnose.reductions import SIZES, audited, flipped, gradients, healthy, reduced, watch
+from diagnose.stepping import evidence_of
 from rankscope.core.direction import gram, leave_one_out
 from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.audit_levels import STEPS, sums_of_gradients
-from rankscope.diagnose.evidence import Observation
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 8])
@@ -196,7 +196,7 @@ def test_sections_that_are_too_large_for_sketches_are_judged_by_their_past():
         if t == 50:
             results_W = [{**results_W[0], "embed": flipped(results_W[0]["embed"], rng, 22)}] * 4
         report = audited(t, local, results_W, rng, floor=8e-6)
-        told += [(t, evidence.key) for evidence in detector.observe(Observation(report))]
+        told += [(t, evidence.key) for evidence in evidence_of(detector, report)]
     assert told == [(50, "reduction-spike")]
 
 
@@ -232,7 +232,7 @@ def test_beyond_64_workers_most_groups_are_judged_by_how_they_cancelled_before()
         cosines_WG = report.group_cosine_rest_WG.copy()
         cosines_WG[:, t % 2] = np.nan
         report = replace(report, group_cosine_rest_WG=cosines_WG)
-        told += [(t, evidence.key) for evidence in detector.observe(Observation(report))]
+        told += [(t, evidence.key) for evidence in evidence_of(detector, report)]
     assert told == [(30, "reduction-spike")]
 
 
@@ -274,7 +274,7 @@ def one_lost(at, value, num_steps=20, dtype="float32", **columns):
         report = audited(t, local, results_W, rng, **columns)
         if t == at:
             report.gathered.residuals_WG[:, 0] = value
-        told += [(t, evidence.key) for evidence in detector.observe(Observation(report))]
+        told += [(t, evidence.key) for evidence in evidence_of(detector, report)]
     return told
 
 

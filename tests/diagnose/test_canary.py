@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
 from rankscope.bus.run import RunFacts
@@ -13,7 +14,6 @@ from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.rules import LATENESS, RULES, describe
 
 
@@ -39,11 +39,11 @@ def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None)
         own = np.array([9 if rank == differs else 1 for rank in range(4)])
         difference = StateDifference(StateKind.PARAMETER, "head.weight", own, np.zeros(4, bool))
         found = replace(found, differences=(difference,))
-    return Observation(summarize(found))
+    return summarize(found)
 
 
 def told(detector, *steps):
-    return [evidence for one in steps for evidence in detector.observe(one)]
+    return [evidence for one in steps for evidence in evidence_of(detector, one)]
 
 
 def test_a_canary_that_agrees_speaks_only_of_a_worker_that_differs():
@@ -125,7 +125,7 @@ def test_a_canary_that_a_worker_missed_says_nothing():
 )
 def test_findings_are_in_plain_words(how, words):
     diagnosis = Diagnosis(RunFacts(4))
-    [finding] = [f for f in diagnosis.observe(step(**how).report) if f.id.startswith("canary")]
+    [finding] = [f for f in diagnosis.observe(step(**how)) if f.id.startswith("canary")]
     assert words in finding.explanation
     assert "before step 32" in finding.explanation.lower()
     assert "{" not in finding.explanation + finding.next_check

@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diagnose.stepping import words
+from diagnose.stepping import evidence_of, words
 from diagnose.streams import gathered
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.roles import LOOK_EVERY, Role, role_word
 from rankscope.core.step import StepReport
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.learning import ALONE, HELD, NOTHING, TWICE, NotUpdated, role_words
 from rankscope.diagnose.unequal import UnequalState
 
@@ -32,7 +31,7 @@ def tell(detector, found_by_step):
     told = []
     for number, found in found_by_step.items():
         one = replace(gathered(number, [[]] * W), differences=tuple(found))
-        told += detector.observe(Observation(StepReport(one, {})))
+        told += evidence_of(detector, StepReport(one, {}))
     return told
 
 

@@ -7,13 +7,13 @@ from functools import reduce
 import numpy as np
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.bus.columns import Column, Compared, DType, Source, Table, Tail
 from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.outliers import WorkerOutliers
 from rankscope.diagnose.rules import describe
 from rankscope.evidence import COLUMNS
@@ -55,7 +55,7 @@ class Job:
     def run(self, detector, num_steps, change=None, **columns):
         told = []
         for _ in range(num_steps):
-            told += detector.observe(Observation(self.report(change, **columns)))
+            told += evidence_of(detector, self.report(change, **columns))
         return told
 
 
@@ -97,7 +97,7 @@ def observed(detector, seed, center, steps, above=0.06):
         losses = center + 0.01 * rng.standard_normal() + 0.02 * rng.standard_normal(8)
         losses[5] += above
         report = StepReport(gathered(step, [NO_SAMPLES] * 8, None, loss=losses), {}, {}, None, None)
-        told += detector.observe(Observation(report))
+        told += evidence_of(detector, report)
     return told
 
 
@@ -297,7 +297,7 @@ def test_workers_with_identical_batches_do_not_make_an_outlier_of_one_with_its_o
         same = np.array([step, -step - 1])
         samples = (np.array([1000 + step, 2000 + step]), *[same] * 7)
         report = replace(report, gathered=replace(report.gathered, samples=samples))
-        assert detector.observe(Observation(report)) == []
+        assert evidence_of(detector, report) == []
 
 
 def test_a_shorter_batch_is_not_compared():
@@ -319,7 +319,7 @@ def test_a_worker_without_values_and_steps_without_gradients_do_no_harm():
         report.gathered.workers["loss"][7] = np.nan
         if step % 3:
             report = replace(report, gathered=replace(report.gathered, observed=False))
-        told += detector.observe(Observation(report))
+        told += evidence_of(detector, report)
     assert told[0].ranks == (2,)
 
 
@@ -331,7 +331,7 @@ def test_a_restored_detector_goes_on():
     later = [Job(seed=14).report(times("loss", [5], 1.2)) for _ in range(1)]
     reports = [*later, *(Job(seed=s).report() for s in range(20, 120))]
     for report in reports:
-        assert copy.observe(Observation(report)) == detector.observe(Observation(report))
+        assert evidence_of(copy, report) == evidence_of(detector, report)
 
 
 def canary_of(suspect, digests):
@@ -499,7 +499,7 @@ def run_with_tokens(job, detector, num_steps, change, tokens_W):
     for _ in range(num_steps):
         report = job.report(change)
         report.gathered.workers["loss_weight"][:] = tokens_W
-        told += detector.observe(Observation(report))
+        told += evidence_of(detector, report)
     return told
 
 
@@ -575,7 +575,7 @@ def test_a_signal_that_is_declared_as_compared_is_compared_and_recorded(monkeypa
         samples = [np.array([100 * step + rank]) for rank in range(4)]
         norms = rng.lognormal(0, 0.05, 4) * np.where(np.arange(4) == 2, 1.5, 1)
         one = gathered(step, samples, loss=rng.normal(2, 0.1, 4), momentum_norm=norms)
-        told += detector.observe(Observation(StepReport(one, {})))
+        told += evidence_of(detector, StepReport(one, {}))
     assert {evidence.ranks for evidence in told} == {(2,)}
     assert told[-1].fields["what"].startswith("momentum norm")
     assert "momentum_norm" in arrow_schema(Table.WORKERS).names

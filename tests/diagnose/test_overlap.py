@@ -4,10 +4,10 @@ from itertools import islice
 
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import replicated, reports, sharded, with_replacement
 from rankscope.core.finding import Severity
 from rankscope.diagnose.epochs import KEY
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.overlap import OverlappingShards
 from rankscope.diagnose.rules import describe
 from rankscope.record.states import pack_state, unpack_state
@@ -22,7 +22,7 @@ def watch(stream, num_steps, capacity=512, cut=None):
             state = unpack_state(pack_state(detector.state()))
             detector = OverlappingShards(W, capacity)
             detector.restore(state)
-        found += detector.observe(Observation(report))
+        found += evidence_of(detector, report)
     return found
 
 
@@ -54,7 +54,7 @@ def test_overlaps_are_found_in_a_share_of_the_samples(name):
 def test_advice_fits_what_is_known_of_the_samplers(seeds, advice):
     detector, found = OverlappingShards(W, seeds=tuple(seeds)), []
     for report in reports(FAULTY["seeds by rank"](), 60):
-        found += detector.observe(Observation(report))
+        found += evidence_of(detector, report)
     _, check = describe(found[-1].cause, found[-1].severity, found[-1].fields)
     assert check.startswith(advice)
 

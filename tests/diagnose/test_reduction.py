@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered as unobserved
 from rankscope.core.direction import cosines_from_gram, mean_and_min_cosine, norm_weighted_cosine
 from rankscope.core.step import StepReport
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.reduction import (
     STEPS,
     STEPS_APPLIED,
@@ -57,7 +57,7 @@ def watch(gradients_TWP, reduce, applied=None, noise=0.01, loss_scale=None, micr
         report = StepReport(
             gathered(step, [[]] * num_workers, **workers), {**cosines, "grad_norm_reduced": reduced}
         )
-        told += detector.observe(Observation(report))
+        told += evidence_of(detector, report)
     return told
 
 
@@ -188,9 +188,9 @@ def test_its_state_goes_on_after_a_restart():
         report = StepReport(gathered(step, [[]] * 4, grad_norm=norms_W), values)
         if step == STEPS - 1:
             after.restore(before.state())
-            assert [e.cause for e in after.observe(Observation(report))] == ["sync.wrong_scale"]
+            assert [e.cause for e in evidence_of(after, report)] == ["sync.wrong_scale"]
         else:
-            assert list(before.observe(Observation(report))) == []
+            assert list(evidence_of(before, report)) == []
 
 
 @pytest.mark.parametrize("num_workers", [4, 8])

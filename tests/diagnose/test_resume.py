@@ -8,9 +8,9 @@ import pytest
 from diagnose.streams import gathered, replicated, shard, sharded, with_replacement
 from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
-from rankscope.diagnose.evidence import observations
 from rankscope.diagnose.resume import ResumeMismatch
 from rankscope.diagnose.rules import describe
+from rankscope.diagnose.steps import StepBatch
 from rankscope.record.states import pack_state, unpack_state
 
 W, BATCH = 4, 4
@@ -22,8 +22,8 @@ def feed(detector, batches, first, lr=None, together=1):
         columns = {} if lr is None else {"lr": [lr(step)] * len(samples)}
         reports.append(summarize(gathered(step, samples, **columns)))
     for start in range(0, len(reports), together):
-        for one in observations(reports[start : start + together]):
-            found += detector.observe(one)
+        for told in detector.observe(StepBatch(reports[start : start + together])):
+            found += told
     for evidence in found:
         rule = evidence.key or evidence.cause
         assert "{" not in "".join(describe(rule, evidence.severity, evidence.fields))

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.rollouts import DifferentRollouts, level
 from support.same import assert_same
 
@@ -32,7 +32,7 @@ def told_of(detector, stream, steps, changed=lambda step, gaps_W: gaps_W, first=
     told = []
     for step in range(first, first + steps):
         gaps_W = changed(step, next(stream))
-        told += detector.observe(Observation(report(step, gaps_W)))
+        told += evidence_of(detector, report(step, gaps_W))
     return told
 
 

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 
 from diagnose.micro_jobs import Job, micro_step
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
 from rankscope.bus.run import RunFacts
 from rankscope.core.budget import SAMPLING, alarm_level
 from rankscope.core.finding import Severity
-from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
-from rankscope.diagnose.evidence import Observation
-from rankscope.diagnose.repeats import Repeats
 from rankscope.diagnose.rules import RULES, describe
 from rankscope.diagnose.sampling import Sampling
 from rankscope.record import Run, RunWriter
@@ -30,7 +28,7 @@ def watch(steps, num_workers=8, detector=None):
     return [
         (step.step, evidence)
         for step in steps
-        for evidence in detector.observe(Observation(summarize(step)))
+        for evidence in evidence_of(detector, summarize(step))
     ]
 
 
@@ -148,19 +146,6 @@ def test_workers_that_replay_their_own_batches_say_nothing():
             for t in range(200)
         ]
         assert watch(steps) == []
-
-
-def test_repeats_of_a_worker_and_of_all_workers():
-    repeats = Repeats(2)
-
-    def observe(*digests):
-        return repeats.observe(gathered(0, [np.empty(0)] * 2, batch_digest=digests))
-
-    assert [observe(1, 2), observe(3, 4), observe(5, 2)] == [False, False, True]
-    assert not any(observe(100 + t, 300 + t) for t in range(100))
-    assert observe(3, 4)
-    assert not observe(4, 3)
-    assert [observe(MISSING_INT, MISSING_INT) for _ in range(2)] == [False, False]
 
 
 def test_a_finding_closes_when_the_fault_heals_and_stays_closed():

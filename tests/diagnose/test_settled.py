@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.agent.announcer import Announcer, Change
+from rankscope.agent.announcer import Announcer
 from rankscope.core.finding import Finding, Severity
+from rankscope.core.finding_events import FindingEvent
 from rankscope.diagnose.causes import cause_pages, page_of, section_of
 from rankscope.diagnose.rules import RULES, next_check_of, settled_by
 from rankscope.record.bundle import latest_bundle
@@ -50,10 +51,10 @@ def test_where_nobody_knows_who_is_at_fault_an_answer_about_one_of_them_counts()
 def test_the_answer_is_told_while_the_training_goes_on():
     said: list[str] = []
     announcer = Announcer(lambda line, fault: said.append(line))
-    announcer.take([(CANARY, Change.OPENED)], [CANARY])
+    announcer.take([(CANARY, FindingEvent.OPENED)], [CANARY])
     assert said == []  # a note, about nothing that was told
-    announcer.take([(OUTLIER, Change.OPENED)], [OUTLIER])
-    announcer.take([(CANARY, Change.OPENED)], [OUTLIER, CANARY])
+    announcer.take([(OUTLIER, FindingEvent.OPENED)], [OUTLIER])
+    announcer.take([(CANARY, FindingEvent.OPENED)], [OUTLIER, CANARY])
     assert said[1].startswith("note: The canary agrees: the data differ.")
 
 

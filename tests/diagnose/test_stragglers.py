@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis, hosts_of
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.stragglers import (
     WARM_UP,
     WINDOW,
@@ -51,7 +51,7 @@ def watch(busy_TW, hosts=(), detector=None, start=0):
     detector = detector or Stragglers(busy_TW.shape[1], hosts)
     found = []
     for t, busy_W in enumerate(busy_TW, start=start):
-        found += [(t, one) for one in detector.observe(Observation(report(t, busy_W)))]
+        found += [(t, one) for one in evidence_of(detector, report(t, busy_W))]
     return found + [(-1, one) for one in detector.close()]
 
 

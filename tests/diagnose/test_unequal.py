@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateDigests, StateKind, differences
 from rankscope.core.step import StepReport
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.rules import describe
 from rankscope.diagnose.unequal import AVERAGES, HEALED_AFTER, UnequalState
 
@@ -26,12 +26,12 @@ def difference(kind, digests_W, *, name="head.weight", unchanged=()):
 def step(number, *found, **values):
     values = {name: np.array(value) for name, value in {**ONE_SET, **values}.items()}
     one = replace(gathered(number, [[]] * W, **values), differences=found, observed=True)
-    return Observation(StepReport(one, {}))
+    return StepReport(one, {})
 
 
 def watch(*steps):
     detector = UnequalState(W)
-    return [evidence for one in steps for evidence in detector.observe(one)]
+    return [evidence for one in steps for evidence in evidence_of(detector, one)]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def in_local_steps(*digests_SW, first=0, local_steps=4, **values):
         found = [] if digests_W is None or len(set(digests_W)) == 1 else digests_W
         found = [difference("parameter", found)] if found else []
         found.append(difference("optimizer", [1, 2, 3, 4]))
-        told += detector.observe(step(number, *found, unreduced=[True] * W, **known, **values))
+        told += evidence_of(detector, step(number, *found, unreduced=[True] * W, **known, **values))
     return told
 
 
@@ -179,9 +179,9 @@ def test_it_goes_on_until_nothing_differs_any_more():
 
 def test_its_state_goes_on_after_a_restart():
     before, after = UnequalState(W), UnequalState(W)
-    list(before.observe(step(0, difference("parameter", [1, 2, 1, 1]))))
+    evidence_of(before, step(0, difference("parameter", [1, 2, 1, 1])))
     after.restore(before.state())
-    [found] = after.observe(step(1, difference("parameter", [1, 2, 1, 1], name="other")))
+    [found] = evidence_of(after, step(1, difference("parameter", [1, 2, 1, 1], name="other")))
     assert (found.first_step, found.numbers["names"]) == (0, ["head.weight", "other"])
 
 

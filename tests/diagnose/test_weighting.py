@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT, as_recorded
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
-from rankscope.diagnose.evidence import Observation
 from rankscope.diagnose.loss_scale import ONE_WORKER, LossScale
 from rankscope.diagnose.rules import describe
 from rankscope.diagnose.weighting import MICRO, STARVED, TokenWeighting
@@ -39,14 +39,14 @@ def observation(step, tokens, scales, losses=None, calls=1):
         micro_scales=tuple(scales),
         micro_norms=(),
     )
-    return Observation(as_recorded(summarize(one)))
+    return as_recorded(summarize(one))
 
 
 def watch(detector, steps, first=0):
     """Return all evidence by key, the last of each."""
     found = {}
     for step, parts in enumerate(steps, start=first):
-        for evidence in detector.observe(observation(step, *parts)):
+        for evidence in evidence_of(detector, observation(step, *parts)):
             key = evidence.key or evidence.cause
             assert "{" not in "".join(describe(key, evidence.severity, evidence.fields))
             found[key] = evidence
@@ -297,7 +297,7 @@ def test_advice_knows_whether_the_tokens_are_divided_out_already(divided, words)
     for step, parts in enumerate(constant(0.25)):
         seen = observation(step, *parts)
         seen.gathered.workers["loss_divided"][:] = divided
-        found += detector.observe(seen)
+        found += evidence_of(detector, seen)
     assert words in describe("loss.scale", found[-1].severity, found[-1].fields)[1]
 
 

@@ -1,47 +1,15 @@
-"""What is said of findings while the training goes on: opened, worsened, closed, and the verdict.
+"""What is said of findings while the training goes on: opened, worse, closed, and the verdict."""
 
-Detectors update a finding often; who is told of it hears of it when its meaning changes.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
+from collections.abc import Callable, Sequence
 
 from rankscope.bus.words import count, name_ranks
 from rankscope.core.finding import Finding, Severity
+from rankscope.core.finding_events import FindingEvent
 from rankscope.diagnose.checks import checks_of, missing_steps
 from rankscope.diagnose.rules import explanations, first_sentence, ranked, settles
 
 MOST_LINES = 20
 """Lines about single findings in one run: a log that scrolls is not read."""
-
-
-class Change(StrEnum):
-    """What an update of a finding changes for whoever reads it."""
-
-    OPENED = "opened"
-    WORSENED = "worsened"
-    CLOSED = "closed"
-
-
-class Changes:
-    """Tells updates that change a finding's meaning from those that only count on.
-
-    Args:
-        known: Findings that were told before, in an earlier run that this one continues.
-    """
-
-    def __init__(self, known: Iterable[Finding] = ()) -> None:
-        self._last = {finding.id: finding for finding in known}
-
-    def of(self, finding: Finding) -> Change | None:
-        """Take an update; return what it changes, None for nothing but numbers."""
-        before = self._last.get(finding.id)
-        self._last[finding.id] = finding
-        if before is None or (before.status == "closed" and finding.status != "closed"):
-            return Change.OPENED
-        if finding.status == "closed":
-            return Change.CLOSED if before.status != "closed" else None
-        return Change.WORSENED if finding.severity > before.severity else None
 
 
 class Announcer:
@@ -59,7 +27,9 @@ class Announcer:
         self._num_lines = 0
         self._announced: set[str] = set()
 
-    def take(self, changed: Sequence[tuple[Finding, Change]], known: Sequence[Finding]) -> None:
+    def take(
+        self, changed: Sequence[tuple[Finding, FindingEvent]], known: Sequence[Finding]
+    ) -> None:
         """Say what changes about findings.
 
         Args:
@@ -70,8 +40,8 @@ class Announcer:
         if not told:
             return
         causes = explanations(known)
-        for finding, change in told:
-            if change is not Change.CLOSED and causes.get(finding.id) is not None:
+        for finding, event in told:
+            if event is not FindingEvent.CLOSED and causes.get(finding.id) is not None:
                 continue
             self._num_lines += 1
             if self._num_lines > MOST_LINES:
@@ -79,10 +49,10 @@ class Announcer:
                     self._say("Further findings are only recorded, not printed.", True)
                 return
             self._announced.add(finding.id)
-            self._say(line_of(finding, change), change is not Change.CLOSED)
+            self._say(line_of(finding, event), event is not FindingEvent.CLOSED)
 
-    def _is_told(self, finding: Finding, change: Change, known: Sequence[Finding]) -> bool:
-        if change is Change.CLOSED:
+    def _is_told(self, finding: Finding, event: FindingEvent, known: Sequence[Finding]) -> bool:
+        if event is FindingEvent.CLOSED:
             return finding.id in self._announced
         if finding.severity > Severity.NOTE:
             return True
@@ -106,12 +76,12 @@ class Announcer:
         self._say(f"{seen}: {verdict_line(known, missing)}", False)
 
 
-def line_of(finding: Finding, change: Change) -> str:
+def line_of(finding: Finding, event: FindingEvent) -> str:
     """Return a change of a finding in one line."""
     who = f" ({name_ranks(finding.ranks)})" if finding.ranks else ""
-    if change is Change.CLOSED:
+    if event is FindingEvent.CLOSED:
         return f"closed: {finding.cause}{who} has not been seen since step {finding.last_step:,}."
-    now = f"now {finding.severity}" if change is Change.WORSENED else str(finding.severity)
+    now = f"now {finding.severity}" if event is FindingEvent.WORSE else str(finding.severity)
     said = first_sentence(finding)
     return f"{now}: {said} [{finding.cause}, since step {finding.first_step:,}]"
 

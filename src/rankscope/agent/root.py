@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.agent.announcer import Announcer, Change, Changes
+from rankscope.agent.announcer import Announcer
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.forwarder import HostSteps
@@ -27,6 +27,7 @@ from rankscope.agent.verification import Verifications
 from rankscope.agent.workers import Workers
 from rankscope.bus.layout import Layout
 from rankscope.core.finding import Finding, Severity
+from rankscope.core.finding_events import FindingEvent, FindingEvents
 from rankscope.core.governor import LAG, Governor
 from rankscope.core.plan import Plan
 from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
@@ -114,7 +115,7 @@ class Root:
             self._hangs = HangNotes(layout.num_workers, seconds, hosts, self._tell_of_hang)
         self._hosts = hosts
         self._sinks = _start_sinks(setup, self._run_dir, known)
-        self._changes = Changes(known)
+        self._events = FindingEvents(known)
         self._announcer = Announcer(self._announce) if setup["announce"] else None
         self._options = options
         self._send(ALL_RANKS, _findings_frame(known))
@@ -281,11 +282,12 @@ class Root:
         """Send findings that have changed to all ranks, and say what that means."""
         if not findings:
             return
-        changes = [self._changes.of(finding) for finding in findings]
-        frame = _findings_frame(findings, changes, news=True, step=self.newest + LAG)
+        events = [self._events.of(finding) for finding in findings]
+        events = [event if event and event.is_news else None for event in events]
+        frame = _findings_frame(findings, events, news=True, step=self.newest + LAG)
         self._send(ALL_RANKS, frame)
         if self._announcer is not None and announced:
-            changed = [(f, c) for f, c in zip(findings, changes, strict=True) if c is not None]
+            changed = [(f, event) for f, event in zip(findings, events, strict=True) if event]
             self._announcer.take(changed, self._known)
 
     def _announce(self, line: str, is_fault: bool) -> None:
@@ -467,7 +469,7 @@ _TAKES: dict[Kind, Callable[[Root, int, Frame, float], None]] = {
 
 def _findings_frame(
     findings: Sequence[Finding],
-    changes: Sequence[Change | None] = (),
+    events: Sequence[FindingEvent | None] = (),
     *,
     news: bool = False,
     step: int = -1,
@@ -476,12 +478,11 @@ def _findings_frame(
 
     Args:
         findings: The findings.
-        changes: What has changed about each; nothing if left out.
+        events: What is news about each, None where nothing is; left out, nothing is.
         news: Whether sinks are to be told.
         step: The step at whose beginning the training is told of changes.
     """
-    events = [finding.to_json() for finding in findings]
-    content = {"changes": list(changes), "news": news, "findings": events}
+    content = {"events": list(events), "news": news, "findings": [f.to_json() for f in findings]}
     return pack(Kind.FINDINGS, json.dumps(content, default=_plain).encode(), step=step)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Floats32, Ints
-from rankscope.core.bets import RARE_FROM, RARE_STAKE, Bet, Kind, Ranked, normal_scores
+from rankscope.core.bets import RARE_FROM, RARE_STAKE, Bet, Kind, Ranked, Rows, normal_scores
 from rankscope.core.state import Stateful
 
 CERTAIN = float(np.log(1e8))
@@ -26,7 +26,7 @@ _STILL_CERTAIN = 0.9
 _SEEN_QUICKLY = 0.75
 
 
-class SetApart(Stateful):
+class FlaggedUnit(Stateful):
     """A unit that is set apart: a CUSUM for each bet and signal.
 
     The one that was strongest at first is watched until it has lost nearly everything; if another
@@ -49,7 +49,7 @@ class SetApart(Stateful):
         """How sure it still is that the unit is unlike the others, 1 to 0."""
         return float(self.log_BS[self._bet, self._signal]) / CERTAIN
 
-    def observe(self, e_BS: Floats, rows: Ints) -> None:
+    def observe(self, e_BS: Floats, rows: Rows) -> None:
         """Take the e-values of one step, of the signals named by ``rows``."""
         self.ages_BS[:, rows] += 1
         self.log_BS[:, rows] = np.clip(self.log_BS[:, rows] + np.log(e_BS), 0, CERTAIN)

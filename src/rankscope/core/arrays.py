@@ -22,7 +22,28 @@ def median(values: Floats) -> Floats:
         >>> median(np.array([[1.0, 9.0, 2.0, 4.0], [5.0, 5.0, 5.0, 0.0]])).tolist()
         [3.0, 5.0]
     """
-    ordered, count = np.sort(values, axis=-1), values.shape[-1]
+    return _middle(np.sort(values, axis=-1))
+
+
+def median_of_known(values: Floats) -> Floats:
+    """Return the median over the last axis of all numbers but NaN; NaN where there is none.
+
+    Example:
+        >>> median_of_known(np.array([[1.0, np.nan, 2.0, 4.0], [np.nan] * 4])).tolist()
+        [2.0, nan]
+    """
+    ordered, width = np.sort(values, axis=-1), values.shape[-1]
+    known = width - np.count_nonzero(np.isnan(ordered), axis=-1, keepdims=True)
+    if known.size and known.min() == width:
+        return _middle(ordered)
+    lower = np.take_along_axis(ordered, np.maximum(known - 1, 0) // 2, axis=-1)  # NaN comes last
+    upper = np.take_along_axis(ordered, np.minimum(known // 2, width - 1), axis=-1)
+    middle: Floats = np.where(lower == upper, lower, (lower + upper) / 2)[..., 0]
+    return middle
+
+
+def _middle(ordered: Floats) -> Floats:
+    count = ordered.shape[-1]
     upper: Floats = ordered[..., count // 2]
     return upper if count % 2 else (ordered[..., count // 2 - 1] + upper) / 2
 

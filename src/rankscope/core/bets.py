@@ -13,7 +13,8 @@ e-value (Vovk and Wang, "E-values", 2021; ranks as in Shin, Ramdas and Rinaldo, 
   size: a large error now and then. Ranks alone would take hundreds of steps for it, since they do
   not see how large it is.
 
-Legend of shapes: S signals, U units, B bets, n units present, D doubled mid-ranks.
+Legend of shapes: T steps, S signals, R signals of a step, U units, B bets, n units present, D
+doubled mid-ranks.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Floats32, Ints
-from rankscope.core.state import Stateful
 
 STRENGTHS = (0.75, 1.6, 4.0)
 """The λ of shifts, in standard deviations."""
@@ -43,7 +43,7 @@ Rows = Ints | slice
 """Which signals: ascending indices, or the slice that holds the same ones."""
 
 AT_ONCE = 2**13
-"""Values that are ranked together: larger arrays fall out of the cache."""
+"""Values that are best ranked together: larger arrays fall out of the cache."""
 
 _LARGEST_Z = 1e6
 _MAD_TO_STD = 1.4826
@@ -100,67 +100,56 @@ def pair_bets() -> tuple[Bet, ...]:
     return tuple(Bet(Kind.UP, strength, 1 / len(STRENGTHS)) for strength in STRENGTHS)
 
 
-class RobustScale(Stateful):
-    """A robust standard deviation per signal, of this step and of the recent past.
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The robust standard deviations of several signals, step after step.
+
+    Attributes:
+        used_TR: With which each step is compared; NaN where nothing is known of it.
+        past_TR: What is known after each step, NaN before the first one that tells.
+        count_TR: From how many steps.
+    """
+
+    used_TR: Floats
+    past_TR: Floats
+    count_TR: Floats
+
+
+def steady_scales(past_R: Floats, count_R: Floats, current_TR: Floats) -> Scales:
+    """Return a robust standard deviation per signal, of each step and of those before it.
 
     The median distance from the median of eight workers errs by a third; the past steadies it. It
     follows when all units spread out together. A step in which more than half of the units are
-    equal says nothing of how far they usually are apart: nothing is learnt from it.
+    equal, or too few are present, says nothing of how far they usually are apart: nothing is
+    learnt from it.
 
     Args:
-        num_signals: S.
+        past_R: What is known of each signal before the first step.
+        count_R: From how many steps.
+        current_TR: The scale of each step alone; NaN where it is unknown.
 
     Example:
-        >>> scale, both = RobustScale(1), slice(None)
-        >>> [scale.observe(np.array([now]), both).item() for now in (1.0, 3.0, 1.0)]  # 2 after two
-        [1.0, 1.5, 2.0]
+        >>> nothing, steps = np.full(1, np.nan), np.array([[1.0], [3.0], [1.0]])
+        >>> steady_scales(nothing, np.zeros(1), steps).used_TR.tolist()  # 2 after two
+        [[1.0], [1.5], [2.0]]
     """
-
-    def __init__(self, num_signals: int) -> None:
-        self.past_S = np.full(num_signals, np.nan)
-        self.count_S = np.zeros(num_signals)
-
-    def observe(self, current_S: Floats, rows: Rows) -> Floats:
-        """Return the scale of these signals, given the one of this step alone."""
-        past = self.past_S[rows]
-        known = np.isfinite(past)
-        scale_S = np.where(known, np.maximum(past, current_S / 2), current_S)
-        learns = (current_S > 0) & (current_S < np.inf)
-        self.count_S[rows] += learns
-        gain = np.maximum(1 / np.maximum(self.count_S[rows], 1), _MEMORY)
-        learnt = np.where(known, (1 - gain) * past + gain * current_S, current_S)
-        self.past_S[rows] = np.where(learns, learnt, past)
-        return scale_S
-
-    def look_ahead(self, current_TR: Floats, rows: Rows) -> tuple[Floats, Floats, Floats]:
-        """Return what :meth:`observe` would of T steps one after the other, and learn nothing.
-
-        Returns:
-            The scales ``[T, R]``, and ``past_S`` and ``count_S`` of these signals after each step.
-        """
-        learns_TR = (current_TR > 0) & (current_TR < np.inf)
-        counts_TR = self.count_S[rows] + np.add.accumulate(learns_TR, axis=0, dtype=np.float64)
-        gains_TR = np.maximum(1 / np.maximum(counts_TR, 1), _MEMORY)
-        scales_TR, pasts_TR = np.empty_like(current_TR), np.empty_like(current_TR)
-        past = self.past_S[rows]
-        known = np.isfinite(past)
-        sure = bool(known.all()) and bool(learns_TR.all())
-        for current, learns, gain, scales, pasts in zip(
-            current_TR, learns_TR, gains_TR, scales_TR, pasts_TR, strict=True
-        ):
-            learnt = (1 - gain) * past + gain * current
-            scale = np.maximum(past, current / 2)
-            if not sure:
-                known = np.isfinite(past)
-                scale = np.where(known, scale, current)
-                learnt = np.where(learns, np.where(known, learnt, current), past)
-            scales[:], pasts[:] = scale, learnt
-            past = learnt
-        return scales_TR, pasts_TR, counts_TR
-
-    def know(self, past_R: Floats, count_R: Floats, rows: Rows) -> None:
-        """Know what :meth:`look_ahead` returned for a step."""
-        self.past_S[rows], self.count_S[rows] = past_R, count_R
+    learns_TR = (current_TR > 0) & (current_TR < np.inf)
+    count_TR = count_R + np.add.accumulate(learns_TR, axis=0, dtype=np.float64)
+    gain_TR = np.maximum(1 / np.maximum(count_TR, 1), _MEMORY)
+    used_TR = np.empty_like(current_TR)
+    past_TR = np.empty_like(current_TR)
+    past = past_R
+    all_known = bool(np.isfinite(past).all()) and bool(learns_TR.all())
+    for at, current in enumerate(current_TR):
+        used = np.maximum(past, current / 2)
+        learnt = (1 - gain_TR[at]) * past + gain_TR[at] * current
+        if not all_known:
+            known = np.isfinite(past)
+            used = np.where(known, used, current)
+            learnt = np.where(learns_TR[at], np.where(known, learnt, current), past)
+        used_TR[at] = used
+        past_TR[at] = past = learnt
+    return Scales(used_TR, past_TR, count_TR)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,26 +9,27 @@ A unit that was found unlike the others is set apart: the others are compared wi
 next step on (which their exchangeability allows, given the past), and the unit is compared with
 them, so that one sees when it heals.
 
-Legend of shapes: S signals, U units, B bets, A units set apart.
+Legend of shapes: T steps, S signals, R signals that a step measures, U units, B bets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.apart import SetApart, compare_with_others
+from rankscope.core.apart import FlaggedUnit, compare_with_others
 from rankscope.core.arrays import Floats, Floats32, Ints
 from rankscope.core.bets import (
     Bet,
     Betting,
     Kind,
     Ranked,
-    RobustScale,
     Rows,
+    Scales,
     distances,
     rank_units,
+    steady_scales,
 )
 from rankscope.core.budget import ShiryaevRoberts
 from rankscope.core.recent import RECENT, RecentSteps, friedman
@@ -69,26 +70,26 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """What a test will take of the next steps.
+class _Compared:
+    """Consecutive steps, compared as if no unit were set apart or taken back between them.
 
     Attributes:
         rows: The signals that they measure.
-        e_BTRU: The e-values.
+        e_BTRU: The e-values of units among each other.
         middle_TR: The medians.
-        deviations_TRU: The deviations that are remembered.
-        z_TRU: Distances from the median, in robust standard deviations.
-        pasts_TR: What is known of scales after each step, and
-        counts_TR: from how many steps.
+        deviations_TRU: Deviations from them.
+        z_TRU: Distances from them, in robust standard deviations.
+        scales: What is known of these after each step.
+        e_of_apart_BTR: The e-values of each unit that is set apart, among the others.
     """
 
     rows: Rows
     e_BTRU: Floats32
     middle_TR: Floats
     deviations_TRU: Floats
-    z_TRU: Floats
-    pasts_TR: Floats
-    counts_TR: Floats
+    z_TRU: Floats32
+    scales: Scales
+    e_of_apart_BTR: Mapping[int, Floats]
 
 
 class ExchangeabilityTest(Stateful):
@@ -108,9 +109,10 @@ class ExchangeabilityTest(Stateful):
     Example:
         >>> from rankscope.core.bets import worker_bets
         >>> test = ExchangeabilityTest(4, np.ones(1), np.ones(1, bool), worker_bets())
-        >>> for step, values_W in enumerate(np.random.default_rng(0).normal(size=(40, 4))):
-        ...     test.observe((values_W + [0, 0, 0, 4])[None], np.arange(1), step)
-        >>> int(test.evidence_of_units().argmax()), test.evidence > 1e6
+        >>> values_TSW = np.random.default_rng(0).normal(size=(40, 1, 4)) + [0, 0, 0, 4]
+        >>> for step in test.observe(values_TSW, range(40)):
+        ...     evidence_W = test.evidence_of_units()  # after each of them
+        >>> int(evidence_W.argmax()), test.evidence > 1e6
         (3, True)
     """
 
@@ -129,12 +131,11 @@ class ExchangeabilityTest(Stateful):
         self._patient_B = np.array([bet.kind is Kind.RARE for bet in bets])
         shares_B = np.array([bet.weight for bet in bets])
         self._weights_BS = (shares_B[:, None] * weights_S / max(1, num_units)).astype(np.float32)
-        self._scale = RobustScale(len(weights_S))
+        self._scale_S = np.full(len(weights_S), np.nan)
+        self._scale_steps_S = np.zeros(len(weights_S))
         self._detectors = ShiryaevRoberts(*shape)
-        self._e = np.ones(shape, np.float32)
         self._recent = RecentSteps(*shape[1:])
-        self._all_S = np.arange(len(weights_S))
-        self._apart: dict[int, SetApart] = {}
+        self._apart: dict[int, FlaggedUnit] = {}
         self.z_SU = np.zeros(shape[1:], np.float32)
 
     @property
@@ -142,81 +143,104 @@ class ExchangeabilityTest(Stateful):
         """Units that are set apart, in the order in which that was done."""
         return tuple(self._apart)
 
-    def observe(self, values_SU: Floats, rows: Ints, step: int = 0) -> None:
-        """Take one step.
+    def observe(self, values_TSU: Floats, steps: Sequence[int]) -> Iterator[int]:
+        """Take consecutive steps, one with each iteration.
+
+        A unit may be set apart or taken back after any of them; those that follow are compared
+        accordingly.
 
         Args:
-            values_SU: Values of the signals named by ``rows``, NaN where a unit has none. Units
-                that are set apart have theirs, too.
-            rows: Indices of the signals that this step measures, ascending.
-            step: Its number, for :meth:`onset` alone.
+            values_TSU: Values of all signals, NaN where a unit has none. Units that are set apart
+                have theirs, too. A signal without any is not measured in that step.
+            steps: Their numbers.
+
+        Yields:
+            The number of each step, once it is taken.
         """
-        values = np.array(values_SU, np.float64)
-        finite = np.isfinite(values)
-        if np.count_nonzero(finite) < values.size:
-            values[~finite] = np.nan
+        finite_TSU = np.isfinite(values_TSU)
+        if np.count_nonzero(finite_TSU) < values_TSU.size:
+            values_TSU = np.where(finite_TSU, values_TSU, np.nan)
+        measured_TS = finite_TSU.any(axis=2)
+        at = 0
+        while at < len(steps):
+            end = at + _length_of_first_run(measured_TS[at:])
+            rows = measured_TS[at].nonzero()[0]
+            compared = self._compare(values_TSU[at:end], rows) if len(rows) else None
+            apart = self.set_apart
+            for index in range(end - at):
+                self._take(compared, index, steps[at])
+                yield steps[at]
+                at += 1
+                if self.set_apart != apart:
+                    break
+
+    def _compare(self, values_TSU: Floats, rows: Ints) -> _Compared:
+        """Compare the units in steps that measure the same signals; nothing has changed yet."""
+        measured = as_slice(rows)
+        values = values_TSU[:, measured]
+        num_steps, num_rows, width = values.shape
         together = values
         if self._apart:
             together = values.copy()
-            together[:, list(self._apart)] = np.nan
-        ranked = rank_units(together)
-        middle_S, away, current_S = distances(ranked)
-        measured = as_slice(rows)
-        scales_S = self._scales(ranked, current_S, measured)
-        e = self._e[:, : len(rows)]
-        self._betting.write_e_values(ranked, away, scales_S, e)
-        self._detectors.observe(e, (slice(None), measured))
-        self._remember(values, middle_S, scales_S, measured, step)
-        for unit, apart in self._apart.items():
-            z_S = self.z_SU[rows, unit]
-            apart.observe(compare_with_others(values[:, unit], z_S, ranked, self._bets), rows)
-
-    def look_ahead(self, values_TRU: Floats, rows: Ints) -> "Ahead":
-        """Compute what :meth:`observe` would of T steps in which nothing is set apart.
-
-        Args:
-            values_TRU: Values of the signals named by ``rows``, finite or NaN.
-            rows: Indices of the signals that these steps measure, ascending.
-
-        Returns:
-            What :meth:`take` needs; nothing has changed yet.
-        """
-        num_steps, num_rows, width = shape = values_TRU.shape
-        ranked = rank_units(values_TRU.reshape(-1, width))
+            together[:, :, list(self._apart)] = np.nan
+        ranked = rank_units(together.reshape(-1, width))
         middle, away, current = distances(ranked)
-        measured = as_slice(rows)
-        scales = np.full((num_steps, num_rows), np.nan)
-        pasts = counts = scales
-        if width >= 3:
-            current_TR = current.reshape(num_steps, num_rows)
-            scales, pasts, counts = self._scale.look_ahead(current_TR, measured)
-        e = np.ones((len(self._bets), num_steps * num_rows, width), np.float32)
-        self._betting.write_e_values(ranked, away, scales.reshape(-1), e)
         middle_TR = middle.reshape(num_steps, num_rows)
-        away_TRU = values_TRU - middle_TR[:, :, None]
+        if ranked.count is None or ranked.count < 3:
+            current = np.where(ranked.counts_S >= 3, current, np.nan)
+        current_TR = current.reshape(num_steps, num_rows)
+        scales = steady_scales(self._scale_S[measured], self._scale_steps_S[measured], current_TR)
+        used_TR = scales.used_TR
+        e = np.empty((len(self._bets), num_steps * num_rows, width), np.float32)
+        self._betting.write_e_values(ranked, away, used_TR.reshape(-1), e)
+        away_TRU = values - middle_TR[:, :, None]
         unit_TR = np.where(self._relative_S[measured] & (middle_TR > 0), middle_TR, 1.0)
-        scale_TR = np.where(scales > 0, scales, np.nan)
+        scale_TR = np.where(used_TR > 0, used_TR, np.nan)
         with np.errstate(invalid="ignore", over="ignore"):
-            deviations = away_TRU / unit_TR[:, :, None]
-            z_TRU = np.fmax(np.abs(away_TRU) / scale_TR[:, :, None], 0.0)
-        return Ahead(measured, e.reshape(-1, *shape), middle_TR, deviations, z_TRU, pasts, counts)
+            deviations_TRU = away_TRU / unit_TR[:, :, None]
+            np.abs(away_TRU, out=away_TRU)
+            away_TRU /= scale_TR[:, :, None]
+            z_TRU = np.fmax(away_TRU, 0.0).astype(np.float32)  # 0 where it is not known
+        return _Compared(
+            measured,
+            e.reshape(-1, num_steps, num_rows, width),
+            middle_TR,
+            deviations_TRU,
+            z_TRU,
+            scales,
+            self._compare_apart(values, z_TRU, ranked),
+        )
 
-    def take(self, ahead: "Ahead", at: int, step: int) -> None:
-        """Take one of the steps of which was looked ahead, in their order.
+    def _compare_apart(
+        self, values_TRU: Floats, z_TRU: Floats32, ranked: Ranked
+    ) -> Mapping[int, Floats]:
+        """Return the e-values of each unit that is set apart among the others ``[B, T, R]``."""
+        shape = len(self._bets), *values_TRU.shape[:2]
+        return {
+            unit: compare_with_others(
+                values_TRU[:, :, unit].reshape(-1),
+                z_TRU[:, :, unit].reshape(-1),
+                ranked,
+                self._bets,
+            ).reshape(shape)
+            for unit in self._apart
+        }
 
-        Args:
-            ahead: What :meth:`look_ahead` returned.
-            at: Which one.
-            step: Its number.
-        """
-        rows = ahead.rows
-        if self.num_units >= 3:
-            self._scale.know(ahead.pasts_TR[at], ahead.counts_TR[at], rows)
-        self._detectors.observe(ahead.e_BTRU[:, at], (slice(None), rows))
-        self._recent.remember(ahead.deviations_TRU[at], rows, step, ahead.middle_TR[at])
-        if ahead.z_TRU.shape[1] < len(self.z_SU):
+    def _take(self, compared: _Compared | None, at: int, step: int) -> None:
+        """Learn from one of the steps that were compared; None: it measures nothing."""
+        if compared is None:
             self.z_SU[:] = 0
-        self.z_SU[rows] = ahead.z_TRU[at]
+            return
+        rows = compared.rows
+        self._scale_S[rows] = compared.scales.past_TR[at]
+        self._scale_steps_S[rows] = compared.scales.count_TR[at]
+        self._detectors.observe(compared.e_BTRU[:, at], (slice(None), rows))
+        self._recent.remember(compared.deviations_TRU[at], rows, step, compared.middle_TR[at])
+        if compared.z_TRU.shape[1] < len(self.z_SU):
+            self.z_SU[:] = 0
+        self.z_SU[rows] = compared.z_TRU[at]
+        for unit, e_BTR in compared.e_of_apart_BTR.items():
+            self._apart[unit].observe(e_BTR[:, at], rows)
 
     @property
     def most_evidence(self) -> float:
@@ -320,7 +344,7 @@ class ExchangeabilityTest(Stateful):
     def set_unit_apart(self, unit: int) -> None:
         """Compare the others without this unit from the next step on."""
         log_BS, ages_BS = self._log_evidence(unit)
-        self._apart[unit] = SetApart(log_BS, ages_BS.copy(), self._patient_B)
+        self._apart[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
         """Return how sure it still is that a unit set apart is unlike the others, 1 to 0.
@@ -346,7 +370,8 @@ class ExchangeabilityTest(Stateful):
     def state(self) -> State:
         """Return a copy of all that it remembers of the steps so far."""
         return {
-            "scale": self._scale.state(),
+            "scale": self._scale_S.copy(),
+            "scale_steps": self._scale_steps_S.copy(),
             "detectors": self._detectors.state(),
             "recent": self._recent.state(),
             "apart": [[unit, apart.state()] for unit, apart in self._apart.items()],
@@ -363,37 +388,19 @@ class ExchangeabilityTest(Stateful):
             self._recent.restore(state["recent"])
             if self._recent.shape != shape:
                 raise StateError("these are the states of other units or signals")
-            self._scale.restore(state["scale"])
+            self._scale_S = np.array(state["scale"], np.float64).reshape(shape[0])
+            self._scale_steps_S = np.array(state["scale_steps"], np.float64).reshape(shape[0])
             self._detectors.restore(state["detectors"])
             self._apart = {}
             for unit, apart in state["apart"]:
-                self._apart[int(unit)] = SetApart(*self._log_evidence(int(unit)), self._patient_B)
+                self._apart[int(unit)] = FlaggedUnit(
+                    *self._log_evidence(int(unit)), self._patient_B
+                )
                 self._apart[int(unit)].restore(apart)
-        except (KeyError, TypeError, AttributeError) as error:
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"this is not the state of a test: {error!r}") from error
-
-    def _scales(self, ranked: Ranked, current_S: Floats, rows: Rows) -> Floats:
-        """Return the robust scale of each signal; NaN where fewer than three units are present."""
-        if ranked.count is not None and ranked.count >= 3:
-            return self._scale.observe(current_S, rows)
-        usable = ranked.counts_S >= 3
-        scales_S = np.full(len(usable), np.nan)
-        scales_S[usable] = self._scale.observe(current_S[usable], self._all_S[rows][usable])
-        return scales_S
-
-    def _remember(
-        self, values: Floats, middle_S: Floats, scales_S: Floats, rows: Rows, step: int
-    ) -> None:
-        away = values - middle_S[:, None]
-        unit_S = np.where(self._relative_S[rows] & (middle_S > 0), middle_S, 1.0)
-        scale_S = np.where(scales_S > 0, scales_S, np.nan)
-        if len(away) < len(self.z_SU):
-            self.z_SU[:] = 0
-        with np.errstate(invalid="ignore", over="ignore"):
-            self._recent.remember(away / unit_S[:, None], rows, step, middle_S)
-            np.abs(away, out=away)
-            away /= scale_S[:, None]
-            self.z_SU[rows] = np.fmax(away, 0.0)  # 0 where it is not known
 
     def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> Kind:
         """Return how a unit differs, by its recent deviations."""
@@ -456,6 +463,12 @@ def _evidence_since(recent_TU: Floats, unit: int, bets: Sequence[Bet]) -> Floats
     Betting(bets).write_e_values(ranked, away, scales_T, e_BTU)
     since_BT: Floats = np.log(e_BTU[:, :, unit].astype(np.float64)).cumsum(axis=1)
     return since_BT
+
+
+def _length_of_first_run(measured_TS: NDArray[np.bool_]) -> int:
+    """Return how many steps from the first one on measure the same signals as it."""
+    other_T = (measured_TS != measured_TS[0]).any(axis=1)
+    return int(other_T.argmax()) if other_T.any() else len(other_T)
 
 
 def as_slice(rows: Ints) -> Rows:

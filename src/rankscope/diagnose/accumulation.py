@@ -17,8 +17,9 @@ from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateKind
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Lasting
+from rankscope.diagnose.steps import Step
 
 CAUSE = "sync.accumulation"
 LEFT_OVER = "gradient-left-over"
@@ -54,7 +55,7 @@ class AccumulationAudit(Detector):
         self._last = _Change()
         self._left_over = Lasting()
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of one that shows it, and of what has healed."""
         told = []
         if self._follow(step.gathered):
@@ -113,7 +114,7 @@ class AccumulationAudit(Detector):
 
     # From step to step ---------------------------------------------------------------------
 
-    def _follow_left_over(self, step: Observation) -> bool:
+    def _follow_left_over(self, step: Step) -> bool:
         workers = step.gathered.workers
         applied_W = workers["optimizer_steps"] > 0  # else it may be thrown away
         if not applied_W.any():
@@ -142,7 +143,7 @@ class ChangedLater(Detector):
         self._names: list[str] = []
         self._factors: list[float] = []
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of one that shows it, and when it has healed."""
         factors_W = step.gathered.workers["applied_odd"]
         known_W = np.isfinite(factors_W)

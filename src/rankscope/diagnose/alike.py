@@ -6,8 +6,8 @@ exact evidence speaks of (identical batches), and those of workers that were fou
 cannot be compared, are left out.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations, takewhile
 
 import numpy as np
 
@@ -23,18 +23,18 @@ from rankscope.core.budget import (
     false_alarm_bound,
 )
 from rankscope.core.direction import upper_triangle
-from rankscope.core.exchangeability import Ahead, ExchangeabilityTest
+from rankscope.core.exchangeability import ExchangeabilityTest
 from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
-from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.steps import Step, StepBatch
 
 FEWEST, MOST = 3, 64
 """Numbers of workers among which pairs are compared."""
 
 KEY = "pairs-alike"
 _SUSPICIOUS = 0.6
-_ROW = np.zeros(1, np.int64)
 
 Pair = tuple[int, int]
 
@@ -47,7 +47,7 @@ class AlikePairs(Detector):
         not_compared: Tells which workers are to be left out of the step.
     """
 
-    SETTINGS = ("_num_workers", "_not_compared", "_pairs", "_ahead")
+    SETTINGS = ("_num_workers", "_not_compared", "_pairs")
 
     def __init__(self, num_workers: int, not_compared: Callable[[], Sequence[int]]) -> None:
         self._num_workers = num_workers if FEWEST <= num_workers <= MOST else 0
@@ -62,16 +62,26 @@ class AlikePairs(Detector):
         self._told = self._steps = 0
         self._excess = 0.0
         self._many = False
-        self._ahead: tuple[Stretch, range, Ahead] | None = None
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
-        """Take one step; speaks of pairs that begin, go on, or cease to be too much alike."""
-        cosines_WW = step.report.cosines_WW
-        if not self._num_workers or cosines_WW is None:
-            return ()
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+        """Take consecutive steps; yields pairs that begin, go on, or cease to be too much alike."""
+        compared, left_out = iter(()), ()
+        for step in steps:
+            if not self._has_cosines(step):
+                yield ()
+                continue
+            before, left_out = left_out, tuple(self._not_compared())
+            if left_out != before or next(compared, None) is None:
+                piece = self._next_piece(steps, step.index)
+                values = np.array([self._cosines(one, left_out) for one in piece])
+                numbers = [one.gathered.step for one in piece]
+                compared = self._test.observe(values[:, None], numbers)
+                next(compared)
+            yield self._judge(step)
+
+    def _judge(self, step: Step) -> Iterable[Evidence]:
+        """Return what a step has changed, once it was compared."""
         self._steps += 1
-        if not self._take_ahead(step):
-            self._test.observe(self._cosines(cosines_WW, step)[None], _ROW, step.gathered.step)
         changed = self._follow(step.gathered.step)
         level = alarm_level(PAIRS)
         if self._test.most_evidence < FAR_BELOW * level:
@@ -85,43 +95,26 @@ class AlikePairs(Detector):
         """End the run; tells the last state."""
         return (self._evidence(),) if self._active else ()
 
-    def _take_ahead(self, step: Observation) -> bool:
-        """Take a step in which no pair is left out, if there are others to look ahead in.
+    def _has_cosines(self, step: Step) -> bool:
+        return self._num_workers > 0 and step.report.cosines_WW is not None
 
-        The same, bit for bit, as if the step were compared by itself.
-        """
-        if self._test.set_apart or step.identical or self._not_compared():
-            self._ahead = None
-            return False
-        ahead = self._ahead
-        if ahead is None or ahead[0] is not step.stretch or step.index not in ahead[1]:
-            ahead = self._ahead = self._look_ahead(step)
-        if ahead is None:
-            return False
-        self._test.take(ahead[2], step.index - ahead[1].start, step.gathered.step)
-        return True
+    def _next_piece(self, steps: StepBatch, start: int) -> list[Step]:
+        """Return the steps with cosines from one on, as many as are best compared together."""
+        end = start + max(1, AT_ONCE // len(self._pairs))
+        rest = (steps[at] for at in range(start, min(end, len(steps))))
+        return list(takewhile(self._has_cosines, rest))
 
-    def _look_ahead(self, step: Observation) -> tuple[Stretch, range, Ahead] | None:
-        most = max(2, AT_ONCE // len(self._pairs))
-        pairs: list[Floats] = []
-        for report in step.stretch.reports[step.index : step.index + most]:
-            if report.cosines_WW is None:
-                break
-            pairs.append(upper_triangle(report.cosines_WW))
-        if len(pairs) < 2:
-            return None
-        ahead = self._test.look_ahead(np.array(pairs, np.float64)[:, None], _ROW)
-        return step.stretch, range(step.index, step.index + len(pairs)), ahead
-
-    def _cosines(self, cosines_WW: Floats, step: Observation) -> Floats:
+    def _cosines(self, step: Step, left_out: Sequence[int]) -> Floats:
         """Return the cosine of each pair that is to be compared, NaN for others."""
-        left_out = list(self._not_compared())
+        cosines_WW = step.report.cosines_WW
+        assert cosines_WW is not None
         if step.identical or left_out:
             cosines_WW = cosines_WW.copy()
         for group in step.identical:
             cosines_WW[np.ix_(group, group)] = np.nan
         if left_out:
-            cosines_WW[left_out] = cosines_WW[:, left_out] = np.nan
+            rows = list(left_out)
+            cosines_WW[rows] = cosines_WW[:, rows] = np.nan
         return upper_triangle(cosines_WW).astype(np.float64)
 
     def _open(self, evidence_P: Floats, gathered: GatheredStep) -> None:

@@ -21,13 +21,12 @@ from rankscope.bus.columns import Compares
 from rankscope.core.arrays import Floats
 from rankscope.core.budget import AMOUNTS
 from rankscope.core.finding import Severity
-from rankscope.core.state import State
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.blame import OutlierSearch
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.outlier_parts import Levelled, total_signals
 from rankscope.diagnose.outlier_words import Fault
-from rankscope.diagnose.repeats import RecentBatches
+from rankscope.diagnose.steps import Step
 
 FACTOR = 1.75
 """Times the median, or one over it, from which an amount counts as another one."""
@@ -50,18 +49,17 @@ class UnequalAmounts(OutlierSearch):
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._amounts = Levelled(num_workers, total_signals(Compares.AMOUNTS))
         super().__init__(num_workers, self._amounts, hosts)
-        self._batches = RecentBatches(num_workers)
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of faults that begin, change, grow or heal."""
         if self._num_workers < 2:
             return ()
         self._steps += 1
         workers = step.gathered.workers
         # Of who knows a batch by heart, the past tells the amount.
-        repeated_W = self._batches.observe(workers["batch_digest"])
-        values_SW, different = self._levels(workers, ~repeated_W)
-        self._amounts.see(values_SW, ~repeated_W, step.gathered.step, different=different)
+        usable_W = step.recurrence.ages_W == 0
+        values_SW, different = self._levels(workers, usable_W)
+        self._amounts.see(values_SW, usable_W, step.gathered.step, different=different)
         return self._find(step.gathered)
 
     def _levels(
@@ -74,19 +72,6 @@ class UnequalAmounts(OutlierSearch):
         rows = zip(values_SW, signals, strict=True)
         differ = [_level(row_W, relative=one.how.relative) for row_W, one in rows]
         return values_SW, any(differ)
-
-    def state(self) -> State:
-        """Return a copy of all that it remembers."""
-        return {**super().state(), "batches": self._batches.state()}
-
-    def restore(self, state: State) -> None:
-        """Remember what a detector of as many workers remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
-        super().restore(state)
-        self._batches.restore(state.get("batches", {}))
 
     def _evidence(self, fault: Fault) -> Evidence:
         evidence = super()._evidence(fault)

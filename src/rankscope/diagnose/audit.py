@@ -17,7 +17,7 @@ They always do where a communication hook reduces: compression often begins in s
 Legend of shapes: W workers, G groups.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,8 @@ from rankscope.diagnose.audit_levels import (
     Streak,
     sums_of_gradients,
 )
-from rankscope.diagnose.evidence import Detector, Evidence, Observation, Stretch
+from rankscope.diagnose.evidence import Detector, Evidence
+from rankscope.diagnose.steps import StepBatch
 
 ALIKE = 3.0
 """Times that most groups' residuals may be off their median when one rounding explains them."""
@@ -78,7 +79,7 @@ class ReductionAudit(Detector):
         hook: Whether a communication hook reduces, which may compress from some step on.
     """
 
-    SETTINGS = ("_num_workers", "_expected", "_hook", "_ahead")
+    SETTINGS = ("_num_workers", "_expected", "_hook")
 
     def __init__(
         self, num_workers: int, reduced_in: Mapping[str, str] | None = None, *, hook: bool = False
@@ -86,20 +87,23 @@ class ReductionAudit(Detector):
         self._num_workers = num_workers
         self._hook = hook
         self._expected = ExpectedResiduals(num_workers, reduced_in)
-        self._ahead: tuple[Stretch, Mapping[int, Floats]] | None = None
         self._groups: dict[str, GroupHistory] = {}
         self._found: dict[str, ReductionFault] = {}
         self._step = 0
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
-        """Take one step; tells what is wrong with its reduction, or with those of many steps."""
-        gathered = step.gathered
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+        """Take consecutive steps; yields what is wrong with the reductions of one or of many."""
+        sums = _sums_of_steps([step.report for step in steps])
+        for step in steps:
+            yield self._observe(step.gathered, sums.get(step.index))
+
+    def _observe(self, gathered: GatheredStep, sums_G: Floats | None) -> list[Evidence]:
         if self._num_workers < 2 or not gathered.observed:
-            return ()
-        if gathered.residuals_WG is None or gathered.group_norms_WG is None:
-            return ()
+            return []
+        if gathered.residuals_WG is None or sums_G is None:
+            return []
         self._step = gathered.step
-        now = self._judge(gathered, gathered.residuals_WG, self._sums(step))
+        now = self._judge(gathered, gathered.residuals_WG, sums_G)
         told = [*self._check_workers(now), *self._check_groups(now)]
         told += self._check_lasting(now.names, STEPS)
         return [self._evidence(key) for key in dict.fromkeys(told)]
@@ -148,12 +152,6 @@ class ReductionAudit(Detector):
             once_G=once_G[known_G],
             lasting_G=lasting_G[known_G],
         )
-
-    def _sums(self, step: Observation) -> Floats:
-        """Return the norm of the sum of the workers' gradients, for each group."""
-        if self._ahead is None or self._ahead[0] is not step.stretch:
-            self._ahead = step.stretch, _sums_of_steps(step.stretch.reports)
-        return self._ahead[1][step.index]
 
     def _may_overflow(self, gathered: GatheredStep) -> NDArray[np.bool_]:
         """Return which groups may be infinite though all is well: float16 ends at 65,504 ``[G]``.
@@ -304,7 +302,7 @@ class ReductionAudit(Detector):
 
 
 def _sums_of_steps(reports: Sequence[StepReport]) -> dict[int, Floats]:
-    """Return the norm of the sum of the gradients of each group, by index of the step."""
+    """Return the norm of the sum of the workers' gradients ``[G]``, by index of the step."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, report in enumerate(reports):
         norms_WG = report.gathered.group_norms_WG

@@ -18,8 +18,9 @@ from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateKind
 from rankscope.core.roles import LOOK_EVERY
 from rankscope.core.state import Stateful
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.rules import LATENESS
+from rankscope.diagnose.steps import Step
 
 DATA = "canary-data"
 DIFFERS = "canary-differs"
@@ -82,7 +83,7 @@ class CanaryVerdicts(Detector):
         self._left_out_at: int | None = None  # when parameters that are not reduced differed
         self._told: dict[str, _Told] = {}
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks when all workers ran a canary in it."""
         gathered = step.gathered
         self._differing |= dict.fromkeys(differing_state(gathered), gathered.step)

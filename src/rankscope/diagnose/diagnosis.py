@@ -7,7 +7,7 @@ has the number after the last one that is known.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -15,11 +15,14 @@ from typing import Any
 
 from rankscope.bus.run import RunFacts
 from rankscope.core.finding import Finding
+from rankscope.core.finding_events import FindingEvents
 from rankscope.core.plan import Plan
 from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport, as_recorded
-from rankscope.diagnose.evidence import Detector, Evidence, Observation, observations
+from rankscope.diagnose.evidence import Detector, Evidence
+from rankscope.diagnose.recent_batches import RecentBatches
 from rankscope.diagnose.rules import RULES, describe, go_back
+from rankscope.diagnose.steps import StepBatch, batches_of
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.record import Run
@@ -37,8 +40,8 @@ _TOGETHER = 64  # steps of a record that are diagnosed at a time
 class Diagnosis:
     """Watches a run step by step; equal records give equal findings, live or afterwards.
 
-    Each fault has one finding. It is told when it opens, when its status, cause, ranks, groups or
-    severity change, and each time its evidence has doubled.
+    Each fault has one finding. It is recorded with each of its events, see
+    :class:`~rankscope.core.finding_events.FindingEvent`.
 
     Args:
         run: The run.
@@ -47,9 +50,10 @@ class Diagnosis:
     def __init__(self, run: RunFacts) -> None:
         self._detectors = judges_of(run)
         self._num_workers = run.num_workers
+        self._batches = RecentBatches(run.num_workers)
         self._num_steps = 0
         self._latest: dict[str, Finding] = {}
-        self._told: dict[str, tuple[Finding, int]] = {}
+        self._events = FindingEvents()
         self._step = -1
         self._begun_at = 0
 
@@ -74,9 +78,10 @@ class Diagnosis:
             "num_workers": self._num_workers,
             "num_steps": self._num_steps,
             "step": self._step,
+            "batches": self._batches.state(),
             "detectors": {type(one).__name__: one.state() for one in self._detectors},
             "findings": [to_plain(finding.to_json()) for finding in self._latest.values()],
-            "told": [[to_plain(told.to_json()), count] for told, count in self._told.values()],
+            "told": [[to_plain(f.to_json()), count] for f, count in self._events.reported],
         }
 
     def restore(self, state: State) -> None:
@@ -93,6 +98,7 @@ class Diagnosis:
                 raise StateError("it is of other detectors")
             for name, detector in detectors.items():
                 detector.restore(state["detectors"][name])
+            self._batches.restore(state["batches"])
             findings = [Finding.from_json(event) for event in state["findings"]]
             told = [(Finding.from_json(event), int(count)) for event, count in state["told"]]
             self._num_steps, self._step = int(state["num_steps"]), int(state["step"])
@@ -101,7 +107,9 @@ class Diagnosis:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise StateError(f"it is not the state of a diagnosis ({error!r})") from error
         self._latest = {finding.id: finding for finding in findings}
-        self._told = {finding.id: (finding, count) for finding, count in told}
+        self._events = FindingEvents()
+        for finding, count in told:
+            self._events.note(finding, count)
 
     def observe(self, report: StepReport) -> list[Finding]:
         """Take one step, in order. Detectors see of it what the record will hold.
@@ -116,7 +124,7 @@ class Diagnosis:
         return events
 
     def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
-        """Take consecutive steps: the same, bit for bit, as :meth:`observe` of one after another.
+        """Take consecutive steps; how many at a time makes no difference to the findings.
 
         Args:
             reports: The steps, in order.
@@ -124,16 +132,19 @@ class Diagnosis:
         Returns:
             The events to record, for each step.
         """
-        return [
-            self._take(step) for step in observations([as_recorded(report) for report in reports])
-        ]
+        recorded = [as_recorded(report) for report in reports]
+        batches = batches_of(recorded, self._batches)
+        return [events for steps in batches for events in self._observe(steps)]
 
-    def _take(self, step: Observation) -> list[Finding]:
-        self._step = step.gathered.step
-        if not self._num_steps:
-            self._begun_at = self._step
-        self._num_steps += 1
-        return self._updates(detector.observe(step) for detector in self._detectors)
+    def _observe(self, steps: StepBatch) -> Iterator[list[Finding]]:
+        """Let all detectors take each step before any of them takes the next one."""
+        streams = [detector.observe(steps) for detector in self._detectors]
+        for number in steps.numbers:
+            self._step = number
+            if not self._num_steps:
+                self._begun_at = number
+            self._num_steps += 1
+            yield self._updates([next(stream) for stream in streams])
 
     def close(self) -> list[Finding]:
         """End the run.
@@ -143,10 +154,10 @@ class Diagnosis:
             called again.
         """
         events = self._updates(detector.close() for detector in self._detectors)
-        for key, latest in self._latest.items():
-            told, count = self._told[key]
-            if replace(latest, step=told.step) != told:
-                self._told[key] = latest, count
+        for finding, count in self._events.reported:
+            latest = self._latest[finding.id]
+            if replace(latest, step=finding.step) != finding:
+                self._events.note(latest, count)
                 events.append(latest)
         return events
 
@@ -158,15 +169,9 @@ class Diagnosis:
         ]
 
     def _update(self, evidence: Evidence) -> Finding | None:
-        """Keep the finding; return it when it is to be told."""
-        finding = self._finding(evidence)
-        self._latest[finding.id] = finding
-        told, count = self._told.get(finding.id, (None, 0))
-        same = told is not None and _character(told) == _character(finding)
-        if same and evidence.count < 2 * count:
-            return None
-        self._told[finding.id] = finding, evidence.count
-        return finding
+        """Keep the finding; return it when it is to be recorded."""
+        finding = self._latest[evidence.key or evidence.cause] = self._finding(evidence)
+        return None if self._events.of(finding, evidence.count) is None else finding
 
     def _finding(self, evidence: Evidence) -> Finding:
         rule = evidence.key if evidence.key in RULES else evidence.cause
@@ -192,11 +197,6 @@ def judges_of(run: RunFacts) -> tuple[Detector, ...]:
     """Return the judges of all evidence; later ones may leave out what earlier ones flag."""
     made = (each.find("judge", "make_judges") for each in EVIDENCE)
     return tuple(judge for make in made if make is not None for judge in make(run))
-
-
-def _character(finding: Finding) -> tuple[object, ...]:
-    """Return what may not change without being told."""
-    return finding.status, finding.cause, finding.severity, finding.ranks, finding.groups
 
 
 def _by_rank(info: Mapping[str, Any], name: str) -> list[Any]:

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from rankscope.bus.words import count
 from rankscope.core.finding import Severity
 from rankscope.core.sorted_map import in_order
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.steps import Step
 
 
 class DuplicateBatches(Detector):
@@ -30,7 +31,7 @@ class DuplicateBatches(Detector):
         self._useful = num_workers
         self._span = Span()
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks when it shows enough identical batches."""
         number, samples = step.gathered.step, step.gathered.samples
         if not step.identical:

@@ -10,8 +10,9 @@ from rankscope.core.environment import DECIDES_BITS, HARMLESS, PACKAGES, is_comp
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import odd_ranks
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Lasting, known_values, name_values
+from rankscope.diagnose.steps import Step
 
 CAUSE = "env.mismatch"
 
@@ -43,7 +44,7 @@ class EnvironmentMismatch(Detector):
         self._differed = self._serious = False
         self._precision = Lasting(STEPS_IN_A_ROW, in_a_row=True)
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks with the first one, and while the precision differs."""
         number = step.gathered.step
         changed = self._at_start and self._start(number)

@@ -14,34 +14,25 @@ import numpy as np
 from rankscope.bus.words import count
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
-from rankscope.core.replicas import digest_of_digests
 from rankscope.core.samples import SampleCounts, flat_samples
-from rankscope.core.sorted_map import SortedMap, count_common, in_order
+from rankscope.core.sorted_map import count_common, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Span
-from rankscope.diagnose.repeats import FEW, RecentBatches
-
-_GENERATION = 1 << 19
+from rankscope.diagnose.repeats import FEW
+from rankscope.diagnose.steps import Step
 
 
 class PeriodFinder(Stateful):
     """Counts how many steps in a row came before, all the same number of steps ago.
 
-    A batch is an int64 digest. Remembers 12 bytes per step, in two generations: when the younger
-    one is full, the older one is forgotten.
-
-    Args:
-        generation: Steps of one generation.
+    Attributes:
+        period: That number.
+        run: How many steps in a row, from ``first`` on; 0 when the last one does not come again.
     """
 
-    SETTINGS = ("_generation",)
-
-    def __init__(self, generation: int = _GENERATION) -> None:
-        self._generation = generation
-        self._young = SortedMap(np.int32)
-        self._old = SortedMap(np.int32)
+    def __init__(self) -> None:
         self._earliest = 0
         self.period = 0
         self.run = 0
@@ -52,27 +43,14 @@ class PeriodFinder(Stateful):
         self._earliest = step
         self.period = self.run = 0
 
-    def observe(self, step: int, digest: int) -> None:
-        """Take the batch of one step, in order.
-
-        Afterwards ``run`` steps in a row, from ``first`` on, repeat those ``period`` steps before
-        them; 0 when this one does not.
-        """
-        latest = self._young.get(digest), self._old.get(digest)
-        before = max(-1 if at is None else at for at in latest)
-        self._remember(digest, step)
+    def observe(self, step: int, before: int) -> None:
+        """Take one step, in order; ``before`` is the latest one with the same batches, or -1."""
         if before < self._earliest:
             self.period = self.run = 0
         elif step - before == self.period:
             self.run += 1
         else:
             self.period, self.run, self.first = step - before, 1, step
-
-    def _remember(self, digest: int, step: int) -> None:
-        if len(self._young) >= self._generation:
-            self._young, self._old = self._old, self._young
-            self._young.keep(lambda keys: np.zeros(len(keys), bool))
-        self._young.put_one(digest, step)
 
 
 _LEAST_STEPS = 8
@@ -90,23 +68,21 @@ class RepeatedOrder(Detector):
     repeats some of them, as it should.
 
     Args:
-        num_workers: W.
         repeats: Whether the training means to repeat its batches.
     """
 
     SETTINGS = ("_intended",)
 
-    def __init__(self, num_workers: int, repeats: bool = False) -> None:
+    def __init__(self, *, repeats: bool = False) -> None:
         self._intended = repeats
         self._finder = PeriodFinder()
-        self._recent = RecentBatches(num_workers, FEW - 1)
         self._ended = False
         self._on_purpose = 0
         self._span = Span()
         self._period = -1
         self._severity = Severity.NOTE
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take the batches of one step; speaks while they come again in the same order."""
         gathered = step.gathered
         digests_W = gathered.workers["batch_digest"]
@@ -115,10 +91,11 @@ class RepeatedOrder(Detector):
             self._finder.restart(gathered.step)
         if not step.some_known("batch_digest"):
             return ()
-        again_W = self._recent.observe(digests_W) | (digests_W == MISSING_INT)
+        ages_W = step.recurrence.ages_W
+        again_W = ((ages_W > 0) & (ages_W < FEW)) | (digests_W == MISSING_INT)
         self._on_purpose = self._on_purpose + 1 if again_W.all() else 0
         finder = self._finder
-        finder.observe(gathered.step, digest_of_digests(digests_W))
+        finder.observe(gathered.step, step.recurrence.before)
         if finder.run < max(_LEAST_STEPS, finder.period / _SHARE):
             return ()
         few = finder.period < FEW or self._on_purpose >= finder.run

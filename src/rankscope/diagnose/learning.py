@@ -14,8 +14,9 @@ from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.roles import Role, tie_of
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.steps import Step
 
 ALONE = "state.not_updated"
 HELD = "not-updated-though-held"
@@ -43,7 +44,7 @@ class NotUpdated(Detector):
         self._names: dict[str, dict[str, bool]] = {}  # whether it is so still, by key
         self._spans: dict[str, Span] = {}
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of what rests, moves again, or is held twice."""
         told: dict[str, None] = {}
         for found in step.gathered.differences:

@@ -15,8 +15,9 @@ from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, follow_tokens
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.steps import Step
 
 ONE_WORKER = "loss-scale-one-worker"
 """Key of the finding of a worker whose multiplier differs from the others'."""
@@ -71,11 +72,11 @@ class LossScale(Detector):
         self._value = math.nan
         self._odd = _OddWorkers()
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take the multipliers of one step; speaks of wrong ones."""
         gathered = step.gathered
         workers = gathered.workers
-        self._sums.take(step.stretch.token_products[step.index])
+        self._sums.take(step.columns.token_products[step.index])
         scales_W = np.abs(workers["grad_scale"])
         known = scales_W.min() > 0 and scales_W.max() < _LARGEST  # false with NaN
         sizes = {len(micro) for micro in gathered.micro_losses}
@@ -95,7 +96,7 @@ class LossScale(Detector):
         self._notice_scaler(scale, micro)
         return () if math.isnan(scale) else self._observe_mean(gathered, scale, micro)
 
-    def _notice_calls(self, step: Observation) -> None:
+    def _notice_calls(self, step: Step) -> None:
         calls_W: Ints = step.gathered.workers["optimizer_steps"]
         self._called = self._called or bool((calls_W > 0).all())
 
@@ -157,7 +158,7 @@ class LossScale(Detector):
         )
 
 
-def _mean(step: Observation, scales_W: Floats) -> float:
+def _mean(step: Step, scales_W: Floats) -> float:
     if step.alike("grad_scale") and math.frexp(scales_W[0])[0] == 0.5:
         return float(scales_W[0])  # sums of a power of two are exact
     return float(scales_W.mean())

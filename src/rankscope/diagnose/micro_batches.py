@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import odd_ranks
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Span, name_values
+from rankscope.diagnose.steps import Step
 
 _SURE = 16
 
@@ -33,7 +34,7 @@ class MicroBatches(Detector):
         self._span = Span()
         self._told: tuple[int, ...] = ()
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of numbers that differ in most steps, and when that has ended."""
         if self._num_workers < 2 or not step.all_known("micro_batches"):
             return ()

@@ -7,8 +7,9 @@ import numpy as np
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Lasting, Span
+from rankscope.diagnose.steps import Step
 
 _SKIPS_IN_A_ROW = 20
 _ZERO_IN_A_ROW = 8
@@ -29,7 +30,7 @@ class NonFinite(Detector):
         self._applied = False
         self._skips_in_a_row = 0
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of values that are not finite in it."""
         gathered = step.gathered
         if not step.some_true("nonfinite"):
@@ -72,7 +73,7 @@ class NoGradient(Detector):
         self._num_workers = num_workers
         self._zero = Lasting(_ZERO_IN_A_ROW, in_a_row=True)
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of one without a gradient, and when there is one again."""
         ends = step.ends("grad_norm")
         if np.isnan(ends).any():

@@ -8,22 +8,22 @@ squares, and of these the median over units, so that what is wrong with one unit
 rule. The slope is one for all units and comes from the past alone. Where values and sizes are
 exchangeable jointly, so is what is left of the values.
 
-Legend of shapes: S signals, R signals of a step, U units (workers).
+Legend of shapes: T steps, S signals, U units (workers).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.columns import Compares, Source, Table
-from rankscope.core.arrays import Floats, Ints, median
-from rankscope.core.bets import Rows, worker_bets
-from rankscope.core.exchangeability import Ahead, ExchangeabilityTest, as_slice
+from rankscope.core.arrays import Floats, Ints, median, median_of_known
+from rankscope.core.bets import worker_bets
+from rankscope.core.exchangeability import ExchangeabilityTest
 from rankscope.core.state import Stateful
 from rankscope.core.step import StepReport
 from rankscope.diagnose.outlier_words import WorkerSignal
+from rankscope.diagnose.steps import Step
 from rankscope.evidence import compared_columns
 
 _KEPT = 0.99
@@ -49,111 +49,64 @@ class SizeEffect(Stateful):
         self._products_SU = np.zeros((len(relative_S), num_units))
         self._squares_SU = np.zeros((len(relative_S), num_units))
 
-    def take_away(self, values_RU: Floats, rows: Rows, sizes_U: Floats) -> Floats:
-        """Return the values of one step as of units of the median size, then learn from the step.
+    def take_away(self, values_TSU: Floats, sizes_TU: Floats) -> Floats:
+        """Return the values as of units of the median size, and learn from each step in turn.
 
         Args:
-            values_RU: Values of the signals named by ``rows``, NaN where a unit has none.
-            rows: The signals that this step measures.
-            sizes_U: Logarithm of the size of what each unit was given; NaN where it is unknown.
+            values_TSU: Values of all signals in consecutive steps, NaN where a unit has none.
+            sizes_TU: Logarithm of the size of what each unit was given; NaN where it is unknown.
 
         Returns:
-            The values themselves where a size is unknown or none differs, and of two units: what
-            is wrong with one of them would look like a rule.
+            The values themselves in steps in which a size is unknown or none differs, and of two
+            units: what is wrong with one of them would look like a rule.
         """
-        present_U = np.isfinite(values_RU).any(axis=0)
-        sizes = sizes_U if present_U.all() else sizes_U[present_U]
-        if len(sizes) < _FEWEST or not np.isfinite(sizes).all() or sizes.min() == sizes.max():
-            return values_RU
-        relative_U = np.where(present_U, sizes_U - median(sizes), 0.0)
-        slope_R1 = self._slopes(rows)[:, None]
-        relative_R1 = self._relative_S[rows][:, None]
-        self._learn(values_RU, relative_R1, relative_U, rows)
-        expected_RU = slope_R1 * relative_U
-        with np.errstate(over="ignore", invalid="ignore"):  # not finite is not compared
-            return np.where(relative_R1, values_RU * np.exp(-expected_RU), values_RU - expected_RU)
-
-    def look_ahead(
-        self, values_TRU: Floats, rows: Rows, sizes_TU: Floats
-    ) -> tuple[Floats, Floats, Floats]:
-        """Return what :meth:`take_away` would of T steps one after the other, and learn nothing.
-
-        Args:
-            values_TRU: Finite values; positive ones of signals that follow a power of the size.
-            rows: The signals that these steps measure.
-            sizes_TU: Logarithms of sizes.
-
-        Returns:
-            The values free of sizes, and what is known after each step, for :meth:`know`.
-        """
-        products_TRU, squares_TRU = np.empty_like(values_TRU), np.empty_like(values_TRU)
-        products, squares = self._products_SU[rows], self._squares_SU[rows]
-        differ_T = np.isfinite(sizes_TU).all(axis=1)
-        differ_T &= sizes_TU.min(axis=1) != sizes_TU.max(axis=1)
-        if sizes_TU.shape[1] < _FEWEST or not differ_T.any():
-            products_TRU[:], squares_TRU[:] = products, squares
-            return values_TRU, products_TRU, squares_TRU
-        relative_R1 = self._relative_S[rows][:, None]
-        away_TU = np.where(differ_T[:, None], sizes_TU - median(sizes_TU)[:, None], 0.0)
-        follows = np.where(relative_R1, np.log(np.where(relative_R1, values_TRU, 1.0)), values_TRU)
-        follows -= median(follows)[:, :, None]
-        follows *= away_TU[:, None]
-        before = np.empty_like(values_TRU)
-        for step, differ in enumerate(differ_T.tolist()):
-            before[step] = products / (squares + _LEAST_SQUARES)
-            if differ:
-                products = _KEPT * products + follows[step]
-                squares = _KEPT * squares + away_TU[step] ** 2
-            products_TRU[step], squares_TRU[step] = products, squares
-        expected = median(before)[:, :, None] * away_TU[:, None]
-        with np.errstate(over="ignore", invalid="ignore"):
-            free = np.where(relative_R1, values_TRU * np.exp(-expected), values_TRU - expected)
-        free = np.where(differ_T[:, None, None], free, values_TRU)
-        return free, products_TRU, squares_TRU
-
-    def know(self, products_RU: Floats, squares_RU: Floats, rows: Rows) -> None:
-        """Know what :meth:`look_ahead` returned for a step."""
-        self._products_SU[rows] = products_RU
-        self._squares_SU[rows] = squares_RU
-
-    def _slopes(self, rows: Rows) -> Floats:
-        slopes_RU = self._products_SU[rows] / (self._squares_SU[rows] + _LEAST_SQUARES)
-        slopes: Floats = median(slopes_RU)
-        return slopes
-
-    def _learn(
-        self, values_RU: Floats, relative_R1: NDArray[np.bool_], relative_U: Floats, rows: Rows
-    ) -> None:
+        if sizes_TU.shape[1] < _FEWEST:
+            return values_TSU
+        measured_TSU = np.isfinite(values_TSU)
+        relative_TU, differ_T = _relative_sizes(measured_TSU.any(axis=1), sizes_TU)
+        if not differ_T.any():
+            return values_TSU
+        relative_S1 = self._relative_S[:, None]
         with np.errstate(invalid="ignore", divide="ignore"):
-            follows_RU = np.where(relative_R1, np.log(values_RU), values_RU)
-        known_RU = np.isfinite(follows_RU)
-        middle_R = _medians(follows_RU, known_RU)
-        away_RU = np.where(known_RU, follows_RU - middle_R[:, None], 0.0)
-        squares_RU = known_RU * relative_U**2
-        self._products_SU[rows] = _KEPT * self._products_SU[rows] + away_RU * relative_U
-        self._squares_SU[rows] = _KEPT * self._squares_SU[rows] + squares_RU
+            follows_TSU = np.where(relative_S1, np.log(values_TSU), values_TSU)
+        known_TSU = np.isfinite(follows_TSU)
+        follows_TSU = np.where(known_TSU, follows_TSU, np.nan)
+        follows_TSU -= median_of_known(follows_TSU)[:, :, None]
+        products_TSU = np.where(known_TSU, follows_TSU * relative_TU[:, None], 0.0)
+        squares_TSU = known_TSU * (relative_TU**2)[:, None]
+        learns_TS = measured_TSU.any(axis=2) & differ_T[:, None]
+        kept_TS1 = np.where(learns_TS, _KEPT, 1.0)[:, :, None]
+        slopes_TSU = np.empty_like(values_TSU)
+        for at, kept_S1 in enumerate(kept_TS1):
+            slopes_TSU[at] = self._products_SU / (self._squares_SU + _LEAST_SQUARES)
+            self._products_SU *= kept_S1
+            self._products_SU += products_TSU[at]
+            self._squares_SU *= kept_S1
+            self._squares_SU += squares_TSU[at]
+        expected_TSU = median(slopes_TSU)[:, :, None] * relative_TU[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):  # not finite is not compared
+            free_TSU = np.where(
+                relative_S1, values_TSU * np.exp(-expected_TSU), values_TSU - expected_TSU
+            )
+        return np.where(differ_T[:, None, None], free_TSU, values_TSU)
 
 
-def _medians(values_RU: Floats, known_RU: NDArray[np.bool_]) -> Floats:
-    """Return the median of each row's known values; 0 where none is known."""
-    medians_R = np.zeros(len(values_RU))
-    if known_RU.all():  # nanmedian takes much longer
-        medians_R[:] = median(values_RU)
-    else:
-        some_R = known_RU.any(axis=1)
-        values_RU = np.where(known_RU, values_RU, np.nan)
-        medians_R[some_R] = np.nanmedian(values_RU[some_R], axis=1)
-    return medians_R
+def _relative_sizes(
+    present_TU: NDArray[np.bool_], sizes_TU: Floats
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return sizes over their median, as logarithms, and in which steps they are of use.
 
-
-@dataclass(frozen=True, slots=True)
-class PartAhead:
-    """What a part will take of the next steps, of the signals named by ``rows``."""
-
-    rows: Rows
-    products_TRU: Floats
-    squares_TRU: Floats
-    test: Ahead
+    Args:
+        present_TU: The units that are compared; others have a size of 0 in the result.
+        sizes_TU: Logarithms of sizes.
+    """
+    sizes_TU = np.where(present_TU, sizes_TU, np.nan)
+    known_T = (np.isfinite(sizes_TU) == present_TU).all(axis=1)
+    enough_T = np.count_nonzero(present_TU, axis=1) >= _FEWEST
+    smallest_T, largest_T = np.fmin.reduce(sizes_TU, axis=1), np.fmax.reduce(sizes_TU, axis=1)
+    differ_T = known_T & enough_T & (smallest_T != largest_T)
+    relative_TU = sizes_TU - median_of_known(sizes_TU)[:, None]
+    return np.where(present_TU & differ_T[:, None], relative_TU, 0.0), differ_T
 
 
 class Part(Stateful):
@@ -176,38 +129,15 @@ class Part(Stateful):
         self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
         self._size_effect = SizeEffect(relative_S, num_workers)
 
-    def observe(
-        self, values_SW: Floats, usable_W: NDArray[np.bool_], sizes_W: Floats, step: int
-    ) -> None:
-        """Take one step's values of all signals, NaN where there is none, free of batch sizes."""
-        values = np.where(usable_W, values_SW, np.nan)
-        rows = np.logical_or.reduce(np.isfinite(values), axis=1).nonzero()[0]
-        if len(rows):
-            free = self._size_effect.take_away(values[rows], rows, sizes_W)
-            self.test.observe(free, rows, step)
-
-    def look_ahead(self, values_TRU: Floats, rows: Ints, sizes_TU: Floats) -> "PartAhead":
-        """Compute what :meth:`observe` would of T steps; nothing has changed yet.
+    def observe(self, values_TSW: Floats, sizes_TW: Floats, steps: Sequence[int]) -> Iterator[int]:
+        """Take consecutive steps, one with each iteration; see :class:`ExchangeabilityTest`.
 
         Args:
-            values_TRU: Values that are :meth:`plain`.
-            rows: Indices of the signals that these steps measure, ascending.
-            sizes_TU: Logarithms of sizes.
+            values_TSW: Values of all signals, NaN where a worker has none or is not compared.
+            sizes_TW: Logarithms of the sizes that the values are freed from.
+            steps: The numbers of the steps.
         """
-        measured = as_slice(rows)
-        free, products, squares = self._size_effect.look_ahead(values_TRU, measured, sizes_TU)
-        return PartAhead(measured, products, squares, self.test.look_ahead(free, rows))
-
-    def take(self, ahead: "PartAhead", at: int, step: int) -> None:
-        """Take one of the steps of which was looked ahead, in their order."""
-        self._size_effect.know(ahead.products_TRU[at], ahead.squares_TRU[at], ahead.rows)
-        self.test.take(ahead.test, at, step)
-
-    def plain(self, values_TRU: Floats, rows: Ints) -> NDArray[np.bool_]:
-        """Return in which steps ``[T]`` all values are finite, and positive where that matters."""
-        least_R11 = np.where(self._relative_S[rows], 0.0, -np.inf)[:, None]
-        plain_TRU = (values_TRU > least_R11) & (values_TRU < np.inf)
-        return np.asarray(plain_TRU.all(axis=(1, 2)))
+        return self.test.observe(self._size_effect.take_away(values_TSW, sizes_TW), steps)
 
 
 class Levelled(Part):
@@ -237,7 +167,9 @@ class Levelled(Part):
             self._shown = 0
             self.test.start_anew()
         if different or self.test.set_apart:
-            self.observe(values_SW, usable_W, self._unknown_W, step)
+            values = np.where(usable_W, values_SW, np.nan)
+            for _ in self.observe(values[None], self._unknown_W[None], [step]):
+                pass
 
 
 def total_signals(by: Compares = Compares.RESULTS) -> list[WorkerSignal]:
@@ -252,34 +184,43 @@ def group_signals(groups: Sequence[str]) -> list[WorkerSignal]:
     return [WorkerSignal(signal, name) for signal in declared for name in groups]
 
 
-def totals_of(
-    report: StepReport, signals: Sequence[WorkerSignal], *, copies: bool = False
-) -> list[Floats | None]:
-    """Return the values of each signal of workers as wholes, ``[W]``; None if not measured.
+def totals_of(step: Step, signals: Sequence[WorkerSignal]) -> Floats:
+    """Return the values of workers as wholes ``[S, W]``, NaN where there is none.
+
+    Where some workers have the same batch, what compares a worker with all others says nothing:
+    copies agree with copies.
 
     Args:
-        report: The step.
+        step: The step.
         signals: What :func:`total_signals` returns.
-        copies: Whether some workers have the same batch. What compares a worker with all others
-            says nothing then: copies agree with copies.
     """
-    workers, derived = report.gathered.workers, {} if copies else report.derived
-    return [
-        None
-        if signal.how.observed and not report.observed
-        else (workers if signal.declared.source is Source.LOCAL else derived).get(signal.name)
-        for signal in signals
-    ]
+    report = step.report
+    derived = {} if step.identical else report.derived
+    values_SW = np.full((len(signals), report.gathered.num_workers), np.nan)
+    for values_W, signal in zip(values_SW, signals, strict=True):
+        if report.observed or not signal.how.observed:
+            local = signal.declared.source is Source.LOCAL
+            values_W[:] = (report.gathered.workers if local else derived).get(signal.name, np.nan)
+    return values_SW
 
 
-def groups_of(report: StepReport, *, copies: bool = False) -> Floats | None:
-    """Return the values of the signals of groups ``[R, W]``, norms first; None without groups."""
-    norms_WG, cosines_WG = report.gathered.group_norms_WG, report.group_cosine_rest_WG
-    if not report.observed or norms_WG is None or len(report.gathered.groups) < 2:
-        return None
-    return (
-        norms_WG.T if cosines_WG is None or copies else np.concatenate([norms_WG.T, cosines_WG.T])
-    )
+def compared_groups(report: StepReport) -> list[str]:
+    """Return the groups in which a step can be compared; empty without two of them."""
+    groups = report.gathered.groups
+    has_norms = report.observed and report.gathered.group_norms_WG is not None
+    return list(groups) if has_norms and len(groups) >= 2 else []
+
+
+def groups_of(step: Step, num_signals: int) -> Floats:
+    """Return the values of groups ``[S, W]``, norms first, NaN where there is none."""
+    norms_WG, cosines_WG = step.gathered.group_norms_WG, step.report.group_cosine_rest_WG
+    assert norms_WG is not None, "compared_groups looks"
+    values_SW = np.full((num_signals, step.gathered.num_workers), np.nan)
+    num_groups = norms_WG.shape[1]
+    values_SW[:num_groups] = norms_WG.T
+    if cosines_WG is not None and not step.identical:
+        values_SW[num_groups:] = cosines_WG.T
+    return values_SW
 
 
 def log_sizes(weights: Floats) -> Floats:

@@ -4,20 +4,23 @@ Each step compares the workers in loss, gradient norm and direction, and in norm
 every group of parameters (:mod:`rankscope.core.exchangeability`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.arrays import Floats
+from rankscope.core.bets import AT_ONCE
 from rankscope.core.budget import OUTLIERS
 from rankscope.core.canary import Verdict, judge, results_of
 from rankscope.core.state import State, StateError
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.blame import OutlierSearch
-from rankscope.diagnose.evidence import Evidence, Observation
+from rankscope.diagnose.evidence import Evidence
 from rankscope.diagnose.gross import GrossOutliers, GrossValues
 from rankscope.diagnose.outlier_parts import (
     Part,
+    compared_groups,
     group_signals,
     groups_of,
     log_sizes,
@@ -25,8 +28,7 @@ from rankscope.diagnose.outlier_parts import (
     total_signals,
     totals_of,
 )
-from rankscope.diagnose.outlook import Outlook
-from rankscope.diagnose.repeats import RecentBatches
+from rankscope.diagnose.steps import Step, StepBatch
 
 
 class WorkerOutliers(OutlierSearch):
@@ -42,27 +44,87 @@ class WorkerOutliers(OutlierSearch):
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         super().__init__(num_workers, Part(num_workers, total_signals()), hosts)
-        self._batches = RecentBatches(num_workers)
         signals = self._totals.signals
         self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
         self._values = GrossValues(num_workers)
-        self._outlook = Outlook(self._totals, self._batches)
         self._left_out: list[int] = []
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
-        """Take one step; speaks of faults that begin, change, grow or heal."""
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+        """Take consecutive steps; yields faults that begin, change, grow or heal."""
         if self._num_workers < 2:
-            return ()
-        self._steps += 1
-        if step.index == 0:
-            self._outlook.begin(step.stretch)
-        if self.set_apart:
-            self._outlook.forget()
-            self._feed(step)
-        elif self._outlook.take(step, self._groups):
-            self._left_out = []
-        else:
-            self._feed(step)
+            yield from ([] for _ in steps)
+            return
+        usable_TW = _usable(steps)
+        sizes_TW = log_sizes(steps.columns.column("loss_weight"))
+        at = 0
+        while at < len(steps):
+            piece = self._next_piece(steps, at)
+            rows = slice(at, at + len(piece))
+            yield from self._observe_piece(piece, usable_TW[rows], sizes_TW[rows])
+            at += len(piece)
+
+    def _next_piece(self, steps: StepBatch, start: int) -> list[Step]:
+        """Return the steps from one on that have the same groups, as many as are best compared."""
+        self._compare_groups(compared_groups(steps[start].report))
+        piece, num_values = [steps[start]], self._num_values(steps[start])
+        for at in range(start + 1, len(steps)):
+            names = compared_groups(steps[at].report)
+            num_values += self._num_values(steps[at])
+            if num_values > AT_ONCE or (names and names != self._group_names):
+                break
+            piece.append(steps[at])
+        return piece
+
+    @property
+    def _group_names(self) -> list[str]:
+        return [] if self._groups is None else self._groups.group_names
+
+    def _compare_groups(self, names: list[str]) -> None:
+        """Compare the workers in these groups from now on; without any, in those as before."""
+        if names and names != self._group_names:
+            self._groups = Part(self._num_workers, group_signals(names))
+            for worker in self.set_apart:
+                self._groups.test.set_unit_apart(worker)
+
+    def _num_values(self, step: Step) -> int:
+        parts = self._parts if compared_groups(step.report) else (self._totals,)
+        return sum(len(part.signals) for part in parts) * self._num_workers
+
+    def _observe_piece(
+        self, piece: Sequence[Step], usable_TW: NDArray[np.bool_], sizes_TW: Floats
+    ) -> Iterator[Iterable[Evidence]]:
+        numbers = [step.gathered.step for step in piece]
+        signals = self._totals.signals
+        values_TSW = np.array([totals_of(step, signals) for step in piece])
+        values_TSW = np.where(usable_TW[:, None], values_TSW, np.nan)
+        totals = self._totals.observe(values_TSW, sizes_TW, numbers)
+        in_groups = [bool(compared_groups(step.report)) for step in piece]
+        groups = self._observe_groups(piece, in_groups, usable_TW, sizes_TW)
+        for step, usable_W, has_groups in zip(piece, usable_TW, in_groups, strict=True):
+            self._steps += 1
+            next(totals)
+            if has_groups:
+                next(groups)
+            self._left_out = (~usable_W).nonzero()[0].tolist()
+            yield self._judge_step(step)
+
+    def _observe_groups(
+        self,
+        piece: Sequence[Step],
+        in_groups: Sequence[bool],
+        usable_TW: NDArray[np.bool_],
+        sizes_TW: Floats,
+    ) -> Iterator[int]:
+        """Take the groups of the steps that measure them, one with each iteration."""
+        if self._groups is None or not any(in_groups):
+            return iter(())
+        measured = [step for step, has_groups in zip(piece, in_groups, strict=True) if has_groups]
+        values_TSW = np.array([groups_of(step, len(self._groups.signals)) for step in measured])
+        values_TSW = np.where(usable_TW[in_groups][:, None], values_TSW, np.nan)
+        numbers = [step.gathered.step for step in measured]
+        return self._groups.observe(values_TSW, sizes_TW[in_groups], numbers)
+
+    def _judge_step(self, step: Step) -> list[Evidence]:
         self._see_canary(step.gathered)
         found = self._find(step.gathered)
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
@@ -97,8 +159,7 @@ class WorkerOutliers(OutlierSearch):
         return {
             **super().state(),
             "groups": None if groups is None else groups.state(),
-            "group_names": [] if groups is None else groups.group_names,
-            "batches": self._batches.state(),
+            "group_names": self._group_names,
             "gross": self._gross.state(),
             "values": self._values.state(),
         }
@@ -115,32 +176,22 @@ class WorkerOutliers(OutlierSearch):
                 names = state["group_names"]
                 self._groups = Part(self._num_workers, group_signals(names))
                 self._groups.restore(state["groups"])
-            self._batches.restore(state["batches"])
             self._gross.restore(state["gross"])
             self._values.restore(state["values"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search for outliers: {error}") from error
 
-    def _feed(self, step: Observation) -> None:
-        gathered, report = step.gathered, step.report
-        # Who knows a batch by heart, or has one of another size (at the end of an epoch), is
-        # unlike the others for no fault.
-        usable_W = of_usual_size(gathered.workers["num_samples"])
-        if not self._outlook.no_repeats:
-            usable_W = usable_W & ~self._batches.observe(gathered.workers["batch_digest"])
-        for group in step.identical:  # one of them speaks for all
-            usable_W[list(group[1:])] = False
-        self._left_out = (~usable_W).nonzero()[0].tolist()
-        copies, unknown_W = bool(step.identical), np.full(self._num_workers, np.nan)
-        values = totals_of(report, self._totals.signals, copies=copies)
-        totals_SW = np.array([unknown_W if one is None else one for one in values])
-        sizes_W = log_sizes(gathered.workers["loss_weight"])
-        self._totals.observe(totals_SW, usable_W, sizes_W, gathered.step)
-        groups_RW = groups_of(report, copies=copies)
-        if groups_RW is None:
-            return
-        if self._groups is None or self._groups.group_names != list(gathered.groups):
-            self._groups = Part(self._num_workers, group_signals(gathered.groups))
-            for worker in self.set_apart:
-                self._groups.test.set_unit_apart(worker)
-        self._groups.observe(groups_RW, usable_W, sizes_W, gathered.step)
+
+def _usable(steps: StepBatch) -> NDArray[np.bool_]:
+    """Return who can be compared in each step ``[T, W]``.
+
+    Who knows a batch by heart, or has one of another size (at the end of an epoch), is unlike the
+    others for no fault. And of workers with the same batch one stands for all.
+    """
+    usable_TW = np.array([step.recurrence.ages_W == 0 for step in steps])
+    for at, step in enumerate(steps):
+        if not step.alike("num_samples"):
+            usable_TW[at] &= of_usual_size(step.gathered.workers["num_samples"])
+        for group in step.identical:
+            usable_TW[at, list(group[1:])] = False
+    return usable_TW

@@ -17,7 +17,8 @@ from rankscope.core.sorted_map import count_common
 from rankscope.core.state import Stateful
 from rankscope.core.thinning import Followed, ThinningLedger
 from rankscope.diagnose.epochs import Padding
-from rankscope.diagnose.evidence import Detector, Evidence, Groups, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
+from rankscope.diagnose.steps import Groups, Step
 
 SURE = 1e-6
 LIKELY = 1e-4
@@ -82,7 +83,7 @@ class OverlappingShards(Detector):
         self._error = False
         self._previous = _NONE
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take the samples of one step; speaks when it proves an overlap, or more of it.
 
         Digests of content, which stand for samples that the training does not name, also agree
@@ -91,7 +92,7 @@ class OverlappingShards(Detector):
         gathered, groups = step.gathered, step.identical
         self._named = self._named and step.all_true("samples_named")
         if step.index == 0:
-            self._ahead = self._ledger.observe_many(step.stretch.samples, self._num_workers)
+            self._ahead = self._ledger.observe_many(step.columns.samples, self._num_workers)
         drawn_W: Sequence[Ints] = gathered.samples
         if self._ahead is not None:
             now = self._ahead[step.index]

@@ -11,8 +11,9 @@ from rankscope.core.finding import Severity
 from rankscope.core.plan import Plan
 from rankscope.core.replicas import odd_ranks
 from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Lasting, known_values
+from rankscope.diagnose.steps import Step
 
 STEPS_NEEDED = 3
 
@@ -61,7 +62,7 @@ class EqualRandom(Detector):
         self._inside: set[int] = set()
         self._across: set[int] = set()
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks while workers share random numbers, and when that ends."""
         workers, number = step.gathered.workers, step.gathered.step
         told: list[Evidence] = []

@@ -23,7 +23,8 @@ from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import common_scale
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
+from rankscope.diagnose.steps import Step
 
 LEAST_SHARE = 0.25
 """Of ``sum |g_i|^2``: where ``W^2 |m|^2`` is smaller, gradients oppose each other too much."""
@@ -105,7 +106,7 @@ class ReductionChecks(Detector):
         self._pinned: deque[float] = deque(maxlen=STEPS)
         self._found: dict[str, list[int]] = {}
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks when enough of them agree on what is wrong."""
         if self._num_workers < 2:
             return ()
@@ -120,7 +121,7 @@ class ReductionChecks(Detector):
             ]
         return [evidence for evidence in told if evidence is not None]
 
-    def _summary(self, step: Observation, norms_W: Floats) -> tuple[float, ...]:
+    def _summary(self, step: Step, norms_W: Floats) -> tuple[float, ...]:
         """Return the reduced and the expected norm, and the limit if all were clipped."""
         values = step.report.values
         reduced = float(values.get("grad_norm_reduced", math.nan))

@@ -20,7 +20,8 @@ from rankscope.core.sorted_map import SortedMap, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.thinning import DrawnSamples
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
+from rankscope.diagnose.steps import Step
 
 Bools = NDArray[np.bool_]
 
@@ -302,7 +303,7 @@ class ResumeMismatch(Detector):
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take the samples of one step; speaks when it shows how a restarted job went on."""
         gathered = step.gathered
         if self._ended:
@@ -311,13 +312,13 @@ class ResumeMismatch(Detector):
         if gathered.step == self._watch.boundary:
             self._lr_after = lr
         if step.index == 0:
-            numbers = [one.step for one in step.stretch.steps]
-            self._ahead = self._watch.observe_many(numbers, step.stretch.samples)
+            numbers = step.columns.numbers
+            self._ahead = self._watch.observe_many(numbers, step.columns.samples)
         verdict = None
         if self._ahead is None:
             verdict = self._watch.observe(gathered.step, gathered.samples)
         else:
-            drawn = int(step.stretch.samples.lengths[step.index])
+            drawn = int(step.columns.samples.lengths[step.index])
             self._watch.follow(gathered.step, drawn, self._ahead[step.index])
         self._remember(gathered.step, lr)
         return () if verdict is None else (self._evidence(verdict, gathered),)
@@ -387,7 +388,7 @@ class ResumeMismatch(Detector):
         )
 
 
-def _largest(step: Observation) -> float:
+def _largest(step: Step) -> float:
     """Return the largest learning rate that is known; minus infinity without any."""
     highest = step.ends("lr")[1]
     if not math.isnan(highest):

@@ -21,11 +21,11 @@ from rankscope.core.budget import ROLLOUTS
 from rankscope.core.finding import Severity
 from rankscope.core.state import State, StateError
 from rankscope.diagnose.blame import OutlierSearch
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Lasting
 from rankscope.diagnose.outlier_parts import Levelled, total_signals
 from rankscope.diagnose.outlier_words import Fault
-from rankscope.diagnose.repeats import RecentBatches
+from rankscope.diagnose.steps import Step
 
 COLUMN = "rollout_gap"
 
@@ -60,11 +60,10 @@ class DifferentRollouts(OutlierSearch):
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._gaps = Levelled(num_workers, total_signals(Compares.ROLLOUTS))
         super().__init__(num_workers, self._gaps, hosts)
-        self._batches = RecentBatches(num_workers)
         self._mean_W = np.full(num_workers, np.nan)
         self._told: dict[str, tuple[list[int], float, float]] = {}
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of faults that begin, change, grow or heal."""
         gaps_W = step.gathered.workers[COLUMN]
         known_W = np.isfinite(gaps_W)
@@ -73,7 +72,7 @@ class DifferentRollouts(OutlierSearch):
         self._steps += 1
         mean_W = np.where(np.isnan(self._mean_W), gaps_W, self._mean_W)
         self._mean_W = np.where(known_W, _KEPT * mean_W + (1 - _KEPT) * gaps_W, mean_W)
-        usable_W = known_W & ~self._batches.observe(step.gathered.workers["batch_digest"])
+        usable_W = known_W & (step.recurrence.ages_W == 0)
         values_W = level(np.where(usable_W, gaps_W, np.nan))
         different = bool(np.nanmax(values_W, initial=0) > np.nanmin(values_W, initial=np.inf))
         self._gaps.see(values_W[None], usable_W, step.gathered.step, different=different)
@@ -82,8 +81,7 @@ class DifferentRollouts(OutlierSearch):
     def state(self) -> State:
         """Return a copy of all that it remembers."""
         told = [[key, *words] for key, words in self._told.items()]
-        own = {"batches": self._batches.state(), "mean_W": self._mean_W.copy(), "told": told}
-        return {**super().state(), **own}
+        return {**super().state(), "mean_W": self._mean_W.copy(), "told": told}
 
     def restore(self, state: State) -> None:
         """Remember what a detector of as many workers remembered.
@@ -93,7 +91,6 @@ class DifferentRollouts(OutlierSearch):
         """
         super().restore(state)
         try:
-            self._batches.restore(state["batches"])
             self._mean_W = np.array(state["mean_W"], np.float64).reshape(self._num_workers)
             self._told = {
                 str(key): ([int(rank) for rank in ranks], float(gap), float(others))
@@ -149,7 +146,7 @@ class GrossRollouts(Detector):
         self._seen = Lasting(_STEPS_NEEDED, in_a_row=True)
         self._smallest = 0.0
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of gross gaps, and of their end."""
         gaps_W: Floats = step.gathered.workers[COLUMN]
         known_W = np.isfinite(gaps_W)

@@ -29,15 +29,18 @@ from rankscope.core.dispersion import expected_std, population_std
 from rankscope.core.finding import Severity
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
 from rankscope.core.step import GatheredStep, StepReport
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Span
-from rankscope.diagnose.repeats import Repeats
+from rankscope.diagnose.steps import Step
 
 SEED = 0x5A3B
 """Seeds the rotations, together with the step's number."""
 
 RECENT = 64
 """Steps over which a finding tells how large the ratio is."""
+
+_REPEATED = 4096
+"""Steps ago from which on the batches of all workers together count as forgotten."""
 
 _TAIL_SHARE = 0.5
 _HEADROOM = 10.0
@@ -76,9 +79,8 @@ class Sampling(Detector):
         self._steps = 0
         self._averaged = False
         self._recent: deque[tuple[float, float, bool]] = deque(maxlen=RECENT)
-        self._repeats = Repeats(num_workers)
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks when workers are too similar or too different, or cease to be.
 
         Steps with identical batches are left out, which are exact evidence of their own, and so
@@ -89,7 +91,7 @@ class Sampling(Detector):
         self._steps += 1
         gathered = step.gathered
         apart = self._set_apart()
-        if self._repeats.observe(gathered) or step.identical or len(apart) > self._num_workers - 2:
+        if _came_before(step) or step.identical or len(apart) > self._num_workers - 2:
             return ()
         gathered = _without(gathered, apart)
         observed, expected = map(_square, _loss_stds(gathered, {} if apart else step.report.values))
@@ -230,6 +232,13 @@ class _Alarm(Span):
         self.count += self.duration
         self.open = True
         return _News.OPENED
+
+
+def _came_before(step: Step) -> bool:
+    """Return whether a worker or all of them have batches again: what they show is no new draw."""
+    recurrence = step.recurrence
+    age = step.gathered.step - recurrence.before if recurrence.before >= 0 else _REPEATED + 1
+    return bool(recurrence.ages_W.any()) or age <= _REPEATED
 
 
 def _without(gathered: GatheredStep, workers: Sequence[int]) -> GatheredStep:

@@ -12,8 +12,9 @@ from rankscope.core.plan import Plan
 from rankscope.core.replicas import odd_ranks
 from rankscope.core.state import State
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Lasting, known_values, name_values
+from rankscope.diagnose.steps import Step
 
 STEPS_NEEDED = 3
 """Optimizer steps in which the learning rate departs from the plan before it is told."""
@@ -64,7 +65,7 @@ class DifferentSettings(Detector):
         self._num_calls = 0
         self._departure: tuple[int, float, float] = (-1, 0.0, 0.0)
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of what differs in it or in the step before, and of what ends."""
         gathered = step.gathered
         calls_W = _calls(step)
@@ -91,7 +92,7 @@ class DifferentSettings(Detector):
 
     # Between workers -----------------------------------------------------------------------
 
-    def _compare_settings(self, step: Observation) -> Iterable[Evidence]:
+    def _compare_settings(self, step: Step) -> Iterable[Evidence]:
         gathered = step.gathered
         active_W = gathered.workers["optimizer_steps"] != 0
         several = int(np.count_nonzero(active_W)) > 1
@@ -232,7 +233,7 @@ class DifferentSettings(Detector):
         )
 
 
-def _calls(step: Observation) -> Ints:
+def _calls(step: Step) -> Ints:
     """Return each worker's calls of the optimizer; unknown for one that takes no part in a step.
 
     In ``join()``, a worker without data only helps the others to reduce.
@@ -286,7 +287,7 @@ class PlannedSeed(Detector):
         }
         self._told = False
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks with the first one after a start."""
         if self._told or not self._wrong:
             return ()

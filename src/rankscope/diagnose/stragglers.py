@@ -18,8 +18,9 @@ from rankscope.bus.words import name_ranks
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.state import State
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.steps import Step
 
 Bools = NDArray[np.bool_]
 
@@ -125,7 +126,7 @@ class Stragglers(Detector):
         self._windows: deque[Lateness] = deque(maxlen=_PATIENCE + 1)
         self._gone: list[_Place] = []  # slow before a restart, and no longer there
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks at the end of a window."""
         gone, self._gone = tuple(place.describe() for place in self._gone), []
         return gone + self._take(step)
@@ -154,7 +155,7 @@ class Stragglers(Detector):
                 before.open = False
                 self._gone.append(before)
 
-    def _take(self, step: Observation) -> tuple[Evidence, ...]:
+    def _take(self, step: Step) -> tuple[Evidence, ...]:
         workers = step.gathered.workers
         busy_W = workers["busy_seconds"]
         known = len(busy_W) > 1 and np.isfinite(step.ends("busy_seconds")).all()

@@ -19,9 +19,10 @@ from rankscope.core.replicas import StateDifference, StateKind, odd_ranks
 from rankscope.core.roles import LOOK_EVERY
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import known_values
 from rankscope.diagnose.learning import role_words
+from rankscope.diagnose.steps import Step
 
 HEALED_AFTER = 128
 """Steps without a difference, after which a fault is over: twice the turn of all tensors."""
@@ -95,7 +96,7 @@ class UnequalState(Detector):
             False  # in the last step with gradients that nothing was seen to reduce
         )
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of what differs in it, and of what has healed."""
         if self._num_workers < 2:
             return ()
@@ -120,7 +121,7 @@ class UnequalState(Detector):
         severity = Severity.NOTE if meant else Severity.ERROR
         return fault.evidence(key, severity, self._num_workers)
 
-    def _differences(self, step: Observation) -> Iterable["_Seen"]:
+    def _differences(self, step: Step) -> Iterable["_Seen"]:
         """Yield all that differs in a step."""
         gathered, workers = step.gathered, step.gathered.workers
         if self._by_loop:
@@ -161,7 +162,7 @@ class UnequalState(Detector):
                 ranks = _odd(found, replicas_W)
                 yield _Seen(cause, ranks, _names(found), own_key=own_key)
 
-    def _after_averages(self, step: Observation) -> Iterable["_Seen"]:
+    def _after_averages(self, step: Step) -> Iterable["_Seen"]:
         """Yield what differs after the average that a number of local steps has to contain."""
         gathered, replicas_W = step.gathered, step.gathered.workers["replica"]
         number, local_steps = gathered.step, self._local_steps

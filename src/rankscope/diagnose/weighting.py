@@ -15,8 +15,9 @@ from rankscope.core.arrays import Floats
 from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, log_spread
-from rankscope.diagnose.evidence import Detector, Evidence, Observation
+from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.steps import Step
 
 MICRO, STARVED = "token-weighting-micro-batches", "token-weighting-one-worker"
 """Keys of the findings between micro-batches, and of one worker with very few tokens."""
@@ -55,15 +56,15 @@ class TokenWeighting(Detector):
         self._inside = _Spread()
         self._starved = _Starved(num_workers)
 
-    def observe(self, step: Observation) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take the token counts of one step; speaks of weights that differ."""
         if self._intended:
             return ()
         gathered = step.gathered
-        self._between.sums.take(step.stretch.token_products[step.index])
+        self._between.sums.take(step.columns.token_products[step.index])
         return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
 
-    def _observe_workers(self, step: Observation) -> Iterable[Evidence]:
+    def _observe_workers(self, step: Step) -> Iterable[Evidence]:
         gathered, workers = step.gathered, step.gathered.workers
         scales_W, tokens_W = workers["grad_scale"], workers["loss_weight"]
         found: list[Evidence] = []
@@ -76,7 +77,7 @@ class TokenWeighting(Detector):
             tokens_W[list(self._starved.ranks)] = np.nan
             spread = float(log_spread(scales_W[None], tokens_W[None])[0])
         else:
-            spread = step.stretch.token_spreads[step.index]
+            spread = step.columns.token_spreads[step.index]
         if self._between.observe(gathered.step, spread):
             ranks = tuple(np.flatnonzero(np.isfinite(scales_W + tokens_W)).tolist())
             found.append(self._between.describe("", ranks))

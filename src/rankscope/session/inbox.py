@@ -173,11 +173,11 @@ class Inbox:
 
     def _take_findings(self, frame: Frame) -> None:
         said = json.loads(frame.payload)
-        changes = said["changes"] or [None] * len(said["findings"])
-        for event, change in zip(said["findings"], changes, strict=True):
-            finding = Finding.from_json(event)
+        events = said["events"] or [None] * len(said["findings"])
+        for values, event in zip(said["findings"], events, strict=True):
+            finding = Finding.from_json(values)
             self.findings[finding.id] = finding
-            if change is not None:
+            if event is not None:
                 self._due.append((frame.step, finding))
             if said["news"] and self._sinks is not None:
                 self._news.append(finding)

@@ -1,4 +1,4 @@
-"""What a sink is, the plain values that it gets, and what is news about a finding.
+"""What a sink is, and the plain values that it gets.
 
 The names of the numbers are all derived from the signal registry:
 
@@ -16,7 +16,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -26,6 +25,7 @@ import numpy as np
 from rankscope.bus.columns import Column, DType, Source, Table, Tail
 from rankscope.core.arrays import Floats
 from rankscope.core.finding import Finding, Severity
+from rankscope.core.finding_events import FindingEvent, FindingEvents
 from rankscope.core.step import MISSING_INT, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.evidence import columns_of
@@ -256,43 +256,6 @@ def rank_name(column: str, rank: int) -> str:
     return f"rankscope_ranks/{column}/{rank}"
 
 
-class Change(StrEnum):
-    """What happened to a finding."""
-
-    OPENED = "opened"
-    WORSE = "got worse"
-    CLOSED = "closed"
-
-
-class Changes:
-    """Tells news from repetition: findings are told again whenever their evidence grows.
-
-    Args:
-        known: Findings that are no news.
-        severity: Findings that never were this bad are no news either.
-    """
-
-    def __init__(self, known: Iterable[Finding] = (), severity: Severity = Severity.NOTE) -> None:
-        self._severity = severity
-        self._worst = {f.id: f.severity for f in known if f.status == "open"}
-
-    def of(self, finding: Finding) -> Change | None:
-        """Return what is new about a finding since it was last given; None if nothing is."""
-        before = self._worst.get(finding.id)
-        told = before is not None and before >= self._severity
-        if finding.status != "open":
-            self._worst.pop(finding.id, None)
-            return Change.CLOSED if told else None
-        self._worst[finding.id] = (
-            finding.severity if before is None else max(before, finding.severity)
-        )
-        if finding.severity < self._severity:
-            return None
-        if not told:
-            return Change.OPENED
-        return Change.WORSE if before is not None and finding.severity > before else None
-
-
 class NewsSink(ABC):
     """A sink that tells what is new about findings; a subclass that takes steps says so.
 
@@ -304,13 +267,13 @@ class NewsSink(ABC):
 
     def __init__(self, severity: Severity = Severity.NOTE) -> None:
         self._severity = severity
-        self._changes = Changes((), severity)
+        self._events = FindingEvents((), severity)
         self._info: RunInfo | None = None
 
     def open(self, run: RunInfo) -> None:
         """Remember the run, and what is no news."""
         self._info = run
-        self._changes = Changes(run.findings, self._severity)
+        self._events = FindingEvents(run.findings, self._severity)
 
     @property
     def run(self) -> RunInfo:
@@ -323,30 +286,30 @@ class NewsSink(ABC):
 
     def finding(self, finding: Finding) -> None:
         """Tell of a finding that opened, got worse or closed."""
-        change = self._changes.of(finding)
-        if change is not None:
-            self.tell(finding, change)
+        event = self._events.of(finding)
+        if event is not None and event.is_news:
+            self.tell(finding, event)
 
     @abstractmethod
-    def tell(self, finding: Finding, change: Change) -> None:
+    def tell(self, finding: Finding, event: FindingEvent) -> None:
         """Tell what is new about a finding."""
 
     def close(self) -> None:  # noqa: B027 - not all hold something
         """End."""
 
 
-def sentence(finding: Finding, change: Change | None = None) -> str:
+def sentence(finding: Finding, event: FindingEvent | None = None) -> str:
     """Return a finding in one paragraph of plain text.
 
     Args:
         finding: What to tell.
-        change: What is new about it; its status, if None.
+        event: What is new about it; its status, if None.
     """
     where = f" on rank {', '.join(map(str, finding.ranks[:8]))}" if finding.ranks else ""
     if len(finding.ranks) > 8:
         where += f" and {len(finding.ranks) - 8} more"
     return (
-        f"{finding.severity}: {finding.cause} {change or finding.status}{where} "
+        f"{finding.severity}: {finding.cause} {event or finding.status}{where} "
         f"(steps {finding.first_step} to {finding.last_step}). {finding.explanation} "
         f"Next: {finding.next_check}"
     )

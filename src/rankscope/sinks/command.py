@@ -12,7 +12,8 @@ import weakref
 from typing import IO
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.sinks.base import Change, NewsSink, plain_finding
+from rankscope.core.finding_events import FindingEvent
+from rankscope.sinks.base import NewsSink, plain_finding
 
 _log = logging.getLogger("rankscope")
 
@@ -44,7 +45,7 @@ class CommandSink(NewsSink):
         # Registered before the scope's own exit handler, and so called after it.
         atexit.register(_kill_at_exit, weakref.ref(self), os.getpid())
 
-    def tell(self, finding: Finding, change: Change) -> None:
+    def tell(self, finding: Finding, event: FindingEvent) -> None:
         """Run the command for a finding that opened, got worse or closed."""
         # A file, not a pipe: a process that is forked meanwhile would keep the pipe from ending.
         with _new_file() as told:
@@ -54,7 +55,7 @@ class CommandSink(NewsSink):
                 self._command,
                 shell=True,  # it is the user's own command line
                 stdin=told,
-                env={**os.environ, **self._variables(finding, change)},
+                env={**os.environ, **self._variables(finding, event)},
                 start_new_session=True,
             )
         try:
@@ -82,9 +83,9 @@ class CommandSink(NewsSink):
                 problem,
             )
 
-    def _variables(self, finding: Finding, change: Change) -> dict[str, str]:
+    def _variables(self, finding: Finding, event: FindingEvent) -> dict[str, str]:
         variables = {
-            "EVENT": change,
+            "EVENT": event,
             "RUN_DIR": self.run.run_dir,
             "ID": finding.id,
             "CAUSE": finding.cause,

@@ -11,7 +11,8 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
 from rankscope.core.finding import Finding
-from rankscope.sinks.base import Change, NewsSink, RunInfo, SinkError, StepValues, sentence
+from rankscope.core.finding_events import FindingEvent
+from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, sentence
 
 BATCH = 900
 """Values that are sent at once; MLflow takes 1,000."""
@@ -53,10 +54,10 @@ class MlflowSink(NewsSink):
         if len(self._waiting) >= BATCH or self._clock() - self._sent >= SECONDS:
             self._send()
 
-    def tell(self, finding: Finding, change: Change) -> None:
+    def tell(self, finding: Finding, event: FindingEvent) -> None:
         """Keep a finding that opened, got worse or closed as a tag of the run."""
         self._attach()
-        text = sentence(finding, change)[:MAX_TAG]
+        text = sentence(finding, event)[:MAX_TAG]
         self._client.set_tag(self._run_id, f"rankscope.finding.{finding.id}", text)
 
     def close(self) -> None:

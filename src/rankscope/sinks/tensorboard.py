@@ -10,7 +10,8 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rankscope.core.finding import Finding
-from rankscope.sinks.base import Change, NewsSink, RunInfo, StepValues, sentence
+from rankscope.core.finding_events import FindingEvent
+from rankscope.sinks.base import NewsSink, RunInfo, StepValues, sentence
 
 FLUSH_SECONDS = 10
 
@@ -41,9 +42,9 @@ class TensorBoardSink(NewsSink):
         event = Event(wall_time=step.time, step=step.step, summary=Summary(value=values))
         self._writer.add_event(event)
 
-    def tell(self, finding: Finding, change: Change) -> None:
+    def tell(self, finding: Finding, event: FindingEvent) -> None:
         """Write a finding that opened, got worse or closed."""
-        text = text_pb("rankscope/findings", sentence(finding, change))
+        text = text_pb("rankscope/findings", sentence(finding, event))
         self._writer.add_event(Event(wall_time=time.time(), step=finding.step, summary=text))
 
     def close(self) -> None:

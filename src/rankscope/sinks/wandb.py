@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.sinks.base import Change, NewsSink, RunInfo, SinkError, StepValues, plain, sentence
+from rankscope.core.finding_events import FindingEvent
+from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, plain, sentence
 
 _log = logging.getLogger("rankscope")
 
@@ -48,13 +49,13 @@ class WandbSink(NewsSink):
         """Log a step."""
         self._attached().log({"rankscope/step": step.step, **step.flat()})
 
-    def tell(self, finding: Finding, change: Change) -> None:
+    def tell(self, finding: Finding, event: FindingEvent) -> None:
         """Send an alert for a finding that opened or got worse, and keep it in the summary."""
         message = {
             "id": finding.id,
-            "text": sentence(finding, change),
+            "text": sentence(finding, event),
             "title": f"rankscope: {finding.cause}"[:63],
-            "level": None if change is Change.CLOSED else _LEVELS[finding.severity],
+            "level": None if event is FindingEvent.CLOSED else _LEVELS[finding.severity],
         }
         self._attached().tell(message)
 

@@ -11,7 +11,8 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.sinks.base import Change, NewsSink, SinkError, plain_finding, sentence
+from rankscope.core.finding_events import FindingEvent
+from rankscope.sinks.base import NewsSink, SinkError, plain_finding, sentence
 
 _log = logging.getLogger("rankscope")
 
@@ -78,15 +79,15 @@ class WebhookSink(NewsSink):
         self._sleep = sleep
         self._told = False
 
-    def tell(self, finding: Finding, change: Change) -> None:
+    def tell(self, finding: Finding, event: FindingEvent) -> None:
         """Post a finding that opened, got worse or closed.
 
         Raises:
             SinkError: The server will not take it, now or later, or the URL is none.
         """
         body = {
-            "text": f"{self.run.run_dir.name}: {sentence(finding, change)}",
-            "event": str(change),
+            "text": f"{self.run.run_dir.name}: {sentence(finding, event)}",
+            "event": str(event),
             "run": str(self.run.run_dir),
             "finding": plain_finding(finding),
         }

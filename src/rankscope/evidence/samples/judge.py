@@ -18,7 +18,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     return (
         DuplicateBatches(num_workers, repeats=repeats),
         OverlappingShards(num_workers, repeats=drawn_again, seeds=run.sampler_seeds),
-        RepeatedOrder(num_workers, repeats=repeats),
+        RepeatedOrder(repeats=repeats),
         RepeatedBatches(num_workers, repeats=repeats),
         FilledBatches(repeats=repeats),
         ResumeMismatch(num_workers),
