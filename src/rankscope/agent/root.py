@@ -247,7 +247,9 @@ class Root:
         gathered = self._assembly.step_of(messages, self._governor.interval_at(step))
         if self._host_steps is None:
             return gathered
-        return with_directions(gathered, self._summaries.pop(step), self._layout)
+        summaries = self._summaries.pop(step)
+        self._summaries = {s: own for s, own in self._summaries.items() if s > step}  # none lost
+        return with_directions(gathered, summaries, self._layout)
 
     def _conclude(self, report: StepReport, findings: Sequence[Finding]) -> None:
         """Tell whoever wants to know of a step, and decide what it leads to."""
