@@ -391,10 +391,8 @@ class Root:
     def _send_last_files(self, seconds: float) -> None:
         if self._mirror is not None and not self._mirror.close(seconds):
             _log.warning(
-                "not all files of the run are in %s as yet: they are sent for %.0f minutes more, "
-                "and stay in %s",
+                "not all files of the run are in %s as yet; they stay in %s",
                 self._mirror.address,
-                _LINGER_SECONDS / 60,
                 self._run_dir,
             )
 
