@@ -1,4 +1,4 @@
-"""What may carry the agents' messages between hosts: gloo, or ZeroMQ with the lanes of rankscope.
+"""What may carry the agents' messages between hosts: gloo, or ZeroMQ with the links of rankscope.
 
 Run ``python benchmarks/hosts.py``. Hosts are simulated on one machine: each process stands for
 several, with a thread each (gloo) or a socket each (ZeroMQ). Parts:
@@ -59,7 +59,7 @@ def spread(world: int) -> list[tuple[int, int]]:
 
 def measure_start(engine: str) -> Iterator[Row]:
     """Import and connect, in a process of its own, five times; the least counts."""
-    imports = {"gloo": "torch.distributed", "zmq": "rankscope.agent.hosts"}[engine]
+    imports = {"gloo": "torch.distributed", "zmq": "rankscope.agent.host_link"}[engine]
     code = (
         "import time, sys; t = time.perf_counter(); import numpy; n = time.perf_counter() - t\n"
         f"t = time.perf_counter(); import {imports}; s = time.perf_counter() - t\n"

@@ -58,7 +58,8 @@ def serve_gloo(place: Path, first: int, last: int, world: int, steps: int, pause
 
 def serve_zmq(place: Path, first: int, last: int, world: int, steps: int, pause: float) -> None:
     """Be the hosts from ``first`` to ``last``; host 0 is the root and tells what it sees."""
-    from rankscope.agent.hosts import HostLink, Invitation, RootLink
+    from rankscope.agent.host_link import HostLink
+    from rankscope.agent.root_link import RootLink
 
     if first == 0:
         root = RootLink(os.environ.get("BENCH_ADDRESS", "127.0.0.1"))
@@ -68,8 +69,9 @@ def serve_zmq(place: Path, first: int, last: int, world: int, steps: int, pause:
         return
     while not (place / "invitation").exists():
         time.sleep(0.005)
-    invitation = Invitation.decode((place / "invitation").read_bytes())
-    links = [HostLink(invitation, host) for host in range(first, last)]
+    links = [HostLink(host) for host in range(first, last)]
+    for link in links:
+        link.open((place / "invitation").read_bytes())
     payload = bytes(STEP_BYTES)
     answered = [-2] * len(links)
     sent = -2
@@ -77,10 +79,10 @@ def serve_zmq(place: Path, first: int, last: int, world: int, steps: int, pause:
         if sent < steps - 1 and (pause or min(answered) == sent):
             sent += 1
             for link in links:
-                link.send(sent.to_bytes(8, "little", signed=True) + payload, step=sent)
-        until = time.monotonic() + max(pause, 0.001)
+                link.send(sent.to_bytes(8, "little", signed=True) + payload)
+        time.sleep(max(pause, 0.001))
         for place_of, link in enumerate(links):
-            for answer in link.poll(max(until - time.monotonic(), 0.0) / len(links)):
+            for answer in link.poll():
                 answered[place_of] = int.from_bytes(answer, "little", signed=True)
     for link in links:
         link.close(1.0)
@@ -92,20 +94,20 @@ def _collect(root: Any, world: int, steps: int) -> None:
     start, used, gone = began, time.process_time(), set[int]()
     for step in range(-1, steps):
         while True:
-            for host, payload in root.poll(0.02):
+            for host, payload in root.poll():
                 arrived[host] = int.from_bytes(payload[:8], "little", signed=True)
             gone |= {h for h in arrived if root.silent_seconds(h) > DROP_SECONDS}
             there = min((s for h, s in arrived.items() if h not in gone), default=-2)
             if len(arrived) == world - 1 and there >= step:
                 break
+            time.sleep(0.001)
         wall, cpu = time.perf_counter() - start, time.process_time() - used
         tell(**({"connected": wall} if step < 0 else {"wall": wall, "cpu": cpu}),
              step=step, at=time.time(), gone=sorted(gone))  # fmt: skip
         start, used = time.perf_counter(), time.process_time()
         for host in root.hosts:
             root.send(host, step.to_bytes(8, "little", signed=True))
-    root.flush(2.0)
-    root.close()
+    root.close(2.0)
 
 
 def _in_threads(work: Any, items: Sequence[int]) -> None:

@@ -22,14 +22,16 @@ pytestmark = [
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_shared_batches.py"
 
-STEPS = 240
+STEPS = {"mended": 240, "broken": 480, "cut": 360}
+CUT_SECONDS = {"mended": 5.0, "broken": 2.0, "cut": 0.0}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train 2 ranks on each host, twice; a third into it, the agents' link is cut.
+    """Train 2 ranks on each host, three times; a third into it, the agents' link is cut.
 
-    In the first training, "mended", for five seconds; in the second, "cut", for good.
+    In the first training, "mended", for five seconds; in the second, "broken", for two, and the
+    connection breaks; in the third, "cut", for good.
 
     Returns:
         The folder of the records, what the ranks found, and what they printed.
@@ -42,19 +44,23 @@ def trained(tmp_path_factory):
             "RANKSCOPE_ADDRESS": hosts.address(0, "agents"),
         }
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        words = [str(folder), "mended", str(STEPS), "cut", str(STEPS)]
-        jobs = hosts.torchrun(SCRIPT, *words, env=env, **pipe)
-        for name in ("mended", "cut"):
+        words = [str(word) for each in STEPS.items() for word in each]
+        jobs = hosts.torchrun(SCRIPT, str(folder), *words, env=env, **pipe)
+        for name, seconds in CUT_SECONDS.items():
             mark = folder / f"{name}.mark"
             while not mark.exists() and jobs[0].poll() is None:
                 time.sleep(0.05)
+            wait_until(hosts.connections)
+            time.sleep(1.0)  # the agents exchange keys, and the root learns of the ranks
             hosts.cut()
-            if name == "mended":
-                time.sleep(5.0)
+            time.sleep(seconds)
+            if name == "broken":
+                hosts.reset()
+            if name != "cut":
                 hosts.mend()
         said = [job.communicate(timeout=240)[0] for job in jobs]
         assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
-        for name in ("mended", "cut"):
+        for name in STEPS:
             wait_until(lambda run_dir=folder / name: Run.open(run_dir).status != "running")
     lines = [line for text in said for line in text.splitlines() if line.startswith("RESULT")]
     results = [json.loads(line.removeprefix("RESULT")) for line in lines]
@@ -66,13 +72,30 @@ def test_ranks_of_two_hosts_are_compared_as_on_one_and_a_cut_of_seconds_costs_no
     run = Run.open(folder / "mended")
     results = [result for result in all_results if result["training"] == "mended"]
     assert run.status == "complete"
-    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(STEPS))
+    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(STEPS["mended"]))
     recorded = {finding.id: list(finding.ranks) for finding in run.findings()}
     assert recorded["data.duplicate_batches"] == [1, 2]  # one on each host
     assert len(results) == 4
     assert all(result["findings"] == recorded for result in results)
     told = {tuple(result["told_at"]) for result in results}
-    assert len(told) == 1 or max(told)[0] > STEPS // 3  # in one step, unless the link was cut
+    assert (
+        len(told) == 1 or max(told)[0] > STEPS["mended"] // 3
+    )  # in one step, unless the link was cut
+
+
+def test_steps_that_a_broken_connection_held_are_counted_and_the_run_goes_on(trained):
+    folder, all_results, said = trained
+    run = Run.open(folder / "broken")
+    results = [result for result in all_results if result["training"] == "broken"]
+    assert run.status == "complete"
+    recorded, lost = run.columns(Table.STEPS, "step")["step"].tolist(), run.info["lost_steps"]
+    assert sorted([*recorded, *lost]) == list(range(STEPS["broken"]))
+    assert 0 < len(lost) < STEPS["broken"] // 2
+    assert set(run.info["lost_of"]) <= {"2", "3"}
+    assert said.count("was lost on the way") == 1
+    findings = {finding.id: list(finding.ranks) for finding in run.findings()}
+    assert findings["data.duplicate_batches"] == [1, 2]
+    assert all(result["findings"] == findings for result in results)
 
 
 def test_a_training_ends_as_ever_when_the_link_is_cut_for_good(trained):
@@ -83,7 +106,7 @@ def test_a_training_ends_as_ever_when_the_link_is_cut_for_good(trained):
     assert run.status == "incomplete"
     steps = run.columns(Table.STEPS, "step")["step"].tolist()
     assert steps == list(range(len(steps)))
-    assert 0 < len(steps) < STEPS
+    assert 0 < len(steps) < STEPS["cut"]
     endings = {ending["rank"]: ending["why"] for ending in run.info["ended"]}
     assert endings[2] == endings[3] == "its host is out of reach"
     assert said.count("still waits for other ranks or hosts") == 2  # once on each host

@@ -19,6 +19,7 @@ from rankscope.cli.main import app
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run
 from rankscope.record.stores import Mirror, Store, at_hand, begin_copy
+from support.accidents import wait_until
 from support.loops import Loop
 from support.ranks import run_ranks
 
@@ -126,34 +127,41 @@ def write_run(folder: Path, status: str = "complete") -> None:
     (folder / ".writer").write_text("hidden")
 
 
+def sent_to(shelf: Path) -> set[str]:
+    return {str(path.relative_to(shelf)) for path in shelf.rglob("*") if path.is_file()}
+
+
 def test_what_a_store_refuses_is_sent_later(tmp_path, caplog):
     shelf = tmp_path / "shelf"
     shelf.write_text("a file where a directory should be")
     store = file_store(shelf / "sft")
     write_run(store.copy)
     mirror = Mirror(store.copy, store, interval=0.05)
-    assert not mirror.close(0.2)
+    wait_until(lambda: caplog.messages)
     (warning,) = caplog.messages
     assert str(store.copy) in warning
-    assert "sent later" in warning
     shelf.unlink()
-    assert mirror.close(20)
+    wait_until(lambda: len(caplog.messages) > 1)
     assert caplog.messages[1:] == [f"{store.address} is written again; nothing is missing"]
-    sent = {str(path.relative_to(shelf)) for path in shelf.rglob("*") if path.is_file()}
-    assert sent == {"sft/run.json", "sft/steps/part-000000.parquet"}
+    (store.copy / "findings.jsonl").write_text("{}")
+    assert mirror.close(20)
+    assert sent_to(shelf) == {"sft/run.json", "sft/findings.jsonl", "sft/steps/part-000000.parquet"}
+    assert not (store.copy / ".unsent").exists()
 
 
-def test_what_an_earlier_run_left_behind_is_sent_by_the_next(tmp_path):
-    first, second = file_store(tmp_path / "shelf" / "a"), file_store(tmp_path / "shelf" / "b")
-    running = file_store(tmp_path / "shelf" / "c")
-    for store, status in ((first, "complete"), (second, "complete"), (running, "running")):
-        write_run(store.copy, status)
-    for store in (first, running):
-        (store.copy / ".unsent").write_text(str(store))
-    assert Mirror(second.copy, second).close(20)
-    assert {path.name for path in (tmp_path / "shelf").iterdir()} == {"a", "b"}
-    waiting = [store for store in (first, second, running) if (store.copy / ".unsent").exists()]
-    assert waiting == [running]
+def test_what_a_store_refuses_to_the_end_stays_and_is_read_there(tmp_path, caplog):
+    shelf = tmp_path / "shelf"
+    shelf.write_text("a file where a directory should be")
+    store = file_store(shelf / "sft")
+    write_run(store.copy)
+    assert not Mirror(store.copy, store).close(20)
+    (warning,) = caplog.messages
+    assert str(store.copy) in warning
+    assert at_hand(f"file://{shelf}/sft") == store.copy
+    assert (store.copy / "run.json").exists()
+    shelf.unlink()
+    begin_copy(store)
+    assert (store.copy / "run.json").exists()
 
 
 def test_changed_files_only_are_brought_and_none_from_outside(tmp_path):

@@ -1,7 +1,7 @@
 """Two ends of a link for two hosts: what ``python -m support.linked_agents`` runs on each.
 
-The root prints a line of JSON for each frame, ``[host, step]``, and at the end what it misses. The
-other host sends numbered frames of 10 kB.
+The root prints a line of JSON for each frame, ``[host, step]``, and at the end for how long the
+other host was silent. That one sends numbered frames of 10 kB.
 """
 
 import json
@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from rankscope.agent.hosts import HostLink, Invitation, RootLink
+from rankscope.agent.host_link import HostLink
+from rankscope.agent.root_link import RootLink
 
 SECONDS_BETWEEN = 0.02
 FRAME_BYTES = 10_000
@@ -21,26 +22,26 @@ def run_root(place: Path, address: str | None, master: str) -> None:
     (place / "writing").write_bytes(root.invitation.encode())
     (place / "writing").rename(place / "invitation")
     while not (place / "stop").exists():
-        for host, payload in root.poll(0.1):
+        for host, payload in root.poll():
             root.send(host, payload[:8])
             print(json.dumps([host, int(payload[:8])]), flush=True)
-    print(json.dumps({"missing": root.missing(1), "silent": root.silent_seconds(1)}), flush=True)
+        time.sleep(0.005)
+    print(json.dumps({"silent": root.silent_seconds(1)}), flush=True)
     root.close()
 
 
-def run_host(place: Path, num_steps: int, kept_bytes: int, linger_seconds: float) -> None:
+def run_host(place: Path, num_steps: int, most_bytes: int, linger_seconds: float) -> None:
     """Send so many frames, then close the link and print what is known."""
     while not (place / "invitation").exists():
         time.sleep(0.01)
-    invitation = Invitation.decode((place / "invitation").read_bytes())
-    link = HostLink(invitation, 1, kept_bytes=kept_bytes)
+    link = HostLink(1, most_bytes=most_bytes)
+    link.open((place / "invitation").read_bytes())
     taken, answers = [], []
     for step in range(num_steps):
-        if link.send(b"%08d" % step + b"x" * FRAME_BYTES, step=step):
+        if link.send(b"%08d" % step + b"x" * FRAME_BYTES):
             taken.append(step)
-        until = time.monotonic() + SECONDS_BETWEEN
-        while (left := until - time.monotonic()) > 0:
-            answers += map(int, link.poll(left))
+        answers += map(int, link.poll())
+        time.sleep(SECONDS_BETWEEN)
     delivered = link.close(linger_seconds)
     print(json.dumps({"delivered": delivered, "taken": taken, "answers": answers}), flush=True)
 

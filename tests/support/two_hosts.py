@@ -138,6 +138,22 @@ class TwoHosts:
         """Undo :meth:`cut`."""
         _ip("-n", self._spaces[2], "link", "set", f"{network}{host}", "master", network)
 
+    def connections(self, host: int = 1, network: str = "agents", *options: str) -> str:
+        """Return a host's IPv4 connections over a network, as ``ss`` with these options shows."""
+        there = f"{self.address(host, network).rpartition('.')[0]}.0/24"
+        command = ["ss", "-Ht", *options, "state", "established", "dst", there]
+        return subprocess.run(
+            ["ip", "netns", "exec", self._spaces[host], *command],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    def reset(self, host: int = 1, network: str = "agents") -> None:
+        """Break a host's connections over a network, as a switch that loses its state does."""
+        assert self.connections(host, network, "--kill")
+        assert not self.connections(host, network)
+
     def _join(self) -> None:
         *hosts, switch = self._spaces
         for space in self._spaces:

@@ -68,11 +68,11 @@ class Assembly:
         self._queues[rank].append(message)
 
     def _note_lost(self, rank: int, step: int, gap: int) -> None:
-        if not self.lost_of[rank]:
+        if not self.lost_of:
             _log.warning(
                 "what rank %d has measured up to step %d was lost on the way, of %d steps, which "
-                "are not recorded; its host was out of reach for too long. This is not said again "
-                "of this rank, but counted in run.json",
+                "are not recorded: the link to its host was broken, or too slow. This is not said "
+                "again, but counted in run.json for each rank",
                 rank,
                 step - 1,
                 gap,

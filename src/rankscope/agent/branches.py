@@ -44,7 +44,10 @@ class Branches:
     def poll(self) -> list[Arrived]:
         """Return frames of ranks on other hosts."""
         now, arrived = time.time(), []
-        for host, content in self._link.poll(0.0):
+        frames = self._link.poll()
+        for host in self._link.take_behind():
+            self._link.send(host, pack(Kind.INTRODUCE))
+        for host, content in frames:
             for frame in FrameReader().feed(content):
                 if frame.kind == Kind.STATES:
                     self._learn(json.loads(frame.payload))
@@ -93,8 +96,7 @@ class Branches:
 
     def close(self, seconds: float) -> None:
         """Send what waits, and close the links."""
-        self._link.flush(seconds)
-        self._link.close()
+        self._link.close(seconds)
 
     def _ranks_of(self, host: int) -> list[int]:
         return [rank for rank, each in self._host_of.items() if each == host]

@@ -7,9 +7,8 @@ Beyond 64 workers a step goes up once all of its ranks have delivered it, narrow
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameReader, Kind, pack
 from rankscope.agent.local_ranks import LocalRanks
@@ -17,9 +16,6 @@ from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import host_summary
 from rankscope.bus.layout import Layout
 from rankscope.core.step import MAX_PAIRED_WORKERS
-
-if TYPE_CHECKING:
-    from rankscope.agent.host_link import HostLink
 
 LINGER_SECONDS = 10.0
 """How long an agent tries to hand over what it has, once its ranks are gone."""
@@ -30,7 +26,7 @@ PATIENCE_SECONDS = 60.0
 TIGHT_BYTES = 16 << 20
 """With more than this waiting for the root, gradients are left out."""
 
-_MOST_EARLY = 4096  # frames that wait for the invitation
+_LASTING = {Kind.HELLO, Kind.SUBSCRIBE, Kind.BYE, Kind.GONE}  # the root must know these of a rank
 
 
 class HostSteps:
@@ -67,15 +63,16 @@ class Forwarder:
     def __init__(
         self, setup: Mapping[str, Any], send: Callable[[int, bytes], None], ranks: LocalRanks
     ) -> None:
-        self._host = int(setup["host"])
+        from rankscope.agent.host_link import HostLink  # ZeroMQ: only with several hosts
+
         self._num_local = int(setup["num_local"])
         layout = Layout.from_json(setup["layout"])
         self._steps = None
         if layout.num_workers > MAX_PAIRED_WORKERS:
             self._steps = HostSteps(self._num_local, layout)
         self._send_local, self._ranks = send, ranks
-        self._link: HostLink | None = None
-        self._early: deque[tuple[bytes, int | None]] = deque(maxlen=_MOST_EARLY)
+        self._link = HostLink(int(setup["host"]))
+        self._standing: dict[tuple[int, Kind], bytes] = {}  # what is lasting of each rank
         self._left: set[int] = set()  # ranks that send nothing more, and
         self._gone: set[int] = set()  # those of them that also hear nothing more
         self._left_at = math.inf
@@ -87,36 +84,26 @@ class Forwarder:
         """Take a frame of a local rank, or None for the end of its connection."""
         if rank >= GUESTS:
             if frame is not None and frame.kind == Kind.MESH:
-                self._hand_on(pack(Kind.MESH, frame.payload, rank=rank, step=frame.step))
+                self._hand_on(Kind.MESH, frame.payload, rank, frame.step)
         elif frame is None:
             self._left.add(rank)
             self._gone.add(rank)
             why = json.dumps({"how": self._ranks.ending(rank), "time": at}).encode()
-            self._hand_on(pack(Kind.GONE, why, rank=rank))
+            self._hand_on(Kind.GONE, why, rank)
         elif frame.kind == Kind.INVITATION:
-            if self._link is None:
-                from rankscope.agent.host_link import HostLink  # ZeroMQ: only with several hosts
-                from rankscope.agent.letters import Invitation
-
-                self._link = HostLink(Invitation.decode(frame.payload), self._host)
-                while self._early:  # before anything that comes later
-                    content, step = self._early.popleft()
-                    self._link.send(content, step=step)
+            self._link.open(frame.payload)
         elif frame.kind == Kind.HELLO:
-            self._hand_on(pack(Kind.HELLO, b"{}", rank=rank))
+            self._hand_on(Kind.HELLO, b"{}", rank)
         elif frame.kind == Kind.STEP:
             self._take_step(rank, frame)
         else:
             if frame.kind == Kind.BYE:
                 self._left.add(rank)
-            self._hand_on(pack(Kind(frame.kind), frame.payload, rank=rank, step=frame.step))
+            self._hand_on(Kind(frame.kind), frame.payload, rank, frame.step)
 
     def work(self) -> bool:
         """Exchange frames with the root; return whether there may be more of them."""
-        link = self._link
-        if link is None:
-            return False
-        frames = [frame for each in link.poll(0.0) for frame in FrameReader().feed(each)]
+        frames = [frame for each in self._link.poll() for frame in FrameReader().feed(each)]
         for frame in frames:
             self._give_back(frame)
         return bool(frames)
@@ -128,7 +115,7 @@ class Forwarder:
             if stacks is not None:
                 self._stacks_wanted = False
                 told = {str(rank): stack for rank, stack in stacks.items()}
-                self._hand_on(pack(Kind.STATES, json.dumps({"stacks": told}).encode()))
+                self._hand_on(Kind.STATES, json.dumps({"stacks": told}).encode())
         if len(self._left) < self._num_local:
             return
         self._left_at = min(self._left_at, time.monotonic())
@@ -143,27 +130,25 @@ class Forwarder:
         self._end()
 
     def _take_step(self, rank: int, frame: Frame) -> None:
-        tight = self._link is not None and self._link.backlog_bytes > TIGHT_BYTES
+        tight = self._link.backlog_bytes > TIGHT_BYTES
         if self._steps is None and not tight:
-            self._hand_on(
-                pack(Kind.STEP, frame.payload, rank=rank, step=frame.step), step=frame.step
-            )
+            self._hand_on(Kind.STEP, frame.payload, rank, frame.step)
             return
         message = StepMessage.unpack(frame.payload)
         if tight:
             message.without_bulk()
         if self._steps is None:
-            self._hand_on(pack(Kind.STEP, message.pack(), rank=rank, step=frame.step), frame.step)
+            self._hand_on(Kind.STEP, message.pack(), rank, frame.step)
             return
         summary = self._steps.add(rank, message)
         if summary is not None:
-            self._hand_on(pack(Kind.SUMMARY, summary, step=frame.step), frame.step)
+            self._hand_on(Kind.SUMMARY, summary, step=frame.step)
 
-    def _hand_on(self, content: bytes, step: int | None = None) -> None:
-        if self._link is None:
-            self._early.append((content, step))
-        else:
-            self._link.send(content, step=step)
+    def _hand_on(self, kind: Kind, payload: bytes, rank: int = ALL_RANKS, step: int = -1) -> None:
+        content = pack(kind, payload, rank=rank, step=step)
+        if kind in _LASTING:
+            self._standing[rank, kind] = content
+        self._link.send(content, lasting=kind in _LASTING)
 
     def _give_back(self, frame: Frame) -> None:
         if frame.kind == Kind.LOOK:
@@ -171,7 +156,10 @@ class Forwarder:
             states = {str(rank): str(state) for rank, state in self._ranks.states().items()}
             places = {str(rank): list(place) for rank, place in self._ranks.marks().items()}
             told = {"states": states, "places": places}
-            self._hand_on(pack(Kind.STATES, json.dumps(told).encode()))
+            self._hand_on(Kind.STATES, json.dumps(told).encode())
+        elif frame.kind == Kind.INTRODUCE:
+            for content in self._standing.values():
+                self._link.send(content, lasting=True)
         elif frame.kind == Kind.STACKS:
             self._ranks.take_stacks()
             self._stacks_wanted = True
@@ -181,9 +169,8 @@ class Forwarder:
             if frame.kind == Kind.DONE:
                 self._told.add(frame.rank)
                 if len(self._told) == self._num_local:
-                    self._end()
+                    self._end(0.0)  # the root wants nothing more
 
-    def _end(self) -> None:
+    def _end(self, linger_seconds: float = LINGER_SECONDS) -> None:
         self.finished = True
-        if self._link is not None:
-            self._link.close(LINGER_SECONDS)
+        self._link.close(linger_seconds)

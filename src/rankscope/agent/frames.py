@@ -79,6 +79,8 @@ class Kind(IntEnum):
     """Take the stacks of the processes of your host."""
     SUMMARY = 44
     """A step of all ranks of a host, see :mod:`rankscope.agent.summary`."""
+    INTRODUCE = 45
+    """Introduce the ranks of your host again; the link was broken, or had no room."""
 
 
 class Frame(NamedTuple):

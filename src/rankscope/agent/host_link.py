@@ -1,21 +1,24 @@
 """The end of another host's agent of the link to the root."""
 
+import contextlib
 import time
+from collections import deque
+from math import inf
 
 import zmq
 
-from rankscope.agent.lane import KEPT_BYTES, WINDOW_BYTES, Lane, Note, Packet
-from rankscope.agent.letters import (
-    MOST_AT_ONCE,
-    OPTIONS,
-    TURN_SECONDS,
-    Invitation,
-    milliseconds,
-    parts_of,
-    read_letter,
-)
+from rankscope.agent.hosts import BEAT, GOODBYE, HOST, MOST_AT_ONCE, OPTIONS, Invitation
 
-SEARCH_SECONDS = 10.0
+QUEUED_FRAMES = 100
+"""Frames in ZeroMQ's queue; what follows waits in line, where its bytes are known."""
+
+MOST_BYTES = 64 << 20
+"""With more than this in line, steps are dropped."""
+
+BEAT_SECONDS = 1.0
+"""From one beat to the next."""
+
+SEARCH_SECONDS = 30.0
 """After so long without a word from the root, an agent tries all of its addresses again."""
 
 NEXT_SECONDS = 0.25
@@ -26,152 +29,143 @@ class HostLink:
     """The end of another host's agent. Nothing blocks, and nothing fails while the root is away.
 
     Args:
-        invitation: What the root has published.
         host: Number of this host among all, from 0.
-        kept_bytes: What may wait until the root has confirmed it.
-        window_bytes: What may be under way without confirmation.
+        most_bytes: What may wait in line.
+
+    Attributes:
+        backlog_bytes: What waits in line.
     """
 
-    def __init__(
-        self,
-        invitation: Invitation,
-        host: int,
-        *,
-        kept_bytes: int = KEPT_BYTES,
-        window_bytes: int = WINDOW_BYTES,
-    ) -> None:
-        self._invitation, self._host = invitation, host
-        self._session = time.time_ns()
-        self._lane = Lane(kept_bytes=kept_bytes, window_bytes=window_bytes, asks_when_idle=True)
-        self._public = zmq.curve_public(invitation.client_secret.encode())
+    def __init__(self, host: int, *, most_bytes: int = MOST_BYTES) -> None:
+        self._name, self._most_bytes = HOST.pack(host), most_bytes
+        self._invitation: Invitation | None = None
+        self._line: deque[bytes] = deque()
+        self.backlog_bytes = 0
         self._context = zmq.Context(io_threads=1)
-        self._poller = zmq.Poller()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._chosen: str | None = None
+        self._chosen: zmq.Socket[bytes] | None = None
         self._untried: list[str] = []
-        self._heard_at = self._searched_at = self._tried_at = float("-inf")
-        self._search(time.monotonic())
+        self._beat = self._answered = 0  # numbers of the last beat, and of the last that came back
+        self._heard_at = self._searched_at = self._tried_at = self._beat_at = -inf
+
+    def open(self, invitation: bytes) -> None:
+        """Begin to search for the root, which has published this; frames wait until it answers.
+
+        Raises:
+            HostsError: It is no invitation, or of another version.
+        """
+        self._invitation = Invitation.decode(invitation)
 
     @property
     def silent_seconds(self) -> float:
-        """How long ago the root was heard; infinity if never. A live one answers each second."""
+        """How long ago the root was heard; infinity if never. A live one answers each beat."""
         return time.monotonic() - self._heard_at
 
-    @property
-    def backlog_bytes(self) -> int:
-        """What the root has not confirmed yet."""
-        return self._lane.backlog_bytes
-
-    def send(self, payload: bytes, *, step: int | None = None) -> bool:
-        """Send a frame, or keep it until the root is in reach.
+    def send(self, frame: bytes, *, lasting: bool = False) -> bool:
+        """Send a frame, or have it wait in line.
 
         Args:
-            payload: The frame.
-            step: The step that it is about; the root learns of it where the frame is refused.
+            frame: The frame.
+            lasting: Whether it waits however long the line is.
 
         Returns:
-            False where too much waits.
+            False if it was dropped.
         """
-        taken = self._lane.put(payload, step)
-        if self._chosen is not None:
-            self._push(time.monotonic())
-        return taken
+        if not lasting and self.backlog_bytes + len(frame) > self._most_bytes:
+            return False
+        self._line.append(frame)
+        self.backlog_bytes += len(frame)
+        self._push()
+        return True
 
-    def poll(self, timeout_seconds: float) -> list[bytes]:
-        """Return frames of the root: each once, in order.
-
-        Args:
-            timeout_seconds: How long to wait for the first. Call it at least once a second.
-        """
-        until = time.monotonic() + timeout_seconds
-        while True:
-            now = time.monotonic()
-            self._search(now)
-            self._push(now)
-            left = min(max(until - now, 0.0), TURN_SECONDS)
-            ready = self._poller.poll(milliseconds(left))
-            found = [payload for place, _ in ready for payload in self._receive(place)]
-            if found or time.monotonic() >= until:
-                self._push(time.monotonic())
-                return found
+    def poll(self) -> list[bytes]:
+        """Return frames of the root that have come. Call it at least once a second."""
+        now = time.monotonic()
+        self._search(now)
+        places = tuple(self._sockets.values())
+        found = [frame for place in places for frame in self._receive(place)]
+        self._push()
+        if self._chosen is not None and now - self._beat_at >= BEAT_SECONDS:
+            self._beat_at = now
+            self._send_beat(self._chosen)
+        return found
 
     def close(self, linger_seconds: float = 0.0) -> bool:
         """Wait until the root has everything, but no longer than that, and close the sockets.
 
-        The root hears that its own last frames have arrived: it waits for that.
-
         Returns:
-            Whether it has.
+            Whether the root has read what was sent last.
         """
         until = time.monotonic() + linger_seconds
-        lane = self._lane
-        while (lane.owes_confirmation or not lane.is_empty) and time.monotonic() < until:
-            self.poll(0.01)
+        while self._line and time.monotonic() < until:
+            self._wait()
+        last, self._beat_at = self._beat + 1, -inf
+        while self._answered < last and time.monotonic() < until:
+            self._wait()
+        if self._chosen is not None:
+            self._hand(self._chosen, b"", GOODBYE)
+            self._chosen = None
         self._context.destroy(linger=200)
-        return lane.is_empty
+        return not self._line and self._answered >= last
+
+    def _wait(self) -> None:
+        self.poll()  # nobody takes what comes now
+        time.sleep(0.01)
 
     def _search(self, now: float) -> None:
         """Ask at the root's addresses, one after the other, until one answers: that is chosen."""
+        if self._invitation is None:
+            return
         if now - max(self._heard_at, self._searched_at) >= SEARCH_SECONDS:
             self._searched_at = now
             self._untried = [e for e in self._invitation.endpoints if e not in self._sockets]
         if self._untried and now - self._tried_at >= NEXT_SECONDS:
             self._tried_at = now
-            self._hand(self._open(self._untried.pop(0)), Packet(Note.ASK, 0))
+            self._send_beat(self._open(self._untried.pop(0), self._invitation))
 
-    def _open(self, endpoint: str) -> "zmq.Socket[bytes]":
+    def _open(self, endpoint: str, invitation: Invitation) -> "zmq.Socket[bytes]":
         place = self._context.socket(zmq.DEALER)
-        for option, value in OPTIONS.items():
+        for option, value in {**OPTIONS, zmq.SNDHWM: QUEUED_FRAMES}.items():
             place.setsockopt(option, value)
-        place.curve_serverkey = self._invitation.server_public.encode()
-        place.curve_secretkey = self._invitation.client_secret.encode()
-        place.curve_publickey = self._public
+        place.curve_serverkey = invitation.server_public.encode()
+        secret = invitation.client_secret.encode()
+        place.curve_secretkey, place.curve_publickey = secret, zmq.curve_public(secret)
         place.connect(endpoint)
         self._sockets[endpoint] = place
-        self._poller.register(place, zmq.POLLIN)
         return place
 
     def _receive(self, place: "zmq.Socket[bytes]") -> list[bytes]:
         found: list[bytes] = []
-        while len(found) < MOST_AT_ONCE:
-            try:
-                letter = read_letter(place.recv_multipart(zmq.NOBLOCK))
-            except zmq.ZMQError:  # nothing more, or closed since another was chosen
-                return found
-            if letter is None or letter.session != self._session:
-                continue
-            self._heard_at = time.monotonic()
-            self._choose(place)
-            payload = self._lane.take(letter.packet, letter.expected, self._heard_at)
-            if payload is not None:
-                found.append(payload)
+        with contextlib.suppress(zmq.ZMQError):  # nothing more, or another one was chosen
+            while len(found) < MOST_AT_ONCE:
+                frame, *beat = place.recv_multipart(zmq.NOBLOCK)
+                self._heard_at = time.monotonic()
+                self._choose(place)
+                if beat:
+                    self._answered = max(self._answered, *BEAT.unpack(beat[0]))
+                else:
+                    found.append(frame)
         return found
 
     def _choose(self, chosen: "zmq.Socket[bytes]") -> None:
         self._untried.clear()
-        if len(self._sockets) == 1 and self._chosen is not None:
-            return
+        self._chosen = chosen
         for endpoint, place in list(self._sockets.items()):
-            if place is chosen:
-                self._chosen = endpoint
-            else:
-                self._poller.unregister(place)
-                place.close()
+            if place is not chosen:
+                place.close(linger=0)
                 del self._sockets[endpoint]
 
-    def _push(self, now: float) -> None:
-        if self._chosen is None:
-            return
-        place = self._sockets[self._chosen]
-        while (packet := self._lane.next(now)) is not None:
-            if not self._hand(place, packet):
-                return
-            self._lane.handed(packet, now)
+    def _push(self) -> None:
+        while self._line and self._chosen is not None and self._hand(self._chosen, self._line[0]):
+            self.backlog_bytes -= len(self._line.popleft())
 
-    def _hand(self, place: "zmq.Socket[bytes]", packet: Packet) -> bool:
-        parts = parts_of(packet, self._host, self._session, self._lane.expected)
+    def _send_beat(self, place: "zmq.Socket[bytes]") -> None:
+        self._beat += 1
+        self._hand(place, b"", BEAT.pack(self._beat))
+
+    def _hand(self, place: "zmq.Socket[bytes]", *parts: bytes) -> bool:
         try:
-            place.send_multipart(parts, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:  # no room
+            place.send_multipart([self._name, *parts], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
             return False
         return True

@@ -1,15 +1,93 @@
-"""The links between the agents of several hosts: ZeroMQ sockets, encrypted, with lanes on top.
+"""What the agents of several hosts need to reach each other: keys, addresses, socket options.
 
 The root binds a socket and writes an :class:`Invitation`, which reaches the other agents through
 the training's own store. It names the root's addresses and holds a secret: only who knows that can
-talk to the root, and only the root can answer (CURVE, in both directions). ZeroMQ connects, again
-and again where it must; a :class:`~rankscope.agent.lane.Lane` makes up for what was lost meanwhile.
+connect to the root, and only the root can answer (CURVE, in both directions).
 
-A link belongs to one thread. ZeroMQ reads and writes in a thread of its own, in C.
+TCP delivers what is sent over a connection once and in order, also after seconds in which nothing
+arrives. ZeroMQ has a queue for each connection, reads and writes in a thread of its own, and opens
+a connection again that has broken; what was under way then is lost. The root counts a step that
+lacks a part. A host that may have missed something introduces its ranks again, and the root greets
+them with what holds by then.
 """
 
-from rankscope.agent.host_link import HostLink
-from rankscope.agent.letters import HostsError, Invitation
-from rankscope.agent.root_link import RootLink
+import json
+import struct
+from dataclasses import dataclass, field
 
-__all__ = ["HostLink", "HostsError", "Invitation", "RootLink"]
+import zmq
+
+from rankscope.errors import RankscopeError
+
+VERSION = 2
+
+HOST = struct.Struct("<I")
+"""The first part of a host's message: its number. A frame follows; it is empty in a beat, which has
+a third part."""
+
+BEAT = struct.Struct("<Q")
+"""The number of a beat. A host sends one each second, and the root sends it back."""
+
+GOODBYE = b""
+"""In place of that number: the host's agent ends."""
+
+MOST_AT_ONCE = 1000
+"""Frames that one call returns."""
+
+OPTIONS = {
+    zmq.IPV6: 1,
+    zmq.SNDHWM: 1000,
+    zmq.RCVHWM: 1000,
+    zmq.SNDBUF: 1 << 20,  # more would be lost with a connection
+    zmq.MAXMSGSIZE: 1 << 30,
+    zmq.HEARTBEAT_IVL: 5000,  # a connection on which nothing comes for so long ...
+    zmq.HEARTBEAT_TIMEOUT: 30000,  # ... and this is closed, and opened again
+    zmq.HEARTBEAT_TTL: 35000,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.CONNECT_TIMEOUT: 2000,
+    zmq.HANDSHAKE_IVL: 5000,
+}
+
+
+class HostsError(RankscopeError):
+    """The agents of several hosts cannot be linked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What an agent must know to reach the root; the secret in it is for the job's ranks alone.
+
+    Attributes:
+        endpoints: Where the root may be reached, the most promising first.
+        server_public: The root's public key.
+        client_secret: The secret key of all other agents.
+    """
+
+    endpoints: tuple[str, ...]
+    server_public: str
+    client_secret: str = field(repr=False)
+
+    def encode(self) -> bytes:
+        """Return it as bytes for the training's store."""
+        return json.dumps(
+            [VERSION, self.endpoints, self.server_public, self.client_secret]
+        ).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> "Invitation":
+        """Return what :meth:`encode` was called on.
+
+        Raises:
+            HostsError: It is something else, or of another version.
+        """
+        try:
+            version, endpoints, public, secret = json.loads(content)
+        except (ValueError, TypeError):
+            version = None
+        if version != VERSION:
+            raise HostsError(
+                f"expected an invitation of version {VERSION}, got {content[:4]!r}…: two versions "
+                "of rankscope are at work; install the same one for all ranks"
+            )
+        return cls(tuple(endpoints), public, secret)

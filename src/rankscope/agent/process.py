@@ -205,8 +205,8 @@ class Agent:
                 self._give(rank, frame, at)
         for ranks in self._branches.newly_silent():
             _log.warning(
-                "the agent of %s is out of reach; what those ranks measure is kept there, and "
-                "follows once it is back",
+                "the agent of %s is out of reach; what those ranks measure waits there, up to a "
+                "limit, and follows once it is back",
                 name_ranks(ranks),
             )
         assert isinstance(self.root, Root)

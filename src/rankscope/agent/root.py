@@ -248,7 +248,9 @@ class Root:
         gathered = self._assembly.step_of(messages, self._governor.interval_at(step))
         if self._host_steps is None:
             return gathered
-        return with_directions(gathered, self._summaries.pop(step), self._layout)
+        summaries = self._summaries.pop(step)
+        self._summaries = {s: own for s, own in self._summaries.items() if s > step}  # none lost
+        return with_directions(gathered, summaries, self._layout)
 
     def _conclude(self, report: StepReport, findings: Sequence[Finding]) -> None:
         """Tell whoever wants to know of a step, and decide what it leads to."""
@@ -391,10 +393,8 @@ class Root:
     def _send_last_files(self, seconds: float) -> None:
         if self._mirror is not None and not self._mirror.close(seconds):
             _log.warning(
-                "not all files of the run are in %s as yet: they are sent for %.0f minutes more, "
-                "and stay in %s",
+                "not all files of the run are in %s as yet; they stay in %s",
                 self._mirror.address,
-                _LINGER_SECONDS / 60,
                 self._run_dir,
             )
 

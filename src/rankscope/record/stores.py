@@ -13,22 +13,21 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from rankscope.errors import RunError, UsageError
 from rankscope.record.begin import INFO_FILE
-from rankscope.record.files import cache_root, parse, read_file
-from rankscope.record.lock import writer_is_gone
+from rankscope.record.files import cache_root
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
@@ -37,13 +36,11 @@ _log = logging.getLogger("rankscope")
 
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>[^/].*)")
 _INTERVAL = 30.0  # seconds from one look for changed files to the next
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # from a failure to the next try
 _LOOK_SECONDS = 15.0  # that a training waits at most for what an earlier run left in the store
 _LAST_PARTS = 2  # of each table, which hold the steps after the detectors' last state
 _UNSENT = ".unsent"  # in a copy that was written here, until all of it is in the store
 _KEPT_SECONDS = 7 * 86400.0  # that a copy stays after it was used last
 _LAST_FILES = ("steps", "findings.jsonl", INFO_FILE)  # so that readers find what these name
-_PIECE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +142,12 @@ class Store:
             found = {
                 name: info
                 for name, info in _listed(files, root).items()
-                if wanted is None or wanted(name)
+                if (wanted is None or wanted(name)) and not _is_as(copy / name, info)
             }
-            changed = [name for name, info in found.items() if not _is_as(copy / name, info)]
-            return _bring(files, found, sorted(changed, key=_send_order), copy)
+            _bring(files, found, copy)
         except (OSError, ValueError) as error:
             raise self.failure(error) from error
+        return len(found)
 
     def names(self) -> list[str]:
         """Return the paths of the files in the directory.
@@ -267,26 +264,28 @@ def _remove_old_copies() -> None:
 class Mirror:
     """Sends a run's files to a store while it is written, from a thread.
 
-    A failure is told once; what was not sent is sent later.
+    A failure is told once; what was not sent is tried again with the next look for changed files.
 
     Args:
         copy: The run's directory on this machine.
         store: Where it belongs.
-        interval: Seconds from one look for changed files to the next.
+        interval: Seconds from one look to the next.
     """
 
     def __init__(self, copy: Path, store: Store, interval: float = _INTERVAL) -> None:
-        self._sender, self._interval = _Sender(copy, store), interval
+        self._copy, self._store, self._interval = copy, store, interval
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._failed = False
         self._closing = threading.Event()
-        self._done = threading.Event()
         with contextlib.suppress(OSError):
-            (copy / _UNSENT).write_text(str(store))
-        threading.Thread(target=self._run, name="rankscope-mirror", daemon=True).start()
+            (copy / _UNSENT).touch()
+        self._thread = threading.Thread(target=self._run, name="rankscope-mirror", daemon=True)
+        self._thread.start()
 
     @property
     def address(self) -> str:
         """Where the files go."""
-        return self._sender.store.address
+        return self._store.address
 
     def close(self, seconds: float) -> bool:
         """Send what is left, in the time that is given; return whether all of it was sent.
@@ -294,122 +293,57 @@ class Mirror:
         Sending goes on afterwards, as long as the process lives.
         """
         self._closing.set()
-        return self._done.wait(seconds)
+        self._thread.join(seconds)
+        return not self._thread.is_alive() and not self._failed
 
     def _run(self) -> None:
-        pause, looks_back = _FIRST_PAUSE, True
-        while True:
-            last = self._closing.is_set()
-            if self._sender.try_to_send():
-                if last:
-                    break
-                pause, wait = _FIRST_PAUSE, self._interval
-                if looks_back:
-                    looks_back = False
-                    _send_left_behind()
-            else:
-                pause, wait = min(2 * pause, _LONGEST_PAUSE), pause
-            if last:
-                time.sleep(wait)
-            else:
-                self._closing.wait(wait)
-        self._sender.finish()
-        self._done.set()
-        if looks_back:
-            _send_left_behind()
+        while not self._closing.is_set():
+            self._send()
+            self._closing.wait(self._interval)
+        self._send()
+        if not self._failed:
+            with contextlib.suppress(OSError):
+                (self._copy / _UNSENT).unlink()
 
-
-class _Sender:
-    """Sends the files of a copy that have changed since the last time."""
-
-    def __init__(self, copy: Path, store: Store) -> None:
-        self.copy, self.store = copy, store
-        self._sent: dict[str, tuple[int, int]] = {}
-        self._failed = False
-        self._opened: tuple[Any, str] | None = None
-
-    def try_to_send(self) -> bool:
-        """Return whether all went well; say so when that has changed."""
+    def _send(self) -> None:
         try:
             self._send_changed()
         except Exception as error:  # of the store's client, which may raise anything
-            self._opened = None
             if not self._failed:
-                failure = self.store.failure(error)
-                _log.warning("%s. The run is kept in %s, and sent later", failure, self.copy)
+                failure = self._store.failure(error)
+                _log.warning("%s. The run is kept in %s", failure, self._copy)
             self._failed = True
-            return False
+            return
         if self._failed:
-            _log.warning("%s is written again; nothing is missing", self.store.address)
+            _log.warning("%s is written again; nothing is missing", self.address)
         self._failed = False
-        return True
-
-    def finish(self) -> None:
-        """Note that all files are in the store."""
-        with contextlib.suppress(OSError):
-            (self.copy / _UNSENT).unlink()
 
     def _send_changed(self) -> None:
-        if self._opened is None:
-            self._opened = self.store.open()
-        files, root = self._opened
-        with contextlib.ExitStack() as stack:
-            # What names others is opened first and sent last: readers find all that it names.
-            names = sorted(_files_in(self.copy), key=_send_order, reverse=True)
-            opened = [(name, _opened(self.copy / name, stack)) for name in names]
-            for name, file in reversed(opened):
-                if file is None:
-                    continue
-                status = os.fstat(file.fileno())
-                state = status.st_size, status.st_mtime_ns
+        files, root = self._store.open()
+        # What names others is looked for first and sent last: readers find all that it names.
+        patterns = (INFO_FILE, "findings.jsonl", "steps/*", "**/*")
+        found = dict.fromkeys(path for each in patterns for path in self._copy.glob(each))
+        for path in reversed(found):
+            name = path.relative_to(self._copy).as_posix()
+            if name.startswith(".") or "/." in name or not path.is_file():
+                continue
+            with contextlib.suppress(FileNotFoundError):  # another one has taken its place
+                state = path.stat().st_size, path.stat().st_mtime_ns
                 if self._sent.get(name) != state:
-                    _send(files, f"{root}/{name}", file.read())
+                    _copy_out(path, files, f"{root}/{name}")
                     self._sent[name] = state
 
 
-def _send_left_behind() -> None:
-    """Send what earlier runs of this machine could not, if they have ended."""
-    for mark in copies_folder().glob(f"*/*/{_UNSENT}"):
-        with contextlib.suppress(OSError, RunError, ValueError):
-            store = Store.of(mark.read_text())
-            if store is not None and _has_ended(mark.parent):
-                sender = _Sender(mark.parent, store)
-                if sender.try_to_send():
-                    sender.finish()
+def _copy_out(path: Path, files: "FileSystem", target: str) -> None:
+    from pyarrow.fs import LocalFileSystem, copy_files
 
-
-def _has_ended(run: Path) -> bool:
-    said = parse(read_file(run / INFO_FILE))
-    return said.get("status") != "running" or writer_is_gone(run)
-
-
-def _files_in(folder: Path) -> Iterator[str]:
-    """Yield the paths of a run's files in its directory; none that is hidden, no link."""
-    for entry in os.scandir(folder):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from (f"{entry.name}/{name}" for name in _files_in(Path(entry.path)))
-        elif entry.is_file(follow_symlinks=False):
-            yield entry.name
-
-
-def _opened(path: Path, stack: contextlib.ExitStack) -> BinaryIO | None:
+    file_systems = {"source_filesystem": LocalFileSystem(), "destination_filesystem": files}
     try:
-        return stack.enter_context(path.open("rb"))
+        copy_files(str(path), target, **file_systems)
     except FileNotFoundError:
-        return None
-
-
-def _send(files: "FileSystem", path: str, content: bytes) -> None:
-    """Write a file at once: readers see the old one or the new one."""
-    try:
-        target = files.open_output_stream(path)
-    except FileNotFoundError:  # a file system with directories
-        files.create_dir(str(PurePosixPath(path).parent), recursive=True)
-        target = files.open_output_stream(path)
-    with target:
-        target.write(content)
+        path.stat()  # it is there, so this is a file system with directories
+        files.create_dir(str(PurePosixPath(target).parent), recursive=True)
+        copy_files(str(path), target, **file_systems)
 
 
 def _send_order(name: str) -> tuple[int, str]:
@@ -442,27 +376,28 @@ def _is_as(path: Path, info: "FileInfo") -> bool:
     return status.st_size == info.size and status.st_mtime_ns == (info.mtime_ns or 0)
 
 
-def _bring(
-    files: "FileSystem", found: "dict[str, FileInfo]", changed: list[str], copy: Path
-) -> int:
+def _bring(files: "FileSystem", found: "dict[str, FileInfo]", copy: Path) -> None:
     """Bring files, what names others first, and show them in the order in which they were sent."""
-    hidden: dict[str, Path] = {}
-    try:
-        for name in reversed(changed):
-            target = copy / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            hidden[name] = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-            source = files.open_input_stream(found[name].path)
-            with source, hidden[name].open("xb") as file:
-                shutil.copyfileobj(source, file, _PIECE)
-            time_ns = found[name].mtime_ns or 0
-            os.utime(hidden[name], ns=(time_ns, time_ns))
-        for name in changed:
-            hidden.pop(name).replace(copy / name)
-    finally:
-        for path in hidden.values():
-            path.unlink(missing_ok=True)
-    return len(changed)
+    from pyarrow.fs import LocalFileSystem, copy_files
+
+    if not found:
+        return
+    copy.mkdir(parents=True, exist_ok=True)
+    names = sorted(found, key=_send_order)
+    with TemporaryDirectory(prefix=".", dir=copy) as hidden:
+        for name in reversed(names):
+            path, time_ns = Path(hidden, name), found[name].mtime_ns or 0
+            path.parent.mkdir(parents=True, exist_ok=True)
+            copy_files(
+                found[name].path,
+                str(path),
+                source_filesystem=files,
+                destination_filesystem=LocalFileSystem(),
+            )
+            os.utime(path, ns=(time_ns, time_ns))
+        for name in names:
+            (copy / name).parent.mkdir(exist_ok=True)
+            Path(hidden, name).replace(copy / name)
 
 
 def _main() -> None:

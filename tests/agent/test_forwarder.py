@@ -1,0 +1,115 @@
+"""The agent of another host and the root's view of it, over a link that breaks."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from rankscope.agent.branches import Branches
+from rankscope.agent.forwarder import Forwarder
+from rankscope.agent.frames import ALL_RANKS, Frame, FrameReader, Kind, pack
+from rankscope.agent.hosts import Invitation
+from rankscope.agent.layout import Layout
+from rankscope.agent.local_ranks import LocalRanks
+from support.relay import Relay
+
+RANKS = (2, 3)
+
+
+class Host:
+    """The agent of a host with ranks 2 and 3, beside the root, which reaches it through a relay.
+
+    Attributes:
+        at_root: Kind, rank and step of the frames that have arrived there.
+        at_ranks: The same of those that have come back.
+    """
+
+    def __init__(self):
+        self.branches = Branches("127.0.0.1", None)
+        invitation = Invitation.decode(self.branches.invitation)
+        (endpoint,) = invitation.endpoints
+        address, _, port = endpoint.rpartition(":")
+        self.relay = Relay(int(port))
+        self._invitation = replace(invitation, endpoints=(f"{address}:{self.relay.port}",))
+        setup = {"host": 2, "num_local": 2, "layout": Layout(num_workers=4).to_json()}
+        self.forwarder = Forwarder(setup, self._back, LocalRanks())
+        self.at_root, self.at_ranks = [], []
+
+    def __enter__(self):
+        self.relay.__enter__()
+        return self
+
+    def __exit__(self, *_):
+        for rank in RANKS:  # nothing is wanted any more
+            self.branches.send(rank, pack(Kind.DONE, rank=rank))
+        limit = time.monotonic() + 60.0
+        while not self.forwarder.finished:
+            assert time.monotonic() < limit
+            self.branches.poll()
+            self.forwarder.work()
+        self.relay.__exit__()
+        self.branches.close(0.0)
+
+    def take(self, kind, rank, step=-1, payload=b"{}"):
+        self.forwarder.take(rank, Frame(kind, rank, step, payload), time.time())
+
+    def invite(self):
+        self.take(Kind.INVITATION, RANKS[0], payload=self._invitation.encode())
+
+    def until(self, done):
+        """Let both work until ``done`` of what has arrived; then forget that."""
+        limit = time.monotonic() + 60.0
+        while not done():
+            assert time.monotonic() < limit, (self.at_root, self.at_ranks)
+            self.forwarder.work()
+            self.at_root += [frame[:3] for _, frame, _ in self.branches.poll()]
+            time.sleep(0.005)
+        self.at_root.clear()
+
+    def _back(self, rank, content):
+        self.at_ranks += [frame[:3] for frame in FrameReader().feed(content)]
+
+
+@pytest.fixture
+def host():
+    with Host() as one:
+        yield one
+
+
+def test_what_comes_before_the_root_is_known_arrives_in_order(host):
+    expected = [(Kind.HELLO, rank, -1) for rank in RANKS]
+    expected += [(Kind.STEP, rank, step) for step in range(50) for rank in RANKS]
+    for kind, rank, step in expected:
+        host.take(kind, rank, step)
+    host.invite()
+    host.until(lambda: host.at_root == expected)
+
+
+def test_after_a_break_the_root_knows_who_is_there_and_who_has_left(host):
+    host.invite()
+    for rank in RANKS:
+        host.take(Kind.HELLO, rank)
+    host.take(Kind.SUBSCRIBE, 2)
+    host.take(Kind.BYE, 3)
+    host.forwarder.take(3, None, time.time())
+    lasting = [(Kind.HELLO, 2, -1), (Kind.HELLO, 3, -1), (Kind.SUBSCRIBE, 2, -1)]
+    lasting += [(Kind.BYE, 3, -1), (Kind.GONE, 3, -1)]
+    host.until(lambda: host.at_root == lasting)
+    host.relay.drop()
+    host.take(Kind.STEP, 2, 7)
+    host.until(lambda: set(lasting) <= set(host.at_root))
+    host.branches.send(ALL_RANKS, pack(Kind.INTERVAL, b"4", step=40))
+    host.until(lambda: (Kind.INTERVAL, ALL_RANKS, 40) in host.at_ranks)
+
+
+def test_a_host_that_reads_nothing_for_long_hears_of_it_once_it_does(host):
+    host.invite()
+    for rank in RANKS:
+        host.take(Kind.HELLO, rank)
+    host.until(lambda: len(host.at_root) == 2)
+    content = json.dumps("x" * 100_000).encode()
+    for _ in range(2000):  # more than the queue and the sockets hold
+        host.branches.send(2, pack(Kind.LATEST, content, rank=2))
+    host.until(lambda: {(Kind.HELLO, rank, -1) for rank in RANKS} <= set(host.at_root))
+    assert len(host.at_ranks) < 2000
