@@ -10,8 +10,8 @@ from rankscope.agent.branches import Branches
 from rankscope.agent.forwarder import Forwarder
 from rankscope.agent.frames import ALL_RANKS, Frame, FrameReader, Kind, pack
 from rankscope.agent.hosts import Invitation
-from rankscope.agent.layout import Layout
 from rankscope.agent.local_ranks import LocalRanks
+from rankscope.bus.layout import Layout
 from support.relay import Relay
 
 RANKS = (2, 3)
