@@ -22,7 +22,6 @@ ESTIMATORS = [
     "dispersion",
     "exchangeability",
     "noise_scale",
-    "norm_null",
     "permutation",
     "recent",
     "rounding",

@@ -9,8 +9,7 @@ from diagnose.micro_jobs import micro_step
 from rankscope import Run
 from rankscope.core.signals import Table
 from rankscope.core.summarize import summarize
-from rankscope.diagnose import noise
-from rankscope.diagnose.noise import expected_cosines, expected_norm_stds, noise_numbers
+from rankscope.diagnose.noise import expected_cosines, noise_numbers
 from rankscope.record import RunWriter, reader
 
 W, MICRO, SIZE, STEPS = 8, 4, 400, 40
@@ -103,47 +102,3 @@ def test_nothing_is_expected_where_no_gradient_was_measured(tmp_path):
     run, _ = recorded(tmp_path / "run", None)
     steps_T, cosines_T = expected_cosines(run)
     assert len(steps_T) == len(cosines_T) == 0
-    steps_T, stds_T = expected_norm_stds(run)
-    assert len(steps_T) == len(stds_T) == 0
-
-
-def heavy(rng):
-    """Noise of micro-batches some of which are several times as long as others."""
-    lengths = np.exp(rng.standard_normal((W, MICRO, 1)))
-    return lengths * (SIGNAL + rng.standard_normal((W, MICRO, SIZE))) - SIGNAL
-
-
-def observed(run, steps_T):
-    columns = run.columns(Table.STEPS, "step", "grad_norm_std")
-    return columns["grad_norm_std"][np.isin(columns["step"], steps_T)]
-
-
-def test_norms_of_workers_that_draw_alike_disperse_as_expected(tmp_path):
-    rng = np.random.default_rng(0)
-    run, _ = recorded(tmp_path / "run", lambda: heavy(rng))
-    steps_T, stds_T = expected_norm_stds(run)
-    assert steps_T.tolist() == list(range(STEPS))
-    ratio = np.sqrt(np.sum(observed(run, steps_T) ** 2) / np.sum(stds_T**2))
-    assert ratio == pytest.approx(1, abs=0.15)
-
-
-def test_norms_are_expected_to_disperse_also_when_all_workers_draw_the_same(tmp_path):
-    rng = np.random.default_rng(0)
-    alone, _ = recorded(tmp_path / "alone", lambda: heavy(rng))
-    shared, _ = recorded(tmp_path / "shared", lambda: np.repeat(heavy(rng)[:1], W, axis=0))
-    steps_T, stds_T = expected_norm_stds(shared)
-    assert observed(shared, steps_T).max() < 1e-6 * stds_T.min()
-    assert stds_T.mean() > 0.3 * expected_norm_stds(alone)[1].mean()
-
-
-def test_of_a_long_run_some_steps_are_expected(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    run, _ = recorded(tmp_path / "run", lambda: heavy(rng))
-    every_T, whole_T = expected_norm_stds(run)
-    monkeypatch.setattr(noise, "MAX_MICRO_ROWS", W * MICRO * STEPS // 2)
-    monkeypatch.setattr(noise, "MAX_NULL_STEPS", STEPS // 2)
-    monkeypatch.setattr(reader, "MAX_ROWS", 0)
-    steps_T, stds_T = expected_norm_stds(run)
-    assert STEPS // 8 <= len(steps_T) <= STEPS // 2
-    assert set(steps_T) < set(every_T)
-    assert stds_T.mean() == pytest.approx(whole_T.mean(), rel=0.3)

@@ -9,9 +9,8 @@ import numpy as np
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.block_ratio import Estimate, block_sums, ratio_of_sums
 from rankscope.core.noise_scale import NoiseOfSteps, micro_shares, noise_of_steps, noise_scale
-from rankscope.core.norm_null import MIN_WORKERS, stds_of_norms
 from rankscope.core.signals import Table
-from rankscope.core.step import MAX_PAIRED_WORKERS, MISSING_INT
+from rankscope.core.step import MISSING_INT
 from rankscope.record import Columns, Run
 
 Numbers = Mapping[str, float | int | None]
@@ -20,9 +19,6 @@ MAX_MICRO_ROWS = 2**20
 """Rows of the micro-batches that are read of a long run: those of an even choice of its steps."""
 
 _MICRO = ("step", "rank", "grad_norm", "loss_scale")
-
-MAX_NULL_STEPS = 512
-"""Steps, evenly chosen, whose expected dispersion of norms is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,66 +104,6 @@ def expected_cosines(run: Run) -> tuple[Ints, Floats]:
     within_T = noise_of_steps(*squares, steps.num_micro_T, steps.shares_T, steps.width).within_T
     known_T = np.isfinite(within_T) & (steps.squares_T > 0) & (steps.width > 1)
     return steps.steps_T[known_T], 1.0 - within_T[known_T] / steps.squares_T[known_T]
-
-
-def expected_norm_stds(run: Run) -> tuple[Ints, Floats]:
-    """Return the dispersion of gradient norms that sampling alone would give, step by step.
-
-    It is told from the norms of the micro-batches inside the workers, and from the cosines of
-    pairs of workers (:mod:`rankscope.core.norm_null`). In a healthy run the median over steps of
-    measured over expected is about 1; sums over steps may hang on a single very long gradient.
-
-    Returns:
-        Up to 512 steps ``[T]``, evenly chosen, and population stds ``[T]`` in the unit of the
-        norms. None without gradient accumulation, under four workers, and where no pairs are
-        recorded (over 64 workers, tier ``scalars``).
-
-    Raises:
-        RunError: A file cannot be read.
-    """
-    nothing = np.empty(0, np.int64), np.empty(0)
-    width, keys = run.num_workers, ("step", "rank", "grad_norm")
-    if not MIN_WORKERS <= width <= MAX_PAIRED_WORKERS:
-        return nothing
-    rows = run.sampled(Table.MICRO, *keys, "micro", max_rows=MAX_MICRO_ROWS)
-    if not len(rows["step"]):
-        return nothing
-    steps_T, cosines_TWW = run.cosines(MAX_NULL_STEPS)
-    micro_steps_T, micro_TWM = _norms_of(rows, steps_T, width)
-    num_micro = micro_TWM.shape[2]
-    if num_micro < 2 or cosines_TWW.shape[1] != width:
-        return nothing
-    rows = run.sampled(Table.WORKERS, *keys, max_rows=MAX_MICRO_ROWS // num_micro)
-    found_T, norms_TW1 = _norms_of(rows, micro_steps_T, width)
-    if not len(found_T):
-        return nothing
-    stds_T = stds_of_norms(
-        micro_TWM[np.isin(micro_steps_T, found_T)],
-        norms_TW1[:, :, 0],
-        cosines_TWW[np.searchsorted(steps_T, found_T)],
-    )
-    known_T = np.isfinite(stds_T)
-    return found_T[known_T], stds_T[known_T]
-
-
-def _norms_of(rows: Columns, steps_T: Ints, width: int) -> tuple[Ints, Floats]:
-    """Return those of the steps whose workers all have rows, equally many, and norms ``[T, W, M]``.
-
-    M is the number that most of these steps have; others are left out.
-    """
-    kept = np.isin(rows["step"], steps_T)
-    rows = {name: column[kept] for name, column in rows.items()}
-    order = np.lexsort([rows[name] for name in ("micro", "rank", "step") if name in rows])
-    found_T, counts_T = np.unique(rows["step"], return_counts=True)
-    usual = int(np.bincount(counts_T).argmax()) if len(found_T) else 0
-    order = order[np.repeat(counts_T == usual, counts_T)]
-    num_micro = usual // width
-    if not num_micro or usual % width:
-        return np.empty(0, np.int64), np.empty((0, width, 0))
-    ranks_TR = rows["rank"][order].reshape(-1, usual)
-    even_T = (ranks_TR == np.repeat(np.arange(width), num_micro)).all(axis=1)
-    norms_TWM = rows["grad_norm"][order].reshape(-1, width, num_micro)
-    return found_T[counts_T == usual][even_T], norms_TWM[even_T]
 
 
 def _noise_of(steps: _Steps) -> tuple[NoiseOfSteps, Floats]:

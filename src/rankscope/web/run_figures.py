@@ -12,7 +12,7 @@ import numpy as np
 from rankscope.core.signals import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.noise import expected_cosines, expected_norm_stds
+from rankscope.diagnose.noise import expected_cosines
 from rankscope.record import Columns, Overview, Run
 from rankscope.record.rollups import MAX_ROWS
 from rankscope.web import bins, figures, maps, series
@@ -150,10 +150,9 @@ def _metric_figures(
     per_token = assessment.values.get("loss_per_token")
     nulls = {
         "loss_std": _curve(source, "loss_std_expected"),
-        "grad_norm_std": series.curve(*expected_norm_stds(source.run)),
         "cosine_mean": series.curve(*expected_cosines(source.run)),
     }
-    for note, null in zip(("null", "null-norm", "null-cosine"), nulls.values(), strict=True):
+    for note, null in zip(("null", "null-cosine"), nulls.values(), strict=True):
         notes[note] = "known" if _known(null) else ""
     specs = {}
     for name in ("loss_std", "grad_norm_std", "cosine_mean"):
@@ -161,7 +160,7 @@ def _metric_figures(
         if not _known(points):
             continue
         unit = TOKENS if name == "loss_std" and per_token else ""
-        specs[name] = figures.metric(source.tables, points, unit, expected=nulls[name])
+        specs[name] = figures.metric(source.tables, points, unit, expected=nulls.get(name, ()))
     return specs
 
 
