@@ -83,8 +83,8 @@ class Forwarder:
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a local rank, or None for the end of its connection."""
         if rank >= GUESTS:
-            if frame is not None and frame.kind == Kind.MESH:
-                self._hand_on(Kind.MESH, frame.payload, rank, frame.step)
+            if frame is not None and frame.kind == Kind.EVIDENCE:
+                self._hand_on(Kind.EVIDENCE, frame.payload, rank, frame.step)
         elif frame is None:
             self._left.add(rank)
             self._gone.add(rank)

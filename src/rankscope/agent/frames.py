@@ -17,7 +17,7 @@ MARK = 0x5253
 MAX_PAYLOAD = 1 << 30
 ALL_RANKS = -1
 GUESTS = 1 << 30
-"""Where the numbers of guests begin, see :data:`Kind.MESH`: this plus a rank of the job."""
+"""Where the numbers of guests begin, see :data:`Kind.EVIDENCE`: this plus a rank of the job."""
 
 
 class Kind(IntEnum):
@@ -28,8 +28,9 @@ class Kind(IntEnum):
     """Who this is, as JSON; the first frame of a connection."""
     STEP = 2
     """A step as :mod:`rankscope.agent.message` packs it."""
-    BATCH = 3
-    """A batch that was kept for a canary."""
+    EVIDENCE = 3
+    """What the director of a kind of evidence is to get, see :func:`rankscope.agent.message.tag`;
+    also from a guest, which is a rank of another run of the same mesh."""
     SUBSCRIBE = 4
     """The steps' reports are wanted from now on."""
     BYE = 5
@@ -37,12 +38,6 @@ class Kind(IntEnum):
 
     INVITATION = 6
     """How agents of other hosts reach the root; also from the root's agent to rank 0."""
-    REFERENCE = 7
-    """A worker's part of a reference step, see :mod:`rankscope.core.reference`."""
-
-    MESH = 8
-    """What a rank knows of parameters that ranks of other runs replicate, see
-    :mod:`rankscope.core.mesh_axes`; also from a guest, which is a rank of such a run."""
 
     # To probes.
     WELCOME = 19
@@ -51,10 +46,8 @@ class Kind(IntEnum):
     """From a step on, gradients are measured every so many steps."""
     FINDINGS = 21
     """Findings that opened or changed, to be told at the beginning of a step."""
-    CANARY_PLAN = 22
-    """A canary to come."""
-    CANARY_RUN = 23
-    """The batches of a canary."""
+    REQUEST = 22
+    """What a director asks of the probes of its kind."""
     LATEST = 24
     """The report of the last step that is known."""
     LOG = 25

@@ -147,3 +147,22 @@ def unpack_columns(slots_W: Sequence[Ints]) -> dict[str, NDArray[Any]]:
             column = column.astype(bool)
         columns[name] = column.copy()
     return columns
+
+
+_NUMBERS = {each.name: number for number, each in enumerate(EVIDENCE)}
+
+
+def tag(name: str, content: Content) -> bytes:
+    """Return what a kind of evidence sends or is sent, with its number in front."""
+    return bytes([_NUMBERS[name]]) + content
+
+
+def untag(payload: bytes) -> tuple[str, bytes]:
+    """Return the kind of evidence of a payload, and what is in it.
+
+    Raises:
+        MessageError: There is no such kind.
+    """
+    if not payload or payload[0] >= len(EVIDENCE):
+        raise MessageError(f"expected a kind of evidence, got {payload[:1]!r}")
+    return EVIDENCE[payload[0]].name, payload[1:]

@@ -13,27 +13,25 @@ from typing import Any
 
 from rankscope.agent.announcer import Announcer
 from rankscope.agent.assembly import Assembly
-from rankscope.agent.canary import CanaryDirector, Outgoing
 from rankscope.agent.forwarder import HostSteps
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, Kind, pack
 from rankscope.agent.hang_notes import HangNotes, Hosts
-from rankscope.agent.mesh_axes import MeshAxes
-from rankscope.agent.message import StepMessage
+from rankscope.agent.message import StepMessage, tag, untag
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.reports import pack_report
 from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import HostSummary, lean_layout, with_directions
-from rankscope.agent.verification import Verifications
 from rankscope.agent.workers import Workers
+from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.layout import Layout
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.finding_events import FindingEvent, FindingEvents
 from rankscope.core.governor import LAG, Governor
-from rankscope.core.plan import Plan
 from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.diagnose.diagnosis import diagnosis_of
 from rankscope.diagnose.rules import first_sentence
 from rankscope.errors import RunError
+from rankscope.evidence import EVIDENCE
 from rankscope.record import Run, RunWriter
 from rankscope.record.lock import WriterLock
 from rankscope.record.states import START_FILE, read_state
@@ -74,21 +72,21 @@ class Root:
         lean = lean_layout(layout) if self._host_steps is not None else layout
         self._assembly = Assembly(lean, setup["first_step"])
         self._governor = Governor(setup["budget"], setup["every"])
-        self._canaries = None
-        if setup["canary"]:
-            every = setup["canary_every"]
-            self._canaries = CanaryDirector(
-                layout.num_workers,
-                every=every,
-                first_step=setup["first_step"],
-                run_dir=self._run_dir,
-            )
-        options = setup["info"].get("options")
-        meant = Plan.of((options or {}).get("plan")).loss_weighting
-        self._verifications = Verifications(
-            layout.num_workers, meant, self._tell_from_outside, by_loop=layout.by_loop
+        options = setup["info"].get("options") or {}
+        directed = DirectedRun(
+            num_workers=layout.num_workers,
+            first_step=setup["first_step"],
+            run_dir=self._run_dir,
+            options=options,
+            by_loop=layout.by_loop,
+            report=self._tell_from_outside,
         )
-        self._mesh = MeshAxes(setup["first_step"], self._tell_from_outside)
+        made = {
+            each.name: make(directed)
+            for each in EVIDENCE
+            if (make := each.find("root", "make_director")) is not None
+        }
+        self._directors: dict[str, Director] = {n: d for n, d in made.items() if d is not None}
         self._arrived = -1
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
@@ -125,8 +123,8 @@ class Root:
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a rank, or None for the end of its connection."""
         if rank >= GUESTS:
-            if frame is not None and frame.kind == Kind.MESH:
-                self._mesh.take(None, frame.step, frame.payload)
+            if frame is not None and frame.kind == Kind.EVIDENCE:
+                self._direct(None, frame)
         elif frame is None:
             self._workers.leave(rank, self._hosts.ending(rank), at)
         elif frame.kind == Kind.SUMMARY:
@@ -146,15 +144,14 @@ class Root:
     def _take_message(self, rank: int, frame: Frame, at: float) -> None:
         self._take_step(rank, StepMessage.unpack(frame.payload))
 
-    def _take_batch(self, rank: int, frame: Frame, at: float) -> None:
-        if self._canaries is not None:
-            self._canaries.batch_arrived(rank, frame.payload)
+    def _take_evidence(self, rank: int, frame: Frame, at: float) -> None:
+        self._direct(rank, frame)
 
-    def _take_reference(self, rank: int, frame: Frame, at: float) -> None:
-        self._verifications.take(rank, frame.step, frame.payload)
-
-    def _take_mesh(self, rank: int, frame: Frame, at: float) -> None:
-        self._mesh.take(rank, frame.step, frame.payload)
+    def _direct(self, rank: int | None, frame: Frame) -> None:
+        """Hand what a probe has sent to the director of its kind."""
+        name, content = untag(frame.payload)
+        if name in self._directors:
+            self._directors[name].take(rank, frame.step, content)
 
     def _take_bye(self, rank: int, frame: Frame, at: float) -> None:
         said = json.loads(frame.payload)
@@ -193,8 +190,8 @@ class Root:
     @property
     def _known(self) -> tuple[Finding, ...]:
         hangs = () if self._hangs is None else tuple(self._hangs.findings.values())
-        verified = self._verifications.findings.values()
-        return (*self._diagnosis.findings, *self._mesh.findings.values(), *verified, *hangs)
+        directed = [f for each in self._directors.values() for f in each.findings.values()]
+        return (*self._diagnosis.findings, *directed, *hangs)
 
     # What is made of it ------------------------------------------------------------------------
 
@@ -269,16 +266,13 @@ class Root:
             _log.info("%s", decision)
             self._send(ALL_RANKS, self._interval_frame())
         self._tell(findings)
-        self._verifications.observe(gathered)
-        if self._canaries is not None:
-            known = self._diagnosis.findings
-            self._direct(self._canaries.observe(gathered, findings, known, self.newest))
+        known = self._diagnosis.findings
+        for name, director in self._directors.items():
+            for request in director.observe(gathered, findings, known, self.newest):
+                payload = tag(name, request.content)
+                self._send(ALL_RANKS, pack(Kind.REQUEST, payload, step=request.step))
         if self._relays:
             self._send(0, pack(Kind.LATEST, pack_report(report), rank=0))
-
-    def _direct(self, messages: Sequence[Outgoing]) -> None:
-        for message in messages:
-            self._send(ALL_RANKS, pack(message.kind, message.payload, step=message.step))
 
     def _tell(self, findings: Sequence[Finding], *, announced: bool = True) -> None:
         """Send findings that have changed to all ranks, and say what that means."""
@@ -459,9 +453,7 @@ class Root:
 
 _TAKES: dict[Kind, Callable[[Root, int, Frame, float], None]] = {
     Kind.STEP: Root._take_message,
-    Kind.BATCH: Root._take_batch,
-    Kind.REFERENCE: Root._take_reference,
-    Kind.MESH: Root._take_mesh,
+    Kind.EVIDENCE: Root._take_evidence,
     Kind.BYE: Root._take_bye,
     Kind.SUBSCRIBE: Root._subscribe,
 }

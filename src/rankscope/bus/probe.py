@@ -71,6 +71,7 @@ class StepEnd:
         overhead_seconds: Time that the monitor took on the host.
         read_seconds: The part of it in which gradients were read.
         device_overhead: What the step lost to the monitor on an accelerator; None on the host.
+        leave_out: Takes seconds of collecting that are no part of the budget.
     """
 
     step: int
@@ -85,6 +86,7 @@ class StepEnd:
     overhead_seconds: float = math.nan
     read_seconds: float = math.nan
     device_overhead: Any = None
+    leave_out: Callable[[float], None] = lambda seconds: None
 
 
 class Evaluated(NamedTuple):
@@ -97,6 +99,24 @@ class Evaluated(NamedTuple):
 
     before_close: Callable[[], None]
     begin: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """How probes reach the root, and the other ranks.
+
+    Attributes:
+        send: Takes a kind of evidence, a step and what its director is to get; must not block.
+        has_room: Returns whether the agent keeps up.
+        meeting: Where the ranks of the run agree, see :mod:`rankscope.session.rendezvous`.
+        mesh: The mesh that the run is a part of, see :mod:`rankscope.session.mesh_meeting`; None
+            without one.
+    """
+
+    send: Callable[[str, int, Content], None] = lambda name, step, content: None
+    has_room: Callable[[], bool] = lambda: True
+    meeting: Any = None
+    mesh: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +134,13 @@ class Job:
         state_spacing: Steps from one reading of the model's state to the next.
         local_steps: Steps from one average of the workers' parameters to the next; 0 where every
             step's gradients are reduced.
+        first_step: Number of the first step.
+        seed: Seed of sketches; equal on all workers.
+        canary: Whether canaries run.
+        canary_every: Steps from one scheduled canary to the next; None for a schedule by cost.
+        verify_at: Steps whose gradient is computed again.
         leave_out: Takes seconds of the present work that count elsewhere.
+        channel: The way to the root.
     """
 
     wrapped: Any
@@ -126,7 +152,13 @@ class Job:
     every: int = 1
     state_spacing: int = 1
     local_steps: int = 0
+    first_step: int = 0
+    seed: int = 0
+    canary: bool = False
+    canary_every: int | None = None
+    verify_at: Collection[int] = ()
     leave_out: Callable[[float], None] = lambda seconds: None
+    channel: Channel = field(default_factory=Channel)
 
 
 class Probe:
@@ -135,6 +167,30 @@ class Probe:
     A method that a probe overrides is called; one that it leaves alone costs nothing. The calls of
     a step come in this order, those of a forward pass once for each.
     """
+
+    @property
+    def turn_near(self) -> bool:
+        """Whether :meth:`on_turn` is wanted soon."""
+        return False
+
+    @property
+    def turn_due(self) -> bool:
+        """Whether it is wanted where the present forward pass enters the module."""
+        return False
+
+    @property
+    def recompute_due(self) -> bool:
+        """Whether :meth:`recompute` is wanted in the present step."""
+        return False
+
+    def ask(self) -> None:
+        """The user asks for it, on all workers in the same step."""
+
+    def on_request(self, step: int, content: bytes) -> None:
+        """The root asks for something, see :class:`rankscope.bus.director.Request`."""
+
+    def before_pass(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward pass of the wrapped model is about to begin."""
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """A forward pass of this step is about to begin; the step's first call counts."""
@@ -147,6 +203,15 @@ class Probe:
 
     def enter_module(self) -> None:
         """The forward pass is about to enter the module inside the wrapper."""
+
+    def on_module_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """This enters the module inside the wrapper."""
+
+    def on_turn(self, step: int, *, early: bool) -> None:
+        """The model may be run for it; ``early`` if the wrapper's forward pass has not begun."""
+
+    def on_module_output(self, output: Any) -> None:
+        """The module inside the wrapper has returned this."""
 
     def after_forward(self) -> None:
         """The forward pass has ended."""
@@ -173,6 +238,12 @@ class Probe:
 
     def before_update(self) -> None:
         """The optimizer is about to be called."""
+
+    def listen(self, recompute: Callable[..., None]) -> Callable[[], object] | None:
+        """Have a function called where no optimizer's hook serves; return what ends that."""
+
+    def recompute(self) -> None:
+        """The optimizer is about to be called, and the model may be run again."""
 
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """The optimizer's call has ended; ``complete`` if the step's gradients were reduced."""

@@ -13,6 +13,9 @@ from rankscope.core.batches import PlainBatch, unpack_batch
 from rankscope.core.canary_plan import Planned
 from rankscope.core.packing import PackedError, pack_headed, unpack_headed
 
+PLAN, RUN = b"P", b"R"
+"""Stand in front of what the root sends: the announcement of a canary, or its batches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -55,7 +58,7 @@ class Answer:
 
 def pack_plan(planned: Planned) -> bytes:
     """Return the announcement of a canary."""
-    return json.dumps(planned.to_json()).encode()
+    return PLAN + json.dumps(planned.to_json()).encode()
 
 
 def unpack_plan(content: bytes | memoryview) -> Planned:
@@ -65,7 +68,7 @@ def unpack_plan(content: bytes | memoryview) -> Planned:
         PackedError: These bytes hold none.
     """
     try:
-        return Planned(**json.loads(bytes(content)))
+        return Planned(**json.loads(bytes(content[1:])))
     except (ValueError, TypeError) as error:
         raise PackedError(f"these bytes announce no canary ({error})") from error
 
@@ -78,7 +81,7 @@ def pack_run(planned: Planned, batches: tuple[bytes, bytes]) -> bytes:
         batches: The suspect's batch and the peer's, packed.
     """
     sizes = [len(batch) for batch in batches]
-    return pack_headed({"planned": planned.to_json(), "sizes": sizes}, *batches)
+    return RUN + pack_headed({"planned": planned.to_json(), "sizes": sizes}, *batches)
 
 
 def unpack_run(content: bytes | memoryview) -> tuple[Planned, tuple[PlainBatch, PlainBatch]]:
@@ -87,7 +90,7 @@ def unpack_run(content: bytes | memoryview) -> tuple[Planned, tuple[PlainBatch, 
     Raises:
         PackedError: These bytes hold none.
     """
-    header, batches = unpack_headed(content)
+    header, batches = unpack_headed(content[1:])
     try:
         planned, (first, second) = Planned(**header["planned"]), header["sizes"]
         if first + second != len(batches):

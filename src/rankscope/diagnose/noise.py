@@ -10,10 +10,6 @@ from rankscope.bus.columns import Table
 from rankscope.core.arrays import Floats, Ints
 from rankscope.core.block_ratio import Estimate, block_sums, ratio_of_sums
 from rankscope.core.noise_scale import NoiseOfSteps, micro_shares, noise_of_steps, noise_scale
-<<<<<<< HEAD
-=======
-from rankscope.bus.columns import Table
->>>>>>> declines
 from rankscope.core.step import MISSING_INT
 from rankscope.record import Columns, Run
 

@@ -18,7 +18,7 @@ VARIABLE = "RANKSCOPE_EVIDENCE"
 
 NAMES = (
     *("samples", "loss", "gradient", "reduction", "state", "mesh", "randomness", "environment"),
-    *("outliers", "rollouts", "canary", "dispersion", "timing", "hangs", "reference"),
+    *("outliers", "rollouts", "canary", "dispersion", "hangs", "reference", "timing"),
 )
 
 

@@ -9,7 +9,6 @@ optimizer on, each call closes a step; from the first one on, where the plan has
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope.bus.probe import Evaluated, Probe, StepEnd, overriding
+from rankscope.bus.probe import Channel, Evaluated, Probe, StepEnd, overriding
 from rankscope.capture.accumulation import Accumulation
 from rankscope.capture.guard import Guard
 from rankscope.capture.host import begin_copies
@@ -27,17 +26,15 @@ from rankscope.capture.taps.tap import ObserverGroup
 from rankscope.capture.transfer import GradientTransfer
 from rankscope.core.governor import Intervals
 from rankscope.evidence import EVIDENCE
-from rankscope.session.canary import LiveCanary
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
-from rankscope.session.mesh_axes import LiveReplicas
-from rankscope.session.verification import LiveVerification
 from rankscope.session.wrapping import is_compiled, is_training
 
 _log = logging.getLogger("rankscope")
 
 _EVENTS = (
-    *("begin_step", "on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
+    *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "listen", "begin_step"),
+    *("on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
     *("on_evaluation", "see_reduced", "before_update", "after_update", "collect", "abort", "close"),
 )
 """What probes are called for, see :class:`rankscope.bus.probe.Probe`."""
@@ -55,9 +52,7 @@ class StepCollector:
         guard: Keeps exceptions out of the training, and counts the time.
         send: Takes each step that is closed.
         first_step: Number of the first step.
-        canary: Replays batches on all workers; None without.
-        verification: Computes gradients of single steps again.
-        replicas: Reads what is replicated over other axes of a mesh; None where nothing is.
+        channel: The way to the root; None: what probes send goes nowhere.
     """
 
     def __init__(
@@ -67,26 +62,27 @@ class StepCollector:
         guard: Guard,
         send: Callable[[LocalStep], None],
         first_step: int = 0,
-        canary: LiveCanary | None = None,
-        verification: LiveVerification | None = None,
-        replicas: LiveReplicas | None = None,
+        channel: Channel | None = None,
     ) -> None:
-        self.paused = self._evaluating = self._in_canary = False
+        self.paused = self._evaluating = self._runs_model = False
         self.step = first_step
         self._knows_optimizer, self._warned = optimizer is not None, False
         self.intervals = Intervals(instruments.every)
         self._guard = guard
         self._send, self._take_read_seconds = send, instruments.take_read_seconds
-        self._canary, self._module = canary, instruments.module
-        self._verification, self._replicas = verification, replicas
+        self._module = instruments.module
         self._later_seconds = 0.0  # of the present work, that count elsewhere
-        job = instruments.make_job(optimizer, self._leave_out)
+        job = instruments.make_job(
+            optimizer, first_step, guard.leave_out, channel if channel is not None else Channel()
+        )
         made = {
             each.name: make(job) for each in EVIDENCE if (make := each.find("probe", "make_probe"))
         }
         self._probes: dict[str, Probe] = {n: one for n, one in made.items() if one is not None}
         probes = self._probes.values()
         self._calls = {name: overriding(probes, name) for name in _EVENTS}
+        self._turns = [each for each in probes if type(each).on_turn is not Probe.on_turn]
+        self._recomputes = [each for each in probes if type(each).recompute is not Probe.recompute]
         self._unreduced = self._updated = self._forgot = self._handing_over = False
         self._reduced = False  # by some backward pass of the step
         self._left_over: bool | None = None  # whether it adds to a gradient that was applied
@@ -94,8 +90,9 @@ class StepCollector:
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
         self._accumulation = None if optimizer is None else Accumulation(optimizer)
         observers = [probe for probe in probes if type(probe).see_local is not Probe.see_local]
-        others = [one.see_reduced for one in (self._accumulation, verification) if one is not None]
-        reduced = [*self._calls["see_reduced"], *others]
+        reduced = list(self._calls["see_reduced"])
+        if self._accumulation is not None:
+            reduced.append(self._accumulation.see_reduced)
         observer = ObserverGroup(observers[0] if observers else None, reduced)
         self._tap = instruments.make_tap(guard, observer, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
@@ -133,9 +130,26 @@ class StepCollector:
         for call in self._calls[event]:
             call(*args, **more)
 
-    def _leave_out(self, seconds: float) -> None:
-        """Do not count seconds of the present work: they are no part of the budget."""
+    def _leave_out_later(self, seconds: float) -> None:
+        """Do not count seconds of the present work, which is a part of the next step."""
         self._later_seconds += seconds
+
+    def ask(self, name: str) -> bool:
+        """Hand on what the user asks for; return whether this run has such evidence."""
+        probe = self._probes.get(name)
+        if probe is not None:
+            probe.ask()
+        return probe is not None
+
+    def on_request(self, name: str, step: int, content: bytes) -> None:
+        """Hand on what the root asks the probes of one kind for."""
+        if name in self._probes:
+            self._probes[name].on_request(step, content)
+
+    def listen(self, recompute: Callable[..., None]) -> list[Callable[[], object]]:
+        """Have a function called where no optimizer's hook serves; return what ends that."""
+        made = [call(recompute) for call in self._calls["listen"]]
+        return [stop for stop in made if stop is not None]
 
     def trains(self, model: torch.nn.Module) -> bool:
         """Return whether a forward pass counts: in training mode, or trained without it."""
@@ -144,12 +158,11 @@ class StepCollector:
     def begin_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Take the inputs of a forward pass that counts, of the model that the training calls."""
         self.begin_micro_batch(args, kwargs, training=not self._evaluating or is_training(model))
-        canary = self._canary
-        if canary is None or not canary.near:
+        if not any(probe.turn_near for probe in self._turns):
             return
         bare = model is self._module
         if bare or is_compiled(model) or is_compiled(self._module):  # no hook of ours runs inside
-            self._run_canary(partial(canary.run_early, self.step))
+            self._give_turns(early=True)
 
     def end_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
@@ -179,8 +192,8 @@ class StepCollector:
         if training:
             self._end_evaluation()
         self.close_step()
-        if self._canary is not None and not bypassed:
-            self._guard.leave_out(self._canary.before_forward(self.step, args, kwargs))
+        if not bypassed:
+            self._call("before_pass", self.step, args, kwargs)
         self._begin_pass(bypassed=bypassed)
         self._passes.begin()
         self._call("on_inputs", args, kwargs, self._passes.current)
@@ -191,45 +204,38 @@ class StepCollector:
         self._call("enter_module")
 
     def keep_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Take what a forward pass brings into the model, where it is to be run once more."""
-        if self._verification is not None and self._verification.entering:
-            self._verification.enter_module(args, kwargs)
+        """Take what a forward pass brings into the module inside the wrapper."""
+        self._call("on_module_inputs", args, kwargs)
 
     def keep_output(self, output: object) -> None:
-        """Take what such a forward pass has returned."""
-        if self._verification is not None:
-            self._verification.leave_module(output)
-
-    @property
-    def verifying(self) -> bool:
-        """Whether a gradient is computed again just now."""
-        return self._verification is not None and self._verification.computing
+        """Take what the module has returned."""
+        self._call("on_module_output", output)
 
     @property
     def repeating(self) -> bool:
-        """Whether the model runs for the monitor just now: for a canary, or a reference step."""
-        return self._in_canary or self.verifying
+        """Whether the model runs for a probe just now: none of its passes is the training's."""
+        return self._runs_model
 
     @property
-    def canary_due(self) -> bool:
-        """Whether a canary is to run where the forward pass enters the wrapped module."""
-        return self._canary is not None and self._canary.due
+    def turn_due(self) -> bool:
+        """Whether a probe wants the model where the forward pass enters the wrapped module."""
+        return any(probe.turn_due for probe in self._turns)
 
-    def run_canary(self, model: torch.nn.Module) -> None:
-        """Run the canary that is due there.
+    def give_turns(self, model: torch.nn.Module) -> None:
+        """Let probes run the model there.
 
         Args:
             model: What the training calls.
         """
-        if self._canary is not None and self.trains(model):
-            self._run_canary(self._canary.run)
+        if self.trains(model):
+            self._give_turns(early=False)
 
-    def _run_canary(self, run: Callable[[], float]) -> None:
-        self._in_canary = True
+    def _give_turns(self, *, early: bool) -> None:
+        self._runs_model = True
         try:
-            self._guard.leave_out(run())
+            self._call("on_turn", self.step, early=early)
         finally:
-            self._in_canary = False
+            self._runs_model = False
 
     def _see_evaluation(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Take a forward pass in evaluation mode, which a backward pass may still follow."""
@@ -274,10 +280,6 @@ class StepCollector:
 
     def _begin_pass(self, *, bypassed: bool = False) -> None:
         self._call("begin_step", self.step, paused=self.paused)
-        if self._replicas is not None:
-            self._replicas.begin_step(self.step)
-        if self._verification is not None:
-            self._verification.begin_pass(self.step)
         due = self.step % self.intervals.interval_at(self.step) == 0
         measure = due and not self.paused
         self._tap.begin_forward(measure=measure, bypassed=bypassed)
@@ -307,19 +309,23 @@ class StepCollector:
         self._unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
         self._call("before_update")
-        if self._replicas is not None:
-            self._replicas.see_applied()
 
-    def verify(self) -> None:
-        """Compute the step's gradient again, if that is due; the optimizer is about to run."""
-        if self._verification is None or not self._verification.under_way:
-            return
+    @property
+    def recompute_due(self) -> bool:
+        """Whether a probe computes the present step again, before the optimizer runs."""
+        return any(probe.recompute_due for probe in self._recomputes)
+
+    def recompute(self) -> None:
+        """Let probes run the model again: all of the step is there, and the optimizer is next."""
         self._guard.open = False  # to hooks of ours that the model's own passes would reach
+        self._runs_model = True
         try:
-            seconds = self._verification.compute()
+            for probe in self._recomputes:
+                if probe.recompute_due:
+                    probe.recompute()
         finally:
+            self._runs_model = False
             self._guard.open = True
-        self._guard.leave_out(seconds)
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Take a call of ``optimizer.step`` that has ended."""
@@ -382,17 +388,11 @@ class StepCollector:
         """Take all hooks out of the model."""
         self._tap.remove()
         self._call("close")
-        if self._replicas is not None:
-            self._replicas.close()
 
     def _forget(self) -> None:
         """Begin the step anew."""
         self._tap.collect()
-        if self._verification is not None:
-            self._verification.abandon()
         self._call("abort")
-        if self._replicas is not None:
-            self._replicas.abort()
         self._passes.take_idle()
         self._updated = self._reduced = False
         self._left_over = None
@@ -421,18 +421,10 @@ class StepCollector:
                 dist.get_rank(),
                 self.step,
             )
-        canary = None if self._canary is None else self._canary.collect()
-        verified = self._verification is not None and self._verification.end_step()
-        busy = math.nan if verified or canary is not None else self._tap.busy_seconds
-        if self._replicas is not None:
-            if not comparable:
-                self._replicas.abort()
-            self._replicas.end_step(self.step)
+        busy = self._tap.busy_seconds
         gradient = self._collect_gradient()
         end = self._end_of_step(gradient, now, busy, comparable=comparable)
         parts = [part for call in self._calls["collect"] if (part := call(end)) is not None]
-        if canary is not None:
-            parts.append(canary)
         local = LocalStep(self.step, parts, gradient)
         self._guard.leave_out(self._later_seconds)  # of this work, which counts with the next step
         self._later_seconds = 0.0
@@ -464,6 +456,7 @@ class StepCollector:
             overhead_seconds=on_host,
             read_seconds=self._take_read_seconds(),
             device_overhead=self._guard.take_felt(self.step, on_host, observed=observed),
+            leave_out=self._leave_out_later,
         )
 
     def _collect_gradient(self) -> GradientTransfer | None:

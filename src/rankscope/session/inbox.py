@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from rankscope.agent.frames import Frame, Kind
 from rankscope.agent.link import AgentEndedError, Link
+from rankscope.agent.message import untag
 from rankscope.agent.processes import permit_inspection
 from rankscope.agent.reports import unpack_report
 from rankscope.core.finding import Finding
 from rankscope.core.step import StepReport
 from rankscope.session.announcement import announce
-from rankscope.session.canary import LiveCanary
 from rankscope.session.collector import StepCollector
 from rankscope.session.opening import Opened
 from rankscope.sinks import Sinks
@@ -32,7 +32,6 @@ class Inbox:
         link: The way to the agent.
         opened: The run.
         collector: Is told how often to measure.
-        canary: Is told of canaries; None without.
         on_finding: Called with each finding that opens, gets worse or closes.
         sinks: Sinks that live in this process; None without.
 
@@ -46,12 +45,12 @@ class Inbox:
         link: Link,
         opened: Opened,
         collector: StepCollector,
-        canary: LiveCanary | None,
         on_finding: OnFinding | None,
         sinks: Sinks | None,
     ) -> None:
         self._link, self._opened, self._collector = link, opened, collector
-        self._canary, self._on_finding, self._sinks = canary, on_finding, sinks
+        self._on_finding = on_finding
+        self._sinks = sinks
         self._awaits_invitation = opened.awaits_invitation
         self._subscribed = self._telling = self._told_slow = False
         self._packed: bytes | None = None
@@ -72,6 +71,7 @@ class Inbox:
             Kind.INVITATION: self._take_invitation,
             Kind.DONE: self._take_done,
             Kind.WORKING: lambda frame: None,
+            Kind.REQUEST: self._take_request,
         }
 
     @property
@@ -162,11 +162,13 @@ class Inbox:
             take = self._takes.get(frame.kind)
             if take is not None:
                 take(frame)
-            elif self._canary is not None:
-                self._canary.take(frame)
 
     def _take_welcome(self, frame: Frame) -> None:
         permit_inspection(int(frame.payload))
+
+    def _take_request(self, frame: Frame) -> None:
+        name, content = untag(frame.payload)
+        self._collector.on_request(name, frame.step, content)
 
     def _take_interval(self, frame: Frame) -> None:
         self._collector.intervals.add(frame.step, int(frame.payload))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope.bus.layout import Layout
-from rankscope.bus.probe import Job
+from rankscope.bus.probe import Channel, Job
 from rankscope.capture.sketch import NormMeter, Sketcher
 from rankscope.capture.taps.reduced_types import reduced_types
 from rankscope.capture.taps.tap import GradientObserver, GradientTap, Guarded, ReadReduced
@@ -41,8 +41,8 @@ class Instruments:
     Attributes:
         make_tap: Makes the tap, given a guard, a observer, and what to call after a step that this
             rank only shadows.
-        make_job: Returns what probes are made for, given the optimizer and what takes seconds that
-            count elsewhere.
+        make_job: Returns what probes are made for, given the optimizer, the first step, what takes
+            seconds that count elsewhere, and the way to the root.
         module: The model inside the wrapper.
         reduced: What is read of the reduced gradient.
         layout: What a step's message holds.
@@ -57,7 +57,7 @@ class Instruments:
     """
 
     make_tap: Callable[[Guarded, GradientObserver, Callable[[], None]], GradientTap]
-    make_job: Callable[[torch.optim.Optimizer | None, Callable[[float], None]], Job]
+    make_job: Callable[[torch.optim.Optimizer | None, int, Callable[[float], None], Channel], Job]
     module: torch.nn.Module
     reduced: ReadReduced
     layout: Layout
@@ -76,6 +76,7 @@ def choose_instruments(
     *,
     local_steps: int = 0,
     loader: Any = None,
+    canary: bool = False,
 ) -> Instruments:
     """Return what measures a model.
 
@@ -85,6 +86,7 @@ def choose_instruments(
         tier: How much of the gradients is compared.
         local_steps: See :class:`Instruments`.
         loader: The training's data loader; None if it was not given.
+        canary: Whether canaries run.
 
     Raises:
         UsageError: An option cannot work.
@@ -120,7 +122,10 @@ def choose_instruments(
         return wrapped.make_tap(sketcher, guarded, reduced, observer, shadowed)
 
     def make_job(
-        optimizer: torch.optim.Optimizer | None, leave_out: Callable[[float], None]
+        optimizer: torch.optim.Optimizer | None,
+        first_step: int,
+        leave_out: Callable[[float], None],
+        channel: Channel,
     ) -> Job:
         rank = dist.get_rank(wrapped.group)
         return Job(
@@ -133,7 +138,13 @@ def choose_instruments(
             every=options.every,
             state_spacing=1 if options.overhead_budget is None else STATE_SPACING,
             local_steps=local_steps,
+            first_step=first_step,
+            seed=options.seed,
+            canary=canary,
+            canary_every=options.canary_every,
+            verify_at=options.verify_at,
             leave_out=leave_out,
+            channel=channel,
         )
 
     return Instruments(

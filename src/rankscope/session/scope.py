@@ -25,25 +25,24 @@ from torch import Tensor
 
 from rankscope.agent.frames import Kind
 from rankscope.agent.link import AgentEndedError, Traffic
+from rankscope.agent.message import tag
 from rankscope.agent.progress import ProgressMark
+from rankscope.bus.probe import Channel, Content
 from rankscope.capture.device_clock import clock_of
 from rankscope.capture.guard import ForeignHook, Guard
 from rankscope.capture.optimizer import all_of
 from rankscope.capture.surroundings import in_training, traced
 from rankscope.core.finding import Finding
-from rankscope.core.reference import Part
 from rankscope.core.step import StepReport
 from rankscope.errors import RankscopeError
 from rankscope.session.announcement import announce, where_recorded
-from rankscope.session.canary import LiveCanary
 from rankscope.session.collector import StepCollector
 from rankscope.session.inbox import Inbox, OnFinding
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
-from rankscope.session.mesh_axes import LiveReplicas
+from rankscope.session.mesh_meeting import JoinedMesh
 from rankscope.session.opening import Opened
 from rankscope.session.outbox import Outbox
-from rankscope.session.verification import LiveVerification
 from rankscope.session.wrapping import has_closure, is_compiled, is_training, tell_if_wrapped_anew
 from rankscope.sinks import Sinks
 
@@ -67,9 +66,7 @@ class Scope:
         instruments: What measures the model's gradients, and how.
         opened: The run that has begun, and the way to the agent.
         on_finding: Called with each finding that opens, gets worse or closes.
-        make_canary: Returns what replays batches, given the way to the root; None without canaries.
-        make_verification: Returns what computes gradients again, given the way to the root.
-        make_replicas: Returns what reads replicas over other axes of a mesh, likewise.
+        mesh: The mesh that the run is a part of; None without one.
         sinks: Sinks that live in this process; None without.
         announce_end: Whether rank 0 says at the end where the run is recorded.
     """
@@ -82,28 +79,22 @@ class Scope:
         opened: Opened,
         *,
         on_finding: OnFinding | None,
-        make_canary: Callable[[Callable[[bytes], None]], LiveCanary] | None = None,
-        make_verification: Callable[[Callable[[int, bytes], None]], LiveVerification],
-        make_replicas: Callable[[Callable[[int, bytes], None]], LiveReplicas] | None = None,
+        mesh: JoinedMesh | None = None,
         sinks: Sinks | None = None,
         announce_end: bool = False,
     ) -> None:
         self._opened, self._announces_end = opened, announce_end
         self._off = self._closed = self._inside = self._training = self._bypassing = False
         self._pid = os.getpid()
-        canary = None if make_canary is None else make_canary(self._send_batch)
-        self._canary = canary
-        self._verification = verification = make_verification(self._send_reference)
         self._guard = Guard(self._fail, clock_of(instruments.device))
-        replicas = None if make_replicas is None else make_replicas(self._send_replicas)
-        first, send = opened.first_step, self._send
+        channel = Channel(self._send_evidence, self._has_room, opened.meeting, mesh)
         self._collector = StepCollector(
-            instruments, optimizer, self._guard, send, first, canary, verification, replicas
+            instruments, optimizer, self._guard, self._send, opened.first_step, channel
         )
         self._mark = _new_mark()
         self._link = opened.connect(self._collector.reduced_copies, self._mark)
         self._outbox = Outbox(self._link, opened.rank)
-        self._inbox = Inbox(self._link, opened, self._collector, canary, on_finding, sinks)
+        self._inbox = Inbox(self._link, opened, self._collector, on_finding, sinks)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
@@ -118,9 +109,7 @@ class Scope:
         for each in all_of(optimizer):
             self._hooks.append(each.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(each.register_step_post_hook(self._after_optimizer_step))
-        stop = verification.listen(self._before_engine_step)
-        if stop is not None:
-            self._hooks.append(_Hook(stop))
+        self._hooks += map(_Hook, self._collector.listen(self._before_engine_step))
         _scopes.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -229,10 +218,8 @@ class Scope:
         Some steps later all workers run the same two batches of the training, forward and
         backward, and their results are compared. Training goes on as it would have, bit for bit.
         """
-        if self._canary is None:
+        if not self._collector.ask("canary"):
             _log.warning("scope.canary() does nothing in this run: canaries are off, see the log")
-        else:
-            self._canary.ask()
 
     def verify(self) -> None:
         """Ask for a reference step, on all ranks in the same step.
@@ -242,7 +229,7 @@ class Scope:
         given; a finding ``verify.…`` says what came out. Training goes on as it would have, bit for
         bit.
         """
-        self._verification.ask()
+        self._collector.ask("reference")
 
     def pause(self) -> None:
         """Stop measuring gradients; losses and samples are still recorded."""
@@ -362,10 +349,9 @@ class Scope:
         if self._inside:
             self._bypassing = False
             self._guard(self._collector.enter_module)
-            if self._verification.entering:
-                self._guard(self._collector.keep_inputs, args, kwargs)
-            if self._collector.canary_due:
-                self._guard(self._collector.run_canary, self._model)
+            self._guard(self._collector.keep_inputs, args, kwargs)
+            if self._collector.turn_due:
+                self._guard(self._collector.give_turns, self._model)
             return
         self._bypassing = is_training(model)
         if self._bypassing and tell_if_wrapped_anew(model, self._model):
@@ -378,8 +364,7 @@ class Scope:
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._collector.repeating or not in_training():
             return
-        if self._verification.under_way:
-            self._guard(self._collector.keep_output, output)
+        self._guard(self._collector.keep_output, output)
         if self._bypassing:
             self._bypassing = False
             self._guard(self._collector.see_output, output, kwargs)
@@ -388,7 +373,7 @@ class Scope:
         if self._collector.repeating or not in_training():
             return
         self._inside = False
-        if self._verification.under_way and not self._hooks_inside:
+        if not self._hooks_inside:
             self._guard(self._collector.keep_output, output)
         self._guard(self._collector.end_forward, model, args, kwargs, output)
         if self._training:
@@ -397,12 +382,12 @@ class Scope:
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not has_closure(args, kwargs) and not traced():
             self._guard(self._collector.begin_optimizer_step)
-            if self._verification.under_way:
-                self._guard(self._collector.verify)
+            if self._collector.recompute_due:
+                self._guard(self._collector.recompute)
 
     def _before_engine_step(self, *args: Any, **kwargs: Any) -> None:
-        if self._verification.under_way:
-            self._guard(self._collector.verify)
+        if self._collector.recompute_due:
+            self._guard(self._collector.recompute)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if traced():
@@ -420,17 +405,11 @@ class Scope:
     def _send(self, step: LocalStep) -> None:
         self._outbox.send(step)
 
-    def _send_batch(self, content: bytes) -> None:
-        self._link.send(Kind.BATCH, content, rank=self._opened.rank)
+    def _send_evidence(self, name: str, step: int, content: Content) -> None:
+        self._link.send(Kind.EVIDENCE, tag(name, content), rank=self._opened.rank, step=step)
 
-    def _send_reference(self, step: int, content: bytes) -> None:
-        if not self._link.has_room:
-            content = Part(declined="the monitor's agent does not keep up").pack()
-        self._link.send(Kind.REFERENCE, content, rank=self._opened.rank, step=step)
-
-    def _send_replicas(self, step: int, content: bytes) -> None:
-        if self._link.has_room:
-            self._link.send(Kind.MESH, content, rank=self._opened.rank, step=step)
+    def _has_room(self) -> bool:
+        return self._link.has_room
 
     # Failures ------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,17 @@ from rankscope.capture.state.training_facts import (
     sampler_seed,
     training_facts,
 )
-from rankscope.core.canary_plan import first_by_default
 from rankscope.core.plan import Plan, Tier
 from rankscope.errors import UsageError
 from rankscope.record.stores import Store
-from rankscope.session.canary import LiveCanary
 from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
-from rankscope.session.instruments import STATE_SPACING, choose_instruments
+from rankscope.session.instruments import choose_instruments
 from rankscope.session.kinds import LOOP
-from rankscope.session.mesh_axes import join_mesh, meet_mesh
+from rankscope.session.mesh_meeting import join_mesh, meet_mesh
 from rankscope.session.opening import Intent, Opened, host_name, open_run
 from rankscope.session.options import WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
-from rankscope.session.verification import LiveVerification
 from rankscope.session.wrapping import find_wrapper, plain_optimizers
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 
@@ -120,10 +116,12 @@ def watch(
             "watch() expected the optimizer, or all of them in a list, of a model without wrapper, "
             "whose call ends a step; got none of torch.optim.Optimizer: watch(model, optimizer, …)"
         )
-    instruments = choose_instruments(wrapped, options, tier, local_steps=local_steps, loader=loader)
     group = options.process_group or wrapped.group
     alike = not local_steps  # else parameters differ, and with them every result
     canary = check_canary(wrapped, wanted=options.canary and alike, every=options.canary_every)
+    instruments = choose_instruments(
+        wrapped, options, tier, local_steps=local_steps, loader=loader, canary=canary
+    )
     described = {
         "tier": tier,
         **options.compared(),
@@ -158,31 +156,19 @@ def watch(
             announce=options.announce,
         ),
     )
-    mesh = make_replicas = None
+    mesh = None
     if not local_steps and not opened.problem:
         host, secret = host_name(), opened.hello["secret"]
-        mesh = meet_mesh(wrapped, group, host=host, address=opened.address, secret=secret)
-    if mesh is not None and options.evidence:
-        spacing = 1 if options.overhead_budget is None else STATE_SPACING
-        make_replicas = join_mesh(mesh, host=host, spacing=spacing)
-    first = first_by_default(opened.first_step) if options.canary_every is None else None
+        met = meet_mesh(wrapped, group, host=host, address=opened.address, secret=secret)
+        if met is not None:
+            mesh = join_mesh(met, host=host, compares=options.evidence)
     return Scope(
         model,
         optimizer,
         instruments,
         opened,
         on_finding=on_finding,
-        make_canary=partial(LiveCanary, wrapped, opened.rank, first=first) if canary else None,
-        make_verification=partial(
-            LiveVerification,
-            wrapped,
-            meeting=opened.meeting,
-            mesh_meeting=None if mesh is None else mesh.ranks,
-            at=options.verify_at,
-            seed=options.seed,
-            knows_optimizer=optimizer is not None,
-        ),
-        make_replicas=make_replicas,
+        mesh=mesh,
         sinks=_local_sinks(opened),
         announce_end=options.announce,
     )

@@ -1,6 +1,6 @@
 """Digests of parameters, buffers, optimizer state and gradients, and traces of whole tensors."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,6 @@ class StateProbe(Probe):
         updates_all: Whether the model holds what a step leaves as soon as ``optimizer.step``
             returns. Then it is read there, for what a script does to it after its last step is
             no part of the training. Else it is read when the step is collected.
-        leave_out: Takes seconds of the present work that count elsewhere.
     """
 
     def __init__(
@@ -121,14 +120,12 @@ class StateProbe(Probe):
         *,
         replica: int | None,
         updates_all: bool,
-        leave_out: Callable[[float], None],
     ) -> None:
         self._meter = meter
         self._tracer = tracer
         self._names = names
         self._replica = replica
         self._updates_all = updates_all
-        self._leave_out = leave_out
         self._step = -1
         self._is_read = False
 
@@ -190,7 +187,7 @@ class StateProbe(Probe):
             if not end.comparable:
                 self._tracer.abort()
             trace, seconds = self._tracer.collect()
-            self._leave_out(seconds)  # it will count with the next step's
+            end.leave_out(seconds)
         return PendingDigests(state, trace, self._names, self._replica)
 
     def _collect_state(self, end: StepEnd) -> PendingState | None:
@@ -231,7 +228,6 @@ def make_probe(job: Job) -> StateProbe:
         KnownNames(sends=job.rank == 0),
         replica=wrapped.replica,
         updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
-        leave_out=job.leave_out,
     )
 
 

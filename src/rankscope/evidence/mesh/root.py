@@ -7,6 +7,7 @@ the others' replicas, from their ranks themselves.
 import logging
 from collections.abc import Callable
 
+from rankscope.bus.director import DirectedRun, Director
 from rankscope.core.finding import Finding
 from rankscope.core.mesh_axes import AxisPart, compare_along
 from rankscope.core.packing import PackedError
@@ -17,26 +18,27 @@ _log = logging.getLogger("rankscope")
 _MOST_WAITING = 1024  # steps of ranks along an axis, some of which have sent their part
 
 
-class MeshAxes:
+class MeshAxes(Director):
     """What is replicated over the axes of one mesh.
 
     Args:
         first_step: Number of the run's first step.
-        tell: Takes each finding that has changed.
+        report: Takes each finding that has changed.
     """
 
-    def __init__(self, first_step: int, tell: Callable[[Finding], None]) -> None:
-        self._first_step, self._tell = first_step, tell
+    def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
+        self._first_step = first_step
+        self._report = report
         self._parts: dict[tuple[int, str, tuple[int, ...]], dict[int, AxisPart]] = {}
         self._workers: dict[int, int] = {}
         self._verdicts: dict[str, AxisVerdict] = {}
         self.findings: dict[str, Finding] = {}
 
-    def take(self, worker: int | None, step: int, content: bytes) -> None:
+    def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Take what a rank knows of a step.
 
         Args:
-            worker: Its rank in this run; None if it belongs to another.
+            rank: Its rank in this run; None if it belongs to another.
             step: The step.
             content: A packed :class:`AxisPart`.
         """
@@ -45,14 +47,14 @@ class MeshAxes:
         except PackedError as error:
             _log.debug("what a rank sent of its mesh cannot be read: %s", error)
             return
-        if worker is not None:
-            self._workers[part.rank] = worker
+        if rank is not None:
+            self._workers[part.rank] = rank
         for axis, ranks in part.axes.items():
             parts = self._parts.setdefault((step, axis, ranks), {})
             parts[part.rank] = part
-            if all(rank in parts for rank in ranks):
+            if all(each in parts for each in ranks):
                 del self._parts[step, axis, ranks]
-                self._compare(step, axis, [parts[rank] for rank in ranks])
+                self._compare(step, axis, [parts[each] for each in ranks])
         if len(self._parts) > _MOST_WAITING:
             del self._parts[min(self._parts)]
 
@@ -69,4 +71,9 @@ class MeshAxes:
             verdict = self._verdicts[axis] = AxisVerdict(axis, self._first_step)
         for finding in verdict.observe(step, found, self._workers):
             self.findings[finding.id] = finding
-            self._tell(finding)
+            self._report(finding)
+
+
+def make_director(run: DirectedRun) -> MeshAxes:
+    """Return what compares replicas over a mesh's other axes."""
+    return MeshAxes(run.first_step, run.report)

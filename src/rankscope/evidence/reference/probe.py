@@ -7,10 +7,12 @@ all have said in its store that they will. What the numbers mean is decided else
 :mod:`rankscope.agent.verification`.
 """
 
+import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import is_out_of_memory
 from rankscope.capture.canary.engine import EngineModel
@@ -23,11 +25,7 @@ from rankscope.core.reference import Part
 from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.private import lacking
 from rankscope.session.kinds import DEEPSPEED, FSDP2, REPLICATE
-from rankscope.session.rendezvous import Rendezvous
 from rankscope.session.wrapping import Wrapped, is_compiled
-
-Send = Callable[[int, bytes], None]
-"""Sends what a worker knows of a step, given its number."""
 
 AGREE_SECONDS = 30.0
 """How long a rank waits for the others before they gather whole parameters together."""
@@ -37,32 +35,24 @@ _NO_MESH = "the other ranks of its mesh did not come to watch() in time"
 _NO_CALL = "the optimizer was not called in this step, or with a closure"
 
 
-class LiveVerification:
+class ReferenceProbe(Probe):
     """Reference steps of one watched model on one worker; all calls come on the training thread.
 
     Args:
-        wrapped: The model.
-        send: Takes what this worker knows of a step; must not block.
-        meeting: Where the ranks agree.
-        mesh_meeting: The same of all ranks of a mesh, if their run is one of several.
-        at: Steps whose gradients are computed again.
-        seed: Seed of the sketches' signs; equal on all workers.
-        knows_optimizer: Whether its calls will be seen.
+        job: The training.
     """
 
-    def __init__(
-        self,
-        wrapped: Wrapped,
-        send: Send,
-        *,
-        meeting: Rendezvous,
-        mesh_meeting: Rendezvous | None = None,
-        at: Collection[int] = (),
-        seed: int = 0,
-        knows_optimizer: bool = True,
-    ) -> None:
-        self._send, self._at = send, frozenset(at)
-        self._asked, self._step, self._due = False, -1, -1
+    def __init__(self, job: Job) -> None:
+        wrapped: Wrapped = job.wrapped
+        channel = job.channel
+        self._channel = channel
+        self._leave_out = job.leave_out
+        self._at = frozenset(job.verify_at)
+        mesh_meeting = None if channel.mesh is None else channel.mesh.ranks
+        knows_optimizer = job.optimizer is not None
+        self._asked = False
+        self._step = -1
+        self._due = -1
         self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
         if wrapped.mesh is not None and mesh_meeting is None:
             self._why_not = self._why_not or _NO_MESH
@@ -70,18 +60,16 @@ class LiveVerification:
         engine = wrapped.kind is DEEPSPEED
         shards = wrapped.kind is FSDP2 or (engine and wrapped.replica is None)
         # All that hold a part of a parameter gather whole ones together.
-        self._meeting = (mesh_meeting or meeting) if shards else None
+        self._meeting = (mesh_meeting or channel.meeting) if shards else None
         self._engine = wrapped.wrapper if engine else None
         self._reference: ReferenceStep | None = None
         if not self._why_not:
-            self._prepare(wrapped, seed)
+            self._prepare(wrapped, job.seed)
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined, self._spent = "", 0.0
         self.entering = self._done = False
         self._inside: MicroBatch | None = None
-        self.computing = False
-        """Whether the model runs for it now: its forward passes are none of the training."""
 
     def _prepare(self, wrapped: Wrapped, seed: int) -> None:
         try:
@@ -111,11 +99,11 @@ class LiveVerification:
         return before_engine_step(self._engine, before_step)
 
     @property
-    def under_way(self) -> bool:
+    def recompute_due(self) -> bool:
         """Whether the present step's gradient will be computed again."""
         return self._due >= 0
 
-    def begin_pass(self, step: int) -> None:
+    def begin_step(self, step: int, *, paused: bool) -> None:
         """Take notice that a forward pass of a step of the training begins."""
         if step != self._step:
             self._step = step
@@ -123,17 +111,19 @@ class LiveVerification:
                 self._asked = False
                 self._forget()
                 self._due, self._declined = step, self._why_not
-        if self.under_way:
+        if self.recompute_due:
             self._num_passes += 1
             self.entering = True
 
-    def enter_module(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def on_module_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Keep what a forward pass that has begun brings into the model."""
+        if not self.entering:
+            return
         self.entering = False
         if not self._declined:
             self._try(self._keep, args, kwargs)
 
-    def leave_module(self, output: object) -> None:
+    def on_module_output(self, output: object) -> None:
         """Take what that forward pass has returned."""
         inside, self._inside = self._inside, None
         if inside is not None:
@@ -141,21 +131,17 @@ class LiveVerification:
 
     def see_reduced(self) -> None:
         """Measure what the reduction has left, in a step that is computed again."""
-        if self.under_way and not self._declined:
+        if self.recompute_due and not self._declined:
             self._try(self._see_reduced)
 
-    def compute(self) -> float:
+    def recompute(self) -> None:
         """Compute the gradient again; the optimizer is about to be called.
-
-        Returns:
-            Seconds that it took, with those of what came before it in this step.
 
         Raises:
             NotPutBackError: It has left traces in the model.
         """
         start = time.perf_counter()
         step, part = self._due, None
-        self.computing = True
         try:
             self._check(step)
             trained = [micro for micro in self._passes if micro.trained]
@@ -167,22 +153,21 @@ class LiveVerification:
             if not is_out_of_memory(error):
                 raise
             self._declined = "it has found no memory"
-        finally:
-            self.computing = False
         self._finish(step, part or Part(declined=self._declined))
         spent, self._spent = self._spent, 0.0
-        return spent + time.perf_counter() - start
+        self._leave_out(spent + time.perf_counter() - start)
 
-    def end_step(self) -> bool:
-        """End a step; return whether its gradient was computed again, or was to be."""
-        if self.under_way:
+    def collect(self, end: StepEnd) -> None:
+        """End a step whose gradient was computed again, or was to be."""
+        if self.recompute_due:
             self._finish(self._due, Part(declined=self._declined or _NO_CALL))
-        done, self._done = self._done, False
-        return done
+        if self._done:
+            end.busy_seconds = math.nan
+        self._done = False
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Begin the present step anew, which the training has broken off."""
-        if self.under_way:
+        if self.recompute_due:
             self._asked = True  # the same step is computed again when it begins once more
             self._step = -1
             self._forget()
@@ -245,7 +230,9 @@ class LiveVerification:
     def _finish(self, step: int, part: Part) -> None:
         self._forget()
         self._done = True
-        self._send(step, part.pack())
+        if not self._channel.has_room():
+            part = Part(declined="the monitor's agent does not keep up")
+        self._channel.send("reference", step, part.pack())
 
     def _forget(self) -> None:
         self._due, self._num_passes, self._declined = -1, 0, ""
@@ -301,3 +288,8 @@ def _why_not(wrapped: Wrapped) -> str:
 def _in_words(reason: CanaryDeclined) -> str:
     """Return why something is declined; what a canary says holds here as well."""
     return str(reason).replace("a canary", "a reference step").replace("the canary", "it")
+
+
+def make_probe(job: Job) -> ReferenceProbe:
+    """Return what computes gradients again."""
+    return ReferenceProbe(job)

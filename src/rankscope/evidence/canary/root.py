@@ -9,11 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from rankscope.agent.frames import Kind
+from rankscope.bus.director import DirectedRun, Director, Request
 from rankscope.core.batches import unpack_batch
 from rankscope.core.canary import CanaryResults, Verdict, judge, results_of
 from rankscope.core.canary_messages import Answer, pack_plan, pack_run
@@ -40,21 +39,7 @@ MAX_BATCH_BYTES = 64 * 2**20
 _PATIENCE = 128  # steps that batches may be late
 
 
-class Outgoing(NamedTuple):
-    """A message to all workers.
-
-    Attributes:
-        kind: ``CANARY_PLAN`` or ``CANARY_RUN``.
-        step: The step that it is about.
-        payload: Its content.
-    """
-
-    kind: Kind
-    step: int
-    payload: bytes
-
-
-class CanaryDirector:
+class CanaryDirector(Director):
     """Canaries of one run.
 
     Args:
@@ -92,19 +77,9 @@ class CanaryDirector:
         return self._plan.current
 
     def observe(
-        self, step: GatheredStep, told: Sequence[Finding], known: Sequence[Finding], newest: int
-    ) -> list[Outgoing]:
-        """Take a step; all steps are shown, in order.
-
-        Args:
-            step: The step.
-            told: Findings that opened or changed with it.
-            known: All findings.
-            newest: The newest step that any worker is known to have ended.
-
-        Returns:
-            What to send to all workers.
-        """
+        self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
+    ) -> list[Request]:
+        """Follow the present canary, and decide on the next one."""
         self._known, self._newest = known, max(self._newest, newest, step.step)
         if self._ended:
             return []
@@ -122,23 +97,20 @@ class CanaryDirector:
         again = [one for one in known if comes_and_goes(one) and one.last_step == step.step]
         new = self._plan.observe(
             step.step,
-            [*told, *again],
+            [*changed, *again],
             asked=bool(asked),
             newest=self._newest,
             seconds=_largest(step, "step_seconds", math.nan),
         )
         if new is not None:
             self._answers, self._sent = {}, False
-            out.append(Outgoing(Kind.CANARY_PLAN, new.capture_at, pack_plan(new)))
+            out.append(Request(new.capture_at, pack_plan(new)))
         return out
 
-    def batch_arrived(self, rank: int, content: bytes) -> None:
-        """Take a worker's answer; what follows from it is sent with the next step.
-
-        Args:
-            rank: The worker.
-            content: What it has sent.
-        """
+    def take(self, rank: int | None, step: int, content: bytes) -> None:
+        """Take a worker's answer; what follows from it is sent with the next step."""
+        if rank is None:
+            return
         try:
             answer = Answer.unpack(content)
         except PackedError as error:
@@ -156,7 +128,7 @@ class CanaryDirector:
             why = answer.declined or f"{len(answer.batch)} bytes are too many"
             self._give_up(planned, f"rank {rank} could not give its batch ({why})")
 
-    def _send_batches(self) -> list[Outgoing]:
+    def _send_batches(self) -> list[Request]:
         """Send the batches to all workers once both have come."""
         planned = self._plan.current
         if planned is None or self._sent or len(self._answers) < 2:
@@ -172,7 +144,7 @@ class CanaryDirector:
             return []
         if planned.of_finding:
             self._save()
-        return [Outgoing(Kind.CANARY_RUN, planned.run_at, pack_run(planned, packed))]
+        return [Request(planned.run_at, pack_run(planned, packed))]
 
     def _follow(self, planned: Planned, step: GatheredStep) -> None:
         """See what has become of the present canary."""
@@ -268,3 +240,13 @@ def _differing(known: Sequence[Finding], step: int) -> tuple[int, ...]:
         if finding.last_step == step and finding.evidence.get("verdict") == str(Verdict.STATE):
             return finding.ranks
     return ()
+
+
+def make_director(run: DirectedRun) -> CanaryDirector | None:
+    """Return what decides on canaries; None in a run without them."""
+    if not run.options.get("canary"):
+        return None
+    every = run.options.get("canary_every")
+    return CanaryDirector(
+        run.num_workers, every=every, first_step=run.first_step, run_dir=run.run_dir
+    )

@@ -5,6 +5,7 @@ messages are read when a forward pass begins.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,14 @@ from typing import Any
 
 import torch
 
-from rankscope.agent.frames import Frame, Kind
+from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.capture.canary.batch import CanaryDeclined, CapturedBatch, capture_batch
 from rankscope.capture.canary.cost import BroadcastBuffers, StepMemory, Stopwatch
 from rankscope.capture.canary.replay import PendingCanary, run_batch
 from rankscope.capture.surroundings import why_wait
 from rankscope.core.batches import PlainBatch, pack_batch
-from rankscope.core.canary_messages import Answer, unpack_plan, unpack_run
-from rankscope.core.canary_plan import Planned
+from rankscope.core.canary_messages import RUN, Answer, unpack_plan, unpack_run
+from rankscope.core.canary_plan import Planned, first_by_default
 from rankscope.session.wrapping import Wrapped
 
 _log = logging.getLogger("rankscope")
@@ -42,15 +43,16 @@ class _Ready:
     batches: tuple[PlainBatch, PlainBatch]
 
 
-class LiveCanary:
+class CanaryProbe(Probe):
     """Canaries of one watched model on one worker; all calls come on the training thread.
 
     Args:
         wrapped: The model.
         rank: This worker's rank in its data-parallel group.
-        send: Takes a message for the root, see :class:`rankscope.core.canary_messages.Answer`;
-            must not block.
+        send: Takes a message for the root, see
+            :class:`rankscope.core.canary_messages.Answer`; must not block.
         first: A canary that needs no announcement.
+        leave_out: Takes the seconds that canaries take, which are no part of the budget.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class LiveCanary:
         send: Callable[[bytes], None],
         *,
         first: Planned | None = None,
+        leave_out: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        self._leave_out = leave_out
         self._module = wrapped.module
         self._device = wrapped.device
         self._moves_inputs = bool(getattr(wrapped.wrapper, "device_ids", None))
@@ -85,16 +89,16 @@ class LiveCanary:
         """Ask for a canary; all workers do so in the same step."""
         self._asked = True
 
-    def take(self, frame: Frame) -> None:
-        """Take what the root says of canaries.
+    def on_request(self, step: int, content: bytes) -> None:
+        """Take what the root asks for: to keep a batch, or to run a canary.
 
         Raises:
-            PackedError: It says nothing.
+            PackedError: It cannot be read.
         """
-        if frame.kind == Kind.CANARY_PLAN:
-            self.plan(unpack_plan(frame.payload))
-        elif frame.kind == Kind.CANARY_RUN:
-            self.ready(*unpack_run(frame.payload))
+        if content[:1] == RUN:
+            self.ready(*unpack_run(content))
+        else:
+            self.plan(unpack_plan(content))
 
     def plan(self, planned: Planned) -> None:
         """Take the announcement of a canary."""
@@ -112,23 +116,14 @@ class LiveCanary:
 
     # What the training does ---------------------------------------------------------------
 
-    def before_forward(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        """Keep the batch if this is the step to do so, or note that a canary is to run now.
-
-        Args:
-            step: The step that begins with this forward pass.
-            args: What enters the model by position.
-            kwargs: What enters it by name.
-
-        Returns:
-            Seconds that it took.
-        """
+    def before_pass(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Keep the batch if this is the step to do so, or note that a canary is to run now."""
         if self._due is not None and step != self._due.planned.run_at:
             due, self._due = self._due, None
             if self._waits:
                 self._say_declined(due.planned, CanaryDeclined(self._waits))
         if self._planned is None and self._captured is None and self._ready is None:
-            return 0.0
+            return
         start = time.perf_counter()
         if step != self._looked_at:
             self._looked_at = step
@@ -145,17 +140,21 @@ class LiveCanary:
             self._due = ready if step == ready.planned.run_at else None
         seconds = time.perf_counter() - start
         self._spent += seconds
-        return seconds
+        self._leave_out(seconds)
 
     @property
-    def due(self) -> bool:
+    def turn_due(self) -> bool:
         """Whether a canary is to run before the forward pass that begins now."""
         return self._due is not None
 
     @property
-    def near(self) -> bool:
+    def turn_near(self) -> bool:
         """Whether one is to run then, or some steps later."""
         return self._due is not None or self._ready is not None
+
+    def on_turn(self, step: int, *, early: bool) -> None:
+        """Run the canary that is due, if one is."""
+        self._leave_out(self.run_early(step) if early else self.run())
 
     def run(self) -> float:
         """Run the canary that is due, if one is; DDP has made the model's buffers alike by now.
@@ -189,11 +188,15 @@ class LiveCanary:
         self._buffers.note(self._ready.planned)
         return time.perf_counter() - start
 
-    def collect(self) -> PendingCanary | None:
+    def collect(self, end: StepEnd) -> PendingCanary | None:
         """Return what the step's message says of canaries, None if nothing; start again."""
         pending, self._pending = self._pending, None
         asked, self._asked = self._asked, False
-        return PendingCanary(0, 0) if asked and pending is None else pending
+        if asked and pending is None:
+            pending = PendingCanary(0, 0)
+        if pending is not None:
+            end.busy_seconds = math.nan
+        return pending
 
     # --------------------------------------------------------------------------------------
 
@@ -281,3 +284,17 @@ def _answer(captured: _Captured) -> bytes:
         _log.info("the batch kept at step %d is lost: %r", capture_at, error)
         return Answer(capture_at, declined=repr(error)).pack()
     return Answer(capture_at, batch, captured.autocast, {"torch": torch.__version__}).pack()
+
+
+def make_probe(job: Job) -> CanaryProbe | None:
+    """Return what runs canaries; None in a run without them."""
+    if not job.canary:
+        return None
+    first = first_by_default(job.first_step) if job.canary_every is None else None
+    return CanaryProbe(
+        job.wrapped,
+        job.rank,
+        lambda content: job.channel.send("canary", 0, content),
+        first=first,
+        leave_out=job.leave_out,
+    )

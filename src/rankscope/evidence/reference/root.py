@@ -1,12 +1,14 @@
 """Reference steps at the root: collects what the workers know of one, and concludes."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from rankscope.bus.director import DirectedRun, Director, Request
 from rankscope.core.finding import Finding
 from rankscope.core.packing import PackedError
+from rankscope.core.plan import Plan
 from rankscope.core.reference import Part
 from rankscope.core.step import GatheredStep
 from rankscope.core.verification import Answer, verify
@@ -18,13 +20,13 @@ _MOST_BLUR = 0.5  # of a gradient's norm: beyond, that it agrees says nothing
 _MOST_STEPS = 4  # that wait for the workers' other messages
 
 
-class Verifications:
+class Verifications(Director):
     """Reference steps of one run.
 
     Args:
         num_workers: W.
         meant: What the plan says of the loss's weighting; None for nothing.
-        tell: Takes each finding.
+        report: Takes each finding.
         by_loop: Whether the training's own loop reduces.
     """
 
@@ -32,17 +34,21 @@ class Verifications:
         self,
         num_workers: int,
         meant: str | None,
-        tell: Callable[[Finding], None],
+        report: Callable[[Finding], None],
         *,
         by_loop: bool = False,
     ) -> None:
         self._by_loop = by_loop
-        self._num_workers, self._meant, self._tell = num_workers, meant, tell
+        self._num_workers = num_workers
+        self._meant = meant
+        self._report = report
         self._parts: dict[int, dict[int, Part]] = {}
         self.findings: dict[str, Finding] = {}
 
-    def take(self, rank: int, step: int, content: bytes) -> None:
+    def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Take what a worker knows of a step; it comes before that step's own message."""
+        if rank is None:
+            return
         try:
             part = Part.unpack(content)
         except PackedError as error:
@@ -51,15 +57,18 @@ class Verifications:
         for late in sorted(self._parts)[:-_MOST_STEPS]:
             self._conclude(late, declined("a worker did not send its part", (), late))
 
-    def observe(self, step: GatheredStep) -> None:
-        """Take a step of all workers, in order."""
+    def observe(
+        self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
+    ) -> Iterable[Request]:
+        """Judge the step's gradient, if it was computed again."""
         if step.step in self._parts:
             self._conclude(step.step, self._judge(step, self._parts[step.step]))
+        return ()
 
     def _conclude(self, step: int, finding: Finding) -> None:
         del self._parts[step]
         self.findings[finding.id] = finding
-        self._tell(finding)
+        self._report(finding)
 
     def _judge(self, step: GatheredStep, parts: dict[int, Part]) -> Finding:
         reasons = {rank: part.declined for rank, part in sorted(parts.items()) if part.declined}
@@ -102,3 +111,9 @@ class Verifications:
 
 def _kind_of(part: Part) -> tuple[object, ...]:
     return part.names, part.types, part.copies, part.summed_workers, part.axis
+
+
+def make_director(run: DirectedRun) -> Verifications:
+    """Return what concludes on reference steps."""
+    meant = Plan.of(run.options.get("plan")).loss_weighting
+    return Verifications(run.num_workers, meant, run.report, by_loop=run.by_loop)

@@ -1,0 +1,103 @@
+"""Replicas over a mesh's other axes, as one rank sends them to the root that compares them."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rankscope.bus.probe import Channel, Job, Probe, StepEnd
+from rankscope.capture.state.replicas import PendingPart, ReplicaMeter
+from rankscope.errors import RankscopeError
+
+_log = logging.getLogger("rankscope")
+
+NAME = "mesh"
+
+_MOST_PENDING = 4  # steps that wait for their device
+
+
+class MeshProbe(Probe):
+    """Reads and sends what one rank replicates; all calls come on the training thread.
+
+    Whatever fails here ends the comparison over other axes, and nothing else.
+
+    Args:
+        mesh: The mesh, and the way to the root that compares it.
+        channel: The way to this run's root.
+        spacing: Steps from turn to turn, once a run has begun.
+    """
+
+    def __init__(self, mesh: Any, channel: Channel, *, spacing: int) -> None:
+        self._meter: ReplicaMeter | None = None
+        self._mesh = mesh
+        self._channel = channel
+        self._pending: deque[tuple[int, PendingPart]] = deque()
+        try:
+            self._meter = ReplicaMeter(mesh.place, spacing=spacing)
+        except Exception as error:  # whatever the model is made of
+            self._end(error)
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Read parameters at the first forward pass of a step."""
+        self._try(lambda meter: meter.begin_step(step))
+
+    def before_update(self) -> None:
+        """Read gradients when ``optimizer.step`` is about to run."""
+        self._try(ReplicaMeter.see_applied)
+
+    def collect(self, end: StepEnd) -> None:
+        """Send what was read, as soon as it is on the host."""
+        if not end.comparable:
+            self.abort()
+        self._try(partial(self._end_step, end.step))
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._try(ReplicaMeter.abort)
+
+    def close(self) -> None:
+        """Send what waits, and close a guest's link."""
+        self._try(lambda _: self._hand_over(0))
+        self._mesh.close()
+
+    def _end_step(self, step: int, meter: ReplicaMeter) -> None:
+        part = meter.collect()
+        if part is not None:
+            self._pending.append((step, part))
+        self._hand_over(_MOST_PENDING)
+
+    def _hand_over(self, most: int) -> None:
+        while self._pending and (self._pending[0][1].ready or len(self._pending) > most):
+            step, part = self._pending.popleft()
+            content = part.read().pack()
+            if self._mesh.is_guest:
+                self._mesh.send(NAME, step, content)
+            elif self._channel.has_room():
+                self._channel.send(NAME, step, content)
+
+    def _try(self, work: Callable[[ReplicaMeter], object]) -> None:
+        if self._meter is None:
+            return
+        try:
+            work(self._meter)
+        except Exception as error:  # the root may have ended before this rank
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        self._meter = None
+        level = logging.DEBUG if isinstance(error, RankscopeError) else logging.WARNING
+        _log.log(
+            level,
+            "replicas over other axes of the mesh are not compared (%s: %s)",
+            type(error).__name__,
+            error,
+        )
+
+
+def make_probe(job: Job) -> MeshProbe | None:
+    """Return what reads replicas over other axes; None where there are none."""
+    mesh = job.channel.mesh
+    if mesh is None or not mesh.reaches:
+        return None
+    return MeshProbe(mesh, job.channel, spacing=job.state_spacing)
