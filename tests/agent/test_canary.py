@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-import rankscope.session.canary
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
-from rankscope.agent.canary import CanaryDirector, Outgoing
-from rankscope.agent.frames import ALL_RANKS, Frame
 from rankscope.agent.summarize import summarize
+from rankscope.bus.director import Request
+from rankscope.bus.probe import StepEnd
 from rankscope.capture.canary import cost as canary_memory
 from rankscope.capture.canary.batch import CanaryDeclined
 from rankscope.capture.canary.cost import StepMemory, is_out_of_memory
@@ -28,8 +27,10 @@ from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.canary import CanaryVerdicts
+from rankscope.evidence.canary import probe as canary_probe
+from rankscope.evidence.canary.probe import CanaryProbe
+from rankscope.evidence.canary.root import CanaryDirector
 from rankscope.record.bundle import find_bundles, load_bundle
-from rankscope.session.canary import LiveCanary
 from rankscope.session.kinds import DDP
 from rankscope.session.wrapping import Wrapped
 from support.models import make_batch, make_model
@@ -57,13 +58,13 @@ class Worker:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(100 + rank)
         self.generator = torch.get_rng_state()
-        self.inbox: list[tuple[int, Outgoing]] = []
-        self.canary: LiveCanary | None = None
+        self.inbox: list[tuple[int, Request]] = []
+        self.canary: CanaryProbe | None = None
         if send is not None:
             group: Any = None
             parameters = dict(self.model.named_parameters())
             wrapped = Wrapped(DDP, Wrapper(self.model), parameters, group, CPU)
-            self.canary = LiveCanary(wrapped, rank, send, first=first)
+            self.canary = CanaryProbe(wrapped, rank, send, first=first)
 
     def read(self, step: int) -> None:
         """Read what has come, as a probe does at the beginning of a forward pass."""
@@ -71,7 +72,7 @@ class Worker:
         come = [message for at, message in self.inbox if at <= step]
         self.inbox = [(at, message) for at, message in self.inbox if at > step]
         for message in come:
-            self.canary.take(Frame(message.kind, ALL_RANKS, message.step, message.payload))
+            self.canary.on_request(message.step, message.content)
 
     def compute(self, step: int, *, micro: int = 1) -> dict[str, float]:
         """Run forward and backward; return what the step says of canaries."""
@@ -80,13 +81,14 @@ class Worker:
             batch = make_batch(self.rank, step + 10_000 * index)
             if self.canary is not None:
                 self.read(step)
-                self.canary.before_forward(step, (), batch)
-                if self.canary.due:
-                    self.canary.run()
+                self.canary.before_pass(step, (), batch)
+                if self.canary.turn_due:
+                    self.canary.on_turn(step, early=False)
             self.model(**batch)["loss"].backward()
         self.generator = torch.get_rng_state()
-        pending = None if self.canary is None else self.canary.collect()
-        return {} if pending is None else pending.read()
+        end = StepEnd(step, comparable=True, idle=frozenset(), num_passes=micro)
+        pending = None if self.canary is None else self.canary.collect(end)
+        return {} if pending is None else dict(pending.read().values)
 
 
 class Job:
@@ -142,12 +144,12 @@ class Job:
 
     def see(self, told: list[Finding]) -> None:
         """Show the root a step that has been over for a while, and what has arrived since."""
-        out: list[Outgoing] = []
+        out: list[Request] = []
         if self.step < self.begins:
             return
         newest = self.step - self.lag
         for _, rank, content in [one for one in self.answers if one[0] <= self.step]:
-            self.director.batch_arrived(rank, content)
+            self.director.take(rank, 0, content)
         self.answers = [one for one in self.answers if one[0] > self.step]
         for step in self.seen[self.shown : newest + 1]:
             self.shown += 1
@@ -339,7 +341,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
 
 def test_a_batch_that_is_too_large_is_not_sent_to_all(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(rankscope.session.canary, "_MOST_BYTES_BY_DEFAULT", 100)
+    monkeypatch.setattr(canary_probe, "_MOST_BYTES_BY_DEFAULT", 100)
     job = Job(2).run(300)
     assert job.ran == []
     assert len([r for r in caplog.records if "larger than" in r.getMessage()]) == 2
@@ -358,8 +360,8 @@ def test_batches_that_never_come_are_given_up():
 def test_an_answer_that_says_nothing_changes_nothing():
     job = Job(2).run(LAG - 2)  # planned, and not yet kept
     assert job.director.current is not None
-    job.director.batch_arrived(0, b"nonsense")
-    job.director.batch_arrived(1, Answer(999, b"old").pack())
+    job.director.take(0, 0, b"nonsense")
+    job.director.take(1, 0, Answer(999, b"old").pack())
     assert job.director.current is not None
     assert len(job.run(40).ran) == 1
 

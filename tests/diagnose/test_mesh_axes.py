@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rankscope.agent.mesh_axes import MeshAxes
 from rankscope.core.mesh_axes import AxisPart, Replicated
 from rankscope.diagnose.mesh_axes import AxisVerdict
+from rankscope.evidence.mesh.root import MeshAxes
 
 WORKERS = {0: 0, 4: 1}
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import rankscope
 from rankscope.errors import UsageError
-from rankscope.session import verification
+from rankscope.evidence.reference import probe as verification
 from support import deepspeed_modes
 from support.loops import collect_warnings
 from support.models import TinyLM, make_batch

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import rankscope
-from rankscope.session import verification
+from rankscope.evidence.reference import probe as verification
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
