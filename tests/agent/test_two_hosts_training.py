@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,11 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_shared_batches.py"
 
 STEPS = {"mended": 240, "broken": 480, "cut": 360}
 CUT_SECONDS = {"mended": 5.0, "broken": 2.0, "cut": 0.0}
+
+
+def num_bytes_sent(hosts):
+    """Return how much of what host 1's agent has sent has arrived."""
+    return sum(map(int, re.findall(r"bytes_acked:(\d+)", hosts.connections(1, "agents", "-i"))))
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +56,7 @@ def trained(tmp_path_factory):
             mark = folder / f"{name}.mark"
             while not mark.exists() and jobs[0].poll() is None:
                 time.sleep(0.05)
-            wait_until(hosts.connections)
-            time.sleep(1.0)  # the agents exchange keys, and the root learns of the ranks
+            wait_until(lambda: num_bytes_sent(hosts) > 100_000)  # the root knows of all ranks
             hosts.cut()
             time.sleep(seconds)
             if name == "broken":

@@ -73,7 +73,7 @@ class RootLink:
 
     def poll(self) -> list[tuple[int, bytes]]:
         """Return frames of other hosts that have come, those of a connection in order."""
-        found = []
+        found: list[tuple[int, bytes]] = []
         with contextlib.suppress(zmq.Again):
             while True:
                 self._judge(self._gate.recv_multipart(zmq.NOBLOCK))
