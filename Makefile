@@ -12,6 +12,9 @@ DEMO_OUTPUT ?= demo
 # Packages are compiled as they are imported; with this set, anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Installing compiles them.
+KERNELS := hatch_build.py $(wildcard src/rankscope/capture/kernels/*.[ch])
+
 FUZZ_FLAGS ?=
 MUTANTS_FLAGS ?=
 
@@ -72,11 +75,11 @@ $(VENV)/.torch: $(VENV)/pyvenv.cfg constraints.txt
 	$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
 	touch $@
 
-$(VENV)/.study: $(VENV)/.torch pyproject.toml
+$(VENV)/.study: $(VENV)/.torch pyproject.toml $(KERNELS)
 	$(PIP_INSTALL) --editable '.[study]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml $(KERNELS)
 	$(PIP_INSTALL) --editable '.[dev]'
 	$(PIP_INSTALL) --no-deps 'megatron-core==0.16.1; python_version < "3.14"'  # else its tests skip
 	touch $@ $(VENV)/.study # which is a part of it

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from capture.interpreted import interpreter, launch_interpreted
+from capture.kernel_checks import needs_compiler
 from rankscope.agent.message import StepMessage, pack_step
 from rankscope.capture import (
     GradientTransfer,
@@ -19,7 +20,7 @@ from rankscope.capture import (
     transfer,
 )
 from rankscope.capture.fold import fold
-from rankscope.capture.kernels.build import Launching
+from rankscope.capture.kernels.fallback import Launching
 from rankscope.core.groups import cut_sections, group_parameters
 from rankscope.core.measured import measured_of
 
@@ -74,10 +75,14 @@ def process():
         yield process
 
 
-@pytest.fixture(params=["native", "torch", "triton"], autouse=True)
+@pytest.fixture(
+    params=[pytest.param("native", marks=needs_compiler), "torch", "triton"], autouse=True
+)
 def way(request, monkeypatch, process):
     """Hand over as on a CPU, as on any device, and as on one with a kernel of its own."""
-    if request.param != "native":
+    if request.param == "native":
+        assert transfer._is_compiled()
+    else:
         monkeypatch.setattr(transfer, "_is_compiled", lambda: False)
     if request.param == "triton":
         monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)
