@@ -13,7 +13,7 @@ DEMO_OUTPUT ?= demo
 unexport PYTHONDONTWRITEBYTECODE
 
 # Installing compiles them.
-KERNELS := hatch_build.py $(wildcard src/rankscope/capture/kernels/*.[ch])
+KERNELS := hatch_build.py $(wildcard $(addprefix src/rankscope/capture/kernels/,build.py *.[ch]))
 
 FUZZ_FLAGS ?=
 MUTANTS_FLAGS ?=

@@ -9,10 +9,10 @@ from email.parser import Parser
 from fnmatch import fnmatch
 from pathlib import Path
 
-import hatch_build
 import pytest
 
 from capture.kernel_checks import needs_compiler
+from rankscope.capture.kernels.build import LEVELS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "rankscope"
@@ -109,7 +109,7 @@ def test_the_wheel_holds_compiled_kernels_for_any_python_on_this_platform(built,
     assert about["Tag"] == "-".join(tags)
     inside = {name for name in wheel.namelist() if name.endswith(".so")}
     folder = "rankscope/capture/kernels"
-    assert inside == {f"{folder}/kernels-{level}.so" for level in hatch_build.LEVELS}
+    assert inside == {f"{folder}/kernels-{level}.so" for level in LEVELS}
 
 
 WITHOUT_KERNELS = """

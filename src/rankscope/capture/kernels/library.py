@@ -1,6 +1,6 @@
 """The compiled library of the kernels: one file for each level of vector instructions.
 
-``hatch_build.py`` compiles it when the package is built. What it lacks, plain torch does.
+``build.py`` compiles it when the package is built. Without it, plain torch does its work.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rankscope.capture.kernels.sources import FOLDER, hash_sources
+from rankscope.capture.kernels.build import FOLDER, hash_sources
 
 LEVELS = {"AVX512": "avx512", "AVX2": "avx2"}
 """Which library is used, by torch's name for what the processor can do; elsewhere ``default``."""
@@ -111,6 +111,6 @@ def load(path: Path) -> ctypes.CDLL:
     if expected is not None and found != expected.encode():
         raise StaleLibraryError(
             f"{path} was compiled from other sources than those beside it; run "
-            "`python hatch_build.py`, or install rankscope anew"
+            f"`python {FOLDER / 'build.py'}`"
         )
     return library
