@@ -100,17 +100,19 @@ def load(path: Path) -> ctypes.CDLL:
         StaleLibraryError: It was compiled from other sources than those beside it.
         NoLibraryError: It is missing, or cannot be loaded.
     """
+    expected = hash_sources()
+    helps = "with a C compiler, install rankscope anew"
+    if expected is not None:
+        helps = f"run `python {FOLDER / 'build.py'}`"
     if not path.exists():
-        raise NoLibraryError(f"{path} is missing; with a C compiler, install rankscope anew")
+        raise NoLibraryError(f"{path} is missing; {helps}")
     try:
         library = ctypes.CDLL(str(path))
         found = ctypes.c_char_p.in_dll(library, "rankscope_sources").value
     except (OSError, ValueError) as error:
         raise NoLibraryError(f"{path} cannot be loaded: {error}") from error
-    expected = hash_sources()
     if expected is not None and found != expected.encode():
         raise StaleLibraryError(
-            f"{path} was compiled from other sources than those beside it; run "
-            f"`python {FOLDER / 'build.py'}`"
+            f"{path} was compiled from other sources than those beside it; {helps}"
         )
     return library
