@@ -15,7 +15,7 @@ import torch
 
 from rankscope.capture.kernels.build import FOLDER, hash_sources
 
-LEVELS = {"AVX512": "avx512", "AVX2": "avx2"}
+_LEVEL_OF = {"AVX512": "avx512", "AVX2": "avx2"}
 """Which library is used, by torch's name for what the processor can do; elsewhere ``default``."""
 
 _FUNCTIONS = {
@@ -89,7 +89,7 @@ def load_once() -> ctypes.CDLL | NoLibraryError:
 
 def library_path() -> Path:
     """Return where the library for this processor is, if there is one."""
-    level = LEVELS.get(torch.backends.cpu.get_cpu_capability(), "default")
+    level = _LEVEL_OF.get(torch.backends.cpu.get_cpu_capability(), "default")
     return FOLDER / f"kernels-{level}.so"
 
 
