@@ -13,6 +13,9 @@ DEMO_OUTPUT ?= demo
 unexport PYTHONDONTWRITEBYTECODE
 
 FAULTS_FLAGS ?= --all
+# Installing compiles them.
+KERNELS := hatch_build.py $(wildcard $(addprefix src/rankscope/capture/kernels/,build.py *.[ch]))
+
 FUZZ_FLAGS ?=
 MUTANTS_FLAGS ?=
 
@@ -76,11 +79,11 @@ $(VENV)/.torch: $(VENV)/pyvenv.cfg constraints.txt
 	$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
 	touch $@
 
-$(VENV)/.study: $(VENV)/.torch pyproject.toml
+$(VENV)/.study: $(VENV)/.torch pyproject.toml $(KERNELS)
 	$(PIP_INSTALL) --editable '.[study]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml $(KERNELS)
 	$(PIP_INSTALL) --editable '.[dev]'
 	$(PIP_INSTALL) --no-deps 'megatron-core==0.16.1; python_version < "3.14"'  # else its tests skip
 	touch $@ $(VENV)/.study # which is a part of it

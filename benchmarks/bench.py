@@ -248,8 +248,7 @@ def render(results: dict[str, list[Row]]) -> str:
         _naive(results.get("naive", [])),
         "## The kernel",
         kernel.render(results.get("kernel", [])),
-        "The native kernel needs a C compiler. The row of operations alone bounds what plain torch "
-        "can reach.",
+        "The row of operations alone bounds what plain torch can reach.",
     ]
     return gpu_page.put_into("\n\n".join(parts), results)
 

@@ -27,8 +27,6 @@ import torch.distributed as dist
 from chaos_scene import Scene, read_steps
 from chaos_training import NUM_RANKS, STEPS, Loop
 
-from rankscope.capture.kernels.build import built_library
-
 
 class Hits(StrEnum):
     """What an accident hits."""
@@ -431,20 +429,8 @@ def fail_on_files(scene: Scene) -> None:
     scene.start(environment=scene.failing("file", error, nth=nth, times=10**9))
 
 
-@kind("a broken library in the cache of kernels", MONITOR, WHOLE)
-def break_kernels(scene: Scene) -> None:
-    cache = scene.folder / "cache" / "rankscope" / "kernels"
-    cache.mkdir(parents=True)
-    library = built_library()
-    content = library.read_bytes()
-    keeps = scene.draw.choice([0, 100, scene.draw.randrange(len(content))])
-    (cache / library.name).write_bytes(content[:keeps])
-    scene.start(before=lambda loop: os.environ.update(XDG_CACHE_HOME=str(scene.folder / "cache")))
-
-
-@kind("no place for temporary files and caches", MONITOR, WHOLE, needs=("mounts",), seconds=12.0)
+@kind("no place for temporary files and caches", MONITOR, WHOLE, needs=("mounts",))
 def protect_temporary(scene: Scene) -> None:
-    """No kernels can be compiled: plain torch takes some 80 ms more for a step of this model."""
     disk = scene.disk("nowhere", 64, "ro")
     places = dict.fromkeys(("TMPDIR", "XDG_CACHE_HOME", "HOME"), str(disk))
     scene.start(environment=places)

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -102,11 +103,17 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _use_this_checkout() -> None:
-    """Have this process and those that it starts find rankscope, installed or not."""
+    """Have this process and those that it starts find rankscope, installed or not.
+
+    A checkout that was never installed gets its kernels in C here, if there is a compiler.
+    """
     source = str(ROOT / "src")
     sys.path.insert(0, source)
     others = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([source, others] if others else [source])
+    kernels = ROOT / "src/rankscope/capture/kernels"
+    if not any(kernels.glob("*.so")):
+        subprocess.run([sys.executable, kernels / "build.py"], check=False)
 
 
 def _reason_not_to(*, dry: bool) -> str:

@@ -1,5 +1,6 @@
 """The wheel and the source distribution: what they hold; and what an import brings along."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -10,19 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from capture.kernel_checks import needs_compiler
+from rankscope.capture.kernels.build import LEVELS
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "rankscope"
-DATA = {
-    *("py.typed", "reduce/accumulator.c"),
-    *("capture/kernels/digest.c", "capture/kernels/dot.c", "capture/kernels/sketch.c"),
-    "capture/kernels/inputs.c",
-    "capture/kernels/vectors.h",
-}
+DATA = {"py.typed"}
 """What is no Python file and must be in the package, beside the pages' templates."""
 
 ALLOWED = {
     *("web/templates/*", "web/live/*", "sinks/*.json", "integrations/*.json"),
-    *("evidence/*/findings.toml", *DATA),
+    *("evidence/*/findings.toml", "capture/kernels/kernels-*.so", *DATA),
 }
 HEAVY = {
     *("torch", "numpy", "pyarrow", "typer", "rich", "altair", "jinja2", "transformers", "pandas"),
@@ -88,6 +87,7 @@ def test_the_source_distribution_can_be_built_tested_and_read(built):
         *("constraints.txt", "mkdocs.yml", "docs/index.md", "docs/hooks/site.py"),
         *("tests/conftest.py", "tests/support/ranks.py", "examples/ddp_two_lines.py"),
         *("benchmarks/bench.py", "benchmarks/faults/catalogue.toml", "src/rankscope/py.typed"),
+        "hatch_build.py",
     }
     assert needed <= names
     assert not [
@@ -95,6 +95,71 @@ def test_the_source_distribution_can_be_built_tested_and_read(built):
         for name in names
         if fnmatch(name, "*.pyc") or (name.startswith((".", "runs/")) and name != ".gitignore")
     ]
+
+
+@needs_compiler
+def test_the_wheel_holds_compiled_kernels_for_any_python_on_this_platform(built, wheel):
+    [path] = built.glob("*.whl")
+    tags = path.stem.split("-")[2:]
+    assert tags[:2] == ["py3", "none"]
+    assert tags[2] != "any"
+    assert "manylinux" not in tags[2]
+    [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/WHEEL")]
+    about = Parser().parsestr(wheel.read(name).decode())
+    assert about["Root-Is-Purelib"] == "false"
+    assert about["Tag"] == "-".join(tags)
+    inside = {name for name in wheel.namelist() if name.endswith(".so")}
+    folder = "rankscope/capture/kernels"
+    assert inside == {f"{folder}/kernels-{level}.so" for level in LEVELS}
+
+
+WITHOUT_KERNELS = """
+import logging
+import torch
+import torch.distributed as dist
+import rankscope
+
+logging.getLogger("rankscope").setLevel("INFO")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(30, 200))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scope = rankscope.watch(model, optimizer, run_dir="run", overhead_budget=None)
+norms = []
+for step in range(3):
+    model(torch.randn(4, 30)).square().mean().backward()
+    squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
+    norms.append(float(sum(squares).sqrt()))
+    optimizer.step()
+    optimizer.zero_grad()
+scope.close()
+dist.destroy_process_group()
+found = rankscope.load("run").workers.column("grad_norm").to_pylist()
+assert all(abs(a - b) < 1e-6 * b for a, b in zip(found, norms, strict=True)), (found, norms)
+print(rankscope.__file__)
+"""
+
+
+def test_without_a_compiler_the_package_is_built_and_plain_torch_measures(tmp_path):
+    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path)]
+    without = {**os.environ, "CC": "no-such-compiler"}
+    subprocess.run([*build, str(ROOT)], env=without, capture_output=True, check=True)
+    [path] = tmp_path.glob("*-py3-none-any.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(path) as archive:
+        assert not [name for name in archive.namelist() if name.endswith((".so", ".c", ".h"))]
+        archive.extractall(installed)
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_KERNELS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split()[-1] == str(installed / "rankscope" / "__init__.py")
+    [line] = [line for line in ended.stderr.splitlines() if "plain torch" in line]
+    assert line.endswith("is missing; with a C compiler, install rankscope anew")
 
 
 def modules_after(code):

@@ -16,8 +16,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 3
 WIDTH = 251
 needs_compiler = pytest.mark.skipif(
-    shutil.which("cc") is None, reason="there is no C compiler to build the native kernel with"
+    shutil.which("cc") is None, reason="without a C compiler, the package has no native kernels"
 )
+"""Where there is a compiler, a test of a native kernel fails if the package lacks it."""
 
 
 def measured(

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from capture.interpreted import interpreter, launch_interpreted
+from capture.kernel_checks import needs_compiler
 from rankscope.agent.message import StepMessage, pack_step
 from rankscope.capture import transfer
 from rankscope.capture.fold import fold
-from rankscope.capture.kernels.build import Launching
+from rankscope.capture.kernels.fallback import Launching
 from rankscope.capture.sketch import NormMeter, Sketcher
 from rankscope.capture.taps.tap import LocalGradient, ReadReduced
 from rankscope.capture.transfer import GradientTransfer
@@ -67,10 +68,14 @@ def process():
         yield process
 
 
-@pytest.fixture(params=["native", "torch", "triton"], autouse=True)
+@pytest.fixture(
+    params=[pytest.param("native", marks=needs_compiler), "torch", "triton"], autouse=True
+)
 def way(request, monkeypatch, process):
     """Hand over as on a CPU, as on any device, and as on one with a kernel of its own."""
-    if request.param != "native":
+    if request.param == "native":
+        assert transfer._is_compiled()
+    else:
         monkeypatch.setattr(transfer, "_is_compiled", lambda: False)
     if request.param == "triton":
         monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)

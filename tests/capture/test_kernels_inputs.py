@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from capture.kernel_checks import needs_compiler
 from rankscope.capture import labels as labels_module
 from rankscope.capture import loss, samples
 from rankscope.capture.kernels.inputs import count_labels, digest_samples
@@ -19,6 +20,7 @@ def digests_of(monkeypatch, batch, mask, native):
     return found
 
 
+@needs_compiler
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.int32, torch.int64])
 @pytest.mark.parametrize("length", [1, 37, samples.MAX_WORDS, samples.MAX_WORDS + 5])
 def test_digests_of_samples_are_those_without_a_compiler(monkeypatch, mask, length):
@@ -32,6 +34,7 @@ def test_digests_of_samples_are_those_without_a_compiler(monkeypatch, mask, leng
     assert len(set(native)) == (3 if present is None or length > 1 else len(set(native)))
 
 
+@needs_compiler
 @pytest.mark.parametrize("shape", [(6,), (2, 5), (2, 3, 4), (2, 0)])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_label_tokens_are_those_that_torch_counts(monkeypatch, shape, shifted):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from capture.kernel_checks import needs_compiler
 from rankscope.reduce import accumulator
 from rankscope.reduce.accumulator import (
     DTYPES,
@@ -27,13 +28,13 @@ NUM_SUMMANDS = 64
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=["native", "plain"], autouse=True)
+@pytest.fixture(params=[pytest.param("native", marks=needs_compiler), "plain"], autouse=True)
 def arithmetic(request, monkeypatch):
     """Run each test with the functions in C, and in plain torch."""
     if request.param == "plain":
         monkeypatch.setattr(accumulator, "native_functions", lambda: None)
-    elif native_functions() is None:
-        pytest.skip("there is no C compiler")
+    else:
+        assert native_functions() is not None
 
 
 def merge(total: Accumulator, other: Accumulator) -> None:
@@ -232,10 +233,10 @@ def test_many_summands_do_not_overflow_the_low_digits():
     assert total.value().item() == np.float32(Fraction(float(np.float32(x))) * 10_000)
 
 
+@needs_compiler
 def test_plain_torch_and_c_give_the_same_bits():
     native = native_functions()
-    if native is None:
-        pytest.skip("there is no C compiler")
+    assert native is not None
     random = torch.Generator().manual_seed(4)
     for dtype in DTYPES:
         exponents = torch.randint(-140, 41, (5, 3001), generator=random).float()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rankscope.capture.batches import digests_of_texts, find_batch, ids_of, is_dense, items_in
 from rankscope.capture.host import HostCopy, Numbers, copy_numbers
-from rankscope.capture.kernels.build import Launching
+from rankscope.capture.kernels.fallback import Launching
 from rankscope.capture.kernels.inputs import digest_samples
 from rankscope.capture.kernels.launch import launcher
 from rankscope.errors import UsageError

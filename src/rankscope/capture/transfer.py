@@ -14,8 +14,8 @@ from torch import Tensor
 from rankscope.bus.probe import Content, Part
 from rankscope.capture.fold import Folding, fold_plain, fold_signs
 from rankscope.capture.host import HostCopy, Share
-from rankscope.capture.kernels.build import BuildError, Launching
-from rankscope.capture.kernels.native import load_functions
+from rankscope.capture.kernels.fallback import Launching
+from rankscope.capture.kernels.library import NoLibraryError, compiled
 from rankscope.capture.taps.tap import LocalGradient
 from rankscope.core.measured import NUMBERS, sizes_of
 
@@ -122,7 +122,7 @@ class _Form:
         """Return numbers and sketches of totals in the host's memory, one behind the other.
 
         Raises:
-            BuildError: The compiled functions cannot be loaded.
+            NoLibraryError: There is no library.
         """
         if self._native is None:
             self._native = self._prepare()
@@ -159,7 +159,7 @@ class _Form:
              len(folds) // 4, signs.data_ptr()),
         )  # fmt: skip
         addresses = (each.buffer_info()[0] for each in (form, folds))
-        return load_functions().hand_over, *addresses, (form, folds, signs)
+        return compiled("hand_over"), *addresses, (form, folds, signs)
 
 
 @functools.lru_cache(maxsize=64)
@@ -253,8 +253,8 @@ def launch(
 @functools.cache
 def _is_compiled() -> bool:
     try:
-        load_functions()
-    except BuildError:
+        compiled("hand_over")
+    except NoLibraryError:
         return False
     return True
 

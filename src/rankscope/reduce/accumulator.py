@@ -30,13 +30,12 @@ Legend of shapes: N elements, P accumulators added together, 2 digits (high, low
 """
 
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.build import tell_plain
-from rankscope.capture.kernels.native import load_library, typed
+from rankscope.capture.kernels.fallback import log_fallback
+from rankscope.capture.kernels.library import compiled
 
 QUANTUM = 2.0**-68
 LARGEST = 2.0**40
@@ -234,7 +233,7 @@ def native_functions() -> "_Native | None":
         native = _Native()
         _check(native)
     except Exception as error:  # whatever it is, training goes on, a little slower
-        tell_plain("gradients are accumulated", error)
+        log_fallback("gradients are accumulated", error)
         return None
     return native
 
@@ -243,13 +242,12 @@ class _Native:
     """The functions in C, on one thread, without holding the interpreter's lock.
 
     Raises:
-        BuildError: The library cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+        NoLibraryError: There is no library, or ``RANKSCOPE_NATIVE=0`` forbids it.
     """
 
     def __init__(self) -> None:
-        library = load_library((Path(__file__).with_name("accumulator.c"),), ())
-        self._deposit = typed(library, "deposit", "", "ipqpip")
-        self._convert = typed(library, "convert", "", "pqqqdip")
+        self._deposit = compiled("deposit")
+        self._convert = compiled("convert")
 
     def deposit(self, values_N: Tensor, digits_N2: Tensor, bounds: Tensor, fresh: bool) -> None:
         kind = (torch.float32, torch.bfloat16, torch.float16, torch.float64).index(values_N.dtype)

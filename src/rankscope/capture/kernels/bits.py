@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.capture.kernels.build import tell_plain
-from rankscope.capture.kernels.native import compiled
+from rankscope.capture.kernels.fallback import log_fallback
+from rankscope.capture.kernels.library import compiled
 
 ROW = 512
 """Words of 64 bits in a row; with its keys, it fits into the first-level cache."""
@@ -88,7 +88,7 @@ def native_sum() -> "NativeSum | None":
             if native.at(part.data_ptr(), len(part)) != plain_sum([part], part.device):
                 raise ArithmeticError("the native digest errs")
     except Exception as error:  # whatever it is, training goes on, a little slower
-        tell_plain("bits are digested", error)
+        log_fallback("bits are digested", error)
         return None
     return native
 
@@ -97,7 +97,7 @@ class NativeSum:
     """Adds up in C, on one thread, without holding the interpreter's lock.
 
     Raises:
-        BuildError: The library cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+        NoLibraryError: There is no library, or ``RANKSCOPE_NATIVE=0`` forbids it.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.build import tell_plain
+from rankscope.capture.kernels.fallback import log_fallback
 from rankscope.capture.kernels.interface import Kernel, ParameterSigns, Piece, Prepared
 from rankscope.capture.kernels.native import NativeKernel
 from rankscope.capture.kernels.plain import PlainKernel
@@ -19,8 +19,8 @@ _WHAT = "gradients are measured"
 def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
     """Return the fastest kernel that works on a device.
 
-    On CUDA that is the Triton kernel, on the CPU the native one if there is a C compiler, and
-    otherwise, and everywhere else, plain torch. A faster kernel that cannot be built, or whose
+    On CUDA that is the Triton kernel, on the CPU the native one if the package has it, and
+    otherwise, and everywhere else, plain torch. A faster kernel that cannot be had, or whose
     numbers differ from plain torch's, is passed over with one line in the log.
 
     Args:
@@ -35,7 +35,7 @@ def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
             return plain
         check_kernel(kernel, plain, device, width)
     except Exception as error:  # whatever it is, training goes on, a little slower
-        tell_plain(_WHAT, error, logging.DEBUG if device.type == "cpu" else logging.INFO)
+        log_fallback(_WHAT, error, logging.DEBUG if device.type == "cpu" else logging.INFO)
         return plain
     return kernel if device.type == "cpu" else SafeKernel(kernel, plain)
 
@@ -71,7 +71,7 @@ class SafeKernel(Kernel):
     def _take_over(self, error: Exception) -> None:
         if self._kernel is not None:
             self._kernel, self.name = None, self._plain.name
-            tell_plain(_WHAT, error, logging.INFO)
+            log_fallback(_WHAT, error, logging.INFO)
 
 
 class _SafePieces:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rankscope.capture.kernels.flat import blocks_of
-from rankscope.capture.kernels.native import TYPES, compiled
+from rankscope.capture.kernels.library import compiled
+from rankscope.capture.kernels.native import TYPES
 
 Dot = Callable[[Tensor, Tensor], float | Tensor]
 """Takes two tensors of one shape; on an accelerator returns a float64 scalar, without waiting."""
@@ -18,8 +19,8 @@ _CHUNK_ELEMENTS_ACCELERATOR = 1 << 21
 def choose_dot(device: torch.device) -> Dot:
     """Return the fastest inner product that works on a device.
 
-    That is a compiled one on a CPU with a C compiler, else plain torch. Both copy no more than a
-    chunk at a time.
+    That is a compiled one on a CPU if the package has it, else plain torch. Both copy no more than
+    a chunk at a time.
 
     Args:
         device: Where the gradients live.
@@ -59,7 +60,7 @@ class NativeDot:
     types, and layouts with gaps or in two orders.
 
     Raises:
-        BuildError: The library cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+        NoLibraryError: There is no library, or ``RANKSCOPE_NATIVE=0`` forbids it.
     """
 
     def __init__(self) -> None:

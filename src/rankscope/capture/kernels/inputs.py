@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.build import BuildError
-from rankscope.capture.kernels.native import compiled
+from rankscope.capture.kernels.library import NoLibraryError, compiled
 
 _MASKS = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
 
@@ -83,5 +82,5 @@ def _is_plain(tensor: Tensor) -> bool:
 def _function(name: str) -> Callable[..., Any] | None:
     try:
         return compiled(name, holding_lock=True)
-    except BuildError:
+    except NoLibraryError:
         return None

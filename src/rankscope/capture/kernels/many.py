@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rankscope.capture.host import Share
 from rankscope.capture.kernels.bits import NUMBERS, ROW_BYTES, block_factor, plain_sum, tables_on
-from rankscope.capture.kernels.build import tell_plain
+from rankscope.capture.kernels.fallback import log_fallback
 from rankscope.capture.kernels.launch import launcher
 
 CHUNK_BYTES = 32 * ROW_BYTES
@@ -214,7 +214,7 @@ def device_reader(device: torch.device) -> DeviceReader | None:
         reader = DeviceReader(device)
         check_reader(reader)
     except Exception as error:  # whatever it is, training goes on, a little slower
-        tell_plain("bits are digested", error, logging.INFO)
+        log_fallback("bits are digested", error, logging.INFO)
         return None
     return reader
 

@@ -1,19 +1,14 @@
-"""The sketch as a C function for the CPU, and the table of all functions in C."""
+"""The sketch as a C function for the CPU."""
 
-import ctypes
-import functools
-import logging
-import os
 from array import array
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankscope.capture.kernels.build import BuildError, UnsafeCacheError, built_library, tell_plain
 from rankscope.capture.kernels.interface import PERIOD, Kernel, Piece, Prepared, extend
+from rankscope.capture.kernels.library import compiled
 from rankscope.capture.kernels.plain import PlainKernel
 from rankscope.capture.totals import GradientTotals
 
@@ -34,14 +29,13 @@ class NativeKernel(Kernel):
         period: The signs of prime period ``[PERIOD]``.
 
     Raises:
-        BuildError: The library cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
+        NoLibraryError: There is no library, or ``RANKSCOPE_NATIVE=0`` forbids it.
     """
 
     name = "native"
 
     def __init__(self, width: int, period: Tensor) -> None:
-        _check_allowed()
-        self._functions = load_functions()
+        self._measure_many = compiled("measure_many")
         self._width = width
         self._plain = PlainKernel(torch.device("cpu"), width, period)
         longer = extend(period, PERIOD + width)
@@ -54,14 +48,14 @@ class NativeKernel(Kernel):
             return self._plain.prepare(pieces, sketching=sketching)
         width = self._width if sketching else _NORM_ROW
         period = self._period if sketching else None
-        return NativePieces(self._functions, pieces, width, period)
+        return NativePieces(self._measure_many, pieces, width, period)
 
 
 class NativePieces:
     """Adds several gradients to totals in one call, without holding the interpreter's lock.
 
     Args:
-        functions: The compiled functions.
+        measure_many: The compiled function.
         pieces: What the gradients consist of.
         width: Elements in a row.
         period: The signs of prime period by type; None to measure norms alone.
@@ -69,12 +63,12 @@ class NativePieces:
 
     def __init__(
         self,
-        functions: "_Functions",
+        measure_many: Callable[..., Any],
         pieces: Sequence[Piece],
         width: int,
         period: Sequence[Tensor] | None,
     ) -> None:
-        self._measure = functions.measure_many
+        self._measure = measure_many
         self._number, self._width = len(pieces), width
         self._sketching = period is not None
         described, signs = array("q"), []
@@ -105,108 +99,3 @@ class NativePieces:
 
 def _sign_bits(signs: Tensor, dtype: torch.dtype) -> Tensor:
     return (signs < 0).to(dtype) * _SIGN_BIT[dtype]
-
-
-class _Functions(NamedTuple):
-    """The compiled functions that measure; see ``sketch.c`` for what they take.
-
-    Attributes:
-        measure_many: Adds pieces of several gradients.
-        hand_over: Gathers what is handed over of totals.
-    """
-
-    measure_many: Callable[..., None]
-    hand_over: Callable[..., None]
-
-
-_KINDS: dict[str, Any] = {
-    "p": ctypes.c_void_p,
-    "i": ctypes.c_int,
-    "q": ctypes.c_int64,
-    "Q": ctypes.c_uint64,
-    "d": ctypes.c_double,
-    "": None,
-}
-
-_FUNCTIONS = {
-    "measure_many": ("", "pqpqppppp"),
-    "hand_over": ("", "ppppp"),
-    "digest": ("Q", "pqqp"),
-    "digests": ("", "pqp"),
-    "dot": ("d", "ippq"),
-    "samples": ("", "ppiqqpqqp"),
-    "labels": ("q", "pqqqq"),
-}
-"""What the compiled functions return, and what they take, by their names without ``rankscope_``."""
-
-
-@functools.cache
-def load_functions() -> _Functions:
-    """Return the compiled functions that measure; they are built and loaded once per process.
-
-    Raises:
-        BuildError: They cannot be built or loaded.
-    """
-    library = _library_or_raise(try_to_load())
-    return _Functions(*(typed(library, name, *_FUNCTIONS[name]) for name in _Functions._fields))
-
-
-def compiled(name: str, *, holding_lock: bool = False) -> Callable[..., Any]:
-    """Return a compiled function; see the sources in C for what it takes.
-
-    Args:
-        name: A key of ``_FUNCTIONS``.
-        holding_lock: Whether it keeps the interpreter's lock, for what is done at once.
-
-    Raises:
-        BuildError: It cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
-    """
-    return typed(load_library(), name, *_FUNCTIONS[name], holding_lock=holding_lock)
-
-
-def typed(
-    library: ctypes.CDLL, name: str, returns: str, takes: str, *, holding_lock: bool = False
-) -> Callable[..., Any]:
-    """Return a function of a library, given the kinds of what it returns and takes."""
-    kinds = [_KINDS[kind] for kind in takes]
-    if holding_lock:
-        return ctypes.PYFUNCTYPE(_KINDS[returns], *kinds)((f"rankscope_{name}", library))
-    function: Any = getattr(library, f"rankscope_{name}")
-    function.argtypes, function.restype = kinds, _KINDS[returns]
-    loaded: Callable[..., Any] = function
-    return loaded
-
-
-def load_library(*files: Sequence[Path]) -> ctypes.CDLL:
-    """Return a compiled library: that of the kernels, or of other files in C and their headers.
-
-    Raises:
-        BuildError: It cannot be built or loaded, or ``RANKSCOPE_NATIVE=0`` forbids it.
-    """
-    _check_allowed()
-    return _library_or_raise(try_to_load(*files))
-
-
-def _check_allowed() -> None:
-    if os.environ.get("RANKSCOPE_NATIVE") == "0":
-        raise BuildError("RANKSCOPE_NATIVE=0")
-
-
-def _library_or_raise(library: ctypes.CDLL | BuildError) -> ctypes.CDLL:
-    if isinstance(library, BuildError):
-        raise BuildError(str(library)) from library
-    return library
-
-
-@functools.cache
-def try_to_load(*files: Sequence[Path]) -> ctypes.CDLL | BuildError:
-    """Return a compiled library or why there is none: each process tries to build it once."""
-    try:
-        return ctypes.CDLL(str(built_library(*files)))
-    except UnsafeCacheError as error:
-        tell_plain("what is faster in C", error, logging.WARNING)
-        return error
-    except BuildError as error:
-        return error
-    except OSError as error:
-        return BuildError(f"the compiled functions cannot be loaded: {error}")
