@@ -20,6 +20,9 @@ from harness import run_ranks
 from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
+from rankscope.numerics import figures
+from rankscope.numerics.figures import Values
+from rankscope.numerics.page import growth_sheet, write_sheets
 from rankscope.study.rounding import (
     Ingredients,
     draw_positions,
@@ -28,9 +31,6 @@ from rankscope.study.rounding import (
     run_growth,
 )
 from rankscope.study.rounding_result import BFLOAT16, DATA, ORDER, TITLES, WORKERS, GrowthOptions
-from rankscope.web import numerics_figures as figures
-from rankscope.web.numerics_figures import Values
-from rankscope.web.numerics_page import growth_sheet, write_sheets
 from rankscope.web.parts import Spec, Tables, column, headed, log_domain, sized, titled
 
 FEW = (ORDER, BFLOAT16, WORKERS, DATA)

@@ -18,8 +18,8 @@ from rankscope.core.audit import AUDIT_WIDTH
 from rankscope.core.measured import sizes_of
 from rankscope.core.plan import Plan
 from rankscope.diagnose.causes import page_of_causes
-from rankscope.diagnose.rules import RULES
 from rankscope.evidence import columns_of
+from rankscope.evidence.rules import RULES
 from rankscope.session.instruments import GROUP_WIDTH
 from record.run_files import write
 from record.step_reports import make_report

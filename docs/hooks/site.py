@@ -23,8 +23,8 @@ from mkdocs.structure.pages import Page
 
 from rankscope.bus.columns import Table
 from rankscope.cli.main import NAME, app
-from rankscope.diagnose.rules import RULES
 from rankscope.evidence import columns_of
+from rankscope.evidence.rules import RULES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -13,13 +13,12 @@ from rankscope.core.canary_plan import (
     RETRY_AFTER,
     SHARE,
     SPACING,
-    TIMES_LATELY,
     CanaryPlan,
     Planned,
     Schedule,
     all_asked,
 )
-from rankscope.core.finding import Finding, Severity
+from rankscope.core.finding import TIMES_LATELY, Finding, Severity
 from rankscope.core.governor import LAG
 from rankscope.core.packing import PackedError
 from rankscope.core.replicas import StateDifference, StateKind

@@ -10,7 +10,7 @@ from rankscope.core.direction import gram, leave_one_out
 from rankscope.core.rounding import round_to_bfloat16
 from rankscope.core.step import StepReport
 from rankscope.diagnose.audit import ReductionAudit
-from rankscope.diagnose.rules import describe
+from rankscope.evidence.rules import describe
 
 SIZES = {"embed": 600, "blocks.0": 300, "blocks.1": 300, "norm": 32}
 FLOOR = 4e-7  # what sketches of large sections leave

@@ -7,8 +7,8 @@ import numpy as np
 from diagnose.streams import gathered
 from rankscope.core.step import StepReport
 from rankscope.diagnose.recent_batches import RecentBatches
-from rankscope.diagnose.rules import RULES, describe
 from rankscope.diagnose.steps import StepBatch
+from rankscope.evidence.rules import RULES, describe
 
 _MEMORIES = WeakKeyDictionary()
 

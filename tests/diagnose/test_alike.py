@@ -8,7 +8,7 @@ from diagnose.streams import gathered
 from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.alike import AlikePairs
-from rankscope.diagnose.rules import describe
+from rankscope.evidence.rules import describe
 
 
 def observation(rng, step, width=8, block=(), above=0.2, samples=None):

@@ -13,9 +13,9 @@ from rankscope.bus.run import RunFacts
 from rankscope.core.dispersion import weighted_mean_and_sem
 from rankscope.core.finding import Finding, Severity
 from rankscope.diagnose.assessment import assess
-from rankscope.diagnose.checks import fewest_steps
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
 from rankscope.diagnose.verdicts import judge, statements
+from rankscope.evidence.outliers.judge import fewest_steps
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
 

@@ -14,7 +14,7 @@ from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.rules import LATENESS, RULES, describe
+from rankscope.evidence.rules import LATENESS, RULES, describe
 
 
 def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None):

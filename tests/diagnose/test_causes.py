@@ -3,7 +3,8 @@
 import pytest
 
 from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.rules import LATENESS, RULES, explanations, ranked
+from rankscope.diagnose.rules import explanations, ranked
+from rankscope.evidence.rules import LATENESS, RULES
 
 
 def finding(cause, severity=Severity.ERROR, first=0, id=None, ranks=(1,)):  # noqa: A002

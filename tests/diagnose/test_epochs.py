@@ -12,7 +12,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.epochs import PeriodFinder, RepeatedOrder
 from rankscope.diagnose.recent_batches import RecentBatches
-from rankscope.diagnose.rules import describe
+from rankscope.evidence.rules import describe
 from rankscope.record.states import pack_state, unpack_state
 
 

@@ -9,7 +9,7 @@ from diagnose.micro_jobs import micro_step
 from rankscope import Run
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import Table
-from rankscope.diagnose.noise import expected_cosines, noise_numbers
+from rankscope.diagnose.noise_scale import expected_cosines, noise_numbers
 from rankscope.record import RunWriter, reader
 
 W, MICRO, SIZE, STEPS = 8, 4, 400, 40

@@ -15,8 +15,8 @@ from rankscope.core.finding import Severity
 from rankscope.core.step import StepReport
 from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.diagnose.outliers import WorkerOutliers
-from rankscope.diagnose.rules import describe
 from rankscope.evidence import COLUMNS
+from rankscope.evidence.rules import describe
 from rankscope.record.schema import arrow_schema
 
 NO_SAMPLES = np.empty(0, np.int64)

@@ -9,7 +9,7 @@ from diagnose.streams import replicated, reports, sharded, with_replacement
 from rankscope.core.finding import Severity
 from rankscope.diagnose.epochs import KEY
 from rankscope.diagnose.overlap import OverlappingShards
-from rankscope.diagnose.rules import describe
+from rankscope.evidence.rules import describe
 from rankscope.record.states import pack_state, unpack_state
 
 W = 8

@@ -16,7 +16,7 @@ from rankscope.diagnose.reduction import (
     clip_limit,
     norm_of_mean,
 )
-from rankscope.diagnose.rules import describe
+from rankscope.evidence.rules import describe
 
 SIZE = 600
 

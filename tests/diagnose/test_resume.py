@@ -9,8 +9,8 @@ from diagnose.streams import gathered, replicated, shard, sharded, with_replacem
 from rankscope.agent.summarize import summarize
 from rankscope.core.finding import Severity
 from rankscope.diagnose.resume import ResumeMismatch
-from rankscope.diagnose.rules import describe
 from rankscope.diagnose.steps import StepBatch
+from rankscope.evidence.rules import describe
 from rankscope.record.states import pack_state, unpack_state
 
 W, BATCH = 4, 4

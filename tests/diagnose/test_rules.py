@@ -10,7 +10,7 @@ import pytest
 from rankscope.bus.words import count, name_ranks
 from rankscope.core.finding import Severity
 from rankscope.diagnose import rules
-from rankscope.diagnose.rules import RULES, describe
+from rankscope.evidence.rules import RULES, describe
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from rankscope.core.budget import SAMPLING, alarm_level
 from rankscope.core.finding import Severity
 from rankscope.diagnose.assessment import assess
 from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
-from rankscope.diagnose.rules import RULES, describe
 from rankscope.diagnose.sampling import Sampling
+from rankscope.evidence.rules import RULES, describe
 from rankscope.record import Run, RunWriter
 
 SIMILAR, DIFFERENT = "sampling.too_similar", "sampling.too_different"

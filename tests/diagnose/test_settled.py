@@ -8,7 +8,8 @@ from rankscope.agent.announcer import Announcer
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.finding_events import FindingEvent
 from rankscope.diagnose.causes import cause_pages, page_of, section_of
-from rankscope.diagnose.rules import RULES, next_check_of, settled_by
+from rankscope.diagnose.rules import next_check_of, settled_by
+from rankscope.evidence.rules import RULES
 from rankscope.record.bundle import latest_bundle
 
 OUTLIER = Finding(

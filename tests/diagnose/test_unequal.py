@@ -10,8 +10,8 @@ from diagnose.streams import gathered
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateDigests, StateKind, differences
 from rankscope.core.step import StepReport
-from rankscope.diagnose.rules import describe
 from rankscope.diagnose.unequal import AVERAGES, HEALED_AFTER, UnequalState
+from rankscope.evidence.rules import describe
 
 W = 4
 ONE_SET = {"replica": np.zeros(W, np.int64)}

@@ -12,8 +12,8 @@ from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT, as_recorded
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
 from rankscope.diagnose.loss_scale import ONE_WORKER, LossScale
-from rankscope.diagnose.rules import describe
 from rankscope.diagnose.weighting import MICRO, STARVED, TokenWeighting
+from rankscope.evidence.rules import describe
 from rankscope.record.states import pack_state, unpack_state
 
 W = 4

@@ -13,8 +13,8 @@ import pytest
 
 from rankscope.bus.columns import Table
 from rankscope.cli.main import app
-from rankscope.diagnose.rules import RULES
 from rankscope.evidence import columns_of
+from rankscope.evidence.rules import RULES
 
 ROOT = Path(__file__).parents[2]
 LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}

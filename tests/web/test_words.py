@@ -7,7 +7,7 @@ import pytest
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.dispersion_words import say_dispersion
-from rankscope.diagnose.rules import RULES
+from rankscope.evidence.rules import RULES
 from rankscope.web.study_words import Entry, headline_of, why_heading, why_they_differ
 from rankscope.web.words import (
     facts,

@@ -23,7 +23,7 @@ from rankscope.core.hang import (
     judge_stacks,
     words_of,
 )
-from rankscope.diagnose.rules import describe
+from rankscope.evidence.rules import describe
 
 _FEWEST_STEPS = 3
 _SLOW_STEPS = 20  # median step times that a step may take before it counts as a hang

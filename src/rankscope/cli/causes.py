@@ -9,8 +9,8 @@ from rich.table import Table as Grid
 
 from rankscope.cli.output import JsonOption, heading, plain, show, terminal
 from rankscope.diagnose.causes import cause_pages, page_of_causes
-from rankscope.diagnose.rules import RULES
 from rankscope.errors import UsageError
+from rankscope.evidence.rules import RULES
 
 
 def causes(

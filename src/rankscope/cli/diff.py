@@ -105,11 +105,11 @@ def _written(comparison: "Comparison", html: Path | None, png: Path | None) -> l
     written = []
     if html is not None:
         with needs_extra(html.name, "web"):
-            from rankscope.web.diff_figures import write_diff_page
+            from rankscope.numerics.diff.figures import write_diff_page
         written.append(write_diff_page(comparison, html))
     if png is not None:
         with needs_extra(png.name, "web"):
-            from rankscope.web.diff_figures import write_diff_figure
+            from rankscope.numerics.diff.figures import write_diff_figure
         written.append(write_diff_figure(comparison, png))
     return written
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.core.finding import Finding
+from rankscope.core.finding import OFTEN, TIMES_LATELY, Finding
 from rankscope.core.governor import LAG
 from rankscope.core.step import MISSING_INT, GatheredStep
 
@@ -73,9 +73,6 @@ class Schedule:
 TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclusive"})
 """Causes of statistical findings that a canary can explain."""
 
-TIMES_LATELY, LATELY, OFTEN = "times_in_50_steps", 50, 3
-"""Of what comes and goes, the evidence says how often it came in so many steps; and how often that
-is no accident but worth a canary."""
 
 SCHEDULED = "scheduled"
 ASKED_FOR = "asked-for"

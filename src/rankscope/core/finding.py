@@ -9,6 +9,16 @@ MAX_WORKERS = 2**20
 """Workers that a record may speak of; more are damage."""
 
 
+TIMES_LATELY = "times_in_50_steps"
+"""Evidence of findings that come and go: in how many of the last steps they came."""
+
+LATELY = 50
+"""Steps that count for it."""
+
+OFTEN = 3
+"""Times from which such a finding is taken seriously."""
+
+
 class Severity(IntEnum):
     """How bad a finding is; comparable: ``Severity.NOTE < Severity.WARNING``."""
 

@@ -16,7 +16,7 @@ from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.canary import CANARIES
 from rankscope.diagnose.checks import checks_of
 from rankscope.diagnose.dispersion_words import Values
-from rankscope.diagnose.noise import dispersion_numbers, noise_numbers
+from rankscope.diagnose.noise_scale import dispersion_numbers, noise_numbers
 from rankscope.diagnose.rules import settled_by
 from rankscope.diagnose.verdicts import Course, Verdict, judge, statements
 from rankscope.record import Coverage, Run

@@ -19,8 +19,8 @@ from rankscope.core.replicas import StateKind
 from rankscope.core.roles import LOOK_EVERY
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.rules import LATENESS
 from rankscope.diagnose.steps import Step
+from rankscope.evidence.rules import LATENESS
 
 DATA = "canary-data"
 DIFFERS = "canary-differs"

@@ -3,7 +3,7 @@
 import re
 from functools import cache
 
-from rankscope.diagnose.rules import RULES
+from rankscope.evidence.rules import RULES
 
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]*\)")
 

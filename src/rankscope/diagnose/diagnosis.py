@@ -21,10 +21,10 @@ from rankscope.core.state import State, StateError
 from rankscope.core.step import StepReport, as_recorded
 from rankscope.diagnose.evidence import Detector, Evidence
 from rankscope.diagnose.recent_batches import RecentBatches
-from rankscope.diagnose.rules import RULES, describe, go_back
 from rankscope.diagnose.steps import StepBatch, batches_of
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
+from rankscope.evidence.rules import RULES, describe, go_back
 from rankscope.record import Run
 from rankscope.record.files import to_plain
 from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from rankscope.bus.words import name_ranks
 from rankscope.core.arrays import Floats
-from rankscope.core.canary_plan import LATELY, OFTEN, TIMES_LATELY
-from rankscope.core.finding import Severity
+from rankscope.core.finding import LATELY, OFTEN, TIMES_LATELY, Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Evidence

@@ -9,7 +9,7 @@ from rankscope.bus.words import count, listed, name_ranks
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.mesh_axes import Replicated
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.rules import describe, go_back
+from rankscope.evidence.rules import describe, go_back
 
 PARTIAL, DIFFER = "sync.partial_gradient", "state.replicas_differ"
 

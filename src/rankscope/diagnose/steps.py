@@ -5,26 +5,30 @@ Legend of shapes: S steps, C columns of one type, W workers.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.columns import DType
 from rankscope.core.samples import identical_groups
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.core.thinning import DrawnSamples
 from rankscope.core.weighting import log_spread, token_products
 from rankscope.diagnose.recent_batches import RecentBatches, Recurrence
-from rankscope.evidence import columns_of
 
-_NAMES = {
-    dtype: tuple(s.name for s in columns_of(Table.WORKERS, Source.LOCAL) if s.dtype is dtype)
-    for dtype in (DType.INT, DType.FLOAT, DType.BOOL)
-}
-_PLACES = {name: (dtype, at) for dtype, names in _NAMES.items() for at, name in enumerate(names)}
+_KINDS = {DType.INT: "i", DType.FLOAT: "f", DType.BOOL: "b"}
+
+
+@cache
+def _places(kinds: tuple[tuple[str, str], ...]) -> dict[str, tuple[DType, int]]:
+    """Return type and place of each column, given names and kinds of their arrays."""
+    names = {
+        dtype: [name for name, kind in kinds if kind == wanted] for dtype, wanted in _KINDS.items()
+    }
+    return {name: (dtype, at) for dtype, each in names.items() for at, name in enumerate(each)}
 
 
 _SUMMARIES: Mapping[str, Callable[[NDArray[Any]], Any]] = {
@@ -58,6 +62,8 @@ class Columns:
     def __init__(self, reports: Sequence[StepReport], batches: RecentBatches) -> None:
         self.reports = reports
         self.numbers = [report.gathered.step for report in reports]
+        workers = reports[0].gathered.workers
+        self._places = _places(tuple((name, one.dtype.kind) for name, one in workers.items()))
         self._values: dict[DType, NDArray[Any]] = {}
         self._summaries: dict[tuple[str, DType], list[list[Any]]] = {}
         self.recurrences = batches.observe(self.column("batch_digest"), self.numbers)
@@ -68,13 +74,13 @@ class Columns:
         Raises:
             KeyError: It has no such LOCAL column.
         """
-        dtype, at = _PLACES[name]
+        dtype, at = self._places[name]
         column: NDArray[Any] = self._of_type(dtype)[:, at]
         return column
 
     def summary(self, what: str, name: str, index: int) -> Any:
         """Return what a step's workers have in a column; ``what`` is one of ``_SUMMARIES``."""
-        dtype, at = _PLACES[name]
+        dtype, at = self._places[name]
         if (what, dtype) not in self._summaries:
             self._summaries[what, dtype] = _SUMMARIES[what](self._of_type(dtype)).tolist()
         return self._summaries[what, dtype][index][at]
@@ -82,7 +88,10 @@ class Columns:
     def _of_type(self, dtype: DType) -> NDArray[Any]:
         """Return the columns of one type ``[S, C, W]``."""
         if dtype not in self._values:
-            names, gathered = _NAMES[dtype], [report.gathered for report in self.reports]
+            names, gathered = (
+                [name for name, (kind, _) in self._places.items() if kind is dtype],
+                [report.gathered for report in self.reports],
+            )
             flat = np.concatenate([step.workers[name] for step in gathered for name in names])
             self._values[dtype] = flat.reshape(len(gathered), len(names), -1)
         return self._values[dtype]

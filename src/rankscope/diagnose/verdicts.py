@@ -7,11 +7,11 @@ a finding: what is certain comes from findings, and from exact equality.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rankscope.bus.checks import Check
 from rankscope.bus.words import count, name_ranks
 from rankscope.core.budget import bound_in_words
-from rankscope.core.canary_plan import OFTEN, TIMES_LATELY
-from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.checks import Check, missing_steps, say_checks
+from rankscope.core.finding import OFTEN, TIMES_LATELY, Finding, Severity
+from rankscope.diagnose.checks import missing_steps, say_checks
 from rankscope.diagnose.dispersion_words import (
     Values,
     say_dispersion,

@@ -16,7 +16,7 @@ from rankscope.core.verification import (
     missing_by_worker,
 )
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.rules import describe
+from rankscope.evidence.rules import describe
 
 _MOST_NAMED = 3
 _SAME = 0.02

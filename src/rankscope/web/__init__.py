@@ -81,7 +81,7 @@ def write_numerics_page(
         growth: The JSON form of pairs of trainings; None when none was run.
     """
     with needs_extra("numerics.html", "web"):
-        from rankscope.web.numerics_page import write_page
+        from rankscope.numerics.page import write_page
     return write_page(directory, sums, growth)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from rankscope.bus.columns import Table
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.noise import expected_cosines
+from rankscope.diagnose.noise_scale import expected_cosines
 from rankscope.record import Columns, Overview, Run
 from rankscope.record.rollups import MAX_ROWS
 from rankscope.web import bins, figures, maps, series

@@ -14,7 +14,8 @@ from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.assessment import Assessment
 from rankscope.diagnose.causes import section_of
 from rankscope.diagnose.dispersion_words import dispersion_figures, short
-from rankscope.diagnose.rules import RULES, explanations, next_check_of, ranked
+from rankscope.diagnose.rules import explanations, next_check_of, ranked
+from rankscope.evidence.rules import RULES
 from rankscope.record import Run
 
 UNKNOWN = "–"

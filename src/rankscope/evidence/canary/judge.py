@@ -1,10 +1,22 @@
 """What judges canaries."""
 
+from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.run import RunFacts
+from rankscope.core.governor import LAG
 from rankscope.diagnose.canary import CanaryVerdicts
 from rankscope.diagnose.evidence import Detector
+
+CANARY_STEPS = 3 * LAG
+"""Steps in which the first canary is planned, has run and is judged."""
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return what looks for faults in a run."""
     return (CanaryVerdicts(run.num_workers, run.flagged.steadily),)
+
+
+def make_checks(run: CheckedRun) -> tuple[Check, ...]:
+    """Return what a run is checked for."""
+    impossible = "" if run.options.get("canary", True) else "canaries are off"
+    what = "a worker that computes other results from the same batch"
+    return (Check(what, CANARY_STEPS, impossible),)

@@ -1,10 +1,11 @@
 """What judges losses: weighting, scale, values that are not finite, no gradient."""
 
+from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.run import RunFacts
 from rankscope.diagnose.evidence import Detector
 from rankscope.diagnose.loss_scale import LossScale
 from rankscope.diagnose.nonfinite import NoGradient, NonFinite
-from rankscope.diagnose.weighting import TokenWeighting
+from rankscope.diagnose.weighting import LEAST_STEPS, TokenWeighting
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -14,4 +15,12 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         NoGradient(run.num_workers),
         TokenWeighting(run.num_workers, run.plan.loss_weighting),
         LossScale(run.num_workers),
+    )
+
+
+def make_checks(run: CheckedRun) -> tuple[Check, ...]:
+    """Return what a run is checked for."""
+    return (
+        Check("values that are not finite", 1),
+        Check("the weights of workers in the average", LEAST_STEPS),
     )

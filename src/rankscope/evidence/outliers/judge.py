@@ -1,10 +1,21 @@
 """What judges workers that differ from the others, or are too much alike."""
 
+from functools import cache
+
+import numpy as np
+
+from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.run import RunFacts
+from rankscope.core.budget import OUTLIERS, alarm_level
+from rankscope.core.step import MAX_PAIRED_WORKERS
 from rankscope.diagnose.alike import AlikePairs
 from rankscope.diagnose.amounts import UnequalAmounts
 from rankscope.diagnose.evidence import Detector
+from rankscope.diagnose.outlier_parts import Part, total_signals
 from rankscope.diagnose.outliers import WorkerOutliers
+
+MOST_STEPS = 64
+"""Steps that are tried at most to see how many the search for outliers needs."""
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -18,3 +29,31 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         UnequalAmounts(run.num_workers, run.hosts),
         AlikePairs(run.num_workers, run.flagged.left_out),
     )
+
+
+def make_checks(run: CheckedRun) -> tuple[Check, ...]:
+    """Return what a run is checked for."""
+    return (Check("a worker that differs from the others", fewest_steps(run.num_workers)),)
+
+
+@cache
+def fewest_steps(num_workers: int) -> int:
+    """Return how many steps the search for outliers needs at least: for a worker far from all.
+
+    The detector itself says so: it is fed with one worker that is farthest out in every signal.
+    Small differences take longer.
+    """
+    if num_workers < 2:
+        return 0
+    num_workers = min(num_workers, MAX_PAIRED_WORKERS)
+    part = Part(num_workers, total_signals())
+    noise = np.random.default_rng(0)
+    usable_W, sizes_W = np.ones(num_workers, bool), np.zeros(num_workers)
+    level = alarm_level(OUTLIERS / 2)
+    for step in range(MOST_STEPS):
+        values_SW = 1 + 0.05 * noise.standard_normal((len(part.signals), num_workers))
+        values_SW[:, 0] = 3.0
+        part.observe(values_SW, usable_W, sizes_W, step)
+        if part.test.evidence >= level:
+            return step + 1
+    return MOST_STEPS

@@ -1,6 +1,8 @@
 """What judges reductions: their norms, their sketches, and accumulation before them."""
 
+from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.run import RunFacts
+from rankscope.diagnose import reduction
 from rankscope.diagnose.accumulation import AccumulationAudit, ChangedLater
 from rankscope.diagnose.audit import ReductionAudit
 from rankscope.diagnose.evidence import Detector
@@ -15,3 +17,13 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         AccumulationAudit(),
         ChangedLater(),
     )
+
+
+def make_checks(run: CheckedRun) -> tuple[Check, ...]:
+    """Return what a run is checked for."""
+    impossible = ""
+    if run.options.get("tier") == "scalars":
+        impossible = "tier='scalars'"
+    if run.options.get("reduced", "sketch") != "sketch":
+        impossible = "no sketch of the reduction"
+    return (Check("faults of the reduction", reduction.STEPS, impossible),)

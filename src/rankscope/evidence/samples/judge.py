@@ -1,5 +1,6 @@
 """What judges samples: duplicates, overlaps, order, resumption."""
 
+from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.run import RunFacts
 from rankscope.diagnose.duplicates import DuplicateBatches
 from rankscope.diagnose.epochs import RepeatedOrder
@@ -24,3 +25,9 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ResumeMismatch(num_workers),
         MicroBatches(num_workers),
     )
+
+
+def make_checks(run: CheckedRun) -> tuple[Check, ...]:
+    """Return what a run is checked for."""
+    impossible = "" if run.samples else "samples were not identified"
+    return (Check("shared batches", 3, impossible),)

@@ -1,9 +1,13 @@
 """What judges state: digests that should agree, and parameters that never change."""
 
+from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.run import RunFacts
 from rankscope.diagnose.evidence import Detector
 from rankscope.diagnose.learning import NotUpdated
 from rankscope.diagnose.unequal import UnequalState
+
+STATE_STEPS = 64
+"""Steps in which the digests have gone through parameters, buffers and optimizer state."""
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -19,3 +23,9 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ),
         NotUpdated(),
     )
+
+
+def make_checks(run: CheckedRun) -> tuple[Check, ...]:
+    """Return what a run is checked for."""
+    impossible = "" if run.options.get("evidence", True) else "evidence=False"
+    return (Check("parameters, buffers and optimizer state", STATE_STEPS, impossible),)

@@ -1,10 +1,16 @@
 """What judges times: who keeps the others waiting."""
 
+from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.run import RunFacts
 from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.stragglers import Stragglers
+from rankscope.diagnose.stragglers import WARM_UP, WINDOW, Stragglers
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return what looks for faults in a run."""
     return (Stragglers(run.num_workers, run.hosts),)
+
+
+def make_checks(run: CheckedRun) -> tuple[Check, ...]:
+    """Return what a run is checked for."""
+    return (Check("slow workers", WARM_UP + WINDOW),)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rankscope.numerics import figures
+from rankscope.numerics.figures import Values
 from rankscope.numerics.spread import size
-from rankscope.web import numerics_figures as figures
 from rankscope.web.document import png_of, render, write_bytes, write_text
-from rankscope.web.numerics_figures import Values
 from rankscope.web.parts import Spec, Tables, headed, sized, titled
 
 PAGE = "numerics.html"
