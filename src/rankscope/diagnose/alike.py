@@ -26,7 +26,7 @@ from rankscope.core.exchangeability import ExchangeabilityTest
 from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.rules import count
 from rankscope.diagnose.steps import Step, StepBatch
 
@@ -58,7 +58,7 @@ class AlikePairs(Detector):
         )
         self._active: set[int] = set()
         self._ranks: set[int] = set()
-        self._span = Span()
+        self._span = PersistentFault()
         self._told = self._steps = 0
         self._excess = 0.0
         self._many = False

@@ -12,7 +12,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.sorted_map import in_order
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Lasting, Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.rules import count
 from rankscope.diagnose.steps import Step
 
@@ -39,7 +39,7 @@ class DuplicateBatches(Detector):
         self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         self._groups: set[tuple[int, ...]] = set()
         self._useful = num_workers
-        self._span = Span()
+        self._span = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks when it shows enough identical batches."""
@@ -88,7 +88,7 @@ class NonFinite(Detector):
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
-        self._span = Span()
+        self._span = PersistentFault()
         self._severity = Severity.NOTE
         self._applied = False
         self._skips_in_a_row = 0
@@ -134,7 +134,7 @@ class NoGradient(Detector):
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._zero = Lasting(_ZERO_IN_A_ROW, in_a_row=True)
+        self._zero = PersistentFault(_ZERO_IN_A_ROW, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of one without a gradient, and when there is one again."""

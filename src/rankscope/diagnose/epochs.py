@@ -18,7 +18,7 @@ from rankscope.core.sorted_map import count_common, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.repeats import FEW
 from rankscope.diagnose.rules import count
 from rankscope.diagnose.steps import Step
@@ -78,7 +78,7 @@ class RepeatedOrder(Detector):
         self._finder = PeriodFinder()
         self._ended = False
         self._on_purpose = 0
-        self._span = Span()
+        self._span = PersistentFault()
         self._period = -1
         self._severity = Severity.NOTE
 
@@ -101,7 +101,7 @@ class RepeatedOrder(Detector):
         few = finder.period < FEW or self._on_purpose >= finder.run
         severity = Severity.NOTE if few or self._intended else Severity.WARNING
         if not self._span.count or severity > self._severity:
-            self._span, self._period, self._severity = Span(), finder.period, severity
+            self._span, self._period, self._severity = PersistentFault(), finder.period, severity
         self._span.see(gathered.step, first=finder.first, before=finder.run - 1)
         return (self._evidence(),)
 

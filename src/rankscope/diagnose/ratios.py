@@ -7,7 +7,7 @@ from rankscope.core.block_ratio import BlockRatio, Estimate, difference, ratio_o
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 
 CERTAIN_Z = 5.0
 """Standard errors that a ratio must lie from where it should be."""
@@ -88,12 +88,11 @@ class RatioWatch(Stateful):
         return self._level.describe("sampling.ratio", cause, fields, numbers)
 
 
-class _Note(Span):
+class _Note(PersistentFault):
     """A note that opens when it is certain, and closes when what it says is no longer so."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.open = False
         self.distance = 0.0
 
     def update(self, step: int, is_so: bool | None, distance: float) -> bool:

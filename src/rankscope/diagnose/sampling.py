@@ -35,7 +35,7 @@ from rankscope.core.noise_scale import micro_share, micro_squares, noise_of_step
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.ratios import RatioWatch
 from rankscope.diagnose.rules import count
 from rankscope.diagnose.steps import Step
@@ -192,7 +192,7 @@ class Sampling(Detector):
         )
 
 
-class _Alarm(Span):
+class _Alarm(PersistentFault):
     """E-detectors with equal weights that alarm together.
 
     Once they have, their evidence is kept from growing further, so that they heal in bounded time.
@@ -202,11 +202,10 @@ class _Alarm(Span):
         shape: Their shape.
     """
 
-    SETTINGS = ("_level",)
+    SETTINGS = (*PersistentFault.SETTINGS, "_level")
 
     def __init__(self, level: float, *shape: int) -> None:
         super().__init__()
-        self.open = False
         self._level = level
         self._detectors = ShiryaevRoberts(*shape)
         self._fed: deque[int] = deque(maxlen=RECENT)

@@ -15,7 +15,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, log_spread
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.rules import count
 from rankscope.diagnose.steps import Step
 
@@ -99,7 +99,7 @@ class TokenWeighting(Detector):
         return (self._inside.describe(MICRO, tuple(np.flatnonzero(known_W).tolist())),)
 
 
-class _Spread(Span):
+class _Spread(PersistentFault):
     """Follows by how much the weights of tokens differ inside the latest steps."""
 
     def __init__(self) -> None:
@@ -143,12 +143,11 @@ class _Spread(Span):
         )
 
 
-class _Starved(Span):
+class _Starved(PersistentFault):
     """Workers that have hardly any label tokens, step after step, and count like the others."""
 
     def __init__(self, num_workers: int) -> None:
         super().__init__()
-        self.ranks: set[int] = set()
         self._score_W = np.zeros(num_workers, np.int64)
         self._since_W = np.zeros(num_workers, np.int64)
         self._tokens = self._typical = math.nan
