@@ -65,7 +65,8 @@ class AlikePairs(Detector):
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
         """Take consecutive steps; yields pairs that begin, go on, or cease to be too much alike."""
-        compared, left_out = iter(()), ()
+        compared: Iterator[int] = iter(())
+        left_out: tuple[int, ...] = ()
         for step in steps:
             if not self._has_cosines(step):
                 yield ()

@@ -7,13 +7,13 @@ Samples that a sampler repeats at an epoch's end, so that all workers have as ma
 They explain repeats that somebody may find in the record.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
-from rankscope.core.samples import SampleCounts, flat_samples
+from rankscope.core.samples import SampleCounts
 from rankscope.core.sorted_map import count_common, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
@@ -146,15 +146,13 @@ class Padding(Stateful):
         self._repeats = 0
         self._step = -1
 
-    def observe(
-        self, step: int, counts: SampleCounts, batches: Sequence[Ints]
-    ) -> Iterable[Evidence]:
+    def observe(self, step: int, counts: SampleCounts, samples: Ints) -> Iterable[Evidence]:
         """Take one step; speaks once, after the first epoch's end.
 
         Args:
             step: Its number.
             counts: What it draws.
-            batches: Samples of each worker.
+            samples: The samples themselves.
         """
         if not self._looking or not counts.drawn:
             return ()
@@ -164,11 +162,11 @@ class Padding(Stateful):
         repeats = counts.drawn - counts.new
         if repeats:
             few = repeats < self._num_workers
-            of_the_start = count_common(flat_samples(batches), self._start) == repeats
+            of_the_start = count_common(samples, self._start) == repeats
             self._looking = counts.new > 0 and (few or of_the_start)
             self._repeats, self._step = repeats, step
         if not len(self._start):
-            self._start = in_order(flat_samples(batches))
+            self._start = in_order(samples)
         return ()
 
     def _evidence(self) -> Evidence:

@@ -1,6 +1,7 @@
 """The life of a fault: when it opens, which steps show it, and when it has healed."""
 
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from rankscope.core.finding import Severity
 from rankscope.core.state import Stateful
@@ -25,7 +26,7 @@ class PersistentFault(Stateful):
         ranks: The workers on which it was there at some time, as far as they were named.
     """
 
-    SETTINGS: tuple[str, ...] = ("_needed", "_in_a_row")
+    SETTINGS: ClassVar[tuple[str, ...]] = ("_needed", "_in_a_row")
 
     def __init__(self, needed: int = 1, *, in_a_row: bool = False) -> None:
         self._needed = needed

@@ -123,14 +123,14 @@ class Sampling(Detector):
         low = self._units_for_low(gathered, losses)
         if low is not None:
             e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
-            news = self._low.observe(gathered.step, e_low)
+            news = self._low.add(gathered.step, e_low)
             if news is not _News.NONE:
                 yield self._say_similar(news, "losses" if low is losses else "gradient norms")
         told = False
         for source, units in ((_LOSSES, losses), (_NORMS, norms)):
             if units is not None:
                 _, e_high = rank_bets(spread_ranks(units, rng, same_index=True))
-                told |= self._high.observe(gathered.step, e_high, source) is not _News.NONE
+                told |= self._high.add(gathered.step, e_high, source) is not _News.NONE
         if told:
             yield self._say_different()
 
@@ -216,7 +216,7 @@ class _Alarm(PersistentFault):
         """Evidence of each of them."""
         return self._detectors.evidence.astype(np.float64)
 
-    def observe(self, step: int, e: Floats, at: int | None = None) -> _News:
+    def add(self, step: int, e: Floats, at: int | None = None) -> _News:
         """Take the e-values of a step; ``at`` is the row that they belong to, if not all."""
         self._detectors.observe(e.astype(np.float32), ... if at is None else at)
         if not self._fed or self._fed[-1] != step:

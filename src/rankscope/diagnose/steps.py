@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.core.draws import DrawnSamples
 from rankscope.core.samples import identical_groups
 from rankscope.core.signals import DType, Source, Table, signals
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
-from rankscope.core.thinning import DrawnSamples
 from rankscope.core.weighting import log_spread, token_products
 from rankscope.diagnose.recent_batches import RecentBatches, Recurrence
 

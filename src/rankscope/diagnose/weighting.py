@@ -70,7 +70,7 @@ class TokenWeighting(Detector):
         found: list[Evidence] = []
         if self._between.sums.found:
             return found
-        if self._starved.observe(gathered.step, scales_W, tokens_W):
+        if self._starved.add(gathered.step, scales_W, tokens_W):
             found.append(self._starved.describe())
         if self._starved.ranks:
             tokens_W = tokens_W.copy()
@@ -78,7 +78,7 @@ class TokenWeighting(Detector):
             spread = float(log_spread(scales_W[None], tokens_W[None])[0])
         else:
             spread = step.columns.token_spreads[step.index]
-        if self._between.observe(gathered.step, spread):
+        if self._between.add(gathered.step, spread):
             ranks = tuple(np.flatnonzero(np.isfinite(scales_W + tokens_W)).tolist())
             found.append(self._between.describe("", ranks))
         return found
@@ -94,7 +94,7 @@ class TokenWeighting(Detector):
         known_W = np.isfinite(spread_W)
         if self._inside.sums.found or not known_W.any():
             return ()
-        if not self._inside.observe(gathered.step, float(spread_W[known_W].mean())):
+        if not self._inside.add(gathered.step, float(spread_W[known_W].mean())):
             return ()
         return (self._inside.describe(MICRO, tuple(np.flatnonzero(known_W).tolist())),)
 
@@ -109,7 +109,7 @@ class _Spread(PersistentFault):
         self._ratio = 1.0
         self._largest = 1.0
 
-    def observe(self, step: int, log_ratio: float) -> bool:
+    def add(self, step: int, log_ratio: float) -> bool:
         """Take one step, NaN when it cannot be judged; return whether there is news."""
         if not math.isfinite(log_ratio):
             return False
@@ -152,7 +152,7 @@ class _Starved(PersistentFault):
         self._since_W = np.zeros(num_workers, np.int64)
         self._tokens = self._typical = math.nan
 
-    def observe(self, step: int, scales_W: Floats, tokens_W: Floats) -> bool:
+    def add(self, step: int, scales_W: Floats, tokens_W: Floats) -> bool:
         """Take one step; return whether it shows more."""
         if float(tokens_W.min()) > float(tokens_W.max()) / _FEW and not self._score_W.any():
             return False  # nobody has few
